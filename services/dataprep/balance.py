@@ -1,0 +1,66 @@
+"""Dealing work out evenly: groups to mini-batches, responses to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+TOLERANCE = 0.002
+"""Swaps between ranks end when the costliest and the cheapest differ by this share of the mean."""
+SWAPS_PER_RANK = 16
+"""At most so many swaps a rank; each may let one more rank fetch a payload."""
+
+
+def deal(tokens: Sequence[int], parts: int) -> list[list[int]]:
+    """Places of `tokens` in `parts` parts whose sizes differ by at most one and whose sums are near each other.
+
+    Largest first to the part with the smallest sum among those that have room; ties by place. Places rise within a part.
+    """
+    smallest, larger = divmod(len(tokens), parts)
+    room = [smallest + (part < larger) for part in range(parts)]
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    sums = [0] * parts
+    for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        part = min((part for part in range(parts) if len(dealt[part]) < room[part]), key=lambda part: (sums[part], part))
+        dealt[part].append(i)
+        sums[part] += tokens[i]
+    return [sorted(part) for part in dealt]
+
+
+def spread(costs: np.ndarray, ranks: int) -> list[list[int]]:
+    """Places of `costs` [m] on `ranks` ranks, in stretches of equal cost, evened out by moves and swaps of single places."""
+    # A response belongs to the rank in whose stretch its middle lies.
+    middle = np.cumsum(costs) - costs / 2
+    owner = np.minimum((middle * ranks / max(1, costs.sum())).astype(np.int64), ranks - 1)
+    mean = costs.sum() / ranks
+    loads = np.bincount(owner, weights=costs, minlength=ranks)
+    for _ in range(SWAPS_PER_RANK * ranks):
+        high, low = int(np.argmax(loads)), int(np.argmin(loads))
+        if loads[high] - loads[low] <= TOLERANCE * mean or not _even_out(costs, owner, loads, high, low):
+            break
+    return [np.flatnonzero(owner == rank).tolist() for rank in range(ranks)]
+
+
+def _even_out(costs: np.ndarray, owner: np.ndarray, loads: np.ndarray, high: int, low: int) -> bool:
+    """Move one place from `high` to `low`, or swap two, such that half the gap is closed as nearly as can be."""
+    gap = loads[high] - loads[low]
+    mine = np.flatnonzero(owner == high)
+    theirs = np.flatnonzero(owner == low)
+    theirs = theirs[np.argsort(costs[theirs], kind="stable")]
+    offers = np.concatenate(([0], costs[theirs]))  # 0: give one away for nothing
+    wanted = costs[mine] - gap / 2
+    at = np.minimum(np.searchsorted(offers, wanted), len(offers) - 1)
+    below = np.maximum(at - 1, 0)
+    at = np.where(np.abs(offers[at] - wanted) <= np.abs(offers[below] - wanted), at, below)
+    closed = costs[mine] - offers[at]  # load that would go from high to low
+    after = np.abs(gap - 2 * closed)
+    best = int(np.argmin(after))
+    if after[best] >= gap:
+        return False
+    owner[mine[best]] = low
+    if at[best] > 0:
+        owner[theirs[at[best] - 1]] = high
+    loads[high] -= closed[best]
+    loads[low] += closed[best]
+    return True

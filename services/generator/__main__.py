@@ -1,0 +1,71 @@
+"""Start a generator pod: load the engine, wait for weights, then claim and complete tickets until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+
+from services.runtime.loops import Loop
+from services.runtime.service import Arguments, main, open_service
+
+LOOP_LIMIT_S = 60.0
+
+
+async def generate(given: Arguments) -> None:
+    """The whole life of the pod."""
+    from services.generator.api import add_routes
+    from services.generator.engine import make_engine
+    from services.generator.loop import RolloutLoop
+    from services.generator.metrics import GeneratorMetrics
+    from services.generator.rewards.pool import VerifierPool
+    from services.generator.tokenizer import load_tokenizer
+    from services.generator.weights import WeightFollower
+
+    config = given.config
+    async with open_service("generator", config, given.name) as service:
+        metrics = GeneratorMetrics(service.registry)
+        engine = make_engine(config)
+        verifiers = VerifierPool(config.verifiers, config.generator.verifier_workers, config.data.source)
+        rollouts = RolloutLoop(service, engine, load_tokenizer(config), verifiers, metrics)
+        service.ready = rollouts.why_idle
+        add_routes(service, rollouts)
+        loaded = asyncio.Event()
+
+        async def work(loop: Loop) -> None:
+            service.say(phase="loading")
+            loop.limit_s = float("inf")  # loading takes as long as it takes
+            await verifiers.start()
+            await engine.start(config)
+            await service.view.created()
+            loop.limit_s = LOOP_LIMIT_S
+            service.say(phase="unsynced", world=engine.world)
+            loaded.set()
+            await rollouts.work(loop)
+
+        service.add_loop("weights", _after(loaded, WeightFollower(service, engine).follow))
+        service.add_loop("leases", _after(loaded, rollouts.renew))
+        service.add_loop("partials", _after(loaded, rollouts.save_partials))
+        service.add_loop("gauges", _after(loaded, rollouts.show_gauges))
+        try:
+            await service.run(work)
+        finally:
+            await verifiers.close()
+            await engine.close()
+
+
+def _after(loaded: asyncio.Event, body: Callable[[Loop], Awaitable[None]]) -> Callable[[Loop], Awaitable[None]]:
+    """A loop that begins when the engine is loaded; until then it has nothing to show progress of."""
+
+    async def run(loop: Loop) -> None:
+        limit_s, loop.limit_s = loop.limit_s, float("inf")
+        await loaded.wait()
+        loop.progress()
+        loop.limit_s = limit_s
+        await body(loop)
+
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main("generator", generate))

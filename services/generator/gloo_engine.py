@@ -1,0 +1,172 @@
+"""Weights into a vLLM worker: runs inside the worker process, which loads it as its extension class.
+
+Guarantees of both transports: joining a group happens beside generation, never instead of it; every wait has a limit; after
+a failure the worker can join another group and take a full update.
+`gloo` receives all weights into host memory and only then applies them (staged): a transfer that breaks leaves the old
+weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that breaks leaves a mixture, of which nothing may
+be sampled until a full update has arrived (services/generator/nccl_engine.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from services.generator.vllm_arguments import OWNER
+from services.runtime.collective import Deadline, Manifest, broadcast, join_store, make_group, read_manifest
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Where the group of an epoch meets."""
+
+    host: str
+    port: int
+    first_rank: int  # rank of worker 0; the sender is rank 0
+    world_size: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class ReceiveInfo(WeightTransferUpdateInfo):
+    """Limit of one transfer; what it contains is in the group's manifest."""
+
+    timeout_s: float
+
+
+class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
+    """What both transports share: joining in a thread, and leaving no half-open reload behind."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = ReceiveInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.whole = True
+        """Whether the model holds one version's weights; False while, and after a failure, they are a mixture."""
+        self._joining: Future[Any] | None = None
+        threading.Thread(target=_die_with_owner, args=(int(os.environ[OWNER]),), name="owner-watch", daemon=True).start()
+
+    def connect(self, info: JoinInfo, rank: int) -> Any:
+        """Meet the others and return the connection; runs in a thread, beside generation."""
+        raise NotImplementedError
+
+    def disconnect(self, connection: Any) -> None:
+        """Let go of a connection. Default: nothing beyond dropping it."""
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Start to join; `join_state` tells when it is done."""
+        self.shutdown()
+        joining: Future[Any] = Future()
+        parallel = self.parallel_config
+        rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+        def join() -> None:
+            try:
+                joining.set_result(self.connect(init_info, rank))
+            except Exception as error:  # noqa: BLE001 - handed to whoever asks for the connection
+                joining.set_exception(error)
+
+        threading.Thread(target=join, name="weight-group-join", daemon=True).start()
+        self._joining = joining
+
+    def join_state(self) -> str:
+        """`none`, `joining`, `joined`, or the reason why joining failed."""
+        if self._joining is None:
+            return "none"
+        if not self._joining.done():
+            return "joining"
+        error = self._joining.exception()
+        return "joined" if error is None else f"{type(error).__name__}: {error}"
+
+    @property
+    def connection(self) -> Any:
+        """What `connect` returned, or `RuntimeError`."""
+        if self._joining is None or self.join_state() != "joined":
+            raise RuntimeError(f"no weight group: {self.join_state()}")
+        return self._joining.result()
+
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
+        """Weights may be loaded inside. However it ends, the model is left so that another reload can begin."""
+        self.whole = False
+        initialize_layerwise_reload(self.model)
+        try:
+            yield
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.whole = True
+
+    def start_weight_update(self) -> None:
+        """Nothing: the reload belongs to `receive_weights`."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: the reload belongs to `receive_weights`."""
+
+    def shutdown(self) -> None:
+        """Leave the group; one that is still being joined is left as soon as it is there."""
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.add_done_callback(lambda done: None if done.exception() else self.disconnect(done.result()))
+
+
+class GlooWeightTransferEngine(JoiningEngine):
+    """Weights over a gloo group, staged in host memory."""
+
+    def connect(self, info: JoinInfo, rank: int) -> tuple[dist.ProcessGroupGloo, Manifest]:
+        """Join the gloo group and learn what will be sent."""
+        store = join_store(info.host, info.port, info.timeout_s)
+        group = make_group(store, rank, info.world_size, info.host, info.port, info.timeout_s)
+        return group, read_manifest(store)
+
+    def receive_weights(self, update_info: ReceiveInfo) -> None:
+        """Receive every bucket, then reload the model from them."""
+        group, manifest = self.connection
+        deadline = Deadline(update_info.timeout_s)
+        staged: list[tuple[str, torch.Tensor]] = []
+        for bucket in manifest.buckets:
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            broadcast(group, buffer, deadline)
+            staged += bucket.views(buffer)
+        with self.reloading():
+            self.model.load_weights(iter(staged))
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into its worker class, for `collective_rpc`."""
+
+    weight_transfer_engine: JoiningEngine
+
+    def weight_group_state(self) -> str:
+        """`JoiningEngine.join_state` of this worker."""
+        return self.weight_transfer_engine.join_state()
+
+    def weights_whole(self) -> bool:
+        """`JoiningEngine.whole` of this worker."""
+        return self.weight_transfer_engine.whole
+
+
+def _die_with_owner(owner: int) -> None:
+    """End this process when the generator is gone: vLLM's engine core would live on, and keep its memory, for ever."""
+    while any(parent.pid == owner for parent in psutil.Process().parents()):
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+WeightTransferEngineFactory.register_engine("grpo_gloo", GlooWeightTransferEngine)
+WeightTransferEngineFactory.register_engine("grpo_nccl", "services.generator.nccl_engine", "NcclWeightTransferEngine")

@@ -1,0 +1,56 @@
+"""Weights into a vLLM worker on a GPU: vLLM's packed NCCL broadcast, joined in a thread and with a limit.
+
+Guarantees: a broadcast that outlives its limit is aborted, so the worker always answers; after that, or after any other
+failure, `whole` is False until a full update has arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BUFFERS, packed_nccl_broadcast_consumer
+from vllm.utils.nccl import unpinned_nccl_env
+
+from services.generator.gloo_engine import JoiningEngine, JoinInfo, ReceiveInfo
+from services.runtime.collective import NCCL_ID, Manifest, join_store, read_manifest
+
+
+class NcclWeightTransferEngine(JoiningEngine):
+    """Weights over NCCL, streamed into the model."""
+
+    def connect(self, info: JoinInfo, rank: int) -> tuple[PyNcclCommunicator, Manifest, int]:
+        """Join the NCCL group and learn what will be sent."""
+        torch.accelerator.set_device_index(self.device)  # the current device is a property of the thread
+        store = join_store(info.host, info.port, info.timeout_s)
+        with unpinned_nccl_env():
+            communicator = PyNcclCommunicator.from_unique_id_bytes(store.get(NCCL_ID), rank, info.world_size, self.device)
+        return communicator, read_manifest(store), info.bucket_bytes
+
+    def disconnect(self, connection: Any) -> None:
+        """Abort the communicator."""
+        connection[0].destroy()
+
+    def receive_weights(self, update_info: ReceiveInfo) -> None:
+        """Receive packed buckets and load each into the model as it comes."""
+        communicator, manifest, bucket_bytes = self.connection
+        abort = threading.Timer(update_info.timeout_s, communicator.destroy)
+        abort.start()
+        try:
+            with self.reloading():
+                packed_nccl_broadcast_consumer(
+                    iterator=((meta.name, (meta.shape, getattr(torch, meta.dtype))) for meta in manifest.tensors),
+                    group=communicator,
+                    src=0,
+                    post_unpack_func=self.model.load_weights,
+                    buffer_size_bytes=bucket_bytes,
+                    num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
+                    device=self.device,
+                )
+                torch.accelerator.synchronize()
+                if not communicator.available:
+                    raise TimeoutError(f"no complete update within {update_info.timeout_s} s")
+        finally:
+            abort.cancel()

@@ -1,0 +1,43 @@
+"""What pool and worker say to each other: msgpack frames over a socket pair, each after its length (4 bytes, little-endian)."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+
+
+class Setup(msgspec.Struct, array_like=True):
+    """First frame to a worker: the configuration, as `model_dump(mode="json")` gives it."""
+
+    verifiers: list[dict[str, Any]]
+    source: dict[str, Any]
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame of a worker: it is warm, or why it cannot be."""
+
+    error: str = ""
+
+
+class Job(msgspec.Struct, array_like=True):
+    """A group to score."""
+
+    completions: list[str]
+    answer: str
+
+
+class Verdict(msgspec.Struct, array_like=True):
+    """One verifier's scores of the group, in order of the verifiers; after one with an error the group is over."""
+
+    scores: list[float]
+    error: str = ""
+
+
+def frame(message: Any) -> bytes:
+    """Bytes of a message, length first."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body

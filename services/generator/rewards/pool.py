@@ -1,0 +1,105 @@
+"""A pool of warm worker processes that score whole groups.
+
+`score` waits for: an idle worker. Unblocked by: another group's end, which every group reaches within its time limit, and by
+the replacement of a worker that died. Guarantees: a group gets the scores of all verifiers or one `VerifierFailure`; a worker
+that broke is replaced, in the background, before the next group gets it; the pool goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.generator.rewards.base import VerifierFailure, verifier_names
+from services.generator.rewards.frames import Setup
+from services.generator.rewards.process import WorkerProcess
+from services.protocol.config.data import Source
+from services.protocol.config.data import Verifier as VerifierConfig
+
+
+@dataclass
+class PoolCounts:
+    """What the pool has done since it started."""
+
+    groups: int = 0
+    failures: int = 0
+    restarts: int = 0
+    busy_s: float = 0.0
+    """Time spent by workers on groups, failed ones included."""
+
+
+class VerifierPool:
+    """Scores groups with all verifiers of a run on `workers` processes."""
+
+    def __init__(self, verifiers: Sequence[VerifierConfig], workers: int, source: Source) -> None:
+        self.names = verifier_names(verifiers)
+        self.counts = PoolCounts()
+        setup = Setup([verifier.model_dump(mode="json") for verifier in verifiers], source.model_dump(mode="json"))
+        limits = [(name, verifier.timeout_s) for name, verifier in zip(self.names, verifiers, strict=True)]
+        self._workers = [WorkerProcess(setup, limits) for _ in range(workers)]
+        self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
+        self._replacing: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [worker.pid for worker in self._workers if worker.pid is not None]
+
+    async def start(self) -> None:
+        """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a broken pattern."""
+        outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def score(self, completions: list[str], answer: str) -> dict[str, list[float]]:
+        """Verifier name -> scores [n] in 0..1 of a group's completions. Raises `VerifierFailure`."""
+        worker = await self._idle.get()
+        started = time.monotonic()
+        try:
+            if not worker.alive:
+                self.counts.restarts += 1
+                await worker.start()
+            columns = await worker.score([_encodable(text) for text in completions], _encodable(answer))
+        except VerifierFailure:
+            self.counts.failures += 1
+            raise
+        finally:
+            self.counts.groups += 1
+            self.counts.busy_s += time.monotonic() - started
+            self._hand_back(worker)
+        return dict(zip(self.names, columns, strict=True))
+
+    async def close(self) -> None:
+        """End all workers. Calls of `score` still running fail."""
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    def _hand_back(self, worker: WorkerProcess) -> None:
+        if worker.alive:
+            self._idle.put_nowait(worker)
+            return
+        task = asyncio.create_task(self._replace(worker))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, worker: WorkerProcess) -> None:
+        """Start a dead worker anew. Where that fails, the next group tries again and reports why."""
+        self.counts.restarts += 1
+        try:
+            await worker.start()
+        except VerifierFailure:
+            self.counts.failures += 1
+        self._idle.put_nowait(worker)
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, which no byte string can hold, replaced."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

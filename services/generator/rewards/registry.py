@@ -1,0 +1,25 @@
+"""Verifiers by name. A verifier's module is imported only where a run uses it: some bring a computer algebra system along."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from services.generator.rewards.base import Verifier
+from services.protocol.config.data import Source
+from services.protocol.config.data import Verifier as VerifierConfig
+
+VERIFIERS: dict[str, str] = {
+    "math": "services.generator.rewards.math:MathVerifier",
+    "exact": "services.generator.rewards.exact:ExactVerifier",
+    "regex": "services.generator.rewards.regex:RegexVerifier",
+    "reasoning_gym": "services.generator.rewards.reasoning_gym:ReasoningGymVerifier",
+}
+"""Kind -> `module:Class`. The class takes (VerifierConfig, Source)."""
+
+
+def build(config: VerifierConfig, source: Source) -> Verifier:
+    """The verifier that `config` names. Raises ValueError for settings that cannot work."""
+    module, _, name = VERIFIERS[config.kind].partition(":")
+    make: Callable[[VerifierConfig, Source], Verifier] = getattr(importlib.import_module(module), name)
+    return make(config, source)

@@ -1,0 +1,287 @@
+"""vLLM's `AsyncLLM` as an `Engine`.
+
+Guarantees: those of services/generator/engine.py. The model runs in processes of its own, which end when this one does,
+however it ends. Nothing here imports vLLM at module import.
+Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, the one part that is not public interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from services.generator.engine import EngineDead, Gauges, Generated, GenerationFailed, TransferFailed
+from services.generator.vllm_arguments import check_cpu_arguments, engine_arguments, has_gpu, set_environment, stop_tokens
+from services.protocol.config import ConfigError, RunConfig
+from services.protocol.messages import Round, Span
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+_GRACE_S = 15.0
+"""A worker keeps its own limits; an answer that is later than that by so much will never come. Covers one long iteration."""
+_CLOSE_S = 5.0
+"""Time for vLLM to end on its own before its processes are killed."""
+_JOIN_POLL_S = 0.02
+_ABORT_POLL_S = 0.005
+_FINISH = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+class VllmEngine:
+    """One `AsyncLLM`, owned by the event loop that called `start`."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.whole = True
+        self.world = 1
+        self._started: AsyncLLM | None = None
+        self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
+        self._tokens = 0  # of completions that ended
+        self._joined = False
+        self._strangers: set[int | None] = set()  # child processes of this one that are not the engine's
+
+    async def start(self, config: RunConfig) -> None:
+        """Load the model; some 10-15 s on a CPU."""
+        self._config = config
+        self.world = config.generator.tensor_parallel
+        self._strangers = {child.pid for child in multiprocessing.active_children()}
+        self._started = await asyncio.to_thread(self._load)
+        await self._llm.update_weight_version("-1")
+
+    def _load(self) -> AsyncLLM:
+        gpu = has_gpu()
+        set_environment(self._config, gpu)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(self._config, gpu)
+        if not gpu:
+            check_cpu_arguments(arguments)
+        self._stop_tokens = stop_tokens(self._config.model.path)
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except ValueError as error:
+            raise ConfigError(f"vLLM refuses the configuration of model and generator: {error}") from error
+        except RuntimeError as error:
+            raise EngineDead(f"vLLM did not start: {error}") from error
+        blocks = llm.vllm_config.cache_config.num_gpu_blocks or 0
+        self._kv_tokens = blocks * llm.vllm_config.cache_config.block_size
+        return llm
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        if self._started is None:
+            raise EngineDead("the engine is not running")
+        return self._started
+
+    async def generate(
+        self, request_id: str, prompt: list[int], seed: int, max_tokens: int, prefix: Generated | None = None
+    ) -> Generated:
+        """Complete `prompt`; a stop string that begins inside `prefix` is not seen."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        made = 0 if prefix is None else len(prefix.tokens)
+        if prefix is not None and (prefix.finish != "aborted" or made >= max_tokens):
+            return prefix if prefix.finish != "aborted" else Generated(prefix.tokens, prefix.logprobs, prefix.spans, "length")
+        tokens = prompt if prefix is None else prompt + prefix.tokens.tolist()
+        parameters = self._parameters(seed if made == 0 else _continued_seed(seed, made), max_tokens - made)
+        if request_id in self._prefixes:
+            raise ValueError(f"request {request_id!r} is running already")
+        self._prefixes[request_id] = prefix
+        try:
+            output = await _last(self._llm.generate(tokens_input(tokens), parameters, request_id))
+        except EngineDeadError as error:
+            raise EngineDead(f"vLLM's engine core died while it made {request_id}; its log says why") from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise GenerationFailed(f"{request_id}: {error.__cause__ or error}") from error
+        finally:
+            del self._prefixes[request_id]
+        self._tokens += len(output.outputs[0].token_ids)
+        return _generated(request_id, output, prefix)
+
+    def _parameters(self, seed: int, max_tokens: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = self._config.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=list(sampling.stop),
+            stop_token_ids=self._stop_tokens,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
+        """Tokens so far, read from vLLM's output processor: nothing is sent for it while a completion runs."""
+        from vllm.v1.engine import FinishReason
+
+        found: dict[str, Generated] = {}
+        for request_id in list(self._prefixes) if request_ids is None else request_ids:
+            for state in self._states(request_id):
+                output = state.make_request_output([], None, FinishReason.ABORT, None)
+                found[request_id] = _generated(request_id, output, self._prefixes[request_id])
+        return found
+
+    def _states(self, request_id: str) -> list[Any]:
+        processor = self._llm.output_processor
+        return [processor.request_states[key] for key in processor.external_req_ids.get(request_id, ())]
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Stop completions; returns when their `generate` calls have. One that vLLM does not know yet is waited for."""
+        named = set(self._prefixes) if request_ids is None else set(request_ids)
+        while named := {request_id for request_id in named if request_id in self._prefixes}:
+            await self._llm.abort([request_id for request_id in named if self._states(request_id)])
+            await asyncio.sleep(_ABORT_POLL_S)
+
+    async def pause(self) -> None:
+        """Stop after the iteration that runs, keep the requests, drop all KV and the prefix cache."""
+        async with self._limit(self._config.sync.join_deadline_s, "pause"):
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        """Sample again."""
+        if not self.whole:
+            raise TransferFailed("half an update was applied: a full one has to arrive before sampling goes on")
+        async with self._limit(self._config.sync.join_deadline_s, "resume"):
+            await self._llm.resume_generation()
+
+    async def join(self, round: Round, first_rank: int) -> None:
+        """Join beside generation: the worker connects in a thread, and is asked until it is done."""
+        limit_s = self._config.sync.join_deadline_s
+        info = {
+            "host": round.host,
+            "port": round.port,
+            "first_rank": first_rank,
+            "world_size": round.world_size,
+            "bucket_bytes": self._config.sync.bucket_mib << 20,
+            "timeout_s": limit_s,
+        }
+        self._joined = True
+        async with self._limit(limit_s + _GRACE_S, "join"):
+            await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+            while True:
+                states = set(await self._llm.collective_rpc("weight_group_state"))
+                if states == {"joined"}:
+                    return
+                if failures := sorted(states - {"joined", "joining"}):
+                    raise TransferFailed(f"weight group of epoch {round.epoch} at {round.host}:{round.port}: {'; '.join(failures)}")
+                await asyncio.sleep(_JOIN_POLL_S)
+
+    async def receive(self, version: int) -> None:
+        """Receive, apply and stamp."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        limit_s = self._config.sync.transfer_deadline_s
+        async with self._limit(limit_s + _GRACE_S, "weight transfer"):
+            try:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout_s": limit_s}))
+                await self._llm.finish_weight_update(str(version))
+            except Exception as error:
+                if self._llm.errored or self.world > 1:  # with several workers, replies of the failed call would answer the next
+                    raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
+                self.whole = all(await self._llm.collective_rpc("weights_whole"))
+                raise TransferFailed(f"weight transfer of version {version} failed: {error}") from error
+        self.version, self.whole = version, True
+
+    async def leave_group(self) -> None:
+        """Let the workers drop their connections."""
+        if self._joined:
+            self._joined = False
+            async with self._limit(_GRACE_S, "leaving the weight group"):
+                await self._llm.shutdown_weight_transfer_engine()
+
+    def gauges(self) -> Gauges:
+        """Counted here: vLLM's own statistics cost some percent of throughput. Shared prompts count once per completion in `kv_usage`."""
+        states = [state for request_id in self._prefixes for state in self._states(request_id)]
+        made = [state.detokenizer.num_output_tokens() for state in states]
+        held = sum(state.prompt_len + tokens for state, tokens in zip(states, made, strict=True) if tokens)
+        running = sum(tokens > 0 for tokens in made)
+        usage = min(held / self._kv_tokens, 1.0) if self._kv_tokens else 0.0
+        return Gauges(running, len(states) - running, usage, self._tokens + sum(made))
+
+    async def close(self) -> None:
+        """Ask vLLM to end, then kill what is left."""
+        llm, self._started = self._started, None
+        try:
+            if llm is not None:
+                async with asyncio.timeout(2 * _CLOSE_S):
+                    await asyncio.to_thread(llm.shutdown, _CLOSE_S)
+        except TimeoutError:
+            pass  # what follows does not ask
+        for child in multiprocessing.active_children():
+            if child.name.startswith("EngineCore") and child.pid not in self._strangers:
+                child.kill()
+                child.join(1.0)
+
+    @asynccontextmanager
+    async def _limit(self, seconds: float, what: str) -> AsyncIterator[None]:
+        """Bound calls to the engine core. One that does not answer in time is stuck, and so is the engine."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise EngineDead(f"vLLM did not answer within {seconds} s: {what}") from None
+        except EngineDeadError as error:
+            raise EngineDead(f"vLLM's engine core died: {what}") from error
+
+
+async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """The final output: with FINAL_ONLY the only one."""
+    async for output in outputs:
+        if output.finished:
+            return output
+    raise GenerationFailed("vLLM ended a completion without a final output")
+
+
+def _continued_seed(seed: int, made: int) -> int:
+    """Seed of a continuation, so that it does not draw the first tokens' random numbers again."""
+    return int(np.random.SeedSequence([seed, made]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _generated(request_id: str, output: RequestOutput, prefix: Generated | None) -> Generated:
+    """vLLM's final output behind `prefix`."""
+    completion = output.outputs[0]
+    finish = _FINISH.get(completion.finish_reason or "")
+    if finish is None:
+        raise GenerationFailed(f"{request_id}: vLLM ended it with {completion.finish_reason!r}")
+    tokens = np.asarray(completion.token_ids, dtype=np.int32)
+    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+    spans = [Span(int(span.version), span.start, span.end) for span in completion.weight_versions or () if span.end > span.start]
+    assert len(tokens) == len(logprobs) == (spans[-1].end if spans else 0), f"{request_id}: ragged output"
+    if prefix is None or not len(prefix.tokens):
+        return Generated(tokens, logprobs, spans, finish)
+    return Generated(
+        np.concatenate([prefix.tokens, tokens]),
+        np.concatenate([prefix.logprobs, logprobs]),
+        _joined_spans(prefix.spans, spans, len(prefix.tokens)),
+        finish,
+    )
+
+
+def _joined_spans(first: list[Span], second: list[Span], offset: int) -> list[Span]:
+    """Spans of a completion in two parts, the second starting at `offset`; equal versions at the seam become one."""
+    shifted = [Span(span.version, span.start + offset, span.end + offset) for span in second]
+    if first and shifted and first[-1].version == shifted[0].version:
+        seam = Span(first[-1].version, first[-1].start, shifted[0].end)
+        return [*first[:-1], seam, *shifted[1:]]
+    return [*first, *shifted]

@@ -1,0 +1,76 @@
+"""What is asked and how an answer is judged: prompt sources and verifiers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from services.protocol.config.base import Section
+
+
+class FileSource(Section):
+    """Prompts from a JSONL or parquet file, one row a prompt."""
+
+    kind: Literal["jsonl", "parquet"]
+    """`jsonl` (one JSON object a line) or `parquet`."""
+    path: str
+    """The file. Relative paths start at the working directory."""
+    prompt_field: str = "prompt"
+    """Field that holds the question: a string, or a list of chat messages with `role` and `content`."""
+    answer_field: str = "answer"
+    """Field that holds the gold answer, a string."""
+    answer_pattern: str = ""
+    """Regular expression whose first group is the gold answer within the field, e.g. `####\\s*(.+)` for GSM8K; empty: all of it."""
+
+
+class ReasoningGymSource(Section):
+    """Prompts made by a task of the reasoning-gym library; its own scorer is the verifier `reasoning_gym`."""
+
+    kind: Literal["reasoning_gym"]
+    """`reasoning_gym`."""
+    task: str
+    """Name of the task, e.g. `basic_arithmetic`."""
+    size: int = Field(default=10_000, ge=1)
+    """Number of prompts of an epoch."""
+    seed: int = 0
+    """Seed of the task's generator."""
+    options: dict[str, Any] = {}
+    """Further options of the task, as reasoning-gym documents them."""
+
+
+Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
+
+
+class Data(Section):
+    """Where prompts come from and how they become tokens."""
+
+    source: Source
+    """The prompt source; `kind` is `jsonl`, `parquet` or `reasoning_gym`."""
+    system_prompt: str = ""
+    """System message put before every string prompt; empty: none."""
+    user_template: str = "{prompt}"
+    """Text of the user message; `{prompt}` stands for the question."""
+    chat_template: bool = True
+    """Render messages with the tokenizer's chat template; off: the user message is tokenised as it stands."""
+    chat_template_options: dict[str, Any] = {}
+    """Further variables for the chat template, e.g. `enable_thinking = false`."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt in tokens. A longer one is an error before the run starts, not a cut."""
+    shuffle: bool = True
+    """Permute the rows of each epoch, seeded by (run.seed, epoch)."""
+
+
+class Verifier(Section):
+    """One way to score a completion. The scores of all verifiers of a run add up, each times its weight."""
+
+    kind: Literal["math", "exact", "regex", "reasoning_gym"]
+    """`math`: equal as mathematics; `exact`: equal text; `regex`: the pattern matches; `reasoning_gym`: the task's own scorer."""
+    weight: float = 1.0
+    """Factor of the score, which lies in 0..1, in the reward."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Time limit of one call; past it the worker is killed and the ticket retried."""
+    extract: str = ""
+    """`exact` and `reasoning_gym`: regular expression whose first group, in its last match, is the answer within the completion; empty: the whole completion."""
+    pattern: str = ""
+    """`regex`: the pattern; `{answer}` stands for the escaped gold answer."""

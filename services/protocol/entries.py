@@ -1,0 +1,46 @@
+"""A reasoning-gym entry as text: what a ticket's `answer` holds for such a task.
+
+Guarantees: decoding gives back what was encoded, tuples and whole-number keys included; some tasks' scorers compare
+against them and would take a list for a wrong answer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_TUPLE = "__tuple__"
+_ITEMS = "__items__"
+
+
+def encode_entry(entry: dict[str, Any]) -> str:
+    """JSON of an entry. Raises TypeError for a value that JSON does not know."""
+    return json.dumps(_pack(entry), ensure_ascii=False, separators=(",", ":"))
+
+
+def decode_entry(text: str) -> dict[str, Any]:
+    """The entry that `encode_entry` wrote. Raises ValueError for anything else."""
+    entry = json.loads(text, object_hook=_unpack)
+    if not isinstance(entry, dict):
+        raise ValueError("not a reasoning-gym entry")
+    return entry
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {_TUPLE: [_pack(item) for item in value]}
+    if isinstance(value, list):
+        return [_pack(item) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and not value.keys() & {_TUPLE, _ITEMS}:
+            return {key: _pack(item) for key, item in value.items()}
+        return {_ITEMS: [[_pack(key), _pack(item)] for key, item in value.items()]}
+    return value
+
+
+def _unpack(table: dict[str, Any]) -> Any:
+    if table.keys() == {_TUPLE}:
+        return tuple(table[_TUPLE])
+    if table.keys() == {_ITEMS}:
+        return dict(table[_ITEMS])
+    return table

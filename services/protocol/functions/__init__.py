@@ -1,0 +1,26 @@
+"""The Redis Functions as one library, named by the digest of its code.
+
+Different versions of the code have different names, so runs of two versions may share a server, and a service that
+finds the library loaded need not load it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.resources import files
+
+_FILES = ("tickets", "replay", "steps", "control", "fleet")
+
+
+@cache
+def library() -> tuple[str, str]:
+    """Name of the library and its code, as `FUNCTION LOAD` takes it."""
+    folder = files(__name__)
+    # Each file is a block of its own, so that its locals stay its own; later files may use the helpers that a shared
+    # file leaves in the prelude only.
+    parts = [(folder / "prelude.lua").read_text(), (folder / "replay_table.lua").read_text()]
+    parts += [f"do\n{(folder / f'{name}.lua').read_text()}\nend" for name in _FILES]
+    body = "\n".join(parts)
+    name = f"grpo_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
+    return name, f"#!lua name={name}\nlocal LIBRARY = '{name}'\n{body}"

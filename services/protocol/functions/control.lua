@@ -1,0 +1,86 @@
+-- Control: a run's identity, who leads, desired state, the end, and the count of everything.
+-- reads and writes: run, tickets, headers, outstanding, replay:*, step:<s>, ledger
+
+-- args: wire version, config digest, data-set digest, steps, slots. Creates the run, or attaches to the same one.
+-- Returns 1 when created, 0 when it existed; a different run under the name is refused.
+register('create', function(prefix, args)
+  local key = prefix .. ':run'
+  local have = redis.call('HMGET', key, 'wire', 'config', 'dataset')
+  if have[1] then
+    for i, what in ipairs({'wire version', 'configuration', 'data set'}) do
+      if have[i] ~= args[i] then
+        return redis.error_reply('DIFFERENT ' .. what .. ' ' .. have[i] .. ', not ' .. args[i])
+      end
+    end
+    return 0
+  end
+  redis.call('HSET', key, 'wire', args[1], 'config', args[2], 'dataset', args[3], 'steps', args[4], 'slots', args[5],
+    'slots_used', 0, 'cursor', 0, 'published_version', -1, 'prepared_step', -1, 'committed_step', -1,
+    'checkpointed_step', -1, 'retired_step', -1, 'claim_fence', 0, 'leader_fence', 0, 'trainer_fence', 0,
+    'created_ms', now_ms())
+  redis.call('XGROUP', 'CREATE', prefix .. ':tickets', 'generators', '0', 'MKSTREAM')
+  redis.call('XGROUP', 'CREATE', prefix .. ':headers', 'dataprep', '0', 'MKSTREAM')
+  ring(prefix, 'control')
+  return 1
+end)
+
+-- args: candidate, lease ms. Takes or renews the leadership of dataprep. Returns the fencing number, or 0: another leads.
+register('lead', function(prefix, args)
+  local key, now = prefix .. ':run', now_ms()
+  local have = redis.call('HMGET', key, 'leader', 'leader_until_ms', 'leader_fence')
+  local mine = have[1] == args[1]
+  if not mine and have[1] and tonumber(have[2]) > now then return 0 end
+  redis.call('HSET', key, 'leader', args[1], 'leader_until_ms', now + tonumber(args[2]))
+  if mine then return tonumber(have[3]) end
+  return redis.call('HINCRBY', key, 'leader_fence', 1)
+end)
+
+-- args: candidate. Gives the leadership up at once.
+register('step_down', function(prefix, args)
+  if redis.call('HGET', prefix .. ':run', 'leader') ~= args[1] then return 0 end
+  return redis.call('HDEL', prefix .. ':run', 'leader', 'leader_until_ms')
+end)
+
+-- no args. A trainer starts: whatever an older one still sends is refused from now on. Returns the fencing number.
+register('attach_trainer', function(prefix)
+  return redis.call('HINCRBY', prefix .. ':run', 'trainer_fence', 1)
+end)
+
+-- args: field (`paused:<role>`, `stopping`, `finished`), value (who and why), or '' to clear. Desired state outlives every pod.
+register('desire', function(prefix, args)
+  if args[2] == '' then
+    redis.call('HDEL', prefix .. ':run', args[1])
+  else
+    redis.call('HSET', prefix .. ':run', args[1], args[2])
+  end
+  ring(prefix, 'control')
+  return 1
+end)
+
+-- no args. Counts every ticket in one instant. Returns {name, count, …}; the ledger's own fields follow as `ledger:<field>`.
+register('audit', function(prefix)
+  local prepared = 0
+  for step = number(prefix, 'committed_step') + 1, number(prefix, 'prepared_step') do
+    prepared = prepared + #words(redis.call('HGET', prefix .. ':step:' .. step, 'fresh'))
+  end
+  local result = {
+    'tickets', redis.call('XLEN', prefix .. ':tickets'),
+    'headers', redis.call('XLEN', prefix .. ':headers'),
+    'outstanding', redis.call('ZCARD', prefix .. ':outstanding'),
+    'buffered', redis.call('ZCARD', prefix .. ':replay:order') - redis.call('SCARD', prefix .. ':replay:used'),
+    'prepared', prepared,
+    'slots_used', number(prefix, 'slots_used'),
+  }
+  local unpublished = 0
+  for step = math.max(number(prefix, 'published_version'), 0), number(prefix, 'prepared_step') do
+    unpublished = unpublished + #words(redis.call('HGET', prefix .. ':step:' .. step, 'fresh'))
+  end
+  result[#result + 1] = 'unpublished'
+  result[#result + 1] = unpublished
+  local ledger = redis.call('HGETALL', prefix .. ':ledger')
+  for i = 1, #ledger, 2 do
+    result[#result + 1] = 'ledger:' .. ledger[i]
+    result[#result + 1] = tonumber(ledger[i + 1])
+  end
+  return result
+end)

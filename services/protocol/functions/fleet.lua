@@ -1,0 +1,60 @@
+-- Fleet and weight-sync rounds: who is there, and the round they take part in.
+-- reads and writes: run, tickets (its consumers)
+-- owns:             fleet        zset  member -> last heartbeat, ms
+--                   fleet:status hash  member -> PodStatus
+--                   sync         hash  attempt; round; ack:<member> -> "<stage> <detail>"
+
+-- args: member, status, ttl ms. Renews a heartbeat; members silent for ten ttl are forgotten.
+register('beat', function(prefix, args)
+  local now = now_ms()
+  if redis.call('HEXISTS', prefix .. ':fleet:status', args[1]) == 0 then ring(prefix, 'fleet') end
+  redis.call('ZADD', prefix .. ':fleet', now, args[1])
+  redis.call('HSET', prefix .. ':fleet:status', args[1], args[2])
+  for _, gone in ipairs(redis.call('ZRANGE', prefix .. ':fleet', '-inf', now - 10 * tonumber(args[3]), 'BYSCORE')) do
+    redis.call('ZREM', prefix .. ':fleet', gone)
+    redis.call('HDEL', prefix .. ':fleet:status', gone)
+  end
+  return now
+end)
+
+-- args: member, pod name. A pod leaves; its consumer goes too unless leases of it still have to expire.
+register('leave', function(prefix, args)
+  redis.call('ZREM', prefix .. ':fleet', args[1])
+  redis.call('HDEL', prefix .. ':fleet:status', args[1])
+  if redis.call('EXISTS', prefix .. ':run') == 0 then return 1 end
+  local pending = redis.call('XPENDING', prefix .. ':tickets', 'generators', '-', '+', 1, args[2])
+  if #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', prefix .. ':tickets', 'generators', args[2]) end
+  ring(prefix, 'fleet')
+  return 1
+end)
+
+-- args: ttl ms. Returns {age ms, status, …} of the members heard of within it.
+register('members', function(prefix, args)
+  local now, result = now_ms(), {}
+  local seen = redis.call('ZRANGE', prefix .. ':fleet', now - tonumber(args[1]), '+inf', 'BYSCORE', 'WITHSCORES')
+  for i = 1, #seen, 2 do
+    result[#result + 1] = now - tonumber(seen[i + 1])
+    result[#result + 1] = redis.call('HGET', prefix .. ':fleet:status', seen[i])
+  end
+  return result
+end)
+
+-- args: trainer fence, attempt, round. Opens or advances a round; a new attempt forgets the acknowledgements of the old.
+register('round', function(prefix, args)
+  local refusal = fenced(prefix, 'trainer_fence', args[1])
+  if refusal then return refusal end
+  local key = prefix .. ':sync'
+  if redis.call('HGET', key, 'attempt') ~= args[2] then redis.call('DEL', key) end
+  redis.call('HSET', key, 'attempt', args[2], 'round', args[3])
+  ring(prefix, 'sync')
+  return 1
+end)
+
+-- args: member, attempt, stage, detail. Returns 0 when the round is over.
+register('acknowledge', function(prefix, args)
+  local key = prefix .. ':sync'
+  if redis.call('HGET', key, 'attempt') ~= args[2] then return 0 end
+  redis.call('HSET', key, 'ack:' .. args[1], args[3] .. ' ' .. args[4])
+  ring(prefix, 'acks')
+  return 1
+end)

@@ -1,0 +1,160 @@
+-- Tickets: issue, claim, renew, release, fail, submit.
+-- reads and writes: run, tickets, headers, outstanding, ledger, deadletter, partial:<ticket>, payload:<ticket>.<fence>
+-- owns:             claims   hash  stream entry -> "<consumer>|<fence>", the one who may submit
+--                   attempts hash  stream entry -> failures reported
+--                   expiries hash  stream entry -> leases that ran out
+-- A ticket's entry stays in the stream until it is submitted or buried, so it is always in exactly one place.
+
+local GROUP = 'generators'
+
+local function owns(prefix, consumer, entry, fence)
+  return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence
+end
+
+local function forget(prefix, entry)
+  redis.call('XACK', prefix .. ':tickets', GROUP, entry)
+  redis.call('XDEL', prefix .. ':tickets', entry)
+  redis.call('HDEL', prefix .. ':claims', entry)
+  redis.call('HDEL', prefix .. ':attempts', entry)
+  redis.call('HDEL', prefix .. ':expiries', entry)
+end
+
+-- Let the next claim take the entry at once: as idle as any lease is long.
+local function hand_back(prefix, consumer, entry)
+  redis.call('XCLAIM', prefix .. ':tickets', GROUP, consumer, 0, entry, 'IDLE', 4000000000, 'JUSTID')
+  redis.call('HDEL', prefix .. ':claims', entry)
+  ring(prefix, 'tickets')
+end
+
+local function dead_letter(prefix, entry, ticket, reason, body)
+  forget(prefix, entry)
+  redis.call('DEL', prefix .. ':partial:' .. ticket)
+  if redis.call('ZREM', prefix .. ':outstanding', ticket) == 1 then
+    bury(prefix, ticket, reason, body)
+    free_slots(prefix, 1)
+  end
+end
+
+-- args: leader fence, cursor, then ticket id and body of each. Returns how many were issued: as many as slots are free;
+-- 0 when the cursor has moved on, which makes a repeated call harmless.
+register('issue', function(prefix, args)
+  local refusal = fenced(prefix, 'leader_fence', args[1])
+  if refusal then return refusal end
+  local cursor = number(prefix, 'cursor')
+  if cursor ~= tonumber(args[2]) then return 0 end
+  local free = number(prefix, 'slots') - number(prefix, 'slots_used')
+  local n = math.min(free, (#args - 2) / 2)
+  if n <= 0 then return 0 end
+  for i = 1, n do
+    local id, body = args[1 + 2 * i], args[2 + 2 * i]
+    redis.call('XADD', prefix .. ':tickets', '*', 'ticket', id, 'body', body)
+    redis.call('ZADD', prefix .. ':outstanding', cursor + i - 1, id)
+  end
+  redis.call('HINCRBY', prefix .. ':run', 'cursor', n)
+  redis.call('HINCRBY', prefix .. ':run', 'slots_used', n)
+  count(prefix, 'issued', n)
+  ring(prefix, 'tickets')
+  return n
+end)
+
+-- args: consumer, policy version held, lease ms, count, scan position, adopt (1: also own pending entries), max expiries.
+-- Order: own pending (after a restart), expired leases, new tickets. Nothing while generators are paused or the version
+-- is not the published one. Returns {scan position, entry, fence, ticket, body, …}.
+register('claim', function(prefix, args)
+  local consumer, version, lease_ms, wanted, scan, adopt = args[1], args[2], args[3], tonumber(args[4]), args[5], args[6]
+  local stream = prefix .. ':tickets'
+  local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'paused:generator', 'stopping')
+  if state[1] ~= version or state[2] or state[3] then return {scan} end
+  local taken = {}
+  local function take(entries)
+    for _, entry in ipairs(entries) do
+      if entry[2] then taken[#taken + 1] = entry else forget(prefix, entry[1]) end
+    end
+  end
+  local function read(id)
+    local reply = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', wanted - #taken, 'STREAMS', stream, id)
+    if reply then take(reply[1][2]) end
+  end
+  if adopt == '1' then read('0') end
+  if #taken < wanted then
+    local reply = redis.call('XAUTOCLAIM', stream, GROUP, consumer, lease_ms, scan, 'COUNT', wanted - #taken)
+    scan = reply[1]
+    for _, entry in ipairs(reply[2]) do
+      local held = redis.call('HGET', prefix .. ':claims', entry[1])
+      if held and redis.call('HINCRBY', prefix .. ':expiries', entry[1], 1) > tonumber(args[7]) then
+        dead_letter(prefix, entry[1], entry[2][2], 'its lease ran out ' .. args[7] .. ' times: it may kill its generator', entry[2][4])
+      else
+        take({entry})
+      end
+    end
+  end
+  if #taken < wanted then read('>') end
+  local reply = {scan}
+  for _, entry in ipairs(taken) do
+    local fence = redis.call('HINCRBY', prefix .. ':run', 'claim_fence', 1)
+    redis.call('HSET', prefix .. ':claims', entry[1], consumer .. '|' .. fence)
+    reply[#reply + 1] = entry[1]
+    reply[#reply + 1] = fence
+    reply[#reply + 1] = entry[2][2]
+    reply[#reply + 1] = entry[2][4]
+  end
+  return reply
+end)
+
+-- args: consumer, then entry and fence of each. Renews the leases still held; returns the entries that are lost.
+register('renew', function(prefix, args)
+  local lost = {}
+  for i = 2, #args, 2 do
+    if owns(prefix, args[1], args[i], args[i + 1]) then
+      redis.call('XCLAIM', prefix .. ':tickets', GROUP, args[1], 0, args[i], 'JUSTID')
+    else
+      lost[#lost + 1] = args[i]
+    end
+  end
+  return lost
+end)
+
+-- args: consumer, entry, fence. Hands a ticket back unfinished; returns 0 when it was not held any more.
+register('release', function(prefix, args)
+  if not owns(prefix, args[1], args[2], args[3]) then return 0 end
+  hand_back(prefix, args[1], args[2])
+  return 1
+end)
+
+-- args: consumer, entry, fence, ticket, body, max attempts, reason. Hands a ticket back after a failure, or buries it.
+-- Returns 1 when buried, 0 when handed back, -1 when it was not held any more.
+register('fail', function(prefix, args)
+  local consumer, entry, fence, ticket, body, limit, reason = unpack(args)
+  if not owns(prefix, consumer, entry, fence) then return -1 end
+  if redis.call('HINCRBY', prefix .. ':attempts', entry, 1) >= tonumber(limit) then
+    dead_letter(prefix, entry, ticket, reason, body)
+    return 1
+  end
+  hand_back(prefix, consumer, entry)
+  return 0
+end)
+
+-- args: consumer, entry, fence, ticket, header. The payload was written before, with an expiry; the header commits it.
+-- Returns 1 when accepted, 0 when the ticket was not held any more (counted), -1 when the payload is missing.
+register('submit', function(prefix, args)
+  local consumer, entry, fence, ticket, header = unpack(args)
+  if not owns(prefix, consumer, entry, fence) then
+    count(prefix, 'refused_submits', 1)
+    return 0
+  end
+  local payload = ticket .. '.' .. fence
+  local key = prefix .. ':payload:' .. payload
+  if redis.call('PERSIST', key) == 0 and redis.call('EXISTS', key) == 0 then return -1 end
+  redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', header)
+  forget(prefix, entry)
+  redis.call('DEL', prefix .. ':partial:' .. ticket)
+  ring(prefix, 'headers')
+  return 1
+end)
+
+-- args: consumer, entry, fence, ticket, expiry s, tokens so far. Returns 0 when the ticket was not held any more.
+register('save_partial', function(prefix, args)
+  if not owns(prefix, args[1], args[2], args[3]) then return 0 end
+  redis.call('SET', prefix .. ':partial:' .. args[4], args[6], 'EX', args[5])
+  return 1
+end)

@@ -1,0 +1,176 @@
+"""Weights from one sender to many receivers: a TCP store to meet at, a gloo group over it, tensors in buckets.
+
+Guarantees: every wait has a limit; what is received is byte for byte what was sent; a group that failed once is never
+used again (make another store and group). The sender is rank 0, and the manifest in the store says what it will send.
+The one module of `runtime` that imports torch; nothing else there may import it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+NCCL_ID = "nccl_id"
+"""Key in the store of the NCCL unique id, raw bytes."""
+
+_MANIFEST = "manifest"
+_ALIGNMENT = 16  # bytes; at least the largest element (complex128), so that any slice of a bucket can be viewed as its type
+
+
+class Deadline:
+    """A point in time that all waits of one operation share."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> timedelta:
+        """Time left, or `TimeoutError`."""
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the deadline of the weight transfer has passed")
+        return timedelta(seconds=max(seconds, 0.001))
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a manifest."""
+
+    name: str  # Hugging Face parameter name
+    dtype: str  # attribute of torch, e.g. bfloat16
+    shape: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+
+
+class Bucket(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that travel in one broadcast, end to end from their offsets."""
+
+    tensors: list[TensorMeta]
+    offsets: list[int]  # bytes
+    nbytes: int
+
+    def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The tensors inside `buffer` (uint8, at least `nbytes` long), sharing its memory."""
+        return [
+            (meta.name, buffer[offset : offset + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape))
+            for meta, offset in zip(self.tensors, self.offsets, strict=True)
+        ]
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """All that one transfer sends, in order."""
+
+    buckets: list[Bucket]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one transfer."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def tensors(self) -> list[TensorMeta]:
+        """Every tensor, in the order sent."""
+        return [meta for bucket in self.buckets for meta in bucket.tensors]
+
+
+def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> Manifest:
+    """Pack tensors, in the order given, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    buckets: list[Bucket] = []
+    group: list[TensorMeta] = []
+    offsets: list[int] = []
+    end = 0
+    for meta in tensors:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if group and start + meta.nbytes > bucket_bytes:
+            buckets.append(Bucket(group, offsets, end))
+            group, offsets, start = [], [], 0
+        group.append(meta)
+        offsets.append(start)
+        end = start + meta.nbytes
+    if group:
+        buckets.append(Bucket(group, offsets, end))
+    return Manifest(buckets)
+
+
+def open_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """The sender's store, listening on a free port (`store.port`): on `host` alone if that is this machine's, else on all addresses."""
+    with socket.socket() as listener:
+        address = _own_address(host)
+        listener.bind((address or "0.0.0.0", 0))
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address or "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A receiver's connection to the sender's store."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def publish_manifest(store: dist.Store, manifest: Manifest) -> None:
+    """Sender: say what every transfer of this group will send."""
+    store.set(_MANIFEST, msgspec.json.encode(manifest).decode())
+
+
+def read_manifest(store: dist.Store) -> Manifest:
+    """Receiver: what the sender said, waiting for it up to the store's timeout."""
+    return msgspec.json.decode(store.get(_MANIFEST), type=Manifest)
+
+
+def make_group(store: dist.Store, rank: int, size: int, host: str, port: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    """A gloo group of `size` ranks that meet at `store`; returns when all are connected, raises after `timeout_s`.
+
+    `host` and `port` are the sender's, to choose the network interface that leads to it.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    address = _own_address(host) if rank == 0 else _address_towards(host, port)
+    device = dist.ProcessGroupGloo.create_device(hostname=address) if address else dist.ProcessGroupGloo.create_default_device()
+    options._devices = [device]
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def broadcast(group: dist.ProcessGroupGloo, buffer: torch.Tensor, deadline: Deadline) -> None:
+    """Send `buffer` from rank 0 to all, or receive into it. Raises `RuntimeError` or `TimeoutError`; the group is then spent."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    options.timeout = deadline.left
+    group.broadcast([buffer], options).wait()
+
+
+def _own_address(host: str) -> str | None:
+    """The IPv4 address of `host` if this machine has it; None for a name that leads elsewhere, e.g. to a Service."""
+    try:
+        address = socket.gethostbyname(host)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return None
+    return address
+
+
+def _address_towards(host: str, port: int) -> str | None:
+    """The address of this machine from which packets to `host` leave; None if there is no route."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # a datagram socket sends nothing here
+            return probe.getsockname()[0]
+    except OSError:
+        return None

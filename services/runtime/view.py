@@ -1,0 +1,57 @@
+"""A process's view of the run's state: fresh within a second, at once after a ring.
+
+Waits for: the bell topics that change a run, or one second. Unblocks: whoever waits for `view.changed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.protocol.store import RunState, Store
+from services.runtime.bell import Bell
+from services.runtime.loops import Loop
+
+REFRESH_S = 1.0
+
+
+class RunView:
+    """The last known `RunState`. Decisions that must not race are made by the Redis Functions, not here."""
+
+    def __init__(self, store: Store, bell: Bell, role: str) -> None:
+        self.store = store
+        self.bell = bell
+        self.role = role
+        self.state: RunState | None = None
+        self.changed = asyncio.Condition()
+
+    @property
+    def paused(self) -> bool:
+        """Whether this role is asked to pause."""
+        return self.state is not None and self.role in self.state.paused
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over."""
+        return self.state is not None and bool(self.state.finished)
+
+    async def refresh(self) -> RunState | None:
+        """Read the state now."""
+        state = await self.store.state()
+        async with self.changed:
+            self.state = state
+            self.changed.notify_all()
+        return state
+
+    async def follow(self, loop: Loop) -> None:
+        """The loop that keeps the view fresh."""
+        while True:
+            await self.refresh()
+            loop.progress()
+            await self.bell.wait("control", "version", timeout=REFRESH_S)
+
+    async def created(self) -> RunState:
+        """Wait until the run exists, which dataprep sees to."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.state is not None)
+        assert self.state is not None
+        return self.state

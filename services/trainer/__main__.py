@@ -1,0 +1,115 @@
+"""Start a trainer rank: rank 0 leads and is the pod that others see, the other ranks follow it.
+
+The environment says which rank this is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from services.protocol.config import RunConfig
+from services.protocol.errors import StoreError
+from services.protocol.store import Store
+from services.runtime import logs
+from services.runtime.auth import redis_password
+from services.runtime.loops import FATAL, Loop
+from services.runtime.portal import Portal
+from services.runtime.service import EXIT_OK, Arguments, Service, arguments, open_service, report
+
+if TYPE_CHECKING:
+    from services.trainer.worker import Worker
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run this rank to the end of the run; the exit code."""
+    try:
+        given = arguments("trainer", argv)
+        logs.configure(given.config.run.name, given.name)
+        portal = Portal()
+        try:
+            if os.environ.get("RANK", "0") == "0":
+                _lead(given, portal)
+            else:
+                _follow(given, portal)
+        finally:
+            portal.close()
+    except (*FATAL, StoreError) as error:
+        return report(error)
+    return EXIT_OK
+
+
+def _follow(given: Arguments, portal: Portal) -> None:
+    from services.trainer.crew import Crew
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to go; its death ends the collective
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = given.config
+    store = portal.call(Store.connect(config.redis.url, config.run.name, redis_password(config)))
+    try:
+        Crew(_worker(config, store, portal).operations()).follow()
+    finally:
+        portal.call(store.close())
+
+
+def _lead(given: Arguments, portal: Portal) -> None:
+    from services.trainer.loop import TrainLoop
+    from services.trainer.metrics import TrainerMetrics
+
+    opened: concurrent.futures.Future[Service] = concurrent.futures.Future()
+    trained = asyncio.Event()
+    hosting = portal.start(_host(given, opened, trained))
+    hosting.add_done_callback(lambda ended: opened.done() or opened.set_exception(ended.exception() or RuntimeError("the service ended")))
+    service = opened.result()
+
+    def stop(_: int, __: FrameType | None) -> None:
+        portal.loop.call_soon_threadsafe(service.stop)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+    def fault() -> None:
+        if hosting.done():
+            hosting.result()
+
+    try:
+        service.say(phase="loading")
+        worker = _worker(given.config, service.store, portal)
+        portal.call(service.view.created())
+        TrainLoop(service, portal, worker, TrainerMetrics(service.registry), fault).run()
+    finally:
+        portal.loop.call_soon_threadsafe(trained.set)
+    hosting.result()
+
+
+async def _host(given: Arguments, opened: concurrent.futures.Future[Service], trained: asyncio.Event) -> None:
+    """The pod's endpoints, heartbeat and view, beside the main thread that trains."""
+
+    async def until_trained(loop: Loop) -> None:
+        loop.limit_s = float("inf")
+        await trained.wait()
+
+    async with open_service("trainer", given.config, given.name) as service:
+        service.ready = lambda: "" if service.status.phase not in ("starting", "loading") else service.status.phase
+        opened.set_result(service)
+        await service.run(until_trained)
+
+
+def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
+    from pathlib import Path
+
+    from services.trainer.policy import Policy
+    from services.trainer.ranks import World
+    from services.trainer.worker import Worker
+
+    policy = Policy(config, World.from_environment())
+    return Worker(config, store, portal, policy, Path(config.run.dir) / config.run.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""DeepSpeed's part: its configuration, the optimizer, and engines for policy and reference.
+
+Guarantees: what the configuration asks for is what runs; a combination DeepSpeed would ignore is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from services.protocol.config import ConfigError, RunConfig
+from services.protocol.config.training import Optimizer
+from services.trainer.model import Scorer
+
+PERSISTENT_FACTOR = 10
+"""ZeRO-3 keeps parameters below this many times the hidden size gathered: norms and biases, not worth a collective each."""
+
+MAX_BUCKET = 500_000_000
+"""DeepSpeed's default bucket, in elements; smaller models get a smaller one."""
+
+
+def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
+    """DeepSpeed's configuration for training `module`.
+
+    Stage 0 in bfloat16 runs as stage 1: DeepSpeed's stage 0 would accumulate gradients in bfloat16. Parameters are whole
+    on every rank in both.
+    """
+    stage, offload = config.trainer.zero_stage, config.trainer.offload
+    if offload and stage == 0:
+        raise ConfigError("trainer.offload = true needs trainer.zero_stage >= 1: stage 0 has no optimizer state to move")
+    bf16 = config.model.dtype == "bfloat16"
+    size = sum(parameter.numel() for parameter in module.parameters())
+    zero: dict[str, Any] = {
+        "stage": 1 if bf16 and stage == 0 else stage,
+        "reduce_bucket_size": min(MAX_BUCKET, size),
+        "allgather_bucket_size": min(MAX_BUCKET, size),
+        "overlap_comm": torch.cuda.is_available(),
+    }
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = PERSISTENT_FACTOR * module.model.config.get_text_config().hidden_size
+        zero["stage3_prefetch_bucket_size"] = min(MAX_BUCKET // 10, size)
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    tree: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # boundaries are ours: set_gradient_accumulation_boundary
+        "gradient_clipping": 0.0 if clips_itself(config) else config.optimizer.max_grad_norm,
+        "steps_per_print": None,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # torch AdamW: needs no compiled kernel, and equal numbers everywhere
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if bf16:
+        tree |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    return tree
+
+
+def clips_itself(config: RunConfig) -> bool:
+    """Whether we clip gradients and take their norm: DeepSpeed does not report one for stage 0 in float32."""
+    return config.trainer.zero_stage == 0 and config.model.dtype == "float32"
+
+
+def start(config: RunConfig, module: Scorer) -> Any:
+    """A DeepSpeed engine that trains `module`."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=adamw(config, module),  # pyright: ignore[reportArgumentType]
+        config=settings(config, module),
+    )
+    return engine
+
+
+def start_reference(config: RunConfig, module: Scorer, device: torch.device) -> Any:
+    """`module` frozen and callable: spread over ranks as the policy is at ZeRO-3, else whole on `device`."""
+    module.requires_grad_(False).eval()
+    if config.trainer.zero_stage < 3:
+        return module.to(device)
+    import deepspeed
+
+    tree = settings(config, module)
+    tree["zero_optimization"].pop("offload_optimizer", None)
+    engine, *_ = deepspeed.initialize(model=module, config=tree)
+    engine.eval()
+    return engine
+
+
+def adamw(config: RunConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, vectors (norms, biases) do not."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    options = config.optimizer
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=options.learning_rate, betas=(options.beta1, options.beta2)
+    )
+
+
+def learning_rate(options: Optimizer, step: int) -> float:
+    """Rate of training step `step` (from 0): a linear warm-up that depends on the step alone, so nothing of it is saved."""
+    return options.learning_rate * min(1.0, (step + 1) / max(options.warmup_steps, 1))
+
+
+def seed(number: int, deterministic: bool) -> None:
+    """Seed every generator of this process; `deterministic` also forbids kernels that are not."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def random_state() -> dict[str, Any]:
+    """State of every random generator of this process, as tensors and plain values."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned."""
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,74 @@
+"""The policy's network: a Hugging Face causal language model that answers with logprobs.
+
+Guarantees: a model whose numbers packed training would get wrong is refused when it is loaded, with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from services.protocol.config.root import Model
+from services.trainer.attention import NAME, Packing, UnsupportedModel
+from services.trainer.logprobs import LogprobHead
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types that our attention function serves; recurrent ones would carry state from one response into the next."""
+
+LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Configuration keys of models that change logits behind the output matrix."""
+
+
+class Scorer(nn.Module):
+    """`model` and the call that scores one packed row; this is the module DeepSpeed wraps."""
+
+    def __init__(self, model: Any, temperature: float, chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature, self.chunk = temperature, chunk
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob of each target and entropy of its distribution, two [R] float32; arguments as in `batches.Row`."""
+        states = self.model.base_model(
+            input_ids=input_ids[None], position_ids=positions[None], packing=packing, use_cache=False
+        ).last_hidden_state[0]
+        return self.model.lm_head(states[predictors], targets, self.temperature, self.chunk)
+
+
+def load(config: Model, temperature: float, chunk: int, gradient_checkpointing: bool) -> Scorer:
+    """Load `model.path` in `model.dtype` on the CPU, ready for packed rows, without dropout."""
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=getattr(torch, config.dtype), attn_implementation=NAME
+        )
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"model.path = {config.path!r} cannot be loaded as a causal language model: {error}") from error
+    _check(model, config.path)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif getattr(module, "attention_dropout", None):
+            module.attention_dropout = 0.0
+    model.lm_head = LogprobHead(model.lm_head)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Scorer(model, temperature, chunk)
+
+
+def _check(model: Any, path: str) -> None:
+    config, name = model.config, f"model.path = {path!r} ({type(model).__name__})"
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} does not take its attention from transformers' registry")
+    others = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
+    if others:
+        raise UnsupportedModel(f"{name} has layers of type {sorted(others)}; supported: {sorted(SUPPORTED_LAYERS)}")
+    for key in LOGIT_SCALES:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise UnsupportedModel(f"{name} sets {key}, which logprobs would ignore")
+    if not isinstance(getattr(model, "lm_head", None), nn.Linear) or model.lm_head.bias is not None:
+        raise UnsupportedModel(f"{name} has no bias-free linear output layer `lm_head`")

@@ -1,0 +1,94 @@
+"""The trainer's ranks: who they are, how they meet, and how they agree.
+
+Guarantees: after `agree` every rank raises or none does, so no rank is left waiting in a collective that others skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place among all. `local_rank` counts on its machine and names its GPU."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    host: str = "127.0.0.1"  # where rank 0 listens for the others
+    port: int = 29500
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
+        """From RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun and Kubernetes set them."""
+        values = os.environ if environ is None else environ
+        return cls(
+            rank=int(values.get("RANK", "0")),
+            size=int(values.get("WORLD_SIZE", "1")),
+            local_rank=int(values.get("LOCAL_RANK", "0")),
+            host=values.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(values.get("MASTER_PORT", "29500")),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device this rank trains on."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def join(self, timeout_s: float) -> None:
+        """Meet the other ranks. Every later collective fails after `timeout_s`."""
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.device)
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+        import deepspeed
+
+        # Its shared-memory collectives serve inference only, and would cost every new machine a compiler and 30 s.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks, by rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def agree(problem: str, error: type[Exception]) -> None:
+    """Raise `error` on every rank if any of them has a `problem`. Collective."""
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(gather(problem)) if text]
+    if problems:
+        raise error("; ".join(problems))
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in place. Collective."""
+    dist.all_reduce(values)
+    return values
+
+
+def maximum(values: torch.Tensor) -> torch.Tensor:
+    """Maximum over ranks, in place. Collective."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values

@@ -1,0 +1,78 @@
+"""What a training step reports, summed over tokens.
+
+Guarantees: every mean is over the tokens of all ranks, so it does not depend on how tokens were spread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from services.trainer import ranks
+
+SUMS = (
+    "tokens", "loss", "policy_loss", "kl", "clip_low", "clip_high", "ratio", "ratio_squared", "entropy", "rho", "rho_clipped",
+    "logprob_gap", "advantage",
+)  # fmt: skip
+MAXIMA = ("logprob_gap", "advantage", "negative_advantage")
+
+
+class Tally:
+    """Sums and maxima of `loss.LossOutput`s, kept on the device until `report`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
+
+    def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
+        """Take in one row."""
+        self._sums += torch.stack([sums[name].double() for name in SUMS])
+        self._maxima = torch.maximum(self._maxima, torch.stack([maxima[name] for name in MAXIMA]))
+
+    def report(self) -> dict[str, float]:
+        """Metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0."""
+        sums = dict(zip(SUMS, ranks.total(self._sums).tolist(), strict=True))
+        maxima = dict(zip(MAXIMA, ranks.maximum(self._maxima).tolist(), strict=True))
+        tokens = sums["tokens"]
+        mean = {name: value / tokens if tokens else 0.0 for name, value in sums.items()}
+        largest = {name: value if tokens else 0.0 for name, value in maxima.items()}
+        return {
+            "tokens/train/sum": tokens,
+            "loss/train/sum": sums["loss"],
+            "policy_loss/train/mean": mean["policy_loss"],
+            "kl/train/mean": mean["kl"],
+            "clip_low/train/fraction": mean["clip_low"],
+            "clip_high/train/fraction": mean["clip_high"],
+            "ratio/train/mean": mean["ratio"],
+            "ratio/train/var": max(mean["ratio_squared"] - mean["ratio"] ** 2, 0.0),
+            "entropy/train/mean": mean["entropy"],
+            "correction/train/mean": mean["rho"],
+            "correction/train/clip_fraction": mean["rho_clipped"],
+            "logprob_gap/train/mean": mean["logprob_gap"],
+            "logprob_gap/train/max": largest["logprob_gap"],
+            "advantage/train/mean": mean["advantage"],
+            "advantage/train/max": largest["advantage"],
+            "advantage/train/min": -largest["negative_advantage"] if tokens else 0.0,
+        }
+
+
+class Clock:
+    """Seconds per phase, of this rank. On a GPU a phase ends when its kernels have."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._device = device
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what runs inside; times of one name add up."""
+        started = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[name] += time.perf_counter() - started

@@ -1,0 +1,296 @@
+"""`VllmEngine` on a real vLLM: tokens, logprobs, seeds, continuation, interruption, and the end of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from services.generator.engine import EngineDead, Generated, GenerationFailed, make_engine
+from services.generator.vllm_arguments import check_cpu_arguments, engine_arguments, stop_tokens
+from services.generator.vllm_engine import VllmEngine
+from services.protocol.config import ConfigError
+from services.protocol.messages import Span
+from tests.generator.tiny import EOS, assert_greedy, make_config, make_model, reference_logprobs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("default"),  # importing vLLM warns
+]
+
+
+class Served:
+    """An engine, and the same model in transformers."""
+
+    def __init__(self, engine: VllmEngine, model: Any) -> None:
+        self.engine, self.model = engine, model
+
+    @contextmanager
+    def sampling(self, **changes: Any) -> Iterator[None]:
+        """Other sampling parameters for a while, without loading the model again."""
+        config = self.engine._config
+        self.engine._config = config.model_copy(update={"sampling": config.sampling.model_copy(update=changes)})
+        yield
+        self.engine._config = config
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    folder = tmp_path_factory.mktemp("model")
+    model = make_model(folder, tied=False)
+    engine = VllmEngine()
+    await engine.start(make_config(folder))
+    yield Served(engine, model)
+    started = time.monotonic()
+    await engine.close()
+    assert time.monotonic() - started < 12
+    assert not [child for child in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+
+
+def prompt(number: int, length: int = 12) -> list[int]:
+    """Some prompt, another one for every number."""
+    return [3 + (number * 31 + i * i) % 900 for i in range(length)]
+
+
+async def until(engine: VllmEngine, request_id: str, tokens: int) -> Generated:
+    """Wait until a running completion has so many tokens."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = engine.snapshot([request_id]).get(request_id)
+        if found is not None and len(found.tokens) >= tokens:
+            return found
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{request_id} did not reach {tokens} tokens")
+
+
+async def test_behaviour_logprobs_are_those_of_the_model_at_the_sampling_temperature(served: Served) -> None:
+    for temperature in (1.0, 0.7):
+        with served.sampling(temperature=temperature):
+            made = await asyncio.gather(*[served.engine.generate(f"t{i}", prompt(i), i, 64) for i in range(8)])
+        for i, completion in enumerate(made):
+            expected = reference_logprobs(served.model, prompt(i), completion.tokens, temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+            assert completion.tokens.dtype == np.int32
+            assert completion.logprobs.dtype == np.float32
+            assert completion.spans == [Span(-1, 0, len(completion.tokens))]
+
+
+async def test_logprobs_under_top_k_are_those_of_the_truncated_distribution(served: Served) -> None:
+    with served.sampling(top_k=1):
+        made = await served.engine.generate("k", prompt(1), 1, 32)
+    np.testing.assert_allclose(made.logprobs, 0.0, atol=1e-6)
+    assert_greedy(served.model, prompt(1), made.tokens)
+
+
+async def test_the_same_seed_gives_the_same_tokens_in_any_company(served: Served) -> None:
+    alone = await served.engine.generate("alone", prompt(3), 1234, 48)
+    crowd = await asyncio.gather(
+        *[served.engine.generate(f"c{i}", prompt(3) if i == 5 else prompt(i), 1234 if i == 5 else i, 48) for i in range(24)]
+    )
+    other = await served.engine.generate("other", prompt(3), 1235, 48)
+    assert crowd[5].tokens.tolist() == alone.tokens.tolist()
+    assert other.tokens.tolist() != alone.tokens.tolist()
+
+
+async def test_a_completion_ends_with_the_end_token_or_at_its_limit(served: Served) -> None:
+    made = await asyncio.gather(*[served.engine.generate(f"e{i}", prompt(i), i, 190) for i in range(64)])
+    stopped = [completion for completion in made if completion.finish == "stop"]
+    full = [completion for completion in made if completion.finish == "length"]
+    assert stopped
+    assert full
+    assert len(stopped) + len(full) == 64
+    assert all(completion.tokens[-1] == EOS and EOS not in completion.tokens[:-1] for completion in stopped)
+    assert all(len(completion.tokens) == 190 and EOS not in completion.tokens for completion in full)
+
+
+async def test_a_completion_continues_from_a_prefix(served: Served) -> None:
+    with served.sampling(temperature=0.5):
+        running = asyncio.create_task(served.engine.generate("first", prompt(7), 7, 150))
+        await until(served.engine, "first", 10)
+        await served.engine.abort(["first"])
+        prefix = await running
+        assert prefix.finish == "aborted"
+        whole = await served.engine.generate("second", prompt(7), 7, 150, prefix)
+    made = len(prefix.tokens)
+    assert 10 <= made < len(whole.tokens) <= 150
+    assert whole.tokens[:made].tolist() == prefix.tokens.tolist()
+    assert whole.logprobs[:made].tolist() == prefix.logprobs.tolist()
+    np.testing.assert_allclose(whole.logprobs, reference_logprobs(served.model, prompt(7), whole.tokens, 0.5), atol=1e-4)
+    assert whole.spans == [Span(-1, 0, len(whole.tokens))]
+
+
+async def test_a_prefix_of_another_version_keeps_its_span(served: Served) -> None:
+    tokens = np.array([9, 10, 11], dtype=np.int32)
+    prefix = Generated(tokens, np.array([-1.0, -2.0, -3.0], dtype=np.float32), [Span(-3, 0, 2), Span(-2, 2, 3)], "aborted")
+    whole = await served.engine.generate("spans", prompt(2), 2, 8, prefix)
+    assert whole.spans == [Span(-3, 0, 2), Span(-2, 2, 3), Span(-1, 3, len(whole.tokens))]
+    assert whole.logprobs[:3].tolist() == [-1.0, -2.0, -3.0]
+
+
+async def test_a_finished_or_full_prefix_is_returned_as_it_is(served: Served) -> None:
+    tokens, logprobs, spans = np.array([9, EOS], dtype=np.int32), np.zeros(2, dtype=np.float32), [Span(0, 0, 2)]
+    finished = Generated(tokens, logprobs, spans, "stop")
+    assert await served.engine.generate("done", prompt(2), 2, 8, finished) is finished
+    full = await served.engine.generate("full", prompt(2), 2, 2, Generated(tokens, logprobs, spans, "aborted"))
+    assert full == Generated(tokens, logprobs, spans, "length")
+
+
+async def test_a_snapshot_is_the_beginning_of_the_result(served: Served) -> None:
+    running = asyncio.create_task(served.engine.generate("s", prompt(4), 4, 150))
+    partial = await until(served.engine, "s", 20)
+    gauges = served.engine.gauges()
+    whole = await running
+    made = len(partial.tokens)
+    assert partial.finish == "aborted"
+    assert partial.spans == [Span(-1, 0, made)]
+    assert whole.tokens[:made].tolist() == partial.tokens.tolist()
+    assert whole.logprobs[:made].tolist() == partial.logprobs.tolist()
+    assert served.engine.snapshot() == {}
+    assert (gauges.running, gauges.waiting) == (1, 0)
+    assert 0 < gauges.kv_usage < 1
+    assert served.engine.gauges().tokens - gauges.tokens <= 150
+
+
+async def test_abort_returns_every_completion_with_its_tokens(served: Served) -> None:
+    running = [asyncio.create_task(served.engine.generate(f"a{i}", prompt(i), i, 190)) for i in range(48)]
+    await until(served.engine, "a0", 5)
+    await served.engine.abort()
+    made = await asyncio.gather(*running)
+    assert any(completion.finish == "aborted" for completion in made)
+    for i, completion in enumerate(made):
+        assert len(completion.tokens) == len(completion.logprobs)
+        if len(completion.tokens):
+            np.testing.assert_allclose(completion.logprobs, reference_logprobs(served.model, prompt(i), completion.tokens), atol=1e-4)
+    assert served.engine.gauges().running == served.engine.gauges().waiting == 0
+
+
+async def test_a_cancelled_completion_is_dropped(served: Served) -> None:
+    running = asyncio.create_task(served.engine.generate("x", prompt(4), 4, 190))
+    await until(served.engine, "x", 2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert served.engine.snapshot() == {}
+    assert (await served.engine.generate("x", prompt(4), 4, 4)).finish == "length"
+
+
+async def test_nothing_is_sampled_while_paused_and_the_tokens_stay_the_same(served: Served) -> None:
+    expected = await served.engine.generate("p", prompt(6), 6, 120)
+    running = asyncio.create_task(served.engine.generate("p", prompt(6), 6, 120))
+    await until(served.engine, "p", 10)
+    await served.engine.pause()
+    before = served.engine.snapshot()["p"]
+    late = asyncio.create_task(served.engine.generate("late", prompt(8), 8, 4))
+    await asyncio.sleep(0.3)
+    assert len(served.engine.snapshot()["p"].tokens) == len(before.tokens)
+    assert served.engine.gauges().waiting == 1
+    await served.engine.resume()
+    after = await running
+    assert after.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_allclose(after.logprobs, expected.logprobs, atol=1e-4)
+    assert len((await late).tokens) == 4
+
+
+async def test_many_long_prefixes_are_prefilled_together(served: Served) -> None:
+    """A seeded request that vLLM prefills in chunks would kill the engine on a CPU."""
+    prefixes = [np.full(150, 5, dtype=np.int32) for _ in range(40)]
+    made = await asyncio.gather(
+        *[
+            served.engine.generate(
+                f"l{i}", prompt(i, 60), i, 160, Generated(tokens, np.zeros(150, np.float32), [Span(0, 0, 150)], "aborted")
+            )
+            for i, tokens in enumerate(prefixes)
+        ]
+    )
+    assert all(150 < len(completion.tokens) <= 160 for completion in made)
+
+
+async def test_a_prompt_that_does_not_fit_fails_alone(served: Served) -> None:
+    with pytest.raises(GenerationFailed, match="long"):
+        await served.engine.generate("long", prompt(1, 300), 1, 8)
+    assert (await served.engine.generate("fits", prompt(1), 1, 8)).finish in ("length", "stop")
+
+
+async def test_a_stop_string_ends_a_completion(served: Served, tmp_path: Path) -> None:
+    expected = await served.engine.generate("plain", prompt(5), 5, 40)
+    make_model(tmp_path, tied=False)
+    word = f"t{expected.tokens[20]}"
+    first = expected.tokens.tolist().index(expected.tokens[20])
+    engine = VllmEngine()
+    await engine.start(make_config(tmp_path, sampling={"max_tokens": 192, "stop": [f"{word} "]}))
+    try:
+        made = await engine.generate("stop", prompt(5), 5, 40)
+    finally:
+        await engine.close()
+    assert made.finish == "stop"
+    assert made.tokens.tolist() == expected.tokens[: len(made.tokens)].tolist()
+    assert len(made.tokens) - (first + 1) in (0, 1)  # the space belongs to the next token
+    with pytest.raises(EngineDead):
+        await engine.generate("closed", prompt(5), 5, 4)
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from services.generator.vllm_engine import VllmEngine
+from tests.generator.tiny import make_config
+async def main():
+    await VllmEngine().start(make_config(Path(sys.argv[1])))
+    print("started", flush=True)
+    await asyncio.sleep(600)
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_the_engine_ends_when_its_owner_is_killed(served: Served, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    command = [sys.executable, str(script), served.engine._config.model.path]
+    root = str(Path(__file__).parents[2])
+    owner = await asyncio.create_subprocess_exec(*command, env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    async with asyncio.timeout(60):
+        await owner.stdout.readuntil(b"started\n")  # vLLM logs to the same pipe
+    children = psutil.Process(owner.pid).children(recursive=True)
+    owner.kill()
+    await owner.wait()
+    assert children
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
+    assert not alive
+
+
+async def test_stop_tokens_are_those_of_tokenizer_and_generation_config(served: Served) -> None:
+    assert stop_tokens(served.engine._config.model.path) == [EOS]
+
+
+async def test_wrong_options_are_configuration_errors(tmp_path: Path) -> None:
+    config = make_config(tmp_path, generator={"engine_options": {"max_num_seq": 3}})
+    with pytest.raises(ConfigError, match=r"engine_options\.max_num_seq .* did you mean 'max_num_seqs'"):
+        engine_arguments(config, gpu=False)
+    with pytest.raises(ConfigError, match="sync.backend"):
+        engine_arguments(make_config(tmp_path, sync={"backend": "nccl"}), gpu=False)
+    chunked = make_config(tmp_path, generator={"engine_options": {"enable_chunked_prefill": True}})
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        check_cpu_arguments(engine_arguments(chunked, gpu=False))
+    with pytest.raises(ConfigError, match="generator.engine"):
+        make_engine(make_config(tmp_path, generator={"engine": "nowhere:Engine"}))
+
+
+async def test_engine_options_win(tmp_path: Path) -> None:
+    config = make_config(tmp_path, generator={"engine_options": {"max_num_seqs": 7, "enforce_eager": False}})
+    arguments = engine_arguments(config, gpu=False)
+    assert (arguments["max_num_seqs"], arguments["enforce_eager"]) == (7, False)
+    assert engine_arguments(config, gpu=True)["weight_transfer_config"] == {"backend": "grpo_nccl"}

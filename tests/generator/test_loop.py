@@ -1,0 +1,212 @@
+"""The generator's loop on a real Redis, with the scripted engine: every claimed ticket ends in exactly one place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.console.redis_server import RedisServer
+from services.generator.loop import RolloutLoop
+from services.generator.metrics import GeneratorMetrics
+from services.generator.rewards.base import VerifierFailure
+from services.protocol import codec
+from services.protocol.messages import Header
+from services.protocol.store import Store
+from services.runtime.service import Service, open_service
+from tests.harness import PlainTokenizer, small_config, ticket
+from tests.scripted import ScriptedEngine, scripted_logprobs, scripted_tokens
+
+STEPS, SLOTS = 4, 16
+
+
+class CountingVerifier:
+    """Scores by the answer: `break` fails, anything else gives 1 to the first completion."""
+
+    async def score(self, completions: list[str], answer: str) -> dict[str, list[float]]:
+        if answer == "break":
+            raise VerifierFailure("exact broke")
+        return {"exact": [1.0] + [0.0] * (len(completions) - 1)}
+
+
+@asynccontextmanager
+async def generator(folder: Path, server: RedisServer, *overrides: str) -> AsyncIterator[tuple[Service, RolloutLoop, ScriptedEngine]]:
+    """A pod whose engine holds version 0 of a run that has published it."""
+    config = small_config(folder, server, *overrides)
+    async with open_service("generator", config, "generator-0") as service:
+        await service.store.create("config", "data", STEPS, SLOTS)
+        fence = await service.store.attach_trainer()
+        await service.store.publish(fence, 0)
+        engine = ScriptedEngine()
+        await engine.start(config)
+        engine.version = 0
+        loop = RolloutLoop(service, engine, PlainTokenizer(), CountingVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
+        service.add_loop("leases", loop.renew)
+        service.add_loop("partials", loop.save_partials)
+        try:
+            yield service, loop, engine
+        finally:
+            await service.store.delete_run()
+
+
+async def issue(store: Store, *tickets: object) -> int:
+    fence = await store.lead("test", 60)
+    assert fence is not None
+    state = await store.state()
+    assert state is not None
+    assert await store.issue(fence, state.cursor, tickets) == len(tickets)  # type: ignore[arg-type]
+    return fence
+
+
+async def wait_until(true: Callable[[], AsyncIterator[bool]] | Callable[[], object], limit_s: float = 10.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while True:
+            value = true()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_tickets_become_headers_with_their_payload(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server) as (service, loop, _):
+        given = [ticket(i) for i in range(10)]
+        fence = await issue(service.store, *given)
+        running = asyncio.create_task(service.run(loop.work))
+
+        async def all_there() -> bool:
+            return (await service.store.audit())["headers"] == 10
+
+        await wait_until(all_there)
+        service.stop()
+        await running
+        items = await service.store.read_headers(fence, 100)
+        headers = {item.ticket: item.header for item in items}
+        payloads = await service.store.payloads([item.payload for item in items])
+        for one in given:
+            header = headers[one.id]
+            assert isinstance(header, Header)
+            assert header.rewards == [1.0, 0.0, 0.0, 0.0]
+            assert header.oldest == [0, 0, 0, 0]
+            payload = payloads[header.payload]
+            tokens = np.concatenate([scripted_tokens(one.prompt, one.seed + i, 16, 4, 100) for i in range(4)])
+            assert payload.tokens.tolist() == tokens.tolist()
+            assert payload.logprobs.tolist() == scripted_logprobs(tokens).tolist()
+        assert (await service.store.audit())["tickets"] == 0
+
+
+async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server) as (service, loop, engine):
+        await service.store.pause("generator", "a test")
+        await issue(service.store, ticket(0))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: service.view.paused)
+        assert loop.why_idle() == "paused: a test"
+        engine.version = 5
+        await service.store.resume("generator")
+        await wait_until(lambda: "holds policy version 5" in loop.why_idle())
+        assert (await service.store.audit())["headers"] == 0
+        engine.version = 0
+        service.bell.ring("version")
+        await wait_until(lambda: _headers(service.store, 1))
+        service.stop()
+        await running
+
+
+async def _headers(store: Store, count: int) -> bool:
+    return (await store.audit())["headers"] == count
+
+
+async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path: Path, server: RedisServer) -> None:
+    slow = ("generator.engine_options.token_s=0.05", "generator.drain_s=0.1")
+    async with generator(tmp_path, server, *slow) as (service, loop, engine):
+        fence = await issue(service.store, *(ticket(i) for i in range(4)))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: engine.gauges().tokens > 20)
+        service.stop()
+        await running
+        begun = (await service.store.audit())["tickets"]
+        assert begun > 0
+        saved = sum([await service.store.load_partial(f"0-{i}") is not None for i in range(4)])
+        assert saved == begun
+
+        second = RolloutLoop(service, engine, PlainTokenizer(), CountingVerifier(), loop.metrics)  # type: ignore[arg-type]
+        service.stopping.clear()
+        made = engine.gauges().tokens
+        running = asyncio.create_task(service.run(second.work))
+        await wait_until(lambda: _headers(service.store, 4))
+        service.stop()
+        await running
+        total = 0
+        for item in await service.store.read_headers(fence, 10):
+            payload = (await service.store.payloads([item.payload]))[item.payload]
+            one = ticket(int(item.ticket[2:]))
+            whole = np.concatenate([scripted_tokens(one.prompt, one.seed + i, 16, 4, 100) for i in range(4)])
+            assert payload.tokens.tolist() == whole.tolist()
+            total += len(whole)
+        assert engine.gauges().tokens == total, "tokens were made twice"
+        assert made > 20
+
+
+async def test_a_broken_verifier_is_retried_then_buried_with_its_reason(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "generator.max_attempts=3") as (service, loop, _):
+        await issue(service.store, ticket(0, answer="break"), ticket(1))
+        running = asyncio.create_task(service.run(loop.work))
+
+        async def buried() -> bool:
+            return (await service.store.audit()).get("ledger:failed", 0) == 1
+
+        await wait_until(buried)
+        await wait_until(lambda: _headers(service.store, 1))
+        service.stop()
+        await running
+        assert await service.store.dead_letters() == [("0-0", "exact broke")]
+        assert service.registry.get_sample_value("grpo_generator_failures_total", {"reason": "verifier"}) == 3
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [(ticket(0, prompt=[1] * 60), "exceed model.max_tokens"), (ticket(0, prompt=[999]), "outside 0..127"), (ticket(0, prompt=[]), "empty")],
+)
+async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: RedisServer, broken: object, reason: str) -> None:
+    async with generator(tmp_path, server) as (service, loop, _):
+        fence = await issue(service.store, ticket(0) if broken is None else broken, ticket(1))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: _headers(service.store, 1))
+        service.stop()
+        await running
+        ((_, why),) = await service.store.dead_letters()
+        assert reason in why
+        (item,) = await service.store.read_headers(fence, 10)
+        assert item.header is not None
+        assert codec.encode(item.header) == item.body
+
+
+async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path, server: RedisServer) -> None:
+    slow = ("generator.engine_options.token_s=0.02", "generator.lease_s=0.3")
+    async with generator(tmp_path, server, *slow) as (service, loop, _):
+        await issue(service.store, ticket(0))
+        loop.renew = _never  # type: ignore[method-assign]
+        service.loops.clear()
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: loop.rollouts)
+
+        async def took_over() -> bool:
+            _, claims = await service.store.claim("thief", 0, 0.0, 1)
+            return bool(claims)
+
+        await wait_until(took_over)
+        await wait_until(lambda: not loop.rollouts)
+        service.stop()
+        await running
+        audit = await service.store.audit()
+        assert (audit["headers"], audit["tickets"], audit["ledger:refused_submits"]) == (0, 1, 1)
+
+
+async def _never(_: object) -> None:
+    await asyncio.Event().wait()

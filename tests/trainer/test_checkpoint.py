@@ -1,0 +1,159 @@
+"""Real DeepSpeed ranks save and resume: equal to the bit, whole or not at all, and every failure is told on every rank."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer import folders
+from services.trainer.checkpoint import CheckpointError, Checkpoints, Saved
+from services.trainer.folders import FileRecord, FolderError, Manifest
+from tests.trainer.rank_worker import Job, launch
+from tests.trainer.tiny import VOCABULARY, make_model, make_payloads, make_samples
+
+pytestmark = pytest.mark.timeout(400)
+
+LAYOUTS: dict[int, list[Any]] = {
+    1: [[[[[0, 1, 2], [3]]]], [[[[4, 5]]], [[[6], [7]]]], [[[[0, 7], [1, 6]]], [[[2, 3, 4, 5]]]]],
+    2: [[[[[0, 1], [2]], [[3]]]], [[[[4]], [[5]]], [[[6]], [[7]]]], [[[[0, 7]], [[1, 6]]], [[[2, 3]], [[4], [5]]]]],
+}
+STAGES = [(1, 0), (2, 0), (2, 2), (2, 3)]
+
+
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    """What every job returned, one per rank."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    payloads = make_payloads(groups=2, size=4)
+    samples = make_samples(payloads)
+
+    def resume(size: int, stage: int) -> Job:
+        sections = {"trainer": {"row_tokens": 128, "zero_stage": stage, "deterministic": True}}
+        arguments = {"model": tiny_model, "sections": sections, "payloads": payloads, "samples": samples}
+        return "resume", arguments | {"layouts": LAYOUTS[size], "root": folder / f"resume-{size}-{stage}"}
+
+    def export(stage: int) -> Job:
+        sections = {"trainer": {"row_tokens": 128, "zero_stage": stage}, "loss": {"kl_beta": 0.0}}
+        return "export", {"model": tied_model, "sections": sections, "folder": folder / f"export-{stage}"}
+
+    jobs: dict[int, dict[Any, Job]] = {size: {} for size in LAYOUTS}
+    for size, stage in STAGES:
+        jobs[size][size, stage] = resume(size, stage)
+    jobs[2] |= {"export 0": export(0), "export 3": export(3)}
+    jobs[2]["failures"] = ("failures", {"model": tiny_model, "root": folder})
+    found: dict[Any, list[Any]] = {"folder": [folder]}
+    for size, named in jobs.items():
+        found |= dict(zip(named, launch(size, list(named.values()), folder / f"ranks-{size}"), strict=True))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", STAGES)
+def test_resumed_equals_uninterrupted_to_the_bit(which: tuple[int, int], results: dict[Any, list[Any]]) -> None:
+    for result in results[which]:
+        (weights, random, python), (again, random_again, python_again) = result["uninterrupted"], result["resumed"]
+        assert all(torch.equal(again[name], value) for name, value in weights.items())
+        assert torch.equal(random, random_again)
+        assert python == python_again
+        first, second = ({k: v for k, v in one.items() if not k.startswith("time/")} for one in result["metrics"])
+        assert first == second
+        assert result["saved"] == result["found"]
+        assert result["saved"].step == 1
+        assert result["saved"].read("snapshot") == b"of dataprep"
+        assert result["saved"].manifest.facts["zero_stage"] == which[1]
+
+
+@pytest.mark.slow
+def test_latest_skips_what_is_damaged(results: dict[Any, list[Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved: Saved = results[1, 0][0]["saved"]
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in (1, 2):
+        shutil.copytree(saved.folder, tmp_path / f"step-{step:08d}")
+    (tmp_path / "latest").write_text("step-00000002")
+    (tmp_path / "step-00000003.partial").mkdir()
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert newest.step == 2
+    victim = next(newest.folder.rglob("*model_states.pt"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    older = checkpoints.latest()
+    assert older is not None
+    assert older.step == 1
+    assert "differs from the SHA-256" in caplog.text
+    (older.folder / folders.MANIFEST).write_text("{}")
+    assert checkpoints.latest() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_export_loads_with_transformers(stage: int, results: dict[Any, list[Any]]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = results["folder"][0] / f"export-{stage}"
+    manifest = folders.read_manifest(folder)
+    folders.verify(folder, manifest)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(manifest.files)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config._attn_implementation != "packed"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, value in results[f"export {stage}"][0].items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert len(AutoTokenizer.from_pretrained(folder)) == VOCABULARY
+    assert not list(folder.parent.glob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("not a folder", "Not a directory; free space or make it writable"),
+        ("disk full", "cannot be written: File too large; free space under"),
+        ("other stage", "was written with trainer.zero_stage = 0, this run has 2: set trainer.zero_stage back"),
+        ("other ranks", "trainer.ranks = 3, but 2 trainer ranks were started"),
+        ("unequal rows", "rank 1: step 0 has 1 rows per rank in mini-batches of [1], but there are 0 rows"),
+        ("offload", "trainer.offload = true needs trainer.zero_stage >= 1"),
+    ],
+)
+def test_failures_are_told_on_every_rank(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
+    for messages in results["failures"]:
+        assert message in messages[failure]
+
+
+@pytest.mark.slow
+def test_only_the_newest_are_kept_and_a_failed_one_changes_nothing(results: dict[Any, list[Any]]) -> None:
+    assert results["failures"][0]["left"] == "latest,step-00000002,step-00000003"
+    assert (results["folder"][0] / "good" / "latest").read_text() == "step-00000003"
+
+
+def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:
+    for name in ("step-00000012", "step-00000003"):
+        partial = folders.begin(tmp_path / name)
+        folders.write(partial / "snapshot", name.encode())
+        folders.finish(partial, tmp_path / name, Manifest(folders.digests(partial, 0, 1), {"step": int(name[5:])}))
+    (tmp_path / "step-abc").mkdir()
+    (tmp_path / "step-00000009").mkdir()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert [saved.step for saved in checkpoints.complete()] == [3, 12]
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.read("snapshot") == b"step-00000012"
+    assert latest.size_bytes == len("step-00000012")
+    with pytest.raises(CheckpointError, match="absent cannot be read"):
+        latest.read("absent")
+
+
+def test_a_manifest_that_lists_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FolderError, match="cannot be read: No such file"):
+        folders.verify(tmp_path, Manifest({"gone": FileRecord(1, "")}, {}))

@@ -1,0 +1,56 @@
+"""What DeepSpeed is told, and the optimizer it is given."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.protocol.config import ConfigError
+from services.trainer import engine, model
+from tests.trainer.tiny import make_config
+
+
+def test_matrices_decay_and_vectors_do_not(tiny_model: Path) -> None:
+    config = make_config(tiny_model, optimizer={"weight_decay": 0.1, "beta2": 0.9})
+    scorer = model.load(config.model, 1.0, 8, False)
+    decayed, spared = engine.adamw(config, scorer).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"], decayed["betas"]) == (0.1, 0.0, (0.9, 0.9))
+    assert {parameter.ndim for parameter in decayed["params"]} == {2}
+    assert {parameter.ndim for parameter in spared["params"]} == {1}
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(scorer.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "runs_as", "clipping"),
+    [(0, "float32", 0, 0.0), (0, "bfloat16", 1, 0.5), (1, "float32", 1, 0.5), (3, "bfloat16", 3, 0.5)],
+)
+def test_settings(tiny_model: Path, stage: int, dtype: str, runs_as: int, clipping: float) -> None:
+    config = make_config(tiny_model, trainer={"zero_stage": stage}, model={"dtype": dtype}, optimizer={"max_grad_norm": 0.5})
+    tree = engine.settings(config, model.load(config.model, 1.0, 8, False))
+    assert tree["zero_optimization"]["stage"] == runs_as
+    assert tree["gradient_clipping"] == clipping  # 0: the policy clips itself
+    assert ("bf16" in tree) == (dtype == "bfloat16")
+
+
+def test_offload_without_sharding_is_refused(tiny_model: Path) -> None:
+    config = make_config(tiny_model, trainer={"offload": True})
+    with pytest.raises(ConfigError, match=r"trainer\.offload = true needs trainer\.zero_stage >= 1"):
+        engine.settings(config, model.load(config.model, 1.0, 8, False))
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.25), (2, 0.75), (3, 1.0), (100, 1.0)])
+def test_warm_up_is_linear_and_never_zero(step: int, expected: float, tiny_model: Path) -> None:
+    config = make_config(tiny_model, optimizer={"learning_rate": 1.0, "warmup_steps": 4})
+    assert engine.learning_rate(config.optimizer, step) == expected
+
+
+def test_random_state_is_put_back() -> None:
+    engine.seed(5, deterministic=False)
+    state = engine.random_state()
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    engine.set_random_state(state)
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn

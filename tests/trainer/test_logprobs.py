@@ -1,0 +1,153 @@
+"""Chunked logprobs against the plain computation, and packed rows against one response at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.protocol.messages import Payload, RankPlan
+from services.trainer import attention, batches, model
+from services.trainer.logprobs import token_logprobs
+from tests.trainer.tiny import VOCABULARY, make_config, make_payloads, make_samples
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_chunks_equal_the_whole(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 5, generator=generator, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    factors = torch.randn(2, 7, generator=generator)
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    table = ((exact[0] @ exact[1].T) / 0.7).log_softmax(-1)
+    expected = table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+    (factors[0] * expected[0] + factors[1] * expected[1]).sum().backward()
+
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk)
+    (factors[0] * logprobs + factors[1] * entropy).sum().backward()
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_weights_get_float32_logprobs() -> None:
+    hidden, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.eye(4, dtype=torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 3]), 1.0, 1)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, torch.full((2,), -float(np.log(4))))
+    torch.testing.assert_close(entropy, torch.full((2,), float(np.log(4))))
+
+
+def test_no_token_has_a_gradient_of_zeros() -> None:
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    weight = torch.ones(3, 4, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), 1.0, 8)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def _score(scorer: model.Scorer, row: batches.Row) -> torch.Tensor:
+    return scorer(row.input_ids, row.positions, row.packing, row.predictors, row.targets)[0]
+
+
+def _build(payloads: dict[str, Payload], rows: list[list[int]]) -> list[batches.Row]:
+    samples = make_samples(payloads)
+    plan = RankPlan([[samples[i] for i in row] for row in rows])
+    return batches.build(plan, payloads, vocabulary=VOCABULARY, row_tokens=1000)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_equals_one_by_one_and_transformers(tiny_model: Path, checkpointing: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    scorer = model.load(make_config(tiny_model).model, 0.7, 5, checkpointing).train()
+    payloads = make_payloads(groups=3, size=3)
+    order = [4, 0, 8, 2, 6, 1, 7, 3, 5]
+    packed = _score(scorer, _build(payloads, [order])[0])
+    single = torch.cat([_score(scorer, row) for row in _build(payloads, [[i] for i in order])])
+    torch.testing.assert_close(packed, single, rtol=1e-5, atol=1e-5)
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64, attn_implementation="eager")
+    expected = []
+    for row in _build(payloads, [[i] for i in order]):
+        table = (plain(row.input_ids[None]).logits[0] / 0.7).log_softmax(-1)
+        expected.append(table[row.predictors, row.targets])
+    torch.testing.assert_close(packed.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_changing_one_response_leaves_the_others_equal_to_the_bit(tiny_model: Path) -> None:
+    scorer = model.load(make_config(tiny_model).model, 0.7, 5, False)
+    payloads = make_payloads(groups=1, size=5)
+    (name, payload), *_ = payloads.items()
+    start, end = int(payload.lengths[:2].sum()), int(payload.lengths[:3].sum())
+    tokens = payload.tokens.copy()
+    tokens[start:end] = (tokens[start:end] + 7) % VOCABULARY
+    changed = {name: Payload(payload.prompt, payload.lengths, tokens, payload.logprobs, payload.spans)}
+    (before,), (after,) = (_build(groups, [[0, 1, 2, 3, 4]]) for groups in (payloads, changed))
+    with torch.no_grad():
+        same = _score(scorer, before) == _score(scorer, after)
+    assert same[before.sample_of_token != 2].all()
+    assert not same[before.sample_of_token == 2].any()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_attention_equals_a_dense_block_diagonal_mask(window: int | None) -> None:
+    lengths = [1, 6, 2, 9, 4, 8]
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(1, 2, total, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(total)[:, None] - torch.arange(total)
+    allowed = (owner[:, None] == owner) & (distance >= 0) & (distance < (window or total))
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
+    expected = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    result, _ = attention.packed_attention(
+        torch.nn.Identity(), query, key, value, None, packing=attention.Packing.of(lengths), scaling=0.3, sliding_window=window
+    )
+    torch.testing.assert_close(result, expected)
+    factors = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+    inputs = (query, key, value)
+    for ours, theirs in zip(
+        torch.autograd.grad((result * factors).sum(), inputs),
+        torch.autograd.grad((expected * factors).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_padding_at_most_doubles_the_work() -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 60).tolist()
+    buckets = attention.Packing.of(lengths).buckets
+    assert sum(bucket.count for bucket in buckets) == 60
+    assert sum(bucket.count * bucket.length for bucket in buckets) < 2 * sum(lengths)
+
+
+def test_a_model_whose_logits_are_scaled_is_refused(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(attention.UnsupportedModel, match="final_logit_softcapping"):
+        model.load(make_config(tmp_path).model, 1.0, 8, False)
+
+
+def test_a_missing_model_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(attention.UnsupportedModel, match=r"model\.path = .*nowhere"):
+        model.load(make_config(tmp_path / "nowhere").model, 1.0, 8, False)
