@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,38 @@ class PlainTokenizer:
 
     def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [" ".join(map(str, tokens)) for tokens in sequences]
+
+
+def save_model_folder(folder: Path) -> None:
+    """A tiny tokenizer and a model with random weights at `model.path` of `small_config`."""
+    import torch
+
+    from examples.arithmetic.model import make_model, save_model
+    from examples.arithmetic.tokenizer import END, PAD, save_tokenizer, train_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(f"say {i}" for i in range(100))
+    pad, end = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
+    save_tokenizer(tokenizer, folder, 64)
+    torch.manual_seed(0)
+    save_model(make_model(len(tokenizer.get_vocab()), 64, pad, end), folder, pad, end)
+
+
+def save_tokenizer_folder(folder: Path) -> None:
+    """A tiny tokenizer alone."""
+    from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(train_tokenizer(f"say {i}" for i in range(100)), folder, 64)
+
+
+async def wait_until(true: Callable[[], Any], limit_s: float = 10.0) -> None:
+    """Wait until `true()`, a value or an awaitable of one, holds."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            value = true()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return
+            await asyncio.sleep(0.02)

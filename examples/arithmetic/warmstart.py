@@ -1,4 +1,4 @@
-"""Makes the demo's starting point: a tiny Qwen3 with its tokenizer, taught by worked examples until it is right now and then.
+"""Makes the demo's starting point: a tiny Qwen3 with its tokenizer, taught to add up but seldom to work it out.
 
     python -m examples.arithmetic.warmstart --out build/arithmetic --seed 0
 
@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, examples and their order (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=12_000, help="worked examples (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=256, help="questions that measure it (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="most training steps (default: %(default)s)")
-    parser.add_argument("--target", type=float, default=0.3, help="mean reward that ends the training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="most steps of the first lesson (default: %(default)s)")
+    parser.add_argument("--target", type=float, default=0.7, help="mean reward that ends the first lesson (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of torch (default: %(default)s)")
     return parser
 

@@ -1,6 +1,6 @@
-"""Worked examples: questions of the run's reasoning-gym task, answered one equation at a time.
+"""Worked examples: questions of the run's reasoning-gym task, answered step by step or at a glance.
 
-Guarantees: every answer is the task's own, which the last equation states; no example is a question that is held out.
+Guarantees: every answer is the task's own and stands behind the last `= `; no example is a question that is held out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ HELD_OUT_SEED = 2_000_000_000
 
 @dataclass(frozen=True)
 class Example:
-    """A question, the completion to imitate, and the task's entry, by which it is graded."""
+    """A question, the two ways to answer it, and the task's entry, by which answers are graded."""
 
     question: str
-    completion: str
+    step_by_step: str
+    at_a_glance: str
     entry: dict[str, Any]
 
 
@@ -56,4 +57,4 @@ def make_examples(source: ReasoningGymSource, held_out: int, worked: int, seed: 
 
 def _examples(task: Any) -> Iterator[Example]:
     for entry in task:
-        yield Example(entry["question"], solve(entry["metadata"]["expression"]), entry)
+        yield Example(entry["question"], solve(entry["metadata"]["expression"]), f"= {entry['answer']}", entry)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 LOOK_S = 0.1
+GLANCE_S = 0.5  # `grpo status` holds the lock for an instant; who wants it for longer waits that out
 
 
 class InUse(Exception):
@@ -31,9 +32,9 @@ class FolderLock:
 
     def __enter__(self) -> FolderLock:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + self._patience_s
+        started = time.monotonic()
         while not self._take():
-            if self._owner_lives() or time.monotonic() > deadline:
+            if time.monotonic() - started > (GLANCE_S if self._owner_lives() else self._patience_s):
                 message = f"{self.folder} is in use by {self._users()}"
                 os.close(self.fd)
                 raise InUse(message)
@@ -58,11 +59,11 @@ class FolderLock:
 
     def _owner_lives(self) -> bool:
         owner = self._owner()
-        return owner == 0 or owner in _holders(self.path)
+        return owner in (0, os.getpid(), *_holders(self.path))
 
     def _users(self) -> str:
         owner, holders = self._owner(), _holders(self.path)
-        if owner in holders or not holders:
+        if self._owner_lives() or not holders:
             return f"process {owner or 'unknown'}"
         return f"services of process {owner}, which has died: process {', '.join(map(str, holders))}; end them first"
 

@@ -163,6 +163,8 @@ class RolloutLoop:
                 done = await self.engine.generate(
                     rollout.request(sample), ticket.prompt, ticket.seed + sample, sampling.max_tokens, prefix
                 )
+            if done.finish == "aborted":
+                raise GenerationFailed(f"the engine stopped completion {sample} before its end")
             rollout.completions[sample] = done
             return done
 

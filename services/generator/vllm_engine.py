@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import time
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -175,6 +176,7 @@ class VllmEngine:
         }
         self._joined = True
         async with self._limit(limit_s + _GRACE_S, "join"):
+            deadline = time.monotonic() + limit_s
             await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
             while True:
                 states = set(await self._llm.collective_rpc("weight_group_state"))
@@ -182,6 +184,8 @@ class VllmEngine:
                     return
                 if failures := sorted(states - {"joined", "joining"}):
                     raise TransferFailed(f"weight group of epoch {round.epoch} at {round.host}:{round.port}: {'; '.join(failures)}")
+                if time.monotonic() > deadline:
+                    raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks met within {limit_s} s")
                 await asyncio.sleep(_JOIN_POLL_S)
 
     async def receive(self, version: int) -> None:

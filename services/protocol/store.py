@@ -1,4 +1,4 @@
-"""The typed store: the only maker of Redis clients, and one method per Redis Function.
+"""The typed store: one method per Redis Function, and the only user of Redis clients.
 
 Guarantees: every hand-over is one atomic call; every call may be repeated after a lost reply without a second effect, so
 the client retries by itself through a restart of the server. What a method cannot do it says with a `StoreError`.
@@ -6,174 +6,106 @@ the client retries by itself through a restart of the server. What a method cann
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, Self
 
 import msgspec
 import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import RedisError, ResponseError
 
 from services.protocol import codec
+from services.protocol.client import check_server, explain, make_client
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.functions import library
 from services.protocol.keys import Keys
 from services.protocol.messages import WIRE, Header, Payload, PodStatus, RankPlan, Round, StepPlan, Ticket
+from services.protocol.records import BufferedGroup, Claim, HeaderEntry, RunState, Settlement, read_claim, read_header, read_state
 
-OLDEST_SERVER = (7, 0)  # the first Redis with Functions
-CONNECT_TIMEOUT_S = 5.0
-REPLY_TIMEOUT_S = 60.0  # longer than an AOF rewrite was ever seen to stall a reply
-RETRIES = 12  # back-off 0.05 s doubling to 1 s: about 9 s, a restart of a server
+__all__ = ["BufferedGroup", "Claim", "HeaderEntry", "RunState", "Settlement", "Store"]
+
 METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A ticket under lease. `fence` proves the claim; `ticket` is None when its bytes are corrupt."""
-
-    entry: str
-    fence: int
-    ticket_id: str
-    body: bytes
-    ticket: Ticket | None
-
-    @property
-    def payload(self) -> str:
-        """Suffix of the payload key: unique to this claim, so that no late writer can touch another's bytes."""
-        return f"{self.ticket_id}.{self.fence}"
-
-
-@dataclass(frozen=True)
-class HeaderEntry:
-    """An entry of the headers stream; `header` is None when its bytes are corrupt, `fault` says how."""
-
-    entry: str
-    ticket: str
-    payload: str
-    body: bytes
-    header: Header | None
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Settlement:
-    """What becomes of a header: `insert`, `stale`, `filtered:<reason>` or `failed:<reason>`."""
-
-    item: HeaderEntry
-    action: str
-    seq: int = 0
-    oldest: int = 0
-
-
-@dataclass(frozen=True)
-class BufferedGroup:
-    """A group in the replay table."""
-
-    group: str
-    uses: int
-    header: Header
-
-
-@dataclass(frozen=True)
-class RunState:
-    """The run's hash. Steps and versions start at -1: nothing yet."""
-
-    steps: int
-    slots: int
-    slots_used: int
-    cursor: int
-    published_version: int
-    prepared_step: int
-    committed_step: int
-    checkpointed_step: int
-    leader: str
-    paused: dict[str, str]  # role -> who and why
-    stopping: str  # who and why, or empty
-    finished: str  # how the run ended, or empty
-    dataset: str
-    config: str
-
-    @property
-    def ended(self) -> bool:
-        """No more work is to be started."""
-        return bool(self.stopping or self.finished)
 
 
 class Store:
     """A run's state in Redis. Make one with `connect`; close it with `close`."""
 
-    def __init__(self, client: aioredis.Redis, keys: Keys) -> None:
+    def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
         self.client = client
         self.keys = keys
+        self.url = url
         self._library, self._code = library()
 
     @classmethod
     async def connect(cls, url: str, run: str, password: str | None = None) -> Self:
         """Connect, check the server and load the functions. Raises `StoreError` in seconds when any of it fails."""
+        await check_server(url, password)
+        store = cls(make_client(url, password), Keys(run), url)
         try:
-            client = make_client(url, password)
-        except ValueError as error:
-            raise StoreError(f"redis.url = {url!r} is not a Redis address: {error}; use redis://host:port/0") from None
-        store = cls(client, Keys(run))
-        try:
-            await store._check_server(url)
             await store._load_functions()
         except StoreError:
-            await client.aclose()
+            await store.close()
             raise
-        except RedisError as error:
-            await client.aclose()
-            raise unusable(url, error) from None
         return store
 
     async def close(self) -> None:
         """Close the connections."""
         await self.client.aclose()
 
-    async def _check_server(self, url: str) -> None:
-        probe = make_client(url, self.client.connection_pool.connection_kwargs.get("password"), retries=2)
-        try:
-            info = await probe.info("server")
-            policy = (await probe.config_get("maxmemory-policy")).get(b"maxmemory-policy", b"noeviction").decode()
-        except ResponseError:  # CONFIG may be forbidden by the provider; then the policy cannot be checked
-            policy = "noeviction"
-        finally:
-            await probe.aclose()
-        version = str(info.get("valkey_version") or info["redis_version"])
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
-            raise StoreError(f"Redis at {url} is {version}, which has no Functions: run Redis 7.0 or newer, or Valkey")
-        if policy != "noeviction":
-            raise StoreError(
-                f"Redis at {url} has maxmemory-policy {policy}, which may delete a run's state: set it to noeviction"
-            )
-
     async def _load_functions(self) -> None:
         try:
             await self.client.execute_command("FUNCTION", "LOAD", self._code)
-        except ResponseError as error:
+        except RedisError as error:
             if "already exists" not in str(error):
-                raise
+                raise explain(self.url, error) from None
+
+    async def _ask(self, reply: Awaitable[Any]) -> Any:
+        """Await a plain command; its errors become the store's."""
+        try:
+            return await reply
+        except RedisError as error:
+            raise explain(self.url, error) from None
 
     async def _call(self, function: str, *args: Any) -> Any:
-        try:
-            return await self.client.execute_command("FCALL", f"{self._library}_{function}", 1, self.keys.prefix, *args)
-        except ResponseError as error:
-            text = str(error)
-            if "Function not found" in text:  # the server was replaced by an empty one
-                await self._load_functions()
-                return await self._call(function, *args)
-            kind, _, rest = text.partition(" ")
-            match kind:
-                case "FENCED":
-                    raise Fenced(rest) from None
-                case "OUTOFORDER":
-                    raise OutOfOrder(rest) from None
-                case "DIFFERENT":
-                    raise DifferentRun(f"run {self.keys.name!r} exists with another {rest}: choose another run.name") from None
-                case _:
-                    raise
+        """Call a function of the library."""
+        return (await self._send(self._function(function, *args)))[0]
+
+    def _function(self, name: str, *args: Any) -> tuple[Any, ...]:
+        return ("FCALL", f"{self._library}_{name}", 1, self.keys.prefix, *args)
+
+    async def _send(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Send commands in one go; their replies. Raises what the first refused one means."""
+        for _ in range(2):
+            replies = await self._ask(self._replies(commands))
+            errors = [reply for reply in replies if isinstance(reply, Exception)]
+            if not any("Function not found" in str(error) for error in errors):
+                break
+            await self._load_functions()  # the server was replaced by an empty one
+        for error in errors:
+            raise self._refusal(error) from None
+        return replies
+
+    async def _replies(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if len(commands) == 1:  # cheaper than a pipeline of one
+            try:
+                return [await self.client.execute_command(*commands[0])]
+            except ResponseError as error:
+                return [error]
+        async with self.client.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return await pipe.execute(raise_on_error=False)
+
+    def _refusal(self, error: Exception) -> Exception:
+        kind, _, rest = str(error).partition(" ")
+        match kind:
+            case "FENCED":
+                return Fenced(rest)
+            case "OUTOFORDER":
+                return OutOfOrder(rest)
+            case "DIFFERENT":
+                return DifferentRun(f"run {self.keys.name!r} exists with another {rest}: choose another run.name")
+            case _:
+                return explain(self.url, error) if isinstance(error, RedisError) else error
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -183,32 +115,7 @@ class Store:
 
     async def state(self) -> RunState | None:
         """The run's state, or None when it was not created yet."""
-        raw = {key.decode(): value.decode() for key, value in (await self.client.hgetall(self.keys.run)).items()}
-        if not raw:
-            return None
-        if int(raw["wire"]) != WIRE:
-            raise DifferentRun(
-                f"run {self.keys.name!r} has wire version {raw['wire']}, this program speaks {WIRE}: use the matching one"
-            )
-        numbers = (
-            "steps",
-            "slots",
-            "slots_used",
-            "cursor",
-            "published_version",
-            "prepared_step",
-            "committed_step",
-            "checkpointed_step",
-        )
-        return RunState(
-            **{name: int(raw[name]) for name in numbers},
-            leader=raw.get("leader", ""),
-            paused={key.removeprefix("paused:"): value for key, value in raw.items() if key.startswith("paused:")},
-            stopping=raw.get("stopping", ""),
-            finished=raw.get("finished", ""),
-            dataset=raw["dataset"],
-            config=raw["config"],
-        )
+        return read_state(self.keys.name, await self._ask(self.client.hgetall(self.keys.run)))
 
     async def pause(self, role: str, why: str) -> None:
         """Desire that `generator`, `dataprep` or `trainer` pods pause, until resumed."""
@@ -266,7 +173,7 @@ class Store:
     ) -> tuple[str, list[Claim]]:
         """Claim up to `count` tickets for a pod that holds `version`. Returns the next scan position and the claims."""
         reply = await self._call("claim", consumer, version, int(lease_s * 1000), count, scan, int(adopt), max_expiries)
-        claims = [_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
+        claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims
 
     async def renew(self, consumer: str, claims: Sequence[Claim]) -> set[str]:
@@ -288,16 +195,20 @@ class Store:
 
         `payload` is an encoded `Payload`; it is written with an expiry that the commit takes away.
         """
-        async with self.client.pipeline(transaction=False) as pipe:
-            pipe.set(self.keys.payload(claim.payload), payload, ex=ttl_s, nx=True)
-            pipe.execute_command(
-                "FCALL", f"{self._library}_submit", 1, self.keys.prefix,
-                consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header),
-            )  # fmt: skip
-            _, accepted = await pipe.execute()
-        if accepted == -1:
-            raise StoreError(f"payload of ticket {claim.ticket_id} expired before its header arrived: raise replay.payload_ttl_s")
-        return bool(accepted)
+        return (await self.submit_many(consumer, [(claim, header, payload)], ttl_s))[0]
+
+    async def submit_many(self, consumer: str, groups: Sequence[tuple[Claim, Header, bytes]], ttl_s: int) -> list[bool]:
+        """Submit several groups in one round trip; each for itself as by `submit`."""
+        commands: list[tuple[Any, ...]] = []
+        for claim, header, payload in groups:
+            commands.append(("SET", self.keys.payload(claim.payload), payload, "EX", ttl_s, "NX"))
+            args = (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header))
+            commands.append(self._function("submit", *args))
+        accepted = (await self._send(*commands))[1::2]
+        if -1 in accepted:
+            ticket = groups[accepted.index(-1)][0].ticket_id
+            raise StoreError(f"payload of ticket {ticket} expired before its header arrived: raise replay.payload_ttl_s")
+        return [bool(reply) for reply in accepted]
 
     async def save_partial(self, consumer: str, claim: Claim, data: bytes, ttl_s: int) -> bool:
         """Save the tokens so far of a ticket. False: it was not held any more."""
@@ -305,14 +216,14 @@ class Store:
 
     async def load_partial(self, ticket: str) -> bytes | None:
         """The tokens so far of a ticket that somebody began."""
-        return await self.client.get(self.keys.partial(ticket))
+        return await self._ask(self.client.get(self.keys.partial(ticket)))
 
     # -- headers and the replay table -----------------------------------------------------------------------------------
 
     async def read_headers(self, fence: int, count: int) -> list[HeaderEntry]:
         """Headers that are not settled, oldest first."""
         reply = await self._call("read_headers", fence, count)
-        return [_header_entry(reply[i], reply[i + 1]) for i in range(0, len(reply), 2)]
+        return [read_header(reply[i], reply[i + 1]) for i in range(0, len(reply), 2)]
 
     async def settle(self, fence: int, settlements: Sequence[Settlement], capacity: int) -> int:
         """Settle headers in one go. Those settled before are passed over; returns how many were not."""
@@ -327,22 +238,22 @@ class Store:
 
     async def outstanding(self) -> int | None:
         """Sequence of the oldest ticket that is issued and not settled."""
-        first = await self.client.zrange(self.keys.outstanding, 0, 0, withscores=True)
+        first = await self._ask(self.client.zrange(self.keys.outstanding, 0, 0, withscores=True))
         return int(first[0][1]) if first else None
 
     async def outstanding_count(self) -> int:
         """How many tickets are issued and not settled."""
-        return int(await self.client.zcard(self.keys.outstanding))
+        return int(await self._ask(self.client.zcard(self.keys.outstanding)))
 
     async def oldest_groups(self, count: int) -> list[BufferedGroup]:
         """The first `count` groups of the table in order of issue."""
-        names = [name.decode() for name in await self.client.zrange(self.keys.replay_order, 0, count - 1)]
-        async with self.client.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.hmget(self.keys.group(name), "uses", "header")
-            rows = await pipe.execute()
+        found = await self._ask(self.client.zrange(self.keys.replay_order, 0, count - 1))
+        names = [name.decode() for name in found]
+        rows = await self._send(*[("HMGET", self.keys.group(name), "uses", "header") for name in names])
         return [
-            BufferedGroup(name, int(uses), codec.decode(header, Header)) for name, (uses, header) in zip(names, rows, strict=True)
+            BufferedGroup(name, int(uses), codec.decode(header, Header))
+            for name, (uses, header) in zip(names, rows, strict=True)
+            if header is not None  # it left between the two reads; to the leader, who alone takes groups out, none does
         ]
 
     # -- steps ----------------------------------------------------------------------------------------------------------
@@ -354,19 +265,19 @@ class Store:
 
     async def plan(self, step: int) -> StepPlan | None:
         """The plan of a step, or None when it is not prepared or already retired."""
-        raw = await self.client.hget(self.keys.step(step), "plan")
+        raw = await self._ask(self.client.hget(self.keys.step(step), "plan"))
         return None if raw is None else codec.decode(raw, StepPlan)
 
     async def rank_plan(self, step: int, rank: int) -> RankPlan:
         """The rows of one rank."""
-        raw = await self.client.hget(self.keys.step(step), f"rank:{rank}")
+        raw = await self._ask(self.client.hget(self.keys.step(step), f"rank:{rank}"))
         if raw is None:
             raise StoreError(f"step {step} was planned without rank {rank}: start as many ranks as trainer.ranks says")
         return codec.decode(raw, RankPlan)
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Payloads by name. A missing one is an error: its plan promises it."""
-        values = await self.client.mget([self.keys.payload(name) for name in names]) if names else []
+        values = await self._ask(self.client.mget([self.keys.payload(name) for name in names])) if names else []
         missing = [name for name, value in zip(names, values, strict=True) if value is None]
         if missing:
             raise StoreError(
@@ -414,7 +325,7 @@ class Store:
 
     async def round(self) -> tuple[Round | None, dict[str, tuple[str, str]]]:
         """The current round and its acknowledgements: member -> (stage, detail)."""
-        raw = await self.client.hgetall(self.keys.sync)
+        raw = await self._ask(self.client.hgetall(self.keys.sync))
         if b"round" not in raw:
             return None, {}
         acks = {key.decode().removeprefix("ack:"): value.decode() for key, value in raw.items() if key.startswith(b"ack:")}
@@ -430,25 +341,26 @@ class Store:
 
     async def record(self, metrics: dict[str, float]) -> None:
         """Append the metrics of a step to the capped stream."""
-        await self.client.xadd(self.keys.metrics, {"m": msgspec.json.encode(metrics)}, maxlen=METRICS_KEPT, approximate=True)
+        await self._send(("XADD", self.keys.metrics, "MAXLEN", "~", METRICS_KEPT, "*", "m", msgspec.json.encode(metrics)))
 
     async def metrics(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Entries of the metrics stream after an entry id, oldest first."""
-        entries = await self.client.xrange(self.keys.metrics, after if after == "-" else f"({after}", "+", count)
+        first = after if after == "-" else f"({after}"
+        entries = await self._ask(self.client.xrange(self.keys.metrics, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
     async def dead_letters(self, count: int = 100) -> list[tuple[str, str]]:
         """The last dead letters: ticket and reason."""
-        entries = await self.client.xrevrange(self.keys.deadletter, count=count)
+        entries = await self._ask(self.client.xrevrange(self.keys.deadletter, count=count))
         return [(f[b"ticket"].decode(errors="replace"), f[b"reason"].decode(errors="replace")) for _, f in entries]
 
     async def listen(self) -> AsyncIterator[str]:
         """Topics that changed, as they change: `tickets`, `headers`, `steps`, `version`, `sync`, … A hint, never the truth."""
         async with self.client.pubsub(ignore_subscribe_messages=True) as channel:
-            await channel.subscribe(self.keys.bell)
+            await self._ask(channel.subscribe(self.keys.bell))
             yield "connected"
             while True:
-                message = await channel.get_message(timeout=1.0)
+                message = await self._ask(channel.get_message(timeout=1.0))
                 if message:
                     yield message["data"].decode()
 
@@ -456,47 +368,3 @@ class Store:
         """Delete every key of the run."""
         async for key in self.client.scan_iter(match=f"{self.keys.prefix.replace('{', '[{]').replace('}', '[}]')}:*", count=1000):
             await self.client.unlink(key)
-
-
-def make_client(url: str, password: str | None = None, retries: int = RETRIES) -> aioredis.Redis:
-    """The one place where a Redis client is made: binary replies, bounded waits, bounded retries."""
-    return aioredis.Redis.from_url(
-        url,
-        password=password,
-        socket_connect_timeout=CONNECT_TIMEOUT_S,
-        socket_timeout=REPLY_TIMEOUT_S,
-        socket_keepalive=True,
-        health_check_interval=15,
-        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries),
-        retry_on_error=[ConnectionError, TimeoutError],
-    )
-
-
-def unusable(url: str, error: RedisError) -> StoreError:
-    """A one-line account of why a server cannot be used."""
-    if isinstance(error, AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
-        return StoreError(f"Redis at {url} refused the password: set redis.password_file or GRPO_REDIS_PASSWORD")
-    if isinstance(error, ConnectionError | TimeoutError):
-        return StoreError(f"Redis at {url} cannot be reached ({error}): is it running, and is redis.url right?")
-    return StoreError(f"Redis at {url} cannot be used: {error}")
-
-
-def _claim(entry: bytes, fence: int, ticket_id: bytes, body: bytes) -> Claim:
-    try:
-        ticket = codec.decode(body, Ticket)
-    except codec.CorruptMessage:
-        ticket = None
-    return Claim(entry.decode(), fence, ticket_id.decode(), body, ticket)
-
-
-def _header_entry(entry: bytes, fields: list[bytes]) -> HeaderEntry:
-    named = dict(zip(fields[::2], fields[1::2], strict=False))
-    body = named.get(b"body", b"")
-    ticket, payload = (named.get(name, b"").decode(errors="replace") for name in (b"ticket", b"payload"))
-    try:
-        header, fault = codec.decode(body, Header), ""
-        if header.ticket != ticket:
-            header, fault = None, f"header names ticket {header.ticket}"
-    except codec.CorruptMessage as error:
-        header, fault = None, str(error)
-    return HeaderEntry(entry.decode(), ticket, payload, body, header, fault)

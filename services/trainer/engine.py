@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from services.protocol.config import ConfigError, RunConfig
+from services.protocol.config import RunConfig
 from services.protocol.config.training import Optimizer
 from services.trainer.model import Scorer
 
@@ -31,8 +31,6 @@ def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
     on every rank in both.
     """
     stage, offload = config.trainer.zero_stage, config.trainer.offload
-    if offload and stage == 0:
-        raise ConfigError("trainer.offload = true needs trainer.zero_stage >= 1: stage 0 has no optimizer state to move")
     bf16 = config.model.dtype == "bfloat16"
     size = sum(parameter.numel() for parameter in module.parameters())
     zero: dict[str, Any] = {

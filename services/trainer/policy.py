@@ -141,8 +141,8 @@ class Policy:
             )
         if len(plan.denominators) != len(plan.mini_batch_rows) or min(plan.mini_batch_rows, default=0) < 1:
             return f"step {plan.step}: mini-batches of {plan.mini_batch_rows} rows, denominators {plan.denominators}"
-        if not all(math.isfinite(value) and value > 0 for value in plan.denominators):
-            return f"step {plan.step}: denominators {plan.denominators} must be positive numbers"
+        if not all(math.isfinite(value) and value >= 0 for value in plan.denominators):
+            return f"step {plan.step}: denominators {plan.denominators} must be finite and not negative"
         return ""
 
     def _excluded(self, rows: list[Row], batches: list[list[int]]) -> list[float]:

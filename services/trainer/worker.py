@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from services.protocol.codec import CorruptMessage
 from services.protocol.config import RunConfig
+from services.protocol.errors import StoreError
 from services.protocol.messages import StepPlan
 from services.protocol.store import Store
 from services.runtime.portal import Portal
-from services.trainer import batches
+from services.trainer import batches, ranks
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.policy import Policy
 from services.trainer.weights import WeightSender
@@ -36,18 +38,25 @@ class Worker:
     def train(self, step: int) -> tuple[StepPlan, dict[str, float]]:
         """Train a prepared step. Collective. Returns its plan and the metrics."""
         started = time.perf_counter()
-        plan = self.call(self.store.plan(step))
-        if plan is None:
-            raise RuntimeError(f"the plan of step {step} is gone from Redis, though no checkpoint covers it")
-        rank_plan = self.call(self.store.rank_plan(step, self.policy.world.rank))
-        names = sorted({sample.payload for row in rank_plan.rows for sample in row})
-        payloads = self.call(self.store.payloads(names))
-        rows = batches.build(
-            rank_plan, payloads, vocabulary=self.policy.vocabulary, row_tokens=self.config.trainer.row_tokens
-        )
+        plan, rows, problem = None, [], ""
+        try:
+            plan, rows = self._fetch(step)
+        except (StoreError, CorruptMessage, batches.PlanMismatch) as error:
+            problem = str(error)  # told to all ranks, else the others would wait for this one inside the step
+        ranks.agree(problem, batches.PlanMismatch)
+        assert plan is not None
         fetched = time.perf_counter()
         metrics = self.policy.train(rows, plan)
         return plan, metrics | {"time/train/fetch_s": fetched - started}
+
+    def _fetch(self, step: int) -> tuple[StepPlan, list[batches.Row]]:
+        plan = self.call(self.store.plan(step))
+        if plan is None:
+            raise StoreError(f"the plan of step {step} is gone from Redis, though no checkpoint covers it")
+        rank_plan = self.call(self.store.rank_plan(step, self.policy.world.rank))
+        payloads = self.call(self.store.payloads(sorted({sample.payload for row in rank_plan.rows for sample in row})))
+        rows = batches.build(rank_plan, payloads, vocabulary=self.policy.vocabulary, row_tokens=self.config.trainer.row_tokens)
+        return plan, rows
 
     def send(self, _: int) -> None:
         """Broadcast the weights to the standing group. Collective among ranks."""

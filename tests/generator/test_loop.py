@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from services.protocol import codec
 from services.protocol.messages import Header
 from services.protocol.store import Store
 from services.runtime.service import Service, open_service
-from tests.harness import PlainTokenizer, small_config, ticket
+from tests.harness import PlainTokenizer, small_config, ticket, wait_until
 from tests.scripted import ScriptedEngine, scripted_logprobs, scripted_tokens
 
 STEPS, SLOTS = 4, 16
@@ -60,17 +60,6 @@ async def issue(store: Store, *tickets: object) -> int:
     assert state is not None
     assert await store.issue(fence, state.cursor, tickets) == len(tickets)  # type: ignore[arg-type]
     return fence
-
-
-async def wait_until(true: Callable[[], AsyncIterator[bool]] | Callable[[], object], limit_s: float = 10.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while True:
-            value = true()
-            if asyncio.iscoroutine(value):
-                value = await value
-            if value:
-                return
-            await asyncio.sleep(0.02)
 
 
 async def test_tickets_become_headers_with_their_payload(tmp_path: Path, server: RedisServer) -> None:

@@ -103,7 +103,7 @@ async def test_completions_live_through_an_update(pair: Pair) -> None:
     old = deepcopy(pair.model)
     before = pair.version
     running = [asyncio.create_task(pair.engine.generate(f"live-{i}", [*PROMPT, 3 + i], 50 + i, 150)) for i in range(12)]
-    while pair.engine.gauges().tokens == 0 or min_tokens(pair.engine) < 20:
+    while not all(task.done() or made(pair.engine, f"live-{i}") >= 20 for i, task in enumerate(running)):
         await asyncio.sleep(0.001)
     perturb(pair.model, 7)
     await pair.update()
@@ -123,9 +123,10 @@ async def test_completions_live_through_an_update(pair: Pair) -> None:
     assert lived > 6
 
 
-def min_tokens(engine: VllmEngine) -> int:
-    """Fewest tokens of a running completion."""
-    return min((len(partial.tokens) for partial in engine.snapshot().values()), default=20)
+def made(engine: VllmEngine, request_id: str) -> int:
+    """Tokens so far of a running completion."""
+    partial = engine.snapshot([request_id]).get(request_id)
+    return 0 if partial is None else len(partial.tokens)
 
 
 async def test_a_prefix_of_older_weights_is_continued_under_new_ones(pair: Pair) -> None:
@@ -133,7 +134,7 @@ async def test_a_prefix_of_older_weights_is_continued_under_new_ones(pair: Pair)
     await pair.update()
     version = pair.version
     running = asyncio.create_task(pair.engine.generate("drained", PROMPT, 9, 120))
-    while "drained" not in (partial := pair.engine.snapshot()) or len(partial["drained"].tokens) < 15:
+    while made(pair.engine, "drained") < 15:
         await asyncio.sleep(0.001)
     await pair.engine.abort()
     prefix = await running
@@ -151,8 +152,8 @@ async def test_later_requests_do_not_reuse_kv_of_older_weights(pair: Pair) -> No
     for step in range(2):
         perturb(pair.model, 300 + step)
         await pair.update()
-        made = await pair.engine.generate(f"kv-{step}", prompt, step, 8)
-        np.testing.assert_allclose(made.logprobs, reference_logprobs(pair.model, prompt, made.tokens), atol=1e-4)
+        answer = await pair.engine.generate(f"kv-{step}", prompt, step, 8)
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(pair.model, prompt, answer.tokens), atol=1e-4)
 
 
 DYING_SENDER = """
@@ -322,10 +323,11 @@ async def test_weights_partitioned_by_zero_3_arrive_whole(tmp_path: Path) -> Non
         return rounds
 
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(150):
             stdout = ranks[0].stdout
             assert stdout is not None
-            while not (line := await stdout.readline()).startswith(b"127.0.0.1 "):  # DeepSpeed logs to the same pipe
+            # DeepSpeed logs to the same pipe, and compiles an extension (a minute) where it never ran before.
+            while not (line := await stdout.readline()).startswith(b"127.0.0.1 "):
                 assert line, "rank 0 ended early"
             host, port = line.split()
             rounds = await asyncio.to_thread(receive, host.decode(), int(port))

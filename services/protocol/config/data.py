@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.protocol.config.base import Section
+
+
+def _pattern(text: str, groups: int = 0) -> str:
+    """`text` if it is a regular expression with at least so many groups, or empty."""
+    try:
+        compiled = re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression ({error}); mend it") from None
+    if text and compiled.groups < groups:
+        raise ValueError("has no group; put the part that is the answer in parentheses")
+    return text
 
 
 class FileSource(Section):
@@ -22,6 +34,11 @@ class FileSource(Section):
     """Field that holds the gold answer, a string."""
     answer_pattern: str = ""
     """Regular expression whose first group is the gold answer within the field, e.g. `####\\s*(.+)` for GSM8K; empty: all of it."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _captures(cls, text: str) -> str:
+        return _pattern(text, groups=1)
 
 
 class ReasoningGymSource(Section):
@@ -74,3 +91,14 @@ class Verifier(Section):
     """`exact` and `reasoning_gym`: regular expression whose first group, in its last match, is the answer within the completion; empty: the whole completion."""
     pattern: str = ""
     """`regex`: the pattern; `{answer}` stands for the escaped gold answer."""
+
+    @field_validator("extract")
+    @classmethod
+    def _captures(cls, text: str) -> str:
+        return _pattern(text, groups=1)
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, text: str) -> str:
+        _pattern(text.replace("{answer}", "answer"))
+        return text

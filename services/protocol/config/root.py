@@ -129,6 +129,8 @@ class RunConfig(Section):
                 f"replay.max_uses = {self.replay.max_uses} cannot be reached: a group is at most admission.max_staleness = "
                 f"{self.admission.max_staleness} steps old; lower replay.max_uses to {self.admission.max_staleness + 1} or raise max_staleness"
             )
+        if self.trainer.offload and self.trainer.zero_stage == 0:
+            raise ValueError("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one, or trainer.offload = false")
         if self.loss.denominator == "constant" and self.loss.denominator_tokens == 0:
             raise ValueError('loss.denominator = "constant" needs loss.denominator_tokens > 0')
         if self.loss.correction_lower > self.loss.correction_upper:

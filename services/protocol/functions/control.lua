@@ -16,8 +16,7 @@ register('create', function(prefix, args)
   end
   redis.call('HSET', key, 'wire', args[1], 'config', args[2], 'dataset', args[3], 'steps', args[4], 'slots', args[5],
     'slots_used', 0, 'cursor', 0, 'published_version', -1, 'prepared_step', -1, 'committed_step', -1,
-    'checkpointed_step', -1, 'retired_step', -1, 'claim_fence', 0, 'leader_fence', 0, 'trainer_fence', 0,
-    'created_ms', now_ms())
+    'checkpointed_step', -1, 'retired_step', -1, 'created_ms', now_ms())
   redis.call('XGROUP', 'CREATE', prefix .. ':tickets', 'generators', '0', 'MKSTREAM')
   redis.call('XGROUP', 'CREATE', prefix .. ':headers', 'dataprep', '0', 'MKSTREAM')
   ring(prefix, 'control')
@@ -31,19 +30,21 @@ register('lead', function(prefix, args)
   local mine = have[1] == args[1]
   if not mine and have[1] and tonumber(have[2]) > now then return 0 end
   redis.call('HSET', key, 'leader', args[1], 'leader_until_ms', now + tonumber(args[2]))
-  if mine then return tonumber(have[3]) end
-  return redis.call('HINCRBY', key, 'leader_fence', 1)
+  if mine then return have[3] end
+  return next_fence(prefix, 'leader_fence')
 end)
 
 -- args: candidate. Gives the leadership up at once.
 register('step_down', function(prefix, args)
   if redis.call('HGET', prefix .. ':run', 'leader') ~= args[1] then return 0 end
-  return redis.call('HDEL', prefix .. ':run', 'leader', 'leader_until_ms')
+  redis.call('HDEL', prefix .. ':run', 'leader', 'leader_until_ms')
+  ring(prefix, 'control')
+  return 1
 end)
 
 -- no args. A trainer starts: whatever an older one still sends is refused from now on. Returns the fencing number.
 register('attach_trainer', function(prefix)
-  return redis.call('HINCRBY', prefix .. ':run', 'trainer_fence', 1)
+  return next_fence(prefix, 'trainer_fence')
 end)
 
 -- args: field (`paused:<role>`, `stopping`, `finished`), value (who and why), or '' to clear. Desired state outlives every pod.

@@ -14,6 +14,16 @@ local function number(prefix, field)
   return tonumber(redis.call('HGET', prefix .. ':run', field))
 end
 
+-- The next fencing number of a kind, as text. It is never given twice, not even by a server that lost its last second in a
+-- crash: it is the clock in µs, or one more than the last where that is later.
+local function next_fence(prefix, field)
+  local time = redis.call('TIME')
+  local fence = math.max((number(prefix, field) or 0) + 1, tonumber(time[1]) * 1000000 + tonumber(time[2]))
+  local text = string.format('%.0f', fence)
+  redis.call('HSET', prefix .. ':run', field, text)
+  return text
+end
+
 local function count(prefix, field, by)
   redis.call('HINCRBY', prefix .. ':ledger', field, by)
 end
@@ -32,13 +42,21 @@ local function fenced(prefix, field, fence)
   end
 end
 
-local function register(name, body)
-  redis.register_function(LIBRARY .. '_' .. name, function(keys, args)
-    return body(keys[1], args)
-  end)
+-- A full server still takes what moves work on and so frees memory; only what adds to it (`grows`) is refused.
+local function register(name, body, grows)
+  redis.register_function{
+    function_name = LIBRARY .. '_' .. name,
+    callback = function(keys, args) return body(keys[1], args) end,
+    flags = grows and {} or {'allow-oom'},
+  }
+end
+
+-- The last 10,000 dead letters or a little more are kept: the ledger counts them all.
+local function dead_letter(prefix, ticket, reason, body)
+  redis.call('XADD', prefix .. ':deadletter', 'MAXLEN', '~', 10000, '*', 'ticket', ticket, 'reason', reason, 'body', body)
 end
 
 local function bury(prefix, ticket, reason, body)
-  redis.call('XADD', prefix .. ':deadletter', '*', 'ticket', ticket, 'reason', reason, 'body', body)
+  dead_letter(prefix, ticket, reason, body)
   count(prefix, 'failed', 1)
 end

@@ -29,7 +29,7 @@ register('settle', function(prefix, args)
         if payload ~= '' then redis.call('UNLINK', prefix .. ':payload:' .. payload) end
         local reason = string.match(action, '^failed:(.*)')
         if not known then
-          redis.call('XADD', prefix .. ':deadletter', '*', 'ticket', ticket, 'reason', reason or 'header of a ticket that is not outstanding', 'body', args[i + 6])
+          dead_letter(prefix, ticket, reason or 'header of a ticket that is not outstanding', args[i + 6])
           count(prefix, 'unknown_headers', 1)
         elseif reason then
           bury(prefix, ticket, reason, args[i + 6])

@@ -11,14 +11,18 @@ local function leave_table(prefix, group)
   return redis.call('SREM', prefix .. ':replay:used', group) == 1
 end
 
+local function delete_group(prefix, group)
+  local key = prefix .. ':group:' .. group
+  redis.call('UNLINK', prefix .. ':payload:' .. (redis.call('HGET', key, 'payload') or ''), key)
+end
+
 -- Takes a group out with an outcome. One that was trained has its outcome already, and a checkpoint may still need it.
 local function drop_group(prefix, group, outcome)
   if leave_table(prefix, group) then
     redis.call('RPUSH', prefix .. ':departed', group)
     return
   end
-  local key = prefix .. ':group:' .. group
-  redis.call('UNLINK', prefix .. ':payload:' .. redis.call('HGET', key, 'payload'), key)
+  delete_group(prefix, group)
   count(prefix, outcome, 1)
   free_slots(prefix, 1)
 end

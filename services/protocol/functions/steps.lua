@@ -4,21 +4,28 @@
 --                   trained:<epoch> bitmap  dataset rows that were trained
 
 -- args: leader fence, step, max uses, stale groups, groups, plan, then the plan of each rank. Group lists are separated by spaces.
--- Returns 1; refused unless `step` follows the last prepared one. Stale groups leave, drawn ones are counted as used.
+-- Returns 1 when prepared, now or by an earlier call with this very plan; refused unless `step` follows the last prepared one
+-- and the groups are in the table. Stale groups leave, drawn ones are counted as used.
 register('prepare', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
   local step, max_uses = tonumber(args[2]), tonumber(args[3])
-  if number(prefix, 'prepared_step') ~= step - 1 then
-    return redis.error_reply('OUTOFORDER step ' .. step .. ' does not follow prepared step ' .. number(prefix, 'prepared_step'))
+  local key, prepared = prefix .. ':step:' .. step, number(prefix, 'prepared_step')
+  if prepared == step and redis.call('HGET', key, 'plan') == args[6] then return 1 end
+  if prepared ~= step - 1 then
+    return redis.error_reply('OUTOFORDER step ' .. step .. ' does not follow prepared step ' .. prepared)
   end
-  local groups, fresh = words(args[5]), {}
-  for _, group in ipairs(groups) do
-    if not redis.call('ZSCORE', prefix .. ':replay:order', group) then
-      return redis.error_reply('NOTINTABLE group ' .. group .. ' is not in the replay table')
+  local stale, groups, fresh, seen = words(args[4]), words(args[5]), {}, {}
+  for _, list in ipairs({stale, groups}) do
+    for _, group in ipairs(list) do
+      if seen[group] then return redis.error_reply('OUTOFORDER group ' .. group .. ' is drawn or dropped twice') end
+      if not redis.call('ZSCORE', prefix .. ':replay:order', group) then
+        return redis.error_reply('OUTOFORDER group ' .. group .. ' is not in the replay table')
+      end
+      seen[group] = true
     end
   end
-  for _, group in ipairs(words(args[4])) do drop_group(prefix, group, 'stale') end
+  for _, group in ipairs(stale) do drop_group(prefix, group, 'stale') end
   for _, group in ipairs(groups) do
     local uses = redis.call('HINCRBY', prefix .. ':group:' .. group, 'uses', 1)
     if uses == 1 then fresh[#fresh + 1] = group end
@@ -29,7 +36,6 @@ register('prepare', function(prefix, args)
       redis.call('SADD', prefix .. ':replay:used', group)
     end
   end
-  local key = prefix .. ':step:' .. step
   redis.call('HSET', key, 'plan', args[6], 'groups', args[5], 'fresh', table.concat(fresh, ' '), 'departed',
     table.concat(redis.call('LRANGE', prefix .. ':departed', 0, -1), ' '))
   for i = 7, #args do redis.call('HSET', key, 'rank:' .. (i - 7), args[i]) end
@@ -92,10 +98,7 @@ register('retire', function(prefix)
   local step = number(prefix, 'retired_step') + 1
   if step > number(prefix, 'checkpointed_step') or step >= number(prefix, 'published_version') then return 0 end
   local key = prefix .. ':step:' .. step
-  for _, group in ipairs(words(redis.call('HGET', key, 'departed'))) do
-    local group_key = prefix .. ':group:' .. group
-    redis.call('UNLINK', prefix .. ':payload:' .. redis.call('HGET', group_key, 'payload'), group_key)
-  end
+  for _, group in ipairs(words(redis.call('HGET', key, 'departed'))) do delete_group(prefix, group) end
   redis.call('UNLINK', key)
   redis.call('HSET', prefix .. ':run', 'retired_step', step)
   return 1

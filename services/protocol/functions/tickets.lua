@@ -26,13 +26,32 @@ local function hand_back(prefix, consumer, entry)
   ring(prefix, 'tickets')
 end
 
-local function dead_letter(prefix, entry, ticket, reason, body)
+local function give_up(prefix, entry, ticket, reason, body)
   forget(prefix, entry)
   redis.call('DEL', prefix .. ':partial:' .. ticket)
   if redis.call('ZREM', prefix .. ':outstanding', ticket) == 1 then
     bury(prefix, ticket, reason, body)
     free_slots(prefix, 1)
+  else
+    dead_letter(prefix, ticket, reason, body)
+    count(prefix, 'unknown_tickets', 1)
   end
+end
+
+-- The entries that are worth another try: a lease that ended while it was held may have ended with its generator.
+local function survivors(prefix, entries, limit)
+  local alive = {}
+  for _, entry in ipairs(entries) do
+    local id, fields = entry[1], entry[2]
+    if not fields then
+      forget(prefix, id)
+    elseif redis.call('HEXISTS', prefix .. ':claims', id) == 1 and redis.call('HINCRBY', prefix .. ':expiries', id, 1) > limit then
+      give_up(prefix, id, fields[2], 'its lease ran out ' .. limit .. ' times: it may kill its generator', fields[4] or '')
+    else
+      alive[#alive + 1] = entry
+    end
+  end
+  return alive
 end
 
 -- args: leader fence, cursor, then ticket id and body of each. Returns how many were issued: as many as slots are free;
@@ -55,21 +74,20 @@ register('issue', function(prefix, args)
   count(prefix, 'issued', n)
   ring(prefix, 'tickets')
   return n
-end)
+end, true)
 
 -- args: consumer, policy version held, lease ms, count, scan position, adopt (1: also own pending entries), max expiries.
--- Order: own pending (after a restart), expired leases, new tickets. Nothing while generators are paused or the version
--- is not the published one. Returns {scan position, entry, fence, ticket, body, …}.
+-- Order: own pending (after a restart), expired leases, new tickets. Nothing while generators are paused, the run ends or the
+-- version is not the published one. Returns {scan position, entry, fence, ticket, body, …}. When the reply is lost, its
+-- tickets are claimed again once their leases ran out.
 register('claim', function(prefix, args)
   local consumer, version, lease_ms, wanted, scan, adopt = args[1], args[2], args[3], tonumber(args[4]), args[5], args[6]
   local stream = prefix .. ':tickets'
-  local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'paused:generator', 'stopping')
-  if state[1] ~= version or state[2] or state[3] then return {scan} end
+  local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'paused:generator', 'stopping', 'finished')
+  if state[1] ~= version or state[2] or state[3] or state[4] then return {scan} end
   local taken = {}
   local function take(entries)
-    for _, entry in ipairs(entries) do
-      if entry[2] then taken[#taken + 1] = entry else forget(prefix, entry[1]) end
-    end
+    for _, entry in ipairs(survivors(prefix, entries, tonumber(args[7]))) do taken[#taken + 1] = entry end
   end
   local function read(id)
     local reply = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', wanted - #taken, 'STREAMS', stream, id)
@@ -79,24 +97,17 @@ register('claim', function(prefix, args)
   if #taken < wanted then
     local reply = redis.call('XAUTOCLAIM', stream, GROUP, consumer, lease_ms, scan, 'COUNT', wanted - #taken)
     scan = reply[1]
-    for _, entry in ipairs(reply[2]) do
-      local held = redis.call('HGET', prefix .. ':claims', entry[1])
-      if held and redis.call('HINCRBY', prefix .. ':expiries', entry[1], 1) > tonumber(args[7]) then
-        dead_letter(prefix, entry[1], entry[2][2], 'its lease ran out ' .. args[7] .. ' times: it may kill its generator', entry[2][4])
-      else
-        take({entry})
-      end
-    end
+    take(reply[2])
   end
   if #taken < wanted then read('>') end
   local reply = {scan}
   for _, entry in ipairs(taken) do
-    local fence = redis.call('HINCRBY', prefix .. ':run', 'claim_fence', 1)
+    local fence = next_fence(prefix, 'claim_fence')
     redis.call('HSET', prefix .. ':claims', entry[1], consumer .. '|' .. fence)
     reply[#reply + 1] = entry[1]
     reply[#reply + 1] = fence
     reply[#reply + 1] = entry[2][2]
-    reply[#reply + 1] = entry[2][4]
+    reply[#reply + 1] = entry[2][4] or ''
   end
   return reply
 end)
@@ -127,7 +138,7 @@ register('fail', function(prefix, args)
   local consumer, entry, fence, ticket, body, limit, reason = unpack(args)
   if not owns(prefix, consumer, entry, fence) then return -1 end
   if redis.call('HINCRBY', prefix .. ':attempts', entry, 1) >= tonumber(limit) then
-    dead_letter(prefix, entry, ticket, reason, body)
+    give_up(prefix, entry, ticket, reason, body)
     return 1
   end
   hand_back(prefix, consumer, entry)
@@ -135,26 +146,29 @@ register('fail', function(prefix, args)
 end)
 
 -- args: consumer, entry, fence, ticket, header. The payload was written before, with an expiry; the header commits it.
--- Returns 1 when accepted, 0 when the ticket was not held any more (counted), -1 when the payload is missing.
+-- Returns 1 when accepted, now or by an earlier call of the same claim; 0 when the ticket was not held any more (counted, and
+-- the payload deleted); -1 when the payload is missing.
 register('submit', function(prefix, args)
   local consumer, entry, fence, ticket, header = unpack(args)
+  local payload = ticket .. '.' .. fence
+  local key = prefix .. ':payload:' .. payload
   if not owns(prefix, consumer, entry, fence) then
+    if redis.call('TTL', key) == -1 then return 1 end
+    redis.call('UNLINK', key)
     count(prefix, 'refused_submits', 1)
     return 0
   end
-  local payload = ticket .. '.' .. fence
-  local key = prefix .. ':payload:' .. payload
   if redis.call('PERSIST', key) == 0 and redis.call('EXISTS', key) == 0 then return -1 end
   redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', header)
   forget(prefix, entry)
   redis.call('DEL', prefix .. ':partial:' .. ticket)
   ring(prefix, 'headers')
   return 1
-end)
+end, true)
 
 -- args: consumer, entry, fence, ticket, expiry s, tokens so far. Returns 0 when the ticket was not held any more.
 register('save_partial', function(prefix, args)
   if not owns(prefix, args[1], args[2], args[3]) then return 0 end
   redis.call('SET', prefix .. ':partial:' .. args[4], args[6], 'EX', args[5])
   return 1
-end)
+end, true)

@@ -1,0 +1,101 @@
+"""A run for `grpo status`, `audit`, `pause`, `resume` and `stop`: found by name or folder, its Redis reached.
+
+Guarantees: a run whose own server is down gets it started on its folder for the time of the command, under the folder's
+lock, and stopped in order afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
+from services.console.folder import RunFolder, split_password
+from services.console.lock import FolderLock, InUse
+from services.console.run import start_server
+from services.protocol.config import load_resolved
+from services.protocol.config.generation import Fleet
+from services.protocol.errors import StoreError
+from services.protocol.store import Store
+from services.runtime.auth import REDIS_PASSWORD_ENV, redis_password
+
+RUNS = Path("runs")  # default of run.dir
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A run whose Redis answers."""
+
+    name: str
+    store: Store
+    ttl_s: float  # after which a silent pod counts as gone
+    live: bool  # its Redis runs by itself, not for this command alone
+    folder: RunFolder | None
+
+
+@contextlib.asynccontextmanager
+async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
+    """The run that `run` names: a folder, a name under `runs/`, or with `redis_url` a name in that Redis; empty: the newest."""
+    folder = find(run)
+    if redis_url:
+        name = load_resolved(folder.config).run.name if folder else run
+        if not name:
+            raise ConsoleError("--redis-url needs the name of the run", EXIT_CONFIG)
+        url, password = split_password(redis_url)
+        async with _store(url, name, password or os.environ.get(REDIS_PASSWORD_ENV)) as store:
+            yield Attached(name, store, Fleet().ttl_s, True, folder)
+        return
+    if folder is None:
+        raise ConsoleError(_unknown(run), EXIT_CONFIG)
+    config = load_resolved(folder.config)
+    with _awake(folder, config.redis.appendfsync) as (own_url, live):
+        async with _store(own_url or config.redis.url, config.run.name, redis_password(config)) as store:
+            yield Attached(config.run.name, store, config.fleet.ttl_s, live, folder)
+
+
+def find(run: str) -> RunFolder | None:
+    """The folder of a run by path or name; of the newest run for an empty name."""
+    if not run:
+        configs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
+        return RunFolder(configs[-1].parent) if configs else None
+    candidates = [RunFolder(Path(run)), RunFolder(RUNS / run)]
+    return next((folder for folder in candidates if folder.config.is_file()), None)
+
+
+def _unknown(run: str) -> str:
+    known = ", ".join(sorted(path.parent.name for path in RUNS.glob("*/config.toml"))) or "none"
+    what = f"no run {run!r}" if run else "no run"
+    return f"{what} here: give a run folder, or a name under {RUNS}/ (there: {known})"
+
+
+@contextlib.contextmanager
+def _awake(folder: RunFolder, appendfsync: str) -> Iterator[tuple[str, bool]]:
+    """Address of the run's own server, started for the while if it is down, and whether it was up; '' for another's server."""
+    if not (folder.redis / "password").exists():
+        yield "", True
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(FolderLock(folder.path))
+        except InUse:
+            yield "", True
+            return
+        server = start_server(folder, appendfsync)
+        stack.callback(server.stop)
+        yield server.url, False
+
+
+@contextlib.asynccontextmanager
+async def _store(url: str, name: str, password: str | None) -> AsyncIterator[Store]:
+    try:
+        store = await Store.connect(url, name, password)
+    except StoreError as error:
+        raise ConsoleError(str(error), EXIT_REDIS) from None
+    try:
+        yield store
+    finally:
+        await asyncio.shield(store.close())

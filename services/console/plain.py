@@ -1,0 +1,36 @@
+"""A run as plain lines: one a step, one an event. For pipes, logs and `--no-screen`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from services.console.figures import left_s, step_line
+from services.console.observe import Look
+
+
+class PlainDisplay:
+    """Prints to standard output, each line at once."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._rows: list[Mapping[str, float]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def event(self, text: str) -> None:
+        """Print an event."""
+        print(f"- {text}", flush=True)
+
+    def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Print steps."""
+        for row in rows:
+            self._rows.append(row)
+            print(step_line(row, self._steps, left_s(self._rows, self._steps)), flush=True)
+
+    def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
+        """Lines have nothing to redraw."""

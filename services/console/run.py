@@ -1,0 +1,234 @@
+"""`grpo run`: one run on this machine, from its folder and server to its summary.
+
+Guarantees: what it started is gone when it returns; state is in the run folder, so the same command continues a run that
+was stopped or killed; two runs of different names share nothing but the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from services.console import summary
+from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
+from services.console.folder import RunFolder, resolve, split_password, write_secret
+from services.console.launcher import Launcher, Outcome
+from services.console.lock import FolderLock, InUse
+from services.console.mirror import Mirror
+from services.console.observe import Observer
+from services.console.plain import PlainDisplay
+from services.console.plan import UnitPlan, common_environment, plan_units, sharing, visible_gpus
+from services.console.pods import Unit
+from services.console.redis_server import RedisServer
+from services.protocol.config import RunConfig, digest, load
+from services.protocol.errors import StoreError
+from services.protocol.store import Store
+from services.runtime.auth import redis_password
+
+ORPHANS_S = 30.0  # services of a console that was killed drain and end within this, or `grpo run` is refused
+PORT_ATTEMPTS = 5  # a free port may be taken by another process before our server has it
+
+Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[UnitPlan]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `grpo run`."""
+
+    file: Path
+    overrides: Sequence[str] = ()
+    redis_url: str = ""
+    screen: bool = True
+    fresh: bool = False
+
+
+def run(options: Options, planner: Planner = plan_units) -> int:
+    """Run to the end, or until stopped; the exit code."""
+    config = load(options.file, options.overrides)
+    folder = RunFolder.of(config)
+    gpus = visible_gpus(os.environ)
+    backend = "gloo" if sharing(config, gpus) else ""
+    try:
+        with FolderLock(folder.path, ORPHANS_S) as lock:
+            config = resolve(config, folder, backend=backend)
+            if not options.fresh:
+                folder.check(config)
+            url, password = split_password(options.redis_url or config.redis.url)
+            if url:
+                asyncio.run(_claim_name(config, url, password or redis_password(config), options.fresh))
+            if options.fresh:
+                folder.clear()
+            with _redis(config, folder, url, password) as (config, server):
+                folder.write(config)
+                units = [Unit(plan, folder.logs) for plan in planner(config, folder.config.resolve(), gpus)]
+                job = _Job(options, config, folder, units, server, lock.fd, common_environment(os.environ, config, gpus))
+                return asyncio.run(job.run())
+    except InUse as error:
+        raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+
+
+async def _claim_name(config: RunConfig, url: str, password: str | None, fresh: bool) -> None:
+    """Whether the name in a shared Redis is this run's, or free; with --fresh, make it free. Raises `ConsoleError`."""
+    name = config.run.name
+    store = await Store.connect(url, name, password)
+    try:
+        if fresh:
+            alive = ", ".join(sorted(status.name for status in await store.members(config.fleet.ttl_s)))
+            if alive:
+                raise ConsoleError(
+                    f"run {name!r} in Redis at {url} is not deleted: {alive} were heard of in the last {config.fleet.ttl_s:g} s; "
+                    "stop them first",
+                    EXIT_CONFIG,
+                )
+            await store.delete_run()
+        state = await store.state()
+        if state is not None and state.config != digest(config):
+            raise ConsoleError(
+                f"Redis at {url} holds a run {name!r} of another configuration; choose another run.name, or delete it "
+                "with --fresh",
+                EXIT_CONFIG,
+            )
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Iterator[tuple[RunConfig, RedisServer | None]]:
+    """The configuration with Redis filled in, and the run's own server unless it is told of another at `url`."""
+    if url:
+        if password:
+            write_secret(folder.redis_password, password)
+        yield resolve(config, folder, url, str(folder.redis_password.resolve()) if password else ""), None
+        return
+    server = start_server(folder, config.redis.appendfsync)
+    try:
+        yield resolve(config, folder, server.url, str((folder.redis / "password").resolve())), server
+    finally:
+        server.stop()
+
+
+def start_server(folder: RunFolder, appendfsync: str) -> RedisServer:
+    """Start the run's own server on its folder, on a free port."""
+    for attempt in range(PORT_ATTEMPTS):
+        server = RedisServer(folder.redis, appendfsync=appendfsync)
+        try:
+            server.start()
+            return server
+        except StoreError:
+            if attempt == PORT_ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+@dataclass
+class _Job:
+    options: Options
+    config: RunConfig
+    folder: RunFolder
+    units: list[Unit]
+    server: RedisServer | None
+    lock_fd: int
+    environ: dict[str, str]
+
+    async def run(self) -> int:
+        config = self.config
+        store = await Store.connect(config.redis.url, config.run.name, redis_password(config))
+        mirror = Mirror(self.folder.metrics)
+        try:
+            return await self._see_through(store, mirror)
+        finally:
+            mirror.close()
+            await store.close()
+
+    async def _see_through(self, store: Store, mirror: Mirror) -> int:
+        began = time.monotonic()
+        observer = Observer(store, self.config.fleet.ttl_s)
+        before = summary.read(self.folder.summary)
+        for look in await observer.look_to_the_end():
+            mirror.add(look.records)
+        if how := observer.last.finished:
+            print(f"run {self.config.run.name} has finished ({how}); --fresh starts it again", flush=True)
+            if before.get("status") == "finished":
+                return EXIT_OK
+            outcome, restarts = Outcome("finished", how, EXIT_OK), {}
+        else:
+            outcome, restarts = await self._launch(observer, mirror)
+        totals = {**before.get("restarts", {})}
+        for unit, count in restarts.items():
+            totals[unit] = totals.get(unit, 0) + count
+        wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
+        await self._conclude(store, observer, mirror, outcome, wall_s, totals)
+        if outcome.status == "failed":
+            raise ConsoleError(outcome.message, outcome.code)
+        return outcome.code
+
+    async def _launch(self, observer: Observer, mirror: Mirror) -> tuple[Outcome, dict[str, int]]:
+        config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
+        with contextlib.ExitStack() as stack:
+            if self.options.screen and sys.stdout.isatty():
+                from services.console.screen import ScreenDisplay
+                from services.console.warnings_tail import WarningsTail
+
+                display = stack.enter_context(
+                    ScreenDisplay(config.run.name, config.run.steps, rows, WarningsTail(self.folder.logs))
+                )
+            else:
+                display = stack.enter_context(PlainDisplay(config.run.steps))
+            new = observer.last.state is None
+            where = "new" if new else f"goes on at {observer.last.committed_step + 1} of {config.run.steps} steps"
+            display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
+            launcher = Launcher(
+                self.units, observer, mirror, display, environ=self.environ, lock_fd=self.lock_fd,
+                drain_s=config.generator.drain_s, server=self.server,
+            )  # fmt: skip
+            loop = asyncio.get_running_loop()
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(sig, launcher.interrupt)
+            try:
+                return await launcher.run(), launcher.restarts
+            finally:
+                for sig in (signal.SIGINT, signal.SIGTERM):
+                    loop.remove_signal_handler(sig)
+
+    async def _conclude(
+        self, store: Store, observer: Observer, mirror: Mirror, outcome: Outcome, wall_s: float, restarts: dict[str, int]
+    ) -> None:
+        rows = [mirror.rows[step] for step in sorted(mirror.rows)]
+        state = observer.last.state
+        audited = None
+        if state is not None:
+            with contextlib.suppress(StoreError, RedisError):
+                audited = await audit_run(store)
+        result = summary.summarise(self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts)
+        summary.write(self.folder.summary, result)
+        if rows:
+            from services.console.report import write_report
+
+            write_report(self.folder.metrics, result, self.folder.report)
+        print(f"{outcome.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
+        if outcome.status == "stopped":
+            command = shlex.join(["grpo", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
+            print(f"  it goes on from there with: {command}", flush=True)
+        else:
+            print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
+
+
+async def audit_run(store: Store) -> summary.Audited:
+    """Count every ticket of a run."""
+    from services.console.audit import audit
+
+    found = await audit(store)
+    counts = await store.audit()
+    return summary.Audited(found.lost, found.doubled, counts.get("ledger:stale", 0), found.as_dict())

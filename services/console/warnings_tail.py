@@ -1,0 +1,54 @@
+"""Warnings and errors out of the pods' JSON logs, as they are written.
+
+Guarantees: a look reads only what was appended since the last one, and of that no more than `LOOK_BYTES` a pod.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+LOOK_BYTES = 256 * 1024
+LEVELS = ("warning", "error", "critical")
+
+
+class _Event(msgspec.Struct):
+    event: str
+    level: str = ""
+    error: str = ""
+
+
+class WarningsTail:
+    """Follows every `*.log` of a folder, from its present end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {path: path.stat().st_size for path in folder.glob("*.log")}
+
+    def look(self) -> list[str]:
+        """Lines for people: `pod: event: error`."""
+        return [line for path in sorted(self._folder.glob("*.log")) for line in self._look_at(path)]
+
+    def _look_at(self, path: Path) -> list[str]:
+        start, end = self._read.get(path, 0), path.stat().st_size
+        if end <= start:
+            return []
+        with path.open("rb") as file:
+            file.seek(max(start, end - LOOK_BYTES))
+            chunk = file.read(LOOK_BYTES)
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        self._read[path] = max(start, end - LOOK_BYTES) + len(whole)
+        return [f"{path.stem}: {text}" for line in whole.splitlines() if (text := _warning(line))]
+
+
+def _warning(line: bytes) -> str:
+    if not line.startswith(b"{"):
+        return ""
+    try:
+        event = msgspec.json.decode(line, type=_Event)
+    except msgspec.DecodeError:
+        return ""
+    if event.level not in LEVELS:
+        return ""
+    return f"{event.event}: {event.error}" if event.error else event.event

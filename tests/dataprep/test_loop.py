@@ -1,0 +1,194 @@
+"""Dataprep on a real Redis, with a stand-in for generators and trainer that answers as fast as it can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.console.redis_server import RedisServer
+from services.dataprep.loop import DataprepLoop, ticket_seed
+from services.dataprep.metrics import DataprepMetrics
+from services.dataprep.prompts import PromptSource
+from services.protocol import codec
+from services.protocol.config import RunConfig
+from services.protocol.errors import Fenced
+from services.protocol.messages import Header, Payload, StepPlan, Ticket
+from services.protocol.store import Claim, Store
+from services.runtime.service import Service, open_service
+from tests.harness import save_tokenizer_folder, small_config, wait_until
+
+LENGTH = 6  # tokens of every completion
+
+
+@asynccontextmanager
+async def dataprep(config: RunConfig, name: str = "dataprep-0") -> AsyncIterator[tuple[Service, DataprepLoop]]:
+    """A pod that has not begun to work."""
+    source = PromptSource(config)
+    async with open_service("dataprep", config, name) as service:
+        await service.store.create("config", source.digest, config.run.steps, config.slots)
+        yield service, DataprepLoop(service, source, DataprepMetrics(service.registry))
+
+
+def configured(folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
+    save_tokenizer_folder(folder / "model")
+    return small_config(folder, server, *overrides)
+
+
+def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
+    """What a generator at `version` makes of a ticket: rewards 1 and 0 by turns."""
+    n = ticket.group_size
+    tokens = np.zeros(n * LENGTH, np.int32)
+    spans = np.array([(i, version, 0, LENGTH) for i in range(n)], np.int32)
+    payload = codec.encode(
+        Payload(np.asarray(ticket.prompt, np.int32), np.full(n, LENGTH, np.int32), tokens, tokens.astype(np.float32), spans)
+    )
+    header = Header(
+        ticket.id, ticket.seq, ticket.epoch, ticket.index, claim.payload, len(payload), len(ticket.prompt), [LENGTH] * n,
+        [float(i % 2) for i in range(n)], {"exact": [float(i % 2) for i in range(n)]}, [False] * n, [version] * n, [version] * n,
+        "stand-in", 0.1, 0.0,
+    )  # fmt: skip
+    return header, payload
+
+
+async def generate(store: Store, version: int, count: int = 100) -> list[Ticket]:
+    """Claim and submit everything there is."""
+    _, claims = await store.claim("stand-in", version, 60, count)
+    for claim in claims:
+        assert claim.ticket is not None
+        header, payload = answer(claim.ticket, claim, version)
+        assert await store.submit("stand-in", claim, header, payload, 3600)
+    return [claim.ticket for claim in claims if claim.ticket]
+
+
+async def train(store: Store, steps: int) -> list[StepPlan]:
+    """Train all steps as a trainer would: commit, sync, publish."""
+    fence, plans = await store.attach_trainer(), []
+    await store.publish(fence, 0)
+    for step in range(steps):
+        async with asyncio.timeout(10):
+            while (plan := await store.plan(step)) is None:
+                await generate(store, step)
+                await asyncio.sleep(0.01)
+        plans.append(plan)
+        await store.commit(fence, step)
+        await store.publish(fence, step + 1)
+    return plans
+
+
+async def test_a_run_trains_every_prompt_once_in_the_seeded_order(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server)
+    async with dataprep(config) as (service, loop):
+        running = asyncio.create_task(service.run(loop.work))
+        plans = await train(service.store, config.run.steps)
+        expected = [loop._ticket(position).id for position in range(4 * 8)]
+        assert [group for plan in plans for group in plan.groups] == expected
+        assert len(set(expected)) == 32
+        audit = await service.store.audit()
+        assert (audit["ledger:issued"], audit["ledger:trained"], audit["outstanding"], audit["buffered"]) == (32, 32, 0, 0)
+        assert max(plan.stats["staleness/trained/max"] for plan in plans) <= config.admission.max_staleness
+        assert plans[0].stats["reward/train/mean"] == 0.5
+        service.stop()
+        await running
+        await service.store.delete_run()
+
+
+async def test_a_plan_carries_every_completion_with_its_advantage(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server, "trainer.ranks=2")
+    async with dataprep(config) as (service, loop):
+        running = asyncio.create_task(service.run(loop.work))
+        (plan,) = (await train(service.store, 1))[:1]
+        ranks = [await service.store.rank_plan(0, rank) for rank in range(2)]
+        samples = [sample for rank in ranks for row in rank.rows for sample in row]
+        assert len(samples) == 8 * 4
+        assert {(sample.payload, sample.index) for sample in samples} == {
+            (payload, i) for payload in {sample.payload for sample in samples} for i in range(4)
+        }
+        for sample in samples:
+            assert abs(sample.advantage - (1.0 if sample.index % 2 else -1.0)) < 1e-6  # (r - 0.5) / 0.5
+        assert plan.denominators == [8 * 4 * LENGTH]
+        assert {len(rank.rows) for rank in ranks} == {plan.rows_per_rank}
+        service.stop()
+        await running
+        await service.store.delete_run()
+
+
+async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server)
+    async with dataprep(config) as (service, loop):
+        store = service.store
+        running = asyncio.create_task(service.run(loop.work))
+        fence = await store.attach_trainer()
+        await store.publish(fence, 0)
+        await wait_until(lambda: _has(store, "tickets", 16))
+        _, (claim, *rest) = await store.claim("stand-in", 0, 60, 100)
+        assert claim.ticket is not None
+        header, payload = answer(claim.ticket, claim, 0)
+        lies = Header(**{**{f: getattr(header, f) for f in header.__struct_fields__}, "rewards": [float("nan")] * 4})
+        assert await store.submit("stand-in", claim, lies, payload, 3600)
+        entry = {"ticket": rest[0].ticket_id, "payload": "nowhere", "body": b"\xc1garbage"}
+        await store.client.xadd(store.keys.headers, entry)
+        await store.client.xadd(store.keys.headers, {"noise": b"\x00"})
+        await wait_until(lambda: _has(store, "headers", 0))
+        reasons = dict(await store.dead_letters())
+        assert "rewards are not finite" in reasons[claim.ticket_id]
+        assert "corrupt header" in reasons[rest[0].ticket_id]
+        assert (await store.audit())["ledger:failed"] == 2
+        await wait_until(lambda: _has(store, "ledger:issued", 18))
+        service.stop()
+        await running
+        await store.delete_run()
+
+
+async def _has(store: Store, name: str, count: int) -> bool:
+    return (await store.audit()).get(name, 0) == count
+
+
+async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server, "fleet.ttl_s=0.9", "fleet.heartbeat_s=0.2")
+    async with dataprep(config) as (first, leader), dataprep(config, "dataprep-1") as (second, standby):
+        leading = asyncio.create_task(first.run(leader.work))
+        await wait_until(lambda: first.status.phase == "leading")
+        standing_by = asyncio.create_task(second.run(standby.work))
+        await wait_until(lambda: second.status.phase == "standby")
+        old_fence = await first.store.lead(first.status.member, 0.9)
+        leading.cancel()  # as if killed: no step-down reaches Redis in the way a kill -9 would leave it
+        await asyncio.gather(leading, return_exceptions=True)
+        await wait_until(lambda: second.status.phase == "leading")
+        plans = await train(second.store, 4)
+        assert len({group for plan in plans for group in plan.groups}) == 32
+        assert old_fence is not None
+        state = await second.store.state()
+        assert state is not None
+        with pytest.raises(Fenced):
+            await first.store.issue(old_fence, state.cursor, [leader._ticket(state.cursor)])
+        second.stop()
+        await standing_by
+        await second.store.delete_run()
+
+
+async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server)
+    async with dataprep(config) as (service, loop):
+        await service.store.pause("dataprep", "a test")
+        await service.view.refresh()
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: service.status.phase == "leading")
+        await asyncio.sleep(0.3)  # nothing may happen, so there is nothing to wait for
+        assert (await service.store.audit()).get("ledger:issued", 0) == 0
+        assert loop.why_idle() == "paused: a test"
+        await service.store.resume("dataprep")
+        await wait_until(lambda: _has(service.store, "ledger:issued", 16))
+        service.stop()
+        await running
+        await service.store.delete_run()
+
+
+def test_seeds_depend_on_run_epoch_and_row() -> None:
+    seeds = {ticket_seed(run, epoch, row) for run in range(3) for epoch in range(3) for row in range(100)}
+    assert len(seeds) == 900
+    assert max(seeds) < 2**48
