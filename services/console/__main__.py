@@ -16,7 +16,7 @@ import typer
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
 
 app = typer.Typer(
-    help="Asynchronous GRPO: run it on this machine, watch it, steer it.", epilog=EXIT_CODES, no_args_is_help=True,
+    help="Asynchronous GRPO: run it on this machine, watch it, steer it.", epilog=EXIT_CODES,
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -133,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage_error = typer.BadParameter.__base__  # of typer's own click, which has no public name
     assert usage_error is not None
     try:
-        result = typer.main.get_command(app).main(args=argv, prog_name="grpo", standalone_mode=False)
+        given = list(sys.argv[1:] if argv is None else argv)
+        result = typer.main.get_command(app).main(args=given or ["--help"], prog_name="grpo", standalone_mode=False)
     except ConsoleError as error:
         return _report(error, error.code)
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -79,7 +79,7 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         def join() -> None:
             try:
                 joining.set_result(self.connect(init_info, rank))
-            except Exception as error:  # noqa: BLE001 - handed to whoever asks for the connection
+            except Exception as error:  # handed to whoever asks for the connection
                 joining.set_exception(error)
 
         threading.Thread(target=join, name="weight-group-join", daemon=True).start()
@@ -112,6 +112,11 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
         self.whole = True
 
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load checkpoint-format weights into the model; only inside `reloading`."""
+        loader: Any = self.model  # every vLLM model has load_weights, torch.nn.Module does not say so
+        loader.load_weights(weights)
+
     def start_weight_update(self) -> None:
         """Nothing: the reload belongs to `receive_weights`."""
 
@@ -128,7 +133,7 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 class GlooWeightTransferEngine(JoiningEngine):
     """Weights over a gloo group, staged in host memory."""
 
-    def connect(self, info: JoinInfo, rank: int) -> tuple[dist.ProcessGroupGloo, Manifest]:
+    def connect(self, info: JoinInfo, rank: int) -> tuple[ProcessGroupGloo, Manifest]:
         """Join the gloo group and learn what will be sent."""
         store = join_store(info.host, info.port, info.timeout_s)
         group = make_group(store, rank, info.world_size, info.host, info.port, info.timeout_s)
@@ -144,7 +149,7 @@ class GlooWeightTransferEngine(JoiningEngine):
             broadcast(group, buffer, deadline)
             staged += bucket.views(buffer)
         with self.reloading():
-            self.model.load_weights(iter(staged))
+            self.load(staged)
 
 
 class WorkerExtension:

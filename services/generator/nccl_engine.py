@@ -14,7 +14,7 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BUFFERS, packed_nccl_broadcast_consumer
 from vllm.utils.nccl import unpinned_nccl_env
 
-from services.generator.gloo_engine import JoiningEngine, JoinInfo, ReceiveInfo
+from services.generator.gloo_engine import JoinInfo, JoiningEngine, ReceiveInfo
 from services.runtime.collective import NCCL_ID, Manifest, join_store, read_manifest
 
 
@@ -44,7 +44,7 @@ class NcclWeightTransferEngine(JoiningEngine):
                     iterator=((meta.name, (meta.shape, getattr(torch, meta.dtype))) for meta in manifest.tensors),
                     group=communicator,
                     src=0,
-                    post_unpack_func=self.model.load_weights,
+                    post_unpack_func=self.load,
                     buffer_size_bytes=bucket_bytes,
                     num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
                     device=self.device,

@@ -90,7 +90,8 @@ def check_cpu_arguments(arguments: dict[str, Any]) -> None:
     if arguments["max_num_batched_tokens"] < need:
         raise ConfigError(
             f"generator.engine_options.max_num_batched_tokens = {arguments['max_num_batched_tokens']} is below max_num_seqs x "
-            f"max_model_len = {need}: on a CPU a seeded request cannot be prefilled in chunks; raise it or leave out enable_chunked_prefill"
+            f"max_model_len = {need}: on a CPU a seeded request cannot be prefilled in chunks; raise it, or leave out "
+            "enable_chunked_prefill"
         )
 
 
@@ -107,7 +108,9 @@ def stop_tokens(path: str) -> list[int]:
     for eos in (tokenizer_eos, generation_eos):
         ids |= set(eos) if isinstance(eos, list | tuple) else {eos} if eos is not None else set()
     if not ids:
-        raise ConfigError(f"model.path = {path!r}: neither tokenizer nor generation config names an end-of-sequence token; add eos_token_id")
+        raise ConfigError(
+            f"model.path = {path!r}: tokenizer and generation config name no end-of-sequence token; add eos_token_id"
+        )
     return sorted(ids)
 
 

@@ -8,11 +8,12 @@ Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, the on
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,15 +26,13 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-T = TypeVar("T")
-
 _GRACE_S = 15.0
 """A worker keeps its own limits; an answer that is later than that by so much will never come. Covers one long iteration."""
 _CLOSE_S = 5.0
 """Time for vLLM to end on its own before its processes are killed."""
 _JOIN_POLL_S = 0.02
 _ABORT_POLL_S = 0.005
-_FINISH = {"stop": "stop", "length": "length", "abort": "aborted"}
+_FINISH: dict[str, Literal["stop", "length", "aborted"]] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class VllmEngine:
@@ -87,8 +86,8 @@ class VllmEngine:
         self, request_id: str, prompt: list[int], seed: int, max_tokens: int, prefix: Generated | None = None
     ) -> Generated:
         """Complete `prompt`; a stop string that begins inside `prefix` is not seen."""
-        from vllm.inputs.engine import tokens_input
         from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         made = 0 if prefix is None else len(prefix.tokens)
@@ -183,7 +182,8 @@ class VllmEngine:
                 if states == {"joined"}:
                     return
                 if failures := sorted(states - {"joined", "joining"}):
-                    raise TransferFailed(f"weight group of epoch {round.epoch} at {round.host}:{round.port}: {'; '.join(failures)}")
+                    where = f"epoch {round.epoch} at {round.host}:{round.port}"
+                    raise TransferFailed(f"weight group of {where}: {'; '.join(failures)}")
                 if time.monotonic() > deadline:
                     raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks met within {limit_s} s")
                 await asyncio.sleep(_JOIN_POLL_S)
@@ -213,7 +213,10 @@ class VllmEngine:
                 await self._llm.shutdown_weight_transfer_engine()
 
     def gauges(self) -> Gauges:
-        """Counted here: vLLM's own statistics cost some percent of throughput. Shared prompts count once per completion in `kv_usage`."""
+        """Counted here: vLLM's own statistics cost some percent of throughput.
+
+        A prompt that completions share counts once for each of them in `kv_usage`.
+        """
         states = [state for request_id in self._prefixes for state in self._states(request_id)]
         made = [state.detokenizer.num_output_tokens() for state in states]
         held = sum(state.prompt_len + tokens for state, tokens in zip(states, made, strict=True) if tokens)
@@ -230,6 +233,8 @@ class VllmEngine:
                     await asyncio.to_thread(llm.shutdown, _CLOSE_S)
         except TimeoutError:
             pass  # what follows does not ask
+        del llm
+        gc.collect()  # its finalizer fails with a trace when it runs at interpreter exit
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()
@@ -268,8 +273,9 @@ def _generated(request_id: str, output: RequestOutput, prefix: Generated | None)
     finish = _FINISH.get(completion.finish_reason or "")
     if finish is None:
         raise GenerationFailed(f"{request_id}: vLLM ended it with {completion.finish_reason!r}")
+    flat: Any = completion.logprobs  # FlatLogprobs: `logprobs=0` leaves one number a token
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
     spans = [Span(int(span.version), span.start, span.end) for span in completion.weight_versions or () if span.end > span.start]
     assert len(tokens) == len(logprobs) == (spans[-1].end if spans else 0), f"{request_id}: ragged output"
     if prefix is None or not len(prefix.tokens):

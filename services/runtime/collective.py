@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import msgspec
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store, TCPStore  # typed, unlike torch.distributed
 
 NCCL_ID = "nccl_id"
 """Key in the store of the NCCL unique id, raw bytes."""
@@ -101,14 +101,17 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int) -> Manifest:
     return Manifest(buckets)
 
 
-def open_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The sender's store, listening on a free port (`store.port`): on `host` alone if that is this machine's, else on all addresses."""
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """The sender's store, listening on a free port (`store.port`).
+
+    It listens on `host` alone if that is an address of this machine, else on all addresses.
+    """
     with socket.socket() as listener:
         address = _own_address(host)
         listener.bind((address or "0.0.0.0", 0))
         listener.listen(socket.SOMAXCONN)
         port = listener.getsockname()[1]
-        return dist.TCPStore(
+        return TCPStore(
             address or "127.0.0.1",
             port,
             is_master=True,
@@ -118,41 +121,41 @@ def open_store(host: str, timeout_s: float) -> dist.TCPStore:
         )
 
 
-def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """A receiver's connection to the sender's store."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def publish_manifest(store: dist.Store, manifest: Manifest) -> None:
+def publish_manifest(store: Store, manifest: Manifest) -> None:
     """Sender: say what every transfer of this group will send."""
     store.set(_MANIFEST, msgspec.json.encode(manifest).decode())
 
 
-def read_manifest(store: dist.Store) -> Manifest:
+def read_manifest(store: Store) -> Manifest:
     """Receiver: what the sender said, waiting for it up to the store's timeout."""
     return msgspec.json.decode(store.get(_MANIFEST), type=Manifest)
 
 
-def make_group(store: dist.Store, rank: int, size: int, host: str, port: int, timeout_s: float) -> dist.ProcessGroupGloo:
+def make_group(store: Store, rank: int, size: int, host: str, port: int, timeout_s: float) -> ProcessGroupGloo:
     """A gloo group of `size` ranks that meet at `store`; returns when all are connected, raises after `timeout_s`.
 
     `host` and `port` are the sender's, to choose the network interface that leads to it.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     address = _own_address(host) if rank == 0 else _address_towards(host, port)
-    device = dist.ProcessGroupGloo.create_device(hostname=address) if address else dist.ProcessGroupGloo.create_default_device()
+    device = ProcessGroupGloo.create_device(hostname=address) if address else ProcessGroupGloo.create_default_device()
     options._devices = [device]
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return ProcessGroupGloo(store, rank, size, options)
 
 
-def broadcast(group: dist.ProcessGroupGloo, buffer: torch.Tensor, deadline: Deadline) -> None:
+def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor, deadline: Deadline) -> None:
     """Send `buffer` from rank 0 to all, or receive into it. Raises `RuntimeError` or `TimeoutError`; the group is then spent."""
-    options = dist.BroadcastOptions()
+    options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = deadline.left
-    group.broadcast([buffer], options).wait()
+    group.broadcast([buffer], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _own_address(host: str) -> str | None:

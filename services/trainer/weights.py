@@ -89,7 +89,10 @@ class WeightSender:
             raise SendFailed(f"not all of {self._world_size - 1} receiving ranks joined: {error}") from error
 
     def send(self) -> None:
-        """All ranks: send every weight once. Raises `SendFailed`, on rank 0 only, after `sync.transfer_deadline_s` or when a member breaks."""
+        """All ranks: send every weight once.
+
+        Raises `SendFailed`, on rank 0 only, after `sync.transfer_deadline_s` or when a member breaks.
+        """
         if not self._sender:
             for _ in self._gathered_buckets():
                 pass

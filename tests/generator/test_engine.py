@@ -172,7 +172,9 @@ async def test_abort_returns_every_completion_with_its_tokens(served: Served) ->
     for i, completion in enumerate(made):
         assert len(completion.tokens) == len(completion.logprobs)
         if len(completion.tokens):
-            np.testing.assert_allclose(completion.logprobs, reference_logprobs(served.model, prompt(i), completion.tokens), atol=1e-4)
+            np.testing.assert_allclose(
+                completion.logprobs, reference_logprobs(served.model, prompt(i), completion.tokens), atol=1e-4
+            )
     assert served.engine.gauges().running == served.engine.gauges().waiting == 0
 
 
@@ -280,12 +282,12 @@ async def test_wrong_options_are_configuration_errors(tmp_path: Path) -> None:
     config = make_config(tmp_path, generator={"engine_options": {"max_num_seq": 3}})
     with pytest.raises(ConfigError, match=r"engine_options\.max_num_seq .* did you mean 'max_num_seqs'"):
         engine_arguments(config, gpu=False)
-    with pytest.raises(ConfigError, match="sync.backend"):
+    with pytest.raises(ConfigError, match=r"sync\.backend"):
         engine_arguments(make_config(tmp_path, sync={"backend": "nccl"}), gpu=False)
     chunked = make_config(tmp_path, generator={"engine_options": {"enable_chunked_prefill": True}})
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         check_cpu_arguments(engine_arguments(chunked, gpu=False))
-    with pytest.raises(ConfigError, match="generator.engine"):
+    with pytest.raises(ConfigError, match=r"generator\.engine"):
         make_engine(make_config(tmp_path, generator={"engine": "nowhere:Engine"}))
 
 

@@ -41,7 +41,8 @@ def make_model(folder: Path, tied: bool, seed: int = 0) -> Any:
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EOS}", pad_token="t0", unk_token="t2").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EOS}", pad_token="t0", unk_token="t2")
+    fast.save_pretrained(folder)
     return model
 
 

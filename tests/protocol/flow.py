@@ -43,7 +43,9 @@ async def issue(store: Store, team: Team, count: int) -> int:
     return await store.issue(team.leader, state.cursor, [ticket(seq) for seq in range(state.cursor, state.cursor + count)])
 
 
-async def claim(store: Store, consumer: str, count: int = 1, version: int = 0, lease_s: float = 60.0, **options: Any) -> list[Claim]:
+async def claim(
+    store: Store, consumer: str, count: int = 1, version: int = 0, lease_s: float = 60.0, **options: Any
+) -> list[Claim]:
     """Claim tickets."""
     return (await store.claim(consumer, version, lease_s, count, **options))[1]
 
@@ -91,7 +93,9 @@ def plan(step: int, groups: Sequence[str], payloads: Sequence[str] = ()) -> tupl
     return StepPlan(step, list(groups), [], 1, len(rows), [len(rows)], [1.0], 2, 4, {}), [RankPlan(rows)]
 
 
-async def prepare(store: Store, team: Team, step: int, groups: Sequence[str], stale: Sequence[str] = (), max_uses: int = 1) -> None:
+async def prepare(
+    store: Store, team: Team, step: int, groups: Sequence[str], stale: Sequence[str] = (), max_uses: int = 1
+) -> None:
     """Prepare a step of these groups."""
     await store.prepare(team.leader, *plan(step, groups), stale, max_uses)
 

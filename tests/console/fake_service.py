@@ -1,0 +1,62 @@
+"""A stand-in for any service: real Redis, real process, no model. The trainer counts steps; the others wait for the end.
+
+FAKE_STEP_S: seconds a step takes. FAKE_EXIT: `<pod>:<code>:<message>`, how that pod ends at once. FAKE_DEAF: a pod that ignores
+SIGTERM. FAKE_CHILD: a pod that starts a child of its own, whose id it prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from services.protocol.config import digest, load_resolved
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime.auth import redis_password
+
+
+async def serve(kind: str, path: str, name: str) -> int:
+    config = load_resolved(path)
+    stopping = asyncio.Event()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
+    if os.environ.get("FAKE_DEAF") == name:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.environ.get("FAKE_CHILD") == name:
+        print(f"child {subprocess.Popen(['sleep', '600']).pid}", flush=True)
+    ends, code, message = (os.environ.get("FAKE_EXIT", "") + "::").split(":")[:3]
+    if ends == name:
+        print(f"error: {message}", file=sys.stderr)
+        return int(code)
+    print(f"up at {os.environ.get('MASTER_PORT')}", flush=True)
+    store = await Store.connect(config.redis.url, config.run.name, redis_password(config))
+    status = PodStatus(kind, name, os.urandom(4).hex(), "here", os.getpid(), "", "ready", 0, 0, {"tokens_per_s": 7.0})
+    if kind == "dataprep":
+        await store.create(digest(config), "data", config.run.steps, config.slots)
+    while not stopping.is_set():
+        await store.beat(status, config.fleet.ttl_s)
+        state = await store.state()
+        if state is not None and state.finished:
+            break
+        if name == "trainer-0" and state is not None:
+            await train_one(store, state.committed_step + 1, config.run.steps)
+        await asyncio.sleep(float(os.environ.get("FAKE_STEP_S", "0.05")))
+    await store.leave(status)
+    await store.close()
+    return 0
+
+
+async def train_one(store: Store, step: int, steps: int) -> None:
+    if step == steps:
+        await store.finish(f"trained {steps} of {steps} steps")
+        return
+    await store.record({"step": float(step), "time_s": time.time(), "reward/train/mean": step / steps, "staleness/trained/max": 1.0})
+    await store.client.hset(store.keys.run, "committed_step", str(step))
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(serve(sys.argv[1], sys.argv[sys.argv.index("--config") + 1], sys.argv[sys.argv.index("--name") + 1])))

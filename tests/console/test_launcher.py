@@ -1,0 +1,162 @@
+"""`grpo run` from outside: real console, real Redis, real processes; only the services are fakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from pathlib import Path
+
+from services.console.redis_server import RedisServer
+from services.protocol.config import load_resolved
+from tests.console.harness import config_file, grpo, launched, log, processes_of, steps, wait_until
+
+
+def test_a_run_goes_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    done = grpo("run", file, "run.steps=12", "generator.count=2", "trainer.ranks=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert sum(line.startswith("step ") for line in done.stdout.splitlines()) == 12
+    assert "finished: run small" in done.stdout
+    assert steps(run) == list(range(12))
+    assert processes_of(run) == {}
+    summary = json.loads((run / "summary.json").read_text())
+    expected = {
+        "run": "small", "status": "finished", "steps": 12, "seed": 0, "lost": 0, "doubled": 0, "stale_dropped": 0, "max_lag": 1.0,
+        "generators": 2, "restarts": {"dataprep-0": 0, "trainer": 0, "generator-0": 0, "generator-1": 0, "redis": 0},
+    }  # fmt: skip
+    assert expected.items() <= summary.items()
+    assert abs(summary["reward_first"] - sum(range(10)) / 120) < 1e-9  # means over ten steps of step / 12
+    assert abs(summary["reward_last"] - sum(range(2, 12)) / 120) < 1e-9
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    config = load_resolved(run / "config.toml")
+    assert config.redis.url.startswith("redis://127.0.0.1:")
+    assert config.sync.host == "127.0.0.1"
+    assert stat.S_IMODE((run / "redis" / "password").stat().st_mode) == 0o600
+
+    again = grpo("run", file, "run.steps=12", "generator.count=2", "trainer.ranks=2")
+    assert (again.returncode, "has finished" in again.stdout) == (0, True)
+    other = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2")
+    assert other.returncode == 2
+    assert "run.steps is 12 there, 13 here" in other.stderr
+    assert "--fresh" in other.stderr
+    status = grpo("status", run, "--json")
+    assert json.loads(status.stdout)["state"]["committed_step"] == 11
+    audit = grpo("audit", run)
+    assert (audit.returncode, audit.stderr) == (0, "")
+    assert processes_of(run) == {}
+
+
+def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    arguments = ("run", file, "--no-screen", "run.steps=60", "generator.count=1", "trainer.ranks=2")
+    with launched(*arguments, FAKE_STEP_S="0.1", FAKE_CHILD="generator-0") as console:
+        wait_until(lambda: len(steps(run)) > 2, "the first steps")
+        before = processes_of(run)
+        assert set(before) == {"dataprep-0", "generator-0", "trainer-0", "trainer-1", "redis"}
+        child = int(log(run, "generator-0").split("child ")[1].split()[0])
+        for pod in ("generator-0", "trainer-1", "redis"):
+            os.kill(before[pod], signal.SIGKILL)
+        now = wait_until(
+            lambda: (now := processes_of(run))
+            and set(now) == set(before)
+            and all(now[pod] != before[pod] for pod in ("generator-0", "trainer-0", "trainer-1", "redis"))
+            and now,
+            "another process for each",
+        )
+        assert now["dataprep-0"] == before["dataprep-0"]
+        assert not os.path.exists(f"/proc/{child}"), "a killed service's child lived on"
+        output, _ = console.communicate(timeout=60)
+    assert console.returncode == 0
+    assert "Redis died and was started again" in output
+    ports = [line for line in log(run, "trainer-0").splitlines() if line.startswith("up at")]
+    assert len(set(ports)) == 2
+    assert ports == [line for line in log(run, "trainer-1").splitlines() if line.startswith("up at")]
+    assert steps(run) == list(range(60))
+    restarts = json.loads((run / "summary.json").read_text())["restarts"]
+    assert restarts == {"dataprep-0": 0, "trainer": 1, "generator-0": 1, "redis": 1}
+
+
+def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "run.steps=40", FAKE_STEP_S="0.05") as console:
+        wait_until(lambda: len(steps(run)) > 2, "the first steps")
+        busy = grpo("run", file, "run.steps=40", "--fresh")
+        assert busy.returncode == 2
+        assert f"in use by process {console.pid}" in busy.stderr
+        live = grpo("pause", run, "--role", "dataprep", "--why", "lunch")
+        assert live.stdout == "run small: dataprep paused\n"
+        console.send_signal(signal.SIGINT)
+        output, errors = console.communicate(timeout=30)
+    assert (console.returncode, errors) == (130, "")
+    assert "it goes on from there with: grpo run" in output
+    assert processes_of(run) == {}
+    with (run / "metrics.jsonl").open("a") as file_:
+        file_.write('{"step": 9')  # as a killed console would leave it
+    assert "dataprep paused: lunch" in grpo("status", run).stdout
+    assert "will find this" in grpo("resume", run).stdout
+    done = grpo("run", file, "run.steps=40")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "goes on at" in done.stdout
+    assert steps(run) == list(range(40))
+    fresh = grpo("run", file, "run.steps=3", "--fresh")
+    assert (fresh.returncode, steps(run)) == (0, [0, 1, 2])
+
+
+def test_a_console_that_is_killed_takes_its_services_along(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "run.steps=1000", "generator.drain_s=0", FAKE_DEAF="generator-0") as console:
+        wait_until(lambda: len(steps(run)) > 2 and processes_of(run).get("generator-0"), "the first steps")
+        console.kill()
+        deaf = wait_until(lambda: len(left := processes_of(run)) == 1 and left.get("generator-0"), "all but the deaf one gone")
+        os.kill(deaf, signal.SIGKILL)
+    with launched("run", file, "run.steps=1000", "generator.drain_s=0", FAKE_DEAF="generator-0") as console:
+        reached = len(steps(run))
+        wait_until(lambda: len(steps(run)) > reached + 2, "further steps")
+        console.send_signal(signal.SIGTERM)
+        wait_until(lambda: set(processes_of(run)) == {"generator-0", "redis"}, "the others to end")
+        console.send_signal(signal.SIGTERM)
+        console.communicate(timeout=10)
+    assert console.returncode == 130
+    assert processes_of(run) == {}
+    assert steps(run) == list(range(len(steps(run))))
+
+
+def test_a_configuration_error_of_a_service_ends_the_run(tmp_path: Path) -> None:
+    file = config_file(tmp_path)
+    done = grpo("run", file, FAKE_EXIT="dataprep-0:2:data.source.path = 'x' does not exist")
+    assert done.returncode == 2
+    log_path = tmp_path / "small" / "logs" / "dataprep-0.log"
+    assert done.stderr == f"error: dataprep-0 cannot run: data.source.path = 'x' does not exist (log: {log_path})\n"
+    assert processes_of(tmp_path / "small") == {}
+
+
+def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
+    file = config_file(tmp_path)
+    done = grpo("run", file, "run.steps=100", FAKE_STEP_S="60", FAKE_EXIT="generator-0:1:the engine is broken")
+    assert done.returncode == 1
+    assert "generator-0 died 6 times in a row without a step in between: the engine is broken (log: " in done.stderr
+    assert json.loads((tmp_path / "small" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_two_runs_beside_each_other_on_two_kinds_of_redis(tmp_path: Path, server: RedisServer) -> None:
+    file = config_file(tmp_path)
+    shared = server.url.replace("redis://", f"redis://:{server.password}@")
+    with (
+        launched("run", file, "run.name=one", "run.steps=8") as one,
+        launched("run", file, "run.name=two", "run.steps=8", "--redis-url", shared) as two,
+    ):
+        (_, first), (_, second) = one.communicate(timeout=60), two.communicate(timeout=60)
+    assert (one.returncode, two.returncode) == (0, 0), first + second
+    assert steps(tmp_path / "one") == steps(tmp_path / "two") == list(range(8))
+    assert load_resolved(tmp_path / "two" / "config.toml").redis.url == server.url  # without the password
+    assert stat.S_IMODE((tmp_path / "two" / "redis-password").stat().st_mode) == 0o600
+    by_name = grpo("status", "two", "--redis-url", shared, "--json")
+    assert json.loads(by_name.stdout)["state"]["finished"] == "trained 8 of 8 steps"
+    other = grpo("run", file, "run.name=two", "run.steps=9", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
+    assert other.returncode == 2
+    assert "of another configuration" in other.stderr
+    fresh = grpo("run", file, "run.name=two", "run.steps=2", "--fresh", "--redis-url", shared)
+    assert (fresh.returncode, steps(tmp_path / "two")) == (0, [0, 1]), fresh.stderr

@@ -1,0 +1,105 @@
+"""The fleet: heartbeats, members, and weight-sync rounds with their acknowledgements."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from services.protocol.errors import Fenced
+from services.protocol.messages import PodStatus, Round
+from services.protocol.store import Store
+from tests.harness import wait_until
+from tests.protocol.flow import claim, issue, start
+
+
+def pod(name: str, boot: str = "b1", **fields: object) -> PodStatus:
+    given = {
+        "kind": "generator", "name": name, "boot": boot, "host": "h", "pid": 1, "url": "", "phase": "ready", "version": 0,
+        "world": 1, "gauges": {"tokens_per_s": 1.5},
+    }  # fmt: skip
+    return PodStatus(**{**given, **fields})  # type: ignore[arg-type]
+
+
+def sync_round(attempt: int, phase: str = "gather") -> Round:
+    return Round(attempt, 3, phase, {"g0:b1": 1}, 2, "gloo", "127.0.0.1", 1234, attempt)
+
+
+async def test_members_are_those_heard_of_within_the_limit(any_store: Store) -> None:
+    await any_store.beat(pod("g0"), 10.0)
+    await any_store.beat(pod("g1"), 10.0)
+    assert sorted(status.name for status in await any_store.members(10.0)) == ["g0", "g1"]
+
+    async def silent() -> bool:
+        return await any_store.members(0.02) == []
+
+    await wait_until(silent)
+    await any_store.beat(pod("g1", phase="draining"), 10.0)
+    assert pod("g1", phase="draining") in await any_store.members(10.0)
+
+
+async def test_a_pod_that_restarted_is_another_member(any_store: Store) -> None:
+    await any_store.beat(pod("g0", "b1"), 10.0)
+    await any_store.beat(pod("g0", "b2"), 10.0)
+    assert sorted(status.member for status in await any_store.members(10.0)) == ["g0:b1", "g0:b2"]
+    await any_store.leave(pod("g0", "b1"))
+    assert [status.member for status in await any_store.members(10.0)] == ["g0:b2"]
+
+
+async def test_long_silent_members_are_forgotten(any_store: Store) -> None:
+    await any_store.beat(pod("old"), 10.0)
+    await asyncio.sleep(0.05)
+    await any_store.beat(pod("new"), 0.001)
+    assert await any_store.client.hkeys(any_store.keys.fleet_status) == [b"new:b1"]  # type: ignore[misc]
+
+
+async def test_a_pod_that_leaves_with_open_leases_does_not_lose_them(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    assert len(await claim(any_store, "g0")) == 1
+    await any_store.leave(pod("g0"))
+    assert len(await claim(any_store, "g1", lease_s=0.0)) == 1
+    await any_store.leave(pod("g0"))
+    consumers = await any_store.client.xinfo_consumers(any_store.keys.tickets, "generators")
+    assert [consumer["name"] for consumer in consumers] == [b"g1"]
+
+
+async def test_acknowledgements_belong_to_one_attempt(any_store: Store) -> None:
+    team = await start(any_store)
+    assert await any_store.round() == (None, {})
+    await any_store.set_round(team.trainer, sync_round(1))
+    assert await any_store.acknowledge("g0:b1", 1, "ready", "paused with 3")
+    await any_store.set_round(team.trainer, sync_round(1, "transfer"))
+    assert await any_store.round() == (sync_round(1, "transfer"), {"g0:b1": ("ready", "paused with 3")})
+    await any_store.set_round(team.trainer, sync_round(2))
+    assert not await any_store.acknowledge("g0:b1", 1, "applied"), "of a round that is over"
+    assert await any_store.round() == (sync_round(2), {})
+    assert await any_store.acknowledge("g0:b1", 2, "ready")
+
+
+async def test_only_the_current_trainer_opens_rounds(any_store: Store) -> None:
+    team = await start(any_store)
+    await any_store.attach_trainer()
+    with pytest.raises(Fenced):
+        await any_store.set_round(team.trainer, sync_round(1))
+
+
+async def test_listeners_hear_what_changes(any_store: Store) -> None:
+    heard: list[str] = []
+
+    async def listen() -> None:
+        async with contextlib.aclosing(any_store.listen()) as topics:
+            async for topic in topics:
+                heard.append(topic)
+
+    task = asyncio.create_task(listen())
+    try:
+        await wait_until(lambda: heard == ["connected"])
+        team = await start(any_store)
+        await issue(any_store, team, 1)
+        await wait_until(lambda: {"control", "version", "tickets"} <= set(heard))
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

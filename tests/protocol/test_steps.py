@@ -1,0 +1,186 @@
+"""Steps: prepared in order, committed once, slots given back when the weights are published, plans kept for a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.protocol import codec
+from services.protocol.errors import Fenced, OutOfOrder, StoreError
+from services.protocol.messages import Payload
+from services.protocol.store import Store
+from tests.protocol.flow import buffer, counts, plan, prepare, start
+
+
+async def test_a_plan_is_read_back_whole_and_by_rank(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 1)
+    (group,) = await any_store.oldest_groups(1)
+    step, ranks = plan(0, ["0-0"], [group.header.payload])
+    assert await any_store.plan(0) is None
+    await any_store.prepare(team.leader, step, ranks, [], 1)
+    assert await any_store.plan(0) == step
+    assert await any_store.rank_plan(0, 0) == ranks[0]
+    with pytest.raises(StoreError, match="step 0 was planned without rank 1: start as many ranks"):
+        await any_store.rank_plan(0, 1)
+    fetched = await any_store.payloads([group.header.payload])
+    assert fetched[group.header.payload].lengths.tolist() == [2, 2, 2, 2]
+
+
+async def test_steps_are_prepared_in_order(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    with pytest.raises(OutOfOrder, match="step 1 does not follow prepared step -1"):
+        await prepare(any_store, team, 1, ["0-0"])
+    await prepare(any_store, team, 0, ["0-0"])
+    with pytest.raises(OutOfOrder):
+        await prepare(any_store, team, 0, ["0-1"])
+
+
+async def test_preparing_the_very_same_plan_again_changes_nothing(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    await prepare(any_store, team, 0, ["0-0"], stale=["0-1"])
+    before = await any_store.audit()
+    await prepare(any_store, team, 0, ["0-0"], stale=["0-1"])
+    assert await any_store.audit() == before
+    assert (before["ledger:stale"], before["prepared"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "stale"), [(["0-9"], []), (["0-0"], ["0-9"]), (["0-0", "0-0"], []), (["0-0"], ["0-0"]), ([], ["0-1", "0-1"])]
+)
+async def test_a_wrong_picture_of_the_table_is_refused_as_a_whole(any_store: Store, groups: list[str], stale: list[str]) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    before = await any_store.audit()
+    with pytest.raises(OutOfOrder, match="group 0-"):
+        await prepare(any_store, team, 0, groups, stale)
+    assert await any_store.audit() == before
+
+
+async def test_slots_come_back_with_the_published_version_and_not_before(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+
+    async def slots() -> int:
+        return (await any_store.audit())["slots_used"]
+
+    await prepare(any_store, team, 0, ["0-0", "0-1"])
+    assert await any_store.commit(team.trainer, 0)
+    assert await slots() == 3
+    assert await any_store.publish(team.trainer, 1)
+    assert await slots() == 1
+    assert not await any_store.publish(team.trainer, 1)
+    assert not await any_store.publish(team.trainer, 0)
+    assert await slots() == 1
+
+
+async def test_one_publication_may_cover_several_steps(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    for step in range(3):
+        await prepare(any_store, team, step, [f"0-{step}"])
+        await any_store.commit(team.trainer, step)
+    assert await any_store.publish(team.trainer, 3)
+    assert (await any_store.audit())["slots_used"] == 0
+
+
+async def test_committing_twice_is_harmless_and_out_of_order_is_refused(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    with pytest.raises(OutOfOrder):
+        await any_store.commit(team.trainer, 0)
+    await prepare(any_store, team, 0, ["0-0"])
+    await prepare(any_store, team, 1, ["0-1"])
+    with pytest.raises(OutOfOrder):
+        await any_store.commit(team.trainer, 1)
+    assert await any_store.commit(team.trainer, 0)
+    assert not await any_store.commit(team.trainer, 0)
+    with pytest.raises(OutOfOrder, match="version 2 contains steps that are not committed"):
+        await any_store.publish(team.trainer, 2)
+    audit = await any_store.audit()
+    assert (audit["ledger:trained"], audit["prepared"]) == (1, 1)
+
+
+async def test_a_newer_trainer_fences_the_older_off(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 1)
+    await prepare(any_store, team, 0, ["0-0"])
+    new = await any_store.attach_trainer()
+    assert new > team.trainer
+    for call in (any_store.commit(team.trainer, 0), any_store.publish(team.trainer, 1), any_store.checkpointed(team.trainer, 0)):
+        with pytest.raises(Fenced, match="superseded"):
+            await call
+    assert await any_store.commit(new, 0)
+
+
+async def test_a_group_trains_max_uses_times_and_holds_its_slot_for_the_first(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    await prepare(any_store, team, 0, ["0-0", "0-1"], max_uses=2)
+    assert [(g.group, g.uses) for g in await any_store.oldest_groups(9)] == [("0-0", 1), ("0-1", 1)]
+    await any_store.commit(team.trainer, 0)
+    await any_store.publish(team.trainer, 1)
+    assert (await any_store.audit())["slots_used"] == 0
+    await prepare(any_store, team, 1, ["0-0"], stale=["0-1"], max_uses=2)
+    await any_store.commit(team.trainer, 1)
+    await any_store.publish(team.trainer, 2)
+    assert await any_store.oldest_groups(9) == []
+    audit = await counts(any_store)
+    assert (audit["ledger:trained"], audit.get("ledger:stale", 0), audit.get("slots_used", 0)) == (2, 0, 0)
+    assert "ledger:doubled" not in audit
+
+
+async def keys_of(store: Store, *kinds: str) -> list[str]:
+    """Names of the keys of some kinds, without the prefix."""
+    names = [key.decode().removeprefix(store.keys.prefix + ":") async for key in store.client.scan_iter()]
+    return sorted(name for name in names if name.split(":")[0] in kinds)
+
+
+async def test_plans_and_payloads_stay_until_a_checkpoint_covers_them(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    for step in range(3):
+        await prepare(any_store, team, step, [f"0-{step}"])
+        await any_store.commit(team.trainer, step)
+    await any_store.publish(team.trainer, 2)
+    assert await any_store.retire() == 0, "no checkpoint yet"
+    await any_store.checkpointed(team.trainer, 0)
+    assert await any_store.retire() == 1
+    assert await keys_of(any_store, "step", "group") == ["group:0-1", "group:0-2", "step:1", "step:2"]
+    await any_store.checkpointed(team.trainer, 2)
+    assert await any_store.retire() == 1, "step 2 is not published"
+    await any_store.publish(team.trainer, 3)
+    assert await any_store.retire() == 1
+    assert await keys_of(any_store, "step", "group", "payload", "departed") == []
+
+
+async def test_a_group_used_twice_outlives_its_first_step(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 1)
+    for step in range(2):
+        await prepare(any_store, team, step, ["0-0"], max_uses=2)
+        await any_store.commit(team.trainer, step)
+        await any_store.publish(team.trainer, step + 1)
+    await any_store.checkpointed(team.trainer, 0)
+    assert await any_store.retire() == 1
+    assert len(await keys_of(any_store, "payload")) == 1
+    await any_store.checkpointed(team.trainer, 1)
+    assert await any_store.retire() == 1
+    assert await keys_of(any_store, "step", "group", "payload", "replay") == []
+
+
+async def test_a_missing_payload_is_an_error_that_names_it(any_store: Store) -> None:
+    await start(any_store)
+    with pytest.raises(StoreError, match="payloads 0-0.1 are gone from Redis"):
+        await any_store.payloads(["0-0.1"])
+    assert await any_store.payloads([]) == {}
+
+
+async def test_payload_bytes_arrive_as_they_were_sent(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 1)
+    (group,) = await any_store.oldest_groups(1)
+    raw = await any_store.client.get(any_store.keys.payload(group.header.payload))
+    assert raw is not None
+    assert codec.encode(codec.decode(raw, Payload)) == raw
