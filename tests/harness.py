@@ -83,14 +83,10 @@ def save_model_folder(folder: Path) -> None:
     import torch
 
     from examples.arithmetic.model import make_model, save_model
-    from examples.arithmetic.tokenizer import END, PAD, save_tokenizer, train_tokenizer
 
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(f"say {i}" for i in range(100))
-    pad, end = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
-    save_tokenizer(tokenizer, folder, 64)
+    save_tokenizer_folder(folder)
     torch.manual_seed(0)
-    save_model(make_model(len(tokenizer.get_vocab()), 64, pad, end), folder, pad, end)
+    save_model(make_model(320, 64), folder)
 
 
 def save_tokenizer_folder(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Supervised training of the tiny model, in two lessons.
 
-First it learns to answer step by step, until its mean reward reaches a target: where the run starts does not hang on the
-seed. Then it sees both ways to answer, mostly at a glance, which is short and nearly always wrong for a model of this size:
-it comes out able to work a sum out but seldom doing so. GRPO has to find out that it pays.
+First it learns to answer step by step. Then, for a sixth of the steps, it sees both ways to answer, mostly at a glance,
+which is short and nearly always wrong for a model of this size: it comes out able to work a sum out but seldom doing so.
+GRPO has to find out that it pays.
 
 Guarantees: the same seed, examples and thread count give the same weights; what is measured is measured on questions that
 were not taught, at temperature 1 as the run samples, and graded by the task's own scorer.
@@ -23,16 +23,19 @@ from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 from examples.arithmetic.model import complete, make_model, save_model
-from examples.arithmetic.tokenizer import END, PAD, render, save_tokenizer, train_tokenizer
+from examples.arithmetic.tokenizer import END, PAD_ID, render, save_tokenizer, train_tokenizer
 from examples.arithmetic.worked import Example, make_examples, make_task
 from services.protocol.config import RunConfig
+from services.protocol.config.data import ReasoningGymSource
 
 BATCH = 32  # reached a reward in 0.7 of the time that 64 took
 LEARNING_RATE = 2e-3  # 4e-3 did not learn the task with every seed
+BOTH_WAYS_LEARNING_RATE = 1e-3
 WARMUP_STEPS = 50
-MEASURE_FROM, MEASURE_EVERY = 350, 25  # steps; no seed was near the target before
-BOTH_WAYS_STEPS, BOTH_WAYS_LEARNING_RATE, BOTH_WAYS_WARMUP_STEPS = 80, 1e-3, 10
-STEP_BY_STEP_SHARE = 0.3  # of the second lesson
+DECAY_SHARE = 0.4  # of a lesson's steps, at its end: the learning rate falls to 0
+BOTH_WAYS_SHARE = 1 / 6  # of all steps
+STEP_BY_STEP_SHARE = 0.3  # of the answers in the second lesson
+MEASURE_EVERY = 100  # steps
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,26 @@ class Lesson:
     completion: list[int]
 
 
-def teach(config: RunConfig, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Fill `folder` with the model and its tokenizer; returns steps and mean rewards on held-out questions."""
+def teach(config: RunConfig, source: ReasoningGymSource, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Fill `folder` with the model and its tokenizer; returns mean rewards on held-out questions."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    held_out, worked = make_examples(config.data.source, options.held_out, options.examples, options.seed)  # type: ignore[arg-type]
+    held_out, worked = make_examples(source, options.held_out, options.examples, options.seed)
     tokenizer = train_tokenizer(text for example in worked for text in (example.question, example.step_by_step))
-    pad, end = tokenizer.token_to_id(PAD), tokenizer.token_to_id(END)
-    model = make_model(tokenizer.get_vocab_size(), config.model.max_tokens, pad, end)
+    model = make_model(tokenizer.get_vocab_size(), config.model.max_tokens)
     size = sum(weight.numel() for weight in model.parameters())
     print(f"{len(worked):,} worked examples, {size / 1e6:.2f} M parameters, threads: {options.threads}", flush=True)
-    judge = Judge(config, tokenizer, held_out, options.seed)
+    judge = Judge(config, source, tokenizer, held_out, options.seed)
     shuffle = random.Random(options.seed)
-    steps = _learn_to_work_out(model, _lessons(tokenizer, worked, 1.0, shuffle), pad, judge, shuffle, options)
-    _see_both_ways(model, _lessons(tokenizer, worked, STEP_BY_STEP_SHARE, shuffle), pad, shuffle)
-    measured = {"steps": steps, "reward_temperature_1": judge(model), "reward_greedy": judge(model, greedy=True)}
+    both_ways = round(options.steps * BOTH_WAYS_SHARE)
+    print("step by step:", flush=True)
+    _learn(model, _batches(_lessons(tokenizer, worked, 1.0, shuffle), shuffle), options.steps - both_ways, LEARNING_RATE, judge)
+    print("both ways, mostly at a glance:", flush=True)
+    lessons = _lessons(tokenizer, worked, STEP_BY_STEP_SHARE, shuffle)
+    _learn(model, _batches(lessons, shuffle), both_ways, BOTH_WAYS_LEARNING_RATE, judge)
+    measured = {"reward_temperature_1": judge(model), "reward_greedy": judge(model, greedy=True)}
     print(f"held-out mean reward {measured['reward_temperature_1']:.3f} at temperature 1, {measured['reward_greedy']:.3f} greedy")
-    save_model(model, folder, pad, end)
+    save_model(model, folder)
     save_tokenizer(tokenizer, folder, config.model.max_tokens)
     return measured
 
@@ -72,8 +78,10 @@ def to_lesson(tokenizer: Tokenizer, question: str, completion: str) -> Lesson:
 class Judge:
     """Mean reward on held-out questions, as the run's verifier gives it."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, held_out: Sequence[Example], seed: int) -> None:
-        self._task = make_task(config.data.source, 1, 0)  # type: ignore[arg-type]
+    def __init__(
+        self, config: RunConfig, source: ReasoningGymSource, tokenizer: Tokenizer, held_out: Sequence[Example], seed: int
+    ) -> None:
+        self._task = make_task(source, 1, 0)
         self._answer = re.compile(config.verifiers[0].extract)
         self._max_tokens, self._seed = config.sampling.max_tokens, seed
         self._tokenizer, self._held_out = tokenizer, held_out
@@ -82,8 +90,7 @@ class Judge:
     def __call__(self, model: Qwen3ForCausalLM, greedy: bool = False) -> float:
         """Mean over the questions of the task's score, one completion each."""
         generator = None if greedy else torch.Generator().manual_seed(self._seed)
-        end = self._tokenizer.token_to_id(END)
-        completions = self._tokenizer.decode_batch(complete(model.eval(), self._prompts, end, self._max_tokens, generator))
+        completions = self._tokenizer.decode_batch(complete(model.eval(), self._prompts, self._max_tokens, generator))
         model.train()
         return sum(map(self._score, completions, self._held_out)) / len(self._held_out)
 
@@ -100,44 +107,19 @@ def _lessons(tokenizer: Tokenizer, examples: Sequence[Example], share: float, sh
     ]
 
 
-def _learn_to_work_out(
-    model: Qwen3ForCausalLM, lessons: Sequence[Lesson], pad: int, judge: Judge, shuffle: random.Random, options: argparse.Namespace
-) -> int:
-    """The first lesson: a constant learning rate after a warm-up, until the judge is content. Returns the steps it took."""
-    optimizer, batches = _optimizer(model), _batches(lessons, shuffle)
-    for step in range(1, options.steps + 1):
-        loss = _update(model, optimizer, next(batches), pad, LEARNING_RATE * min(1.0, step / WARMUP_STEPS))
-        if step % MEASURE_EVERY == 0 and step >= MEASURE_FROM:
-            reward = judge(model)
-            print(f"step {step:4d}  loss {loss:.3f}  held-out mean reward {reward:.3f}", flush=True)
-            if reward >= options.target:
-                return step
-        elif step % 50 == 0:
-            print(f"step {step:4d}  loss {loss:.3f}", flush=True)
-    return options.steps
-
-
-def _see_both_ways(model: Qwen3ForCausalLM, lessons: Sequence[Lesson], pad: int, shuffle: random.Random) -> None:
-    """The second lesson, of fixed length and a gentler learning rate."""
-    optimizer, batches = _optimizer(model), _batches(lessons, shuffle)
-    for step in range(1, BOTH_WAYS_STEPS + 1):
-        _update(model, optimizer, next(batches), pad, BOTH_WAYS_LEARNING_RATE * min(1.0, step / BOTH_WAYS_WARMUP_STEPS))
-
-
-def _optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-
-
-def _update(model: Qwen3ForCausalLM, optimizer: torch.optim.AdamW, batch: Sequence[Lesson], pad: int, learning_rate: float) -> float:
-    """One step of the optimizer; returns the loss."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    loss = _loss(model, batch, pad)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+def _learn(model: Qwen3ForCausalLM, batches: Iterator[list[Lesson]], steps: int, learning_rate: float, judge: Judge) -> None:
+    """AdamW for `steps` steps: linear warm-up, constant, linear decay."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, step / WARMUP_STEPS, (steps - step + 1) / (DECAY_SHARE * steps))
+        loss = _loss(model, next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % MEASURE_EVERY == 0 or step == steps:
+            print(f"  step {step:4d}  loss {loss.item():.3f}  held-out mean reward {judge(model):.3f}", flush=True)
 
 
 def _batches(lessons: Sequence[Lesson], shuffle: random.Random) -> Iterator[list[Lesson]]:
@@ -153,10 +135,10 @@ def _batches(lessons: Sequence[Lesson], shuffle: random.Random) -> Iterator[list
         yield from batches
 
 
-def _loss(model: Qwen3ForCausalLM, batch: Sequence[Lesson], pad: int) -> torch.Tensor:
+def _loss(model: Qwen3ForCausalLM, batch: Sequence[Lesson]) -> torch.Tensor:
     """Mean cross entropy of the completion tokens. Padding stands on the right, where causal attention does not look."""
     longest = max(len(lesson.prompt) + len(lesson.completion) for lesson in batch)
-    tokens = torch.full((len(batch), longest), pad)
+    tokens = torch.full((len(batch), longest), PAD_ID)
     targets = torch.full((len(batch), longest), -100)  # -100: the index that cross_entropy leaves out
     for row, lesson in enumerate(batch):
         start, stop = len(lesson.prompt), len(lesson.prompt) + len(lesson.completion)

@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, END, SYSTEM, USER, ASSISTANT)
-VOCABULARY = 320  # 5 special tokens, 256 bytes and room for merges; the unused rows cost little
+PAD_ID, END_ID = 0, 1  # special tokens are numbered first, in order
+VOCABULARY = 320  # at most: 5 special tokens, 256 bytes and the merges, of which so few texts give about twenty
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from services.protocol.config import ConfigError, RunConfig, load
+from services.protocol.config.data import ReasoningGymSource
 
 HERE = Path(__file__).parent
 STAMP = "warmstart.json"
@@ -42,15 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m examples.arithmetic.warmstart", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.arithmetic.warmstart", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/arithmetic"), help="folder to make (default: %(default)s)")
-    parser.add_argument("--config", type=Path, default=HERE / "config.toml", help="run whose task is taught (default: the demo's)")
+    parser.add_argument(
+        "--config", type=Path, default=HERE / "config.toml", help="run whose task is taught (default: the demo's)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, examples and their order (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=12_000, help="worked examples (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=256, help="questions that measure it (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="most steps of the first lesson (default: %(default)s)")
-    parser.add_argument("--target", type=float, default=0.7, help="mean reward that ends the first lesson (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of torch (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=540, help="training steps, the last sixth of them the second lesson (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of torch (default: %(default)s)"
+    )
     return parser
 
 
@@ -80,6 +86,9 @@ def _made(folder: Path, stamp: dict[str, Any]) -> bool:
 
 
 def _make(options: argparse.Namespace, config: RunConfig, stamp: dict[str, Any]) -> None:
+    source = config.data.source
+    if not isinstance(source, ReasoningGymSource):
+        raise ValueError(f'{options.config}: data.source.kind = "{source.kind}" has no worked examples: use "reasoning_gym"')
     started = time.monotonic()
     # Heavy imports come this late so that --help and an already made folder answer at once.
     from examples.arithmetic.teaching import teach
@@ -89,7 +98,7 @@ def _make(options: argparse.Namespace, config: RunConfig, stamp: dict[str, Any])
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        measured = teach(config, temporary, options)
+        measured = teach(config, source, temporary, options)
         seconds = round(time.monotonic() - started, 1)
         (temporary / STAMP).write_text(json.dumps({"made_from": stamp, "measured": measured}, indent=2) + "\n", encoding="utf-8")
         _swap(temporary, options.out)

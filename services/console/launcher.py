@@ -8,6 +8,7 @@ Waits for: services, the run's state, signals. Unblocked by: a tick of `TICK_S`;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class Launcher:
         self._redis_lost_at, self._redis_failures = float("-inf"), 0
         self._outcome: Outcome | None = None
         self._signals = 0
+        self._quit = asyncio.Event()
 
     def interrupt(self) -> None:
         """Ctrl-C or SIGTERM: stop in order; the second time, at once."""
@@ -95,8 +97,8 @@ class Launcher:
         finally:
             for unit in self.units:
                 unit.kill()
-            looking.cancel()
-            await asyncio.wait([looking])
+            self._quit.set()
+            await asyncio.wait([looking])  # not cancelled: a look is short, and a client may swallow the cancellation
         for look in await self.observer.look_to_the_end():
             self._take_in(look)
         return self._outcome
@@ -108,14 +110,15 @@ class Launcher:
 
     async def _look(self) -> None:
         silent = ""
-        while True:
+        while not self._quit.is_set():
             look = await self.observer.look()
             if look is not None:
                 self._take_in(look)
             if self.observer.fault and not silent and self.server is None:
                 self.display.event(f"Redis does not answer: {self.observer.fault}")
             silent = self.observer.fault
-            await asyncio.sleep(LOOK_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._quit.wait(), LOOK_EVERY_S)
 
     def _take_in(self, look: Look) -> None:
         self.display.steps(self.mirror.add(look.records))

@@ -9,29 +9,26 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
+from services.console.figures import GENERATED, LAG_MAX, LAG_MEAN, LENGTH, REWARD, TRAINED, duration
+from services.console.summary import ENDS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-REWARD = "reward/train/mean"
-STALENESS_MEAN = "staleness/trained/mean"
-STALENESS_MAX = "staleness/trained/max"
-GENERATED = "throughput/generated/tokens_per_s"
-TRAINED = "throughput/trained/tokens_per_s"
-LENGTH = "length/train/mean"
 # Colours that stay apart for colour-blind readers and in grey print (after Okabe and Ito, darkened a little).
 BLUE, ORANGE, GREEN, GREY, INK = "#1f6fb4", "#d9822b", "#2a8c6d", "#9aa3ad", "#2b2f36"
-ENDS = 10  # steps over which the first and the last reward of the title are averaged
 
 
 def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> None:
     """Draw `out` (PNG) from `metrics_path`, one JSON object a step.
 
-    `summary` may name `run` (title), `max_staleness` (the bound's line), `model` and `status` (subtitle).
+    Of `summary` it reads what is there of `run` (title), `model`, `generators`, `wall_s`, `status` (subtitle) and
+    `max_staleness` (the line of the bound).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,7 +39,7 @@ def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> N
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2, sharex=True)
     _reward(panels[0][0], steps, _column(rows, REWARD))
-    _staleness(panels[0][1], steps, _column(rows, STALENESS_MEAN), _column(rows, STALENESS_MAX), summary.get("max_staleness"))
+    _staleness(panels[0][1], steps, _column(rows, LAG_MEAN), _column(rows, LAG_MAX), summary.get("max_staleness"))
     _throughput(panels[1][0], steps, _column(rows, GENERATED), _column(rows, TRAINED))
     _length(panels[1][1], steps, _column(rows, LENGTH))
     for panel in panels.flat:
@@ -58,15 +55,15 @@ def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> N
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The steps of `metrics.jsonl` in order; of a step written twice (after a resume) the last counts; a torn last line is left out."""
+    """Steps of `metrics.jsonl` in order. Of a step written twice (after a resume) the last counts; a torn one is left out."""
     rows: dict[int, dict[str, Any]] = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             row = msgspec.json.decode(line)
         except msgspec.DecodeError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows[row["step"]] = row
+        if isinstance(row, dict) and isinstance(row.get("step"), int | float):
+            rows[int(row["step"])] = row
     return [rows[step] for step in sorted(rows)]
 
 
@@ -81,15 +78,16 @@ def title(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
 
 
 def subtitle(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Model, status and duration, as far as they are known."""
-    parts = [str(summary[key]) for key in ("model", "status") if summary.get(key)]
-    times = _column(rows, "time_s")
-    if times is not None:
-        seconds = round(float(np.nanmax(times)))
-        parts.append(f"{seconds // 60} min {seconds % 60:02d} s" if seconds >= 60 else f"{seconds} s")
-    rewards = _column(rows, REWARD)
-    if rewards is not None and np.isfinite(rewards).sum() > ENDS:
-        parts.append(f"rewards of the title: means of the first and the last {ENDS} steps")
+    """Model, generators, duration and status, as far as they are known."""
+    parts = [str(summary["model"])] if summary.get("model") else []
+    if generators := summary.get("generators"):
+        parts.append(f"{generators} generator{'' if generators == 1 else 's'}")
+    if (seconds := summary.get("wall_s")) is not None:
+        parts.append(duration(seconds))
+    if summary.get("status"):
+        parts.append(str(summary["status"]))
+    if len(rows) > ENDS and _column(rows, REWARD) is not None:
+        parts.append(f"rewards above: means of the first and the last {ENDS} steps")
     return " · ".join(parts)
 
 
@@ -128,7 +126,7 @@ def _reward(panel: Axes, steps: np.ndarray, rewards: np.ndarray | None) -> None:
 def _staleness(panel: Axes, steps: np.ndarray, mean: np.ndarray | None, largest: np.ndarray | None, bound: Any) -> None:
     _head(panel, "Staleness", "lag of what was trained, in steps")
     if mean is None and largest is None:
-        return _missing(panel, STALENESS_MEAN)
+        return _missing(panel, LAG_MEAN)
     top = 0.0
     if isinstance(bound, int | float):
         panel.axhline(bound, color=INK, linewidth=1.2, linestyle=(0, (4, 4)), zorder=5, label=f"bound {bound:g}")
@@ -177,7 +175,7 @@ def _missing(panel: Axes, key: str) -> None:
     panel.set_yticks([])
 
 
-def _legend(panel: Axes, place: str, columns: int = 1) -> None:
+def _legend(panel: Axes, place: Literal["lower right", "upper right"], columns: int = 1) -> None:
     panel.legend(loc=place, ncols=columns, frameon=False, fontsize=9.5, labelcolor=INK, handlelength=1.6)
 
 

@@ -53,10 +53,10 @@ class VllmEngine:
         self._config = config
         self.world = config.generator.tensor_parallel
         self._strangers = {child.pid for child in multiprocessing.active_children()}
-        self._started = await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load)
         await self._llm.update_weight_version("-1")
 
-    def _load(self) -> AsyncLLM:
+    def _load(self) -> None:
         gpu = has_gpu()
         set_environment(self._config, gpu)
         from vllm import AsyncEngineArgs
@@ -67,14 +67,13 @@ class VllmEngine:
             check_cpu_arguments(arguments)
         self._stop_tokens = stop_tokens(self._config.model.path)
         try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._started = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except ValueError as error:
             raise ConfigError(f"vLLM refuses the configuration of model and generator: {error}") from error
         except RuntimeError as error:
             raise EngineDead(f"vLLM did not start: {error}") from error
-        blocks = llm.vllm_config.cache_config.num_gpu_blocks or 0
-        self._kv_tokens = blocks * llm.vllm_config.cache_config.block_size
-        return llm
+        cache = self._started.vllm_config.cache_config
+        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
 
     @property
     def _llm(self) -> AsyncLLM:

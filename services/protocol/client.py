@@ -18,20 +18,22 @@ from services.protocol.errors import StoreError
 OLDEST_SERVER = (7, 0)  # the first Redis with Functions
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 60.0  # longer than an AOF rewrite was ever seen to stall a reply
-PROBE_TIMEOUT_S = 3.0  # of each try to reach a server that may not be one
+PROBE_TIMEOUT_S = 2.0  # of each try to reach a server that may not be one; two to connect, for each of two to ask
 PROBE_RETRIES = 1
 RETRIES = 12  # back-off 0.05 s doubling to 1 s: about 9 s, a restart of a server
 
 
-def make_client(
-    url: str, password: str | None = None, *, retries: int = RETRIES, reply_timeout_s: float = REPLY_TIMEOUT_S
-) -> aioredis.Redis:
+def make_client(url: str, password: str | None = None) -> aioredis.Redis:
     """A client: binary replies, bounded waits, bounded retries. Raises `StoreError` for an address that is none."""
+    return _client(url, password, RETRIES, CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S)
+
+
+def _client(url: str, password: str | None, retries: int, connect_timeout_s: float, reply_timeout_s: float) -> aioredis.Redis:
     try:
         return aioredis.Redis.from_url(
             url,
             password=password,
-            socket_connect_timeout=min(CONNECT_TIMEOUT_S, reply_timeout_s),
+            socket_connect_timeout=connect_timeout_s,
             socket_timeout=reply_timeout_s,
             socket_keepalive=True,
             health_check_interval=15,
@@ -44,7 +46,7 @@ def make_client(
 
 async def check_server(url: str, password: str | None) -> None:
     """Raises `StoreError` when the server cannot be reached, is too old or may evict a run's keys."""
-    probe = make_client(url, password, retries=PROBE_RETRIES, reply_timeout_s=PROBE_TIMEOUT_S)
+    probe = _client(url, password, PROBE_RETRIES, PROBE_TIMEOUT_S, PROBE_TIMEOUT_S)
     try:
         info = await probe.info("server")
         policy = await _eviction_policy(probe)
@@ -77,6 +79,8 @@ def explain(url: str, error: RedisError) -> StoreError:
         return StoreError(
             f"Redis at {url} is full: raise its maxmemory, or lower admission.prompts_per_step or checkpoint.every_steps"
         )
+    if "unknown command" in str(error):
+        return StoreError(f"Redis at {url} answers {str(error)!r}: run Redis 7.0 or newer, or Valkey")
     if isinstance(error, ConnectionError | TimeoutError):
         return StoreError(f"Redis at {url} cannot be reached ({error}): is it running, and is redis.url right?")
     return StoreError(f"Redis at {url} cannot be used: {error}")

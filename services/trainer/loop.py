@@ -104,9 +104,8 @@ class TrainLoop:
             if state.stopping or (state.prepared_step > self.step and not paused):
                 return state
             self.service.say(phase="paused" if paused else "waiting for data")
-            if not paused and self.rounds.waiting(self.step + 1):
-                self.rounds.run(self.step + 1, only_behind=True)
-                continue
+            if not paused:
+                self.rounds.catch_up(self.step + 1)
             self.call(self.bell.wait("steps", "control", "fleet", timeout=LOOK_S))
 
     def _train_next(self) -> None:

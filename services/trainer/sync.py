@@ -64,42 +64,46 @@ class SyncRounds:
         self._attempt = last.attempt if last else 0
         self._membership = Membership(last.epoch if last else 0)
         self._address = ("", 0)
+        self._applied: dict[str, int] = {}  # the last version each member acknowledged
 
-    def run(self, version: int, *, only_behind: bool = False) -> SyncReport:
-        """Bring `version` to every loaded generator, or only to those that hold another version."""
-        started, attempts = time.monotonic(), 0
-        self._membership.begin()
+    def run(self, version: int) -> SyncReport:
+        """Bring `version` to every loaded generator; waits until at least one holds it."""
+        started, before = time.monotonic(), self._attempt
         while True:
-            worlds = self._candidates(version if only_behind else None)
-            if not worlds:
-                self._membership.begin()
-                self._wait(RETRY_PAUSE_S)
-                continue
-            attempts += 1
-            transfer_started = time.monotonic()
-            applied = self._attempt_round(version, worlds)
-            if applied:
-                done = time.monotonic()
-                return SyncReport(
-                    version, self._membership.epoch, tuple(sorted(applied)), attempts, done - started, done - transfer_started
-                )
+            if report := self._try(version, self._live, started, before):
+                return report
+            self._wait(RETRY_PAUSE_S)
 
-    def waiting(self, version: int) -> bool:
-        """Whether a loaded generator holds another version than `version`."""
-        return bool(self._candidates(version))
+    def catch_up(self, version: int) -> SyncReport | None:
+        """Bring `version` to the generators that do not hold it, if there are any."""
+        return self._try(version, lambda: self._behind(version), time.monotonic(), self._attempt)
 
-    def _candidates(self, behind: int | None) -> dict[str, int]:
-        members: list[PodStatus] = self._call(self.store.members(self.config.fleet.ttl_s))
-        return self._membership.choose(
-            {
-                pod.member: pod.world
-                for pod in members
-                if pod.kind == "generator"
-                and pod.world > 0
-                and pod.phase != "draining"
-                and (behind is None or pod.version != behind)
-            }
-        )
+    def _try(self, version: int, candidates: Callable[[], dict[str, int]], started: float, before: int) -> SyncReport | None:
+        """Attempt after attempt, each without those who failed in one before; None when nobody is left."""
+        self._membership.begin()
+        while worlds := self._membership.choose(candidates()):
+            attempt_started = time.monotonic()
+            if applied := self._attempt_round(version, worlds):
+                self._applied |= dict.fromkeys(applied, version)
+                done, attempts = time.monotonic(), self._attempt - before
+                members = tuple(sorted(applied))
+                return SyncReport(version, self._membership.epoch, members, attempts, done - started, done - attempt_started)
+        return None
+
+    def _live(self) -> dict[str, int]:
+        return {pod.member: pod.world for pod in self._generators()}
+
+    def _behind(self, version: int) -> dict[str, int]:
+        """Those that hold another version; what a member acknowledged counts before its next heartbeat says so."""
+        return {
+            pod.member: pod.world
+            for pod in self._generators()
+            if pod.version != version and self._applied.get(pod.member) != version
+        }
+
+    def _generators(self) -> list[PodStatus]:
+        members = self._call(self.store.members(self.config.fleet.ttl_s))
+        return [pod for pod in members if pod.kind == "generator" and pod.world > 0 and pod.phase != "draining"]
 
     def _attempt_round(self, version: int, worlds: dict[str, int]) -> set[str]:
         """One attempt; the members that applied the version, none when it has to be tried again."""

@@ -1,12 +1,13 @@
 """A stand-in for any service: real Redis, real process, no model. The trainer counts steps; the others wait for the end.
 
-FAKE_STEP_S: seconds a step takes. FAKE_EXIT: `<pod>:<code>:<message>`, how that pod ends at once. FAKE_DEAF: a pod that ignores
+FAKE_STEP_S: seconds a step takes. FAKE_EXIT: `<pod>:<code>:<message>`, how that pod ends at once. FAKE_DEAF: a pod that does nothing and ignores
 SIGTERM. FAKE_CHILD: a pod that starts a child of its own, whose id it prints.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,6 +27,8 @@ async def serve(kind: str, path: str, name: str) -> int:
         asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
     if os.environ.get("FAKE_DEAF") == name:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("deaf", flush=True)
+        await asyncio.Event().wait()
     if os.environ.get("FAKE_CHILD") == name:
         print(f"child {subprocess.Popen(['sleep', '600']).pid}", flush=True)
     ends, code, message = (os.environ.get("FAKE_EXIT", "") + "::").split(":")[:3]
@@ -44,7 +47,8 @@ async def serve(kind: str, path: str, name: str) -> int:
             break
         if name == "trainer-0" and state is not None:
             await train_one(store, state.committed_step + 1, config.run.steps)
-        await asyncio.sleep(float(os.environ.get("FAKE_STEP_S", "0.05")))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), float(os.environ.get("FAKE_STEP_S", "0.05")))
     await store.leave(status)
     await store.close()
     return 0

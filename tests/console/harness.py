@@ -92,6 +92,14 @@ def _servers(run: Path) -> list[int]:
     return servers
 
 
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that nobody reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def steps(run: Path) -> list[int]:
     """The steps of metrics.jsonl, in order."""
     path = run / "metrics.jsonl"

@@ -90,8 +90,9 @@ async def test_listeners_hear_what_changes(any_store: Store) -> None:
 
     async def listen() -> None:
         async with contextlib.aclosing(any_store.listen()) as topics:
-            async for topic in topics:
-                heard.append(topic)
+            heard_now = aiter(topics)
+            while True:
+                heard.append(await anext(heard_now))
 
     task = asyncio.create_task(listen())
     try:

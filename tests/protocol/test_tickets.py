@@ -180,6 +180,16 @@ async def test_a_restarted_pod_adopts_what_it_held_and_its_old_process_is_fenced
     assert await submit(any_store, "a", new[0])
 
 
+async def test_an_adopted_ticket_is_looked_at_once_in_a_call(any_store: Store) -> None:
+    """It is own, and with a lease of no length expired, too: one call gives it one fence and counts one end of a lease."""
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    await claim(any_store, "a")
+    assert len(await claim(any_store, "a", 5, lease_s=0.0, adopt=True, max_expiries=1)) == 1
+    assert await claim(any_store, "a", 5, lease_s=0.0, adopt=True, max_expiries=1) == []
+    assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
+
+
 async def test_claims_walk_through_all_expired_leases(any_store: Store) -> None:
     team = await start(any_store, slots=50)
     await issue(any_store, team, 50)

@@ -85,9 +85,14 @@ register('claim', function(prefix, args)
   local stream = prefix .. ':tickets'
   local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'paused:generator', 'stopping', 'finished')
   if state[1] ~= version or state[2] or state[3] or state[4] then return {scan} end
-  local taken = {}
+  local taken, looked_at = {}, {}
   local function take(entries)
-    for _, entry in ipairs(survivors(prefix, entries, tonumber(args[7]))) do taken[#taken + 1] = entry end
+    local fresh = {}
+    for _, entry in ipairs(entries) do
+      if not looked_at[entry[1]] then fresh[#fresh + 1] = entry end
+      looked_at[entry[1]] = true
+    end
+    for _, entry in ipairs(survivors(prefix, fresh, tonumber(args[7]))) do taken[#taken + 1] = entry end
   end
   local function read(id)
     local reply = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', wanted - #taken, 'STREAMS', stream, id)

@@ -1,0 +1,142 @@
+"""Whole runs through `grpo run`: real processes, real Redis, a real trainer; the scripted engine makes the tokens.
+
+The scripted engine's tokens depend on prompt and seed alone, so a run with faults has to end in the very same weights as
+one without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.protocol.config import to_toml
+from tests.harness import save_model_folder, small_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+STEPS = 8
+
+
+def write_run(folder: Path, name: str, *overrides: str) -> Path:
+    """A configuration file for `grpo run`; the console fills in server, password and token."""
+    config = small_config(
+        folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
+        'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
+        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5", *overrides,
+    )  # fmt: skip
+    path = folder / f"{name}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], limit_s: float = 240) -> str:
+    output, _ = process.communicate(timeout=limit_s)
+    assert process.returncode == 0, output
+    return output
+
+
+def summary(folder: Path, name: str) -> dict[str, float]:
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+def weights(folder: Path, name: str) -> str:
+    return hashlib.sha256((folder / name / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def steps_done(folder: Path, name: str) -> int:
+    path = folder / name / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.05)
+
+
+def pids_of(folder: Path, name: str, pod: str) -> list[int]:
+    """Processes of a pod of this run, found by their command lines."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (proc / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if pod in words and any(str(folder / name) in word for word in words):
+            found.append(int(proc.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    save_model_folder(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> str:
+    """The weights of a run that nothing happened to."""
+    output = finish(start(write_run(folder, "calm")))
+    assert "0 tickets lost, 0 doubled" in output
+    return weights(folder, "calm")
+
+
+def check_whole(folder: Path, name: str) -> None:
+    """Every step trained, nothing lost or doubled, the lag bound kept."""
+    facts = summary(folder, name)
+    assert facts["steps"] == STEPS
+    assert (facts["lost"], facts["doubled"], facts["stale_dropped"]) == (0, 0, 0)
+    assert facts["max_lag"] <= 1
+    assert facts["syncs"] == STEPS + 1
+    steps = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(STEPS))
+
+
+def test_a_run_ends_by_itself_with_everything_accounted_for(folder: Path, undisturbed: str) -> None:
+    check_whole(folder, "calm")
+    for name in ("config.toml", "summary.json", "report.png", "model/config.json"):
+        assert (folder / "calm" / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize("pod", ["generator-0", "trainer-0", "dataprep-0"])
+def test_a_pod_killed_in_mid_run_changes_nothing(folder: Path, undisturbed: str, pod: str) -> None:
+    name = f"killed-{pod}"
+    process = start(write_run(folder, name))
+    wait_for(lambda: steps_done(folder, name) >= 2, process)
+    victims = pids_of(folder, name, pod)
+    assert victims
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    finish(process)
+    check_whole(folder, name)
+    assert sum(summary(folder, name)["restarts"].values()) >= 1  # type: ignore[attr-defined]
+    assert weights(folder, name) == undisturbed
+
+
+def test_a_run_interrupted_by_ctrl_c_is_continued_by_the_same_command(folder: Path, undisturbed: str) -> None:
+    path = write_run(folder, "interrupted")
+    process = start(path)
+    wait_for(lambda: steps_done(folder, "interrupted") >= 3, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert not pids_of(folder, "interrupted", "trainer-0")
+    finish(start(path))
+    check_whole(folder, "interrupted")
+    assert weights(folder, "interrupted") == undisturbed
