@@ -112,12 +112,20 @@ def _span(steps: np.ndarray) -> int:
     return max(1, min(15, len(steps) // 6) | 1)
 
 
+def _marker(steps: np.ndarray) -> str:
+    """Few steps are dots too: a line through one point does not show."""
+    return "o" if len(steps) < 6 else ""
+
+
 def _reward(panel: Axes, steps: np.ndarray, rewards: np.ndarray | None) -> None:
     _head(panel, "Reward", "mean of the trained completions")
     if rewards is None:
         return _missing(panel, REWARD)
-    panel.plot(steps, rewards, color=BLUE, alpha=0.32, linewidth=1.0, label="each step")
-    panel.plot(steps, smooth(rewards, _span(steps)), color=BLUE, linewidth=2.2, label=f"mean of {_span(steps)} steps")
+    span = _span(steps)
+    if span > 1:
+        panel.plot(steps, rewards, color=BLUE, alpha=0.32, linewidth=1.0, label="each step")
+    label = f"mean of {span} steps" if span > 1 else "each step"
+    panel.plot(steps, smooth(rewards, span), color=BLUE, linewidth=2.2, marker=_marker(steps), label=label)
     if np.nanmin(rewards) >= 0 and np.nanmax(rewards) <= 1:
         panel.set_ylim(0, 1.02)
     return _legend(panel, "lower right")
@@ -135,10 +143,11 @@ def _staleness(panel: Axes, steps: np.ndarray, mean: np.ndarray | None, largest:
         panel.plot(steps, largest, color=ORANGE, linewidth=1.4, drawstyle="steps-mid", label="largest")
         top = max(top, float(np.nanmax(largest)))
     if mean is not None:
-        panel.plot(steps, mean, color=BLUE, linewidth=2.0, label="mean")
+        panel.plot(steps, mean, color=BLUE, linewidth=2.0, marker=_marker(steps), label="mean")
         top = max(top, float(np.nanmax(mean)))
     # Room above the lines for the legend, which then hides none of them.
     panel.set_ylim(-0.06 * max(top, 1.0), 1.35 * max(top, 1.0))
+    panel.yaxis.get_major_locator().set_params(integer=True)
     return _legend(panel, "upper right", columns=3)
 
 
@@ -149,7 +158,7 @@ def _throughput(panel: Axes, steps: np.ndarray, generated: np.ndarray | None, tr
     for values, colour, label in ((generated, GREEN, "generated"), (trained, ORANGE, "trained")):
         if values is not None:
             panel.plot(steps, values, color=colour, alpha=0.28, linewidth=1.0)
-            panel.plot(steps, smooth(values, _span(steps)), color=colour, linewidth=2.0, label=label)
+            panel.plot(steps, smooth(values, _span(steps)), color=colour, linewidth=2.0, marker=_marker(steps), label=label)
     panel.set_ylim(bottom=0, top=panel.get_ylim()[1] * 1.12)
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     return _legend(panel, "lower right", columns=2)
@@ -160,7 +169,7 @@ def _length(panel: Axes, steps: np.ndarray, lengths: np.ndarray | None) -> None:
     if lengths is None:
         return _missing(panel, LENGTH)
     panel.plot(steps, lengths, color=GREY, alpha=0.6, linewidth=1.0)
-    panel.plot(steps, smooth(lengths, _span(steps)), color=INK, linewidth=2.0)
+    panel.plot(steps, smooth(lengths, _span(steps)), color=INK, linewidth=2.0, marker=_marker(steps))
     panel.set_ylim(bottom=0, top=panel.get_ylim()[1] * 1.12)
     return None
 
@@ -180,6 +189,7 @@ def _legend(panel: Axes, place: Literal["lower right", "upper right"], columns: 
 
 
 def _calm(panel: Axes) -> None:
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#c9ced4")
     panel.tick_params(colors="#5b636e", length=3, labelsize=9.5, labelbottom=True)

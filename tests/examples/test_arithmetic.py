@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from examples.arithmetic.tokenizer import ASSISTANT, END, END_ID, PAD, PAD_ID, USER, render
 from examples.arithmetic.warmstart import main
 from examples.arithmetic.worked import make_examples, make_task, solve
-from services.dataprep.prompts import PromptTokenizer, Row
+from services.dataprep.rows import Row
+from services.dataprep.tokenizer import PromptTokenizer
 from services.protocol.config import RunConfig, load
 from services.protocol.config.data import ReasoningGymSource
 
@@ -98,7 +99,7 @@ def test_transformers_dataprep_and_the_lessons_render_the_same_prompt(folder: Pa
     assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == f"{USER}{question}{END}{ASSISTANT}"
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ids == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(render(question)).ids
-    assert [ids] == PromptTokenizer(folder, config.data).encode([Row(index=0, where="row 0", prompt=question, answer="")])
+    assert [ids] == PromptTokenizer(folder, config.data).encode([Row(prompt=question, answer="", where="row 0")])
     assert (theirs.eos_token_id, theirs.pad_token_id) == (END_ID, PAD_ID)
     assert theirs.decode(theirs("5 - 3 = 2")["input_ids"] + [END_ID], skip_special_tokens=True) == "5 - 3 = 2"
 
