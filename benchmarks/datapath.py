@@ -50,7 +50,6 @@ class Times:
     dataprep_s: float
 
 
-
 def make_tickets(count: int) -> list[Ticket]:
     """Tickets of prompts of a usual length."""
     rng = np.random.default_rng(0)

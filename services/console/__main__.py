@@ -60,7 +60,7 @@ def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> in
 def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Account for every ticket of a run.
 
-    The run may be live, stopped or finished; exit code 1 says that a ticket was lost or doubled.
+    The run may be live, stopped or finished; exit code 1 says that a ticket was lost or doubled, or that slots leak.
     """
     from services.console import verbs
 

@@ -77,8 +77,8 @@ class Launcher:
         """Ctrl-C or SIGTERM: stop in order; the second time, at once."""
         self._signals += 1
         if self._signals == 1:
-            self.display.event("stopping: services finish what they do (again: end them at once)")
             self._outcome = self._outcome or Outcome("stopped", "stopped", EXIT_STOPPED)
+            self.display.event("stopping: services finish what they do (again: end them at once)")
 
     async def run(self) -> Outcome:
         """Start everything and see it through to the end."""

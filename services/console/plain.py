@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -24,13 +25,19 @@ class PlainDisplay:
 
     def event(self, text: str) -> None:
         """Print an event."""
-        print(f"- {text}", flush=True)
+        _print(f"- {text}")
 
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Print steps."""
         for row in rows:
             self._rows.append(row)
-            print(step_line(row, self._steps, left_s(self._rows, self._steps)), flush=True)
+            _print(step_line(row, self._steps, left_s(self._rows, self._steps)))
 
     def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
         """Lines have nothing to redraw."""
+
+
+def _print(line: str) -> None:
+    """A reader that went away (`grpo run … | head`) must not end the run."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)

@@ -19,6 +19,7 @@ from services.console.summary import ENDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Colours that stay apart for colour-blind readers and in grey print (after Okabe and Ito, darkened a little).
 BLUE, ORANGE, GREEN, GREY, INK = "#1f6fb4", "#d9822b", "#2a8c6d", "#9aa3ad", "#2b2f36"
@@ -147,7 +148,7 @@ def _staleness(panel: Axes, steps: np.ndarray, mean: np.ndarray | None, largest:
         top = max(top, float(np.nanmax(mean)))
     # Room above the lines for the legend, which then hides none of them.
     panel.set_ylim(-0.06 * max(top, 1.0), 1.35 * max(top, 1.0))
-    panel.yaxis.get_major_locator().set_params(integer=True)
+    _whole(panel.yaxis)
     return _legend(panel, "upper right", columns=3)
 
 
@@ -188,8 +189,15 @@ def _legend(panel: Axes, place: Literal["lower right", "upper right"], columns: 
     panel.legend(loc=place, ncols=columns, frameon=False, fontsize=9.5, labelcolor=INK, handlelength=1.6)
 
 
+def _whole(axis: Axis) -> None:
+    """Ticks at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+
+
 def _calm(panel: Axes) -> None:
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    _whole(panel.xaxis)
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#c9ced4")
     panel.tick_params(colors="#5b636e", length=3, labelsize=9.5, labelbottom=True)

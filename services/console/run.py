@@ -230,5 +230,4 @@ async def audit_run(store: Store) -> summary.Audited:
     from services.console.audit import audit
 
     found = await audit(store)
-    counts = await store.audit()
-    return summary.Audited(found.lost, found.doubled, counts.get("ledger:stale", 0), found.as_dict())
+    return summary.Audited(found.lost, found.doubled, found.outcomes["stale"], found.as_dict())

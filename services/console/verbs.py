@@ -31,7 +31,8 @@ async def status(run: str, redis_url: str, as_json: bool) -> int:
 
 
 async def audit(run: str, redis_url: str, as_json: bool) -> int:
-    """Count every ticket; exit code 1 when one was lost or doubled."""
+    """Account for every ticket; exit code 1 when the account does not balance."""
+    from services.console.audit import as_table
     from services.console.audit import audit as count
 
     async with attach(run, redis_url) as attached:
@@ -40,9 +41,10 @@ async def audit(run: str, redis_url: str, as_json: bool) -> int:
     if as_json:
         _print_json({"run": attached.name, **found.as_dict()})
     else:
-        for name, value in _flat(found.as_dict()).items():
-            print(f"{name:<32} {value}")
-    return EXIT_FAILED if found.lost or found.doubled else EXIT_OK
+        from rich.console import Console
+
+        Console().print(as_table(found))
+    return EXIT_OK if found.ok else EXIT_FAILED
 
 
 async def pause(run: str, redis_url: str, role: str, why: str) -> int:
@@ -123,12 +125,3 @@ def _show(name: str, state: RunState, members: list[Member], last: Mapping[str, 
 def _print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

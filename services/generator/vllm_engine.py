@@ -224,10 +224,11 @@ class VllmEngine:
         return Gauges(running, len(states) - running, usage, self._tokens + sum(made))
 
     async def close(self) -> None:
-        """Ask vLLM to end, then kill what is left."""
+        """Fail what still runs, ask vLLM to end, then kill what is left."""
         llm, self._started = self._started, None
         try:
             if llm is not None:
+                _release(llm)
                 async with asyncio.timeout(2 * _CLOSE_S):
                     await asyncio.to_thread(llm.shutdown, _CLOSE_S)
         except TimeoutError:
@@ -251,6 +252,15 @@ class VllmEngine:
             raise EngineDead(f"vLLM did not answer within {seconds} s: {what}") from None
         except EngineDeadError as error:
             raise EngineDead(f"vLLM's engine core died: {what}") from error
+
+
+def _release(llm: AsyncLLM) -> None:
+    """Let pending `generate` calls fail, and stop listening to the engine core: its end would be logged as a crash."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    llm.output_processor.propagate_error(EngineDeadError())
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
 
 
 async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

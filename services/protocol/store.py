@@ -6,8 +6,9 @@ the client retries by itself through a restart of the server. What a method cann
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import redis.asyncio as aioredis
@@ -15,6 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from services.protocol import codec
 from services.protocol.client import check_server, explain, make_client
+from services.protocol.coalesce import Coalescer
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.functions import library
 from services.protocol.keys import Keys
@@ -24,6 +26,16 @@ from services.protocol.records import BufferedGroup, Claim, HeaderEntry, RunStat
 __all__ = ["BufferedGroup", "Claim", "HeaderEntry", "RunState", "Settlement", "Store"]
 
 METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
+SUBMITTED_TOGETHER = 16  # groups in one request, of some 40 KB each: below a MB a request costs no more per group
+FETCHED_TOGETHER = 16
+LANES = 2  # requests under way at a time: the server works on one while the client does on the other
+
+
+class _Submission(NamedTuple):
+    """A group on its way to Redis."""
+
+    write: tuple[Any, ...]  # the command that writes the payload
+    args: tuple[Any, ...]  # of the function that commits it
 
 
 class Store:
@@ -34,6 +46,7 @@ class Store:
         self.keys = keys
         self.url = url
         self._library, self._code = library()
+        self._submissions = Coalescer(self._submit, SUBMITTED_TOGETHER, LANES)
 
     @classmethod
     async def connect(cls, url: str, run: str, password: str | None = None) -> Self:
@@ -193,22 +206,22 @@ class Store:
     async def submit(self, consumer: str, claim: Claim, header: Header, payload: bytes, ttl_s: int) -> bool:
         """Write the payload, then commit it with its header. False: the ticket was not held any more, nothing is stored.
 
-        `payload` is an encoded `Payload`; it is written with an expiry that the commit takes away.
+        `payload` is an encoded `Payload`; it is written with an expiry that the commit takes away. Groups that are submitted
+        at the same time travel together.
         """
-        return (await self.submit_many(consumer, [(claim, header, payload)], ttl_s))[0]
+        accepted = await self._submissions.ask(
+            _Submission(
+                ("SET", self.keys.payload(claim.payload), payload, "EX", ttl_s, "NX"),
+                (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header)),
+            )
+        )
+        if accepted == -1:
+            raise StoreError(f"payload of ticket {claim.ticket_id} expired before its header arrived: raise replay.payload_ttl_s")
+        return bool(accepted)
 
-    async def submit_many(self, consumer: str, groups: Sequence[tuple[Claim, Header, bytes]], ttl_s: int) -> list[bool]:
-        """Submit several groups in one round trip; each for itself as by `submit`."""
-        commands: list[tuple[Any, ...]] = []
-        for claim, header, payload in groups:
-            commands.append(("SET", self.keys.payload(claim.payload), payload, "EX", ttl_s, "NX"))
-            args = (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header))
-            commands.append(self._function("submit", *args))
-        accepted = (await self._send(*commands))[1::2]
-        if -1 in accepted:
-            ticket = groups[accepted.index(-1)][0].ticket_id
-            raise StoreError(f"payload of ticket {ticket} expired before its header arrived: raise replay.payload_ttl_s")
-        return [bool(reply) for reply in accepted]
+    async def _submit(self, groups: Sequence[_Submission]) -> list[int]:
+        args = [arg for group in groups for arg in group.args]
+        return (await self._send(*[group.write for group in groups], self._function("submit", *args)))[-1]
 
     async def save_partial(self, consumer: str, claim: Claim, data: bytes, ttl_s: int) -> bool:
         """Save the tokens so far of a ticket. False: it was not held any more."""
@@ -277,13 +290,21 @@ class Store:
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Payloads by name. A missing one is an error: its plan promises it."""
-        values = await self._ask(self.client.mget([self.keys.payload(name) for name in names])) if names else []
-        missing = [name for name, value in zip(names, values, strict=True) if value is None]
-        if missing:
-            raise StoreError(
-                f"payloads {', '.join(missing[:3])} are gone from Redis: is an eviction policy or another client deleting keys?"
-            )
-        return {name: codec.decode(value, Payload) for name, value in zip(names, values, strict=True)}
+        pieces = [names[i : i + FETCHED_TOGETHER] for i in range(0, len(names), FETCHED_TOGETHER)]
+        fetched: dict[str, Payload] = {}
+
+        async def fetch(lane: int) -> None:
+            for piece in pieces[lane::LANES]:
+                values = await self._ask(self.client.mget([self.keys.payload(name) for name in piece]))
+                for name, value in zip(piece, values, strict=True):
+                    if value is None:
+                        raise StoreError(
+                            f"payload {name} is gone from Redis: is an eviction policy or another client deleting keys?"
+                        )
+                    fetched[name] = codec.decode(value, Payload)
+
+        await asyncio.gather(*(fetch(lane) for lane in range(LANES)))
+        return fetched
 
     async def commit(self, fence: int, step: int) -> bool:
         """Count a step as trained. False: it was committed before. Raises `OutOfOrder`, `Fenced`."""

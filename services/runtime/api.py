@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from services.runtime.service import Service
 
 BODY_LIMIT_BYTES = 64 * 1024
+BEARER = HTTPBearer(auto_error=False)  # at module level: FastAPI resolves annotations by the module's names
 Role = Literal["generator", "dataprep", "trainer"]
 
 
@@ -79,9 +80,8 @@ def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> 
 
 def token_guard(token: str) -> Any:
     """A dependency that lets only the bearer of `token` through; compared in constant time."""
-    scheme = HTTPBearer(auto_error=False)
 
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
+    def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
         if given is None or not hmac.compare_digest(given.credentials.encode(), token.encode()):
             raise HTTPException(401, "this call needs the run's bearer token", {"WWW-Authenticate": "Bearer"})
 

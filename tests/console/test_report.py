@@ -61,8 +61,8 @@ def test_rows_come_in_order_the_last_of_a_step_counts_and_a_torn_line_is_left_ou
 
 
 def test_the_title_averages_ten_steps_at_either_end() -> None:
-    rows = [{"step": step, "reward/train/mean": step / 100} for step in range(100)]
-    assert report.title(rows, {"run": "demo"}) == "demo · 100 steps · reward 0.04 → 0.94"  # means 0.045 and 0.945
+    rows = [{"step": step, "reward/train/mean": step / 125} for step in range(100)]
+    assert report.title(rows, {"run": "demo"}) == "demo · 100 steps · reward 0.04 → 0.76"  # 4.5 / 125 and 94.5 / 125
     assert report.title(rows[:1], {"run": "demo"}) == "demo · 1 step · reward 0.00 → 0.00"
     assert report.title([], {}) == "run · 0 steps"
 

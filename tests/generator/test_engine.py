@@ -234,8 +234,12 @@ async def test_a_stop_string_ends_a_completion(served: Served, tmp_path: Path) -
     await engine.start(make_config(tmp_path, sampling={"max_tokens": 192, "stop": [f"{word} "]}))
     try:
         made = await engine.generate("stop", prompt(5), 5, 40)
+        late = asyncio.create_task(engine.generate("late", prompt(6), 6, 190))
+        await until(engine, "late", 2)
     finally:
         await engine.close()
+    with pytest.raises(EngineDead):
+        await late
     assert made.finish == "stop"
     assert made.tokens.tolist() == expected.tokens[: len(made.tokens)].tolist()
     assert len(made.tokens) - (first + 1) in (0, 1)  # the space belongs to the next token

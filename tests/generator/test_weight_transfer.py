@@ -358,7 +358,7 @@ async def test_weights_partitioned_by_zero_3_arrive_whole(tmp_path: Path) -> Non
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_buckets_keep_order_and_size() -> None:
+async def test_buckets_keep_order_and_size() -> None:
     from services.runtime.collective import TensorMeta, plan_buckets
 
     metas = [TensorMeta(str(i), "float32", [size]) for i, size in enumerate((3, 5, 100, 1, 1))]

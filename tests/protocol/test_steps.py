@@ -172,7 +172,7 @@ async def test_a_group_used_twice_outlives_its_first_step(any_store: Store) -> N
 
 async def test_a_missing_payload_is_an_error_that_names_it(any_store: Store) -> None:
     await start(any_store)
-    with pytest.raises(StoreError, match=r"payloads 0-0\.1 are gone from Redis"):
+    with pytest.raises(StoreError, match=r"payload 0-0\.1 is gone from Redis"):
         await any_store.payloads(["0-0.1"])
     assert await any_store.payloads([]) == {}
 

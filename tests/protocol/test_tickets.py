@@ -107,14 +107,26 @@ async def test_a_submission_repeated_after_the_group_was_dropped_leaves_no_paylo
     assert await any_store.client.exists(any_store.keys.payload(one.payload)) == 0
 
 
-async def test_many_groups_are_submitted_in_one_round_trip_each_for_itself(any_store: Store) -> None:
+async def test_groups_submitted_at_the_same_time_travel_together_each_for_itself(any_store: Store) -> None:
+    team = await start(any_store, slots=40)
+    await issue(any_store, team, 40)
+    claims = await claim(any_store, "a", 40)
+    lost = {one.entry for one in await claim(any_store, "b", 5, lease_s=0.0)}
+    before = (await any_store.client.info("commandstats"))["cmdstat_fcall"]["calls"]
+    accepted = await asyncio.gather(*(submit(any_store, "a", one) for one in claims))
+    assert accepted == [one.entry not in lost for one in claims]
+    assert (await any_store.client.info("commandstats"))["cmdstat_fcall"]["calls"] - before == 3
+    assert await settle(any_store, team) == 35
+
+
+async def test_a_submission_that_cannot_be_encoded_fails_alone(any_store: Store) -> None:
     team = await start(any_store)
-    await issue(any_store, team, 3)
-    lost, *held = await claim(any_store, "a", 3)
-    assert await claim(any_store, "b", lease_s=0.0)
-    items = [(c, header(c), payload_bytes(c)) for c in (lost, *held)]
-    assert await any_store.submit_many("a", items, flow.TTL_S) == [False, True, True]
-    assert await any_store.submit_many("a", [], flow.TTL_S) == []
+    await issue(any_store, team, 2)
+    good, bad = await claim(any_store, "a", 2)
+    broken = any_store.submit("a", bad, header(bad, rewards=[1j]), payload_bytes(bad), flow.TTL_S)
+    outcomes = await asyncio.gather(submit(any_store, "a", good), broken, return_exceptions=True)
+    assert outcomes[0] is True
+    assert isinstance(outcomes[1], TypeError)
 
 
 async def test_a_released_ticket_is_claimed_at_once_and_does_not_count_as_expired(any_store: Store) -> None:

@@ -31,7 +31,7 @@ register('lead', function(prefix, args)
   if not mine and have[1] and tonumber(have[2]) > now then return 0 end
   redis.call('HSET', key, 'leader', args[1], 'leader_until_ms', now + tonumber(args[2]))
   if mine then return have[3] end
-  return next_fence(prefix, 'leader_fence')
+  return next_fences(prefix, 'leader_fence', 1)[1]
 end)
 
 -- args: candidate. Gives the leadership up at once.
@@ -44,7 +44,7 @@ end)
 
 -- no args. A trainer starts: whatever an older one still sends is refused from now on. Returns the fencing number.
 register('attach_trainer', function(prefix)
-  return next_fence(prefix, 'trainer_fence')
+  return next_fences(prefix, 'trainer_fence', 1)[1]
 end)
 
 -- args: field (`paused:<role>`, `stopping`, `finished`), value (who and why), or '' to clear. Desired state outlives every pod.

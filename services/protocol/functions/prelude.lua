@@ -14,14 +14,25 @@ local function number(prefix, field)
   return tonumber(redis.call('HGET', prefix .. ':run', field))
 end
 
--- The next fencing number of a kind, as text. It is never given twice, not even by a server that lost its last second in a
--- crash: it is the clock in µs, or one more than the last where that is later.
-local function next_fence(prefix, field)
-  local time = redis.call('TIME')
-  local fence = math.max((number(prefix, field) or 0) + 1, tonumber(time[1]) * 1000000 + tonumber(time[2]))
-  local text = string.format('%.0f', fence)
-  redis.call('HSET', prefix .. ':run', field, text)
-  return text
+-- The next `n` fencing numbers of a kind, as texts. None is ever given twice, not even by a server that lost its last second
+-- in a crash: they start at the clock in µs, or after the last one where that is later.
+local function next_fences(prefix, field, n)
+  local time, fences = redis.call('TIME'), {}
+  local first = math.max((number(prefix, field) or 0) + 1, tonumber(time[1]) * 1000000 + tonumber(time[2]))
+  for i = 1, n do fences[i] = string.format('%.0f', first + i - 1) end
+  if n > 0 then redis.call('HSET', prefix .. ':run', field, fences[n]) end
+  return fences
+end
+
+-- One command with a list after its first arguments, in pieces that Lua's stack holds; returns the sum of the replies.
+local function call_over(list, ...)
+  local sum = 0
+  for i = 1, #list, 1000 do
+    local args = {...}
+    for j = i, math.min(i + 999, #list) do args[#args + 1] = list[j] end
+    sum = sum + redis.call(unpack(args))
+  end
+  return sum
 end
 
 local function count(prefix, field, by)

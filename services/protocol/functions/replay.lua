@@ -1,13 +1,16 @@
 -- Replay: settle finished groups into the table.
 -- reads and writes: run, headers, outstanding, ledger, deadletter, payload:<payload>, group:<group>, replay:*
 
-local function insert(prefix, group, payload, seq, oldest, header, capacity)
-  while redis.call('ZCARD', prefix .. ':replay:order') >= capacity do
+-- A table of `size` groups has `capacity` at most afterwards; returns its size.
+local function insert(prefix, group, payload, seq, oldest, header, size, capacity)
+  while size >= capacity do
     drop_group(prefix, redis.call('ZRANGE', prefix .. ':replay:order', 0, 0)[1], 'evicted')
+    size = size - 1
   end
   redis.call('HSET', prefix .. ':group:' .. group, 'header', header, 'payload', payload, 'seq', seq, 'oldest', oldest, 'uses', 0)
   redis.call('ZADD', prefix .. ':replay:order', seq, group)
   redis.call('ZADD', prefix .. ':replay:version', oldest, group)
+  return size + 1
 end
 
 -- args: leader fence, capacity, then of each header: entry, ticket, payload, action, sequence, oldest version, header.
@@ -16,33 +19,34 @@ end
 register('settle', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
-  local settled = 0
+  local capacity, size, settled, outcomes = tonumber(args[2]), redis.call('ZCARD', prefix .. ':replay:order'), {}, {}
   for i = 3, #args, 7 do
     local entry, ticket, payload, action = args[i], args[i + 1], args[i + 2], args[i + 3]
     if redis.call('XACK', prefix .. ':headers', 'dataprep', entry) == 1 then
-      redis.call('XDEL', prefix .. ':headers', entry)
-      settled = settled + 1
+      settled[#settled + 1] = entry
       local known = redis.call('ZREM', prefix .. ':outstanding', ticket) == 1
       if known and action == 'insert' then
-        insert(prefix, ticket, payload, args[i + 4], args[i + 5], args[i + 6], tonumber(args[2]))
+        size = insert(prefix, ticket, payload, args[i + 4], args[i + 5], args[i + 6], size, capacity)
       else
         if payload ~= '' then redis.call('UNLINK', prefix .. ':payload:' .. payload) end
         local reason = string.match(action, '^failed:(.*)')
-        if not known then
+        local outcome = not known and 'unknown_headers' or reason and 'failed' or action
+        if not known or reason then
           dead_letter(prefix, ticket, reason or 'header of a ticket that is not outstanding', args[i + 6])
-          count(prefix, 'unknown_headers', 1)
-        elseif reason then
-          bury(prefix, ticket, reason, args[i + 6])
-          free_slots(prefix, 1)
-        else
-          count(prefix, action, 1)
-          free_slots(prefix, 1)
         end
+        outcomes[outcome] = (outcomes[outcome] or 0) + 1
       end
     end
   end
-  if settled > 0 then ring(prefix, 'replay') end
-  return settled
+  for outcome, n in pairs(outcomes) do
+    count(prefix, outcome, n)
+    if outcome ~= 'unknown_headers' then free_slots(prefix, n) end
+  end
+  if #settled > 0 then
+    call_over(settled, 'XDEL', prefix .. ':headers')
+    ring(prefix, 'replay')
+  end
+  return #settled
 end)
 
 -- Entries of the headers stream that nobody settled: those delivered before first, then new ones. Only the leader reads.

@@ -11,12 +11,10 @@ local function owns(prefix, consumer, entry, fence)
   return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence
 end
 
-local function forget(prefix, entry)
-  redis.call('XACK', prefix .. ':tickets', GROUP, entry)
-  redis.call('XDEL', prefix .. ':tickets', entry)
-  redis.call('HDEL', prefix .. ':claims', entry)
-  redis.call('HDEL', prefix .. ':attempts', entry)
-  redis.call('HDEL', prefix .. ':expiries', entry)
+local function forget(prefix, entries)
+  call_over(entries, 'XACK', prefix .. ':tickets', GROUP)
+  call_over(entries, 'XDEL', prefix .. ':tickets')
+  for _, hash in ipairs({':claims', ':attempts', ':expiries'}) do call_over(entries, 'HDEL', prefix .. hash) end
 end
 
 -- Let the next claim take the entry at once: as idle as any lease is long.
@@ -27,7 +25,7 @@ local function hand_back(prefix, consumer, entry)
 end
 
 local function give_up(prefix, entry, ticket, reason, body)
-  forget(prefix, entry)
+  forget(prefix, {entry})
   redis.call('DEL', prefix .. ':partial:' .. ticket)
   if redis.call('ZREM', prefix .. ':outstanding', ticket) == 1 then
     bury(prefix, ticket, reason, body)
@@ -44,7 +42,7 @@ local function survivors(prefix, entries, limit)
   for _, entry in ipairs(entries) do
     local id, fields = entry[1], entry[2]
     if not fields then
-      forget(prefix, id)
+      forget(prefix, {id})
     elseif redis.call('HEXISTS', prefix .. ':claims', id) == 1 and redis.call('HINCRBY', prefix .. ':expiries', id, 1) > limit then
       give_up(prefix, id, fields[2], 'its lease ran out ' .. limit .. ' times: it may kill its generator', fields[4] or '')
     else
@@ -64,11 +62,13 @@ register('issue', function(prefix, args)
   local free = number(prefix, 'slots') - number(prefix, 'slots_used')
   local n = math.min(free, (#args - 2) / 2)
   if n <= 0 then return 0 end
+  local places = {}
   for i = 1, n do
     local id, body = args[1 + 2 * i], args[2 + 2 * i]
     redis.call('XADD', prefix .. ':tickets', '*', 'ticket', id, 'body', body)
-    redis.call('ZADD', prefix .. ':outstanding', cursor + i - 1, id)
+    places[2 * i - 1], places[2 * i] = cursor + i - 1, id
   end
+  call_over(places, 'ZADD', prefix .. ':outstanding')
   redis.call('HINCRBY', prefix .. ':run', 'cursor', n)
   redis.call('HINCRBY', prefix .. ':run', 'slots_used', n)
   count(prefix, 'issued', n)
@@ -87,33 +87,36 @@ register('claim', function(prefix, args)
   if state[1] ~= version or state[2] or state[3] or state[4] then return {scan} end
   local taken, looked_at = {}, {}
   local function take(entries)
-    local fresh = {}
+    for _, entry in ipairs(entries) do taken[#taken + 1] = entry end
+  end
+  local function take_again(entries)
+    local once = {}
     for _, entry in ipairs(entries) do
-      if not looked_at[entry[1]] then fresh[#fresh + 1] = entry end
+      if not looked_at[entry[1]] then once[#once + 1] = entry end
       looked_at[entry[1]] = true
     end
-    for _, entry in ipairs(survivors(prefix, fresh, tonumber(args[7]))) do taken[#taken + 1] = entry end
+    take(survivors(prefix, once, tonumber(args[7])))
   end
   local function read(id)
     local reply = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', wanted - #taken, 'STREAMS', stream, id)
-    if reply then take(reply[1][2]) end
+    return reply and reply[1][2] or {}
   end
-  if adopt == '1' then read('0') end
+  if adopt == '1' then take_again(read('0')) end
   if #taken < wanted then
     local reply = redis.call('XAUTOCLAIM', stream, GROUP, consumer, lease_ms, scan, 'COUNT', wanted - #taken)
     scan = reply[1]
-    take(reply[2])
+    take_again(reply[2])
   end
-  if #taken < wanted then read('>') end
-  local reply = {scan}
-  for _, entry in ipairs(taken) do
-    local fence = next_fence(prefix, 'claim_fence')
-    redis.call('HSET', prefix .. ':claims', entry[1], consumer .. '|' .. fence)
+  if #taken < wanted then take(read('>')) end
+  local reply, claims, fences = {scan}, {}, next_fences(prefix, 'claim_fence', #taken)
+  for i, entry in ipairs(taken) do
+    claims[2 * i - 1], claims[2 * i] = entry[1], consumer .. '|' .. fences[i]
     reply[#reply + 1] = entry[1]
-    reply[#reply + 1] = fence
+    reply[#reply + 1] = fences[i]
     reply[#reply + 1] = entry[2][2]
     reply[#reply + 1] = entry[2][4] or ''
   end
+  call_over(claims, 'HSET', prefix .. ':claims')
   return reply
 end)
 
@@ -150,25 +153,37 @@ register('fail', function(prefix, args)
   return 0
 end)
 
--- args: consumer, entry, fence, ticket, header. The payload was written before, with an expiry; the header commits it.
--- Returns 1 when accepted, now or by an earlier call of the same claim; 0 when the ticket was not held any more (counted, and
--- the payload deleted); -1 when the payload is missing.
+-- args: consumer, entry, fence, ticket, header of each group. The payloads were written before, with an expiry; the headers
+-- commit them. Returns of each: 1 when accepted, now or by an earlier call of the same claim; 0 when the ticket was not held
+-- any more (counted, and the payload deleted); -1 when the payload is missing.
 register('submit', function(prefix, args)
-  local consumer, entry, fence, ticket, header = unpack(args)
-  local payload = ticket .. '.' .. fence
-  local key = prefix .. ':payload:' .. payload
-  if not owns(prefix, consumer, entry, fence) then
-    if redis.call('TTL', key) == -1 then return 1 end
-    redis.call('UNLINK', key)
-    count(prefix, 'refused_submits', 1)
-    return 0
+  local answers, done, partials = {}, {}, {}
+  for i = 1, #args, 5 do
+    local entry, ticket = args[i + 1], args[i + 3]
+    local payload = ticket .. '.' .. args[i + 2]
+    local key = prefix .. ':payload:' .. payload
+    local answer = 1
+    if owns(prefix, args[i], entry, args[i + 2]) then
+      if redis.call('PERSIST', key) == 1 or redis.call('EXISTS', key) == 1 then
+        redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', args[i + 4])
+        redis.call('HDEL', prefix .. ':claims', entry)
+        done[#done + 1], partials[#partials + 1] = entry, prefix .. ':partial:' .. ticket
+      else
+        answer = -1
+      end
+    elseif redis.call('TTL', key) ~= -1 then
+      redis.call('UNLINK', key)
+      count(prefix, 'refused_submits', 1)
+      answer = 0
+    end
+    answers[#answers + 1] = answer
   end
-  if redis.call('PERSIST', key) == 0 and redis.call('EXISTS', key) == 0 then return -1 end
-  redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', header)
-  forget(prefix, entry)
-  redis.call('DEL', prefix .. ':partial:' .. ticket)
-  ring(prefix, 'headers')
-  return 1
+  if #done > 0 then
+    forget(prefix, done)
+    call_over(partials, 'DEL')
+    ring(prefix, 'headers')
+  end
+  return answers
 end, true)
 
 -- args: consumer, entry, fence, ticket, expiry s, tokens so far. Returns 0 when the ticket was not held any more.

@@ -1,0 +1,161 @@
+"""The REST endpoints every service has, over a real socket and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from services.console.redis_server import RedisServer
+from services.protocol.config import ConfigError
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime.api import BODY_LIMIT_BYTES, serve
+from services.runtime.auth import api_token
+from services.runtime.loops import Loop
+from services.runtime.service import Service, open_service
+from tests.harness import small_config
+
+TOKEN = {"Authorization": "Bearer test-token"}
+
+
+@pytest_asyncio.fixture
+async def service(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[Service]:
+    """A generator pod of a run, without its loops."""
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    await store.create("config", "data", 4, 8)
+    status = PodStatus("generator", "generator-0", "b00t", "here", 1, "", "ready", 3, 1, {})
+    yield Service("generator", config, store, status)
+
+
+@pytest_asyncio.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    async with serve(service, "test-token") as url, httpx.AsyncClient(base_url=url) as client:
+        yield client
+
+
+def is_problem(answer: httpx.Response, status: int) -> bool:
+    body = answer.json()
+    return (
+        answer.status_code == body["status"] == status
+        and answer.headers["content-type"] == "application/problem+json"
+        and set(body) == {"type", "title", "status", "detail"}
+    )
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic dGVzdC10b2tlbg=="}])
+async def test_mutating_calls_need_the_token(http: httpx.AsyncClient, store: Store, headers: dict[str, str]) -> None:
+    for path in ("/v1/pause", "/v1/resume"):
+        answer = await http.post(path, headers=headers)
+        assert is_problem(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
+    state = await store.state()
+    assert state is not None
+    assert state.paused == {}
+
+
+async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Store) -> None:
+    answer = await http.post("/v1/pause", headers=TOKEN, json={"why": "maintenance"})
+    assert answer.json() == {"role": "generator", "paused": True, "why": "maintenance"}
+    assert (await http.post("/v1/pause", headers=TOKEN, params={"role": "trainer"})).json()["role"] == "trainer"
+    state = await store.state()
+    assert state is not None
+    assert state.paused == {"generator": "maintenance", "trainer": "REST"}
+    assert (await http.get("/v1/state")).json()["state"]["paused"]["generator"] == "maintenance"
+    await http.post("/v1/resume", headers=TOKEN)
+    state = await store.state()
+    assert state is not None
+    assert state.paused == {"trainer": "REST"}
+
+
+async def test_the_state_shows_run_and_pod(http: httpx.AsyncClient, store: Store) -> None:
+    body = (await http.get("/v1/state")).json()
+    assert body["run"] == store.keys.name
+    assert (body["pod"]["phase"], body["pod"]["version"]) == ("ready", 3)
+    assert (body["state"]["slots"], body["state"]["committed_step"]) == (8, -1)
+
+
+async def test_liveness_is_that_of_the_loops(http: httpx.AsyncClient, service: Service) -> None:
+    async def body(_: Loop) -> None: ...
+
+    loop = service.add_loop("leases", body, limit_s=5.0)
+    service.add_loop("bell", body, limit_s=float("inf"))
+    answer = await http.get("/health/live")
+    assert (answer.status_code, answer.json()["alive"]) == (200, True)
+    assert answer.json()["loops"]["bell"]["limit_s"] is None
+    loop.last_progress -= 60.0
+    answer = await http.get("/health/live")
+    assert (answer.status_code, answer.json()["alive"]) == (503, False)
+    assert {name: health["alive"] for name, health in answer.json()["loops"].items()} == {"leases": False, "bell": True}
+
+
+async def test_readiness_says_why_not(http: httpx.AsyncClient, service: Service) -> None:
+    assert (await http.get("/health/ready")).json() == {"ready": True, "why_not": ""}
+    service.ready = lambda: "holds policy version 2, published is 3"
+    answer = await http.get("/health/ready")
+    assert (answer.status_code, answer.json()["why_not"]) == (503, "holds policy version 2, published is 3")
+
+
+async def test_errors_have_one_shape(http: httpx.AsyncClient) -> None:
+    assert is_problem(await http.get("/v1/nothing"), 404)
+    assert is_problem(await http.get("/v1/pause"), 405)
+    assert is_problem(await http.post("/v1/pause", headers=TOKEN, params={"role": "king"}), 422)
+    long = await http.post("/v1/pause", headers=TOKEN, json={"why": "x" * 201})
+    assert is_problem(long, 422)
+    assert "why" in long.json()["detail"]
+
+
+async def test_bodies_are_limited(http: httpx.AsyncClient) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    assert is_problem(await http.post("/v1/pause", headers=TOKEN, content=b"x" * (BODY_LIMIT_BYTES + 1)), 413)
+    assert is_problem(await http.post("/v1/pause", headers=TOKEN, content=endless()), 413)
+
+
+async def test_metrics_are_prometheus_text(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/metrics")
+    assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/plain")
+
+
+async def test_a_taken_port_is_an_error_with_its_remedy(service: Service, http: httpx.AsyncClient) -> None:
+    taken = service.config.api.model_copy(update={"port": http.base_url.port})
+    other = Service("generator", service.config.model_copy(update={"api": taken}), service.store, service.status)
+    with pytest.raises(ConfigError, match=rf"api.port = {http.base_url.port} .* choose another, or 0"):
+        async with serve(other, "test-token"):
+            pass
+
+
+def test_no_token_is_an_error_not_an_open_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPO_API_TOKEN", raising=False)
+    config = small_config(tmp_path)
+    open_door = config.model_copy(update={"api": config.api.model_copy(update={"token_file": ""})})
+    with pytest.raises(ConfigError, match="api.token_file"):
+        api_token(open_door)
+    monkeypatch.setenv("GRPO_API_TOKEN", "from-environment")
+    assert api_token(open_door) == "from-environment"
+    assert api_token(config) == "test-token"
+
+
+async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
+    store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    await store.create("config", "data", 4, 8)
+    async with open_service("generator", config, "generator-0") as service:
+
+        async def work(loop: Loop) -> None:
+            service.say(phase="ready", version=0)
+            await service.stopping.wait()
+
+        running = asyncio.create_task(service.run(work))
+        async with asyncio.timeout(10):
+            while [status.phase for status in await store.members(5.0)] != ["ready"]:
+                await asyncio.sleep(0.01)
+        await store.finish("trained 4 of 4 steps")
+        await asyncio.wait_for(running, 10)
+    assert await store.members(5.0) == []
