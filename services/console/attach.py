@@ -16,6 +16,7 @@ from pathlib import Path
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.folder import RunFolder, split_password
 from services.console.lock import FolderLock, InUse
+from services.console.redis_server import RedisServer
 from services.console.run import start_server
 from services.protocol.config import load_resolved
 from services.protocol.config.generation import Fleet
@@ -34,7 +35,6 @@ class Attached:
     store: Store
     ttl_s: float  # after which a silent pod counts as gone
     live: bool  # its Redis runs by itself, not for this command alone
-    folder: RunFolder | None
 
 
 @contextlib.asynccontextmanager
@@ -47,14 +47,15 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
             raise ConsoleError("--redis-url needs the name of the run", EXIT_CONFIG)
         url, password = split_password(redis_url)
         async with _store(url, name, password or os.environ.get(REDIS_PASSWORD_ENV)) as store:
-            yield Attached(name, store, Fleet().ttl_s, True, folder)
+            yield Attached(name, store, Fleet().ttl_s, True)
         return
     if folder is None:
         raise ConsoleError(_unknown(run), EXIT_CONFIG)
     config = load_resolved(folder.config)
-    with _awake(folder, config.redis.appendfsync) as (own_url, live):
-        async with _store(own_url or config.redis.url, config.run.name, redis_password(config)) as store:
-            yield Attached(config.run.name, store, config.fleet.ttl_s, live, folder)
+    with _awake(folder, config.redis.appendfsync) as server:
+        url, password = (server.url, server.password) if server else (config.redis.url, redis_password(config))
+        async with _store(url, config.run.name, password) as store:
+            yield Attached(config.run.name, store, config.fleet.ttl_s, server is None)
 
 
 def find(run: str) -> RunFolder | None:
@@ -73,20 +74,20 @@ def _unknown(run: str) -> str:
 
 
 @contextlib.contextmanager
-def _awake(folder: RunFolder, appendfsync: str) -> Iterator[tuple[str, bool]]:
-    """Address of the run's own server, started for the while if it is down, and whether it was up; '' for another's server."""
+def _awake(folder: RunFolder, appendfsync: str) -> Iterator[RedisServer | None]:
+    """The run's own server, started for the while; None when it is up, or when the run uses another's server."""
     if not (folder.redis / "password").exists():
-        yield "", True
+        yield None
         return
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(FolderLock(folder.path))
         except InUse:
-            yield "", True
+            yield None
             return
         server = start_server(folder, appendfsync)
         stack.callback(server.stop)
-        yield server.url, False
+        yield server
 
 
 @contextlib.asynccontextmanager

@@ -68,15 +68,6 @@ class FolderLock:
         return f"services of process {owner}, which has died: process {', '.join(map(str, holders))}; end them first"
 
 
-def held(folder: Path) -> bool:
-    """Whether a live process uses the run folder."""
-    try:
-        with FolderLock(folder):
-            return False
-    except InUse:
-        return True
-
-
 def _holders(path: Path) -> list[int]:
     """Processes that have the file open, this one left out. Empty where /proc does not tell."""
     wanted, found = os.path.realpath(path), []

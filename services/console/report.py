@@ -45,6 +45,9 @@ def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> N
     _length(panels[1][1], steps, _column(rows, LENGTH))
     for panel in panels.flat:
         _calm(panel)
+    if len(steps):
+        margin = max(0.5, 0.02 * len(steps))  # half a step: one step alone stands in the middle
+        panels[0][0].set_xlim(steps[0] - margin, steps[-1] + margin)
     for panel in panels[1]:
         panel.set_xlabel("training step", color=INK)
     figure.text(0.062, 0.955, title(rows, summary), fontsize=16, fontweight="bold", color=INK)
@@ -193,7 +196,7 @@ def _whole(axis: Axis) -> None:
     """Ticks at whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
 def _calm(panel: Axes) -> None:

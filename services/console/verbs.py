@@ -124,4 +124,3 @@ def _show(name: str, state: RunState, members: list[Member], last: Mapping[str, 
 
 def _print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-

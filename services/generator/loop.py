@@ -42,6 +42,7 @@ class Rollout:
     started: float = field(default_factory=time.monotonic)
     completions: list[Generated | None] = field(default_factory=list)  # finished ones, by sample
     generating: bool = True
+    submitting: bool = False  # from then on Redis alone decides who owns the ticket
     task: asyncio.Task[None] | None = None
 
     def request(self, sample: int) -> str:
@@ -181,6 +182,7 @@ class RolloutLoop:
             generate_s=generated - rollout.started, score_s=scored - generated,
         )  # fmt: skip
         self.metrics.observe(header)
+        rollout.submitting = True
         return await self.store.submit(self.name, rollout.claim, header, payload, self.config.replay.payload_ttl_s)
 
     async def renew(self, loop: Loop) -> None:
@@ -190,7 +192,11 @@ class RolloutLoop:
             if held:
                 lost = await self.store.renew(self.name, [rollout.claim for rollout in held])
                 for rollout in held:
-                    if rollout.claim.entry in lost and self.rollouts.get(rollout.claim.entry) is rollout:
+                    if (
+                        rollout.claim.entry in lost
+                        and not rollout.submitting
+                        and self.rollouts.get(rollout.claim.entry) is rollout
+                    ):
                         log.warning("lease lost", ticket=rollout.ticket.id)
                         await self._cancel(rollout)
             loop.progress()

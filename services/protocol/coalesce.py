@@ -20,29 +20,40 @@ class Coalescer(Generic[Item, Answer]):
     def __init__(self, call: Callable[[list[Item]], Awaitable[list[Answer]]], most: int, lanes: int) -> None:
         self._call, self._most, self._lanes = call, most, lanes
         self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
+        self._busy = 0  # lanes at work
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, item: Item) -> Answer:
         """The answer to one item. A caller who is cancelled does not know whether it was sent."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
-        if len(self._tasks) < self._lanes:
+        if self._busy < self._lanes:
+            self._busy += 1
             task = asyncio.create_task(self._work(), name="coalesced calls")
-            self._tasks.add(task)
+            self._tasks.add(task)  # asyncio itself keeps no hold of it
             task.add_done_callback(self._tasks.discard)
         return await future
 
     async def _work(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
-            batch = [(item, future) for item, future in batch if not future.done()]
-            try:
-                answers = await self._call([item for item, _ in batch])
-            except Exception as error:  # whatever it is, those who asked must hear of it
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-            else:
-                for (_, future), answer in zip(batch, answers, strict=True):
-                    if not future.done():
-                        future.set_result(answer)
+        try:
+            while batch := self._next():
+                await self._answer(batch)
+        finally:
+            self._busy -= 1  # in the same breath as the last look at what waits, so that nobody waits for a lane that ended
+
+    def _next(self) -> list[tuple[Item, asyncio.Future[Answer]]]:
+        self._waiting = [(item, future) for item, future in self._waiting if not future.done()]  # without the cancelled
+        batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+        return batch
+
+    async def _answer(self, batch: list[tuple[Item, asyncio.Future[Answer]]]) -> None:
+        try:
+            answers = await self._call([item for item, _ in batch])
+        except Exception as error:  # whatever it is, those who asked must hear of it
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+        else:
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():
+                    future.set_result(answer)

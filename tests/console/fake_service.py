@@ -1,7 +1,7 @@
 """A stand-in for any service: real Redis, real process, no model. The trainer counts steps; the others wait for the end.
 
-FAKE_STEP_S: seconds a step takes. FAKE_EXIT: `<pod>:<code>:<message>`, how that pod ends at once. FAKE_DEAF: a pod that does nothing and ignores
-SIGTERM. FAKE_CHILD: a pod that starts a child of its own, whose id it prints.
+FAKE_STEP_S: seconds a step takes. FAKE_EXIT: `<pod>:<code>:<message>`, how that pod ends at once. FAKE_DEAF: a pod that does
+nothing and ignores SIGTERM. FAKE_CHILD: a pod that starts a child of its own, whose id it prints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -30,7 +29,7 @@ async def serve(kind: str, path: str, name: str) -> int:
         print("deaf", flush=True)
         await asyncio.Event().wait()
     if os.environ.get("FAKE_CHILD") == name:
-        print(f"child {subprocess.Popen(['sleep', '600']).pid}", flush=True)
+        print(f"child {(await asyncio.create_subprocess_exec('sleep', '600')).pid}", flush=True)
     ends, code, message = (os.environ.get("FAKE_EXIT", "") + "::").split(":")[:3]
     if ends == name:
         print(f"error: {message}", file=sys.stderr)
@@ -58,7 +57,9 @@ async def train_one(store: Store, step: int, steps: int) -> None:
     if step == steps:
         await store.finish(f"trained {steps} of {steps} steps")
         return
-    await store.record({"step": float(step), "time_s": time.time(), "reward/train/mean": step / steps, "staleness/trained/max": 1.0})
+    await store.record(
+        {"step": float(step), "time_s": time.time(), "reward/train/mean": step / steps, "staleness/trained/max": 1.0}
+    )
     await store.client.hset(store.keys.run, "committed_step", str(step))
 
 

@@ -1,13 +1,17 @@
-"""`grpo run` with fake services, as a process of its own: `python -m tests.console.launch` takes grpo's command line."""
+"""`grpo run` with fake services, as a process of its own: `python -m tests.console.launch` takes grpo's command line.
+
+FAKE_REPORT=1 draws the picture too, which costs more than all the rest.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.console import run, supervision
+from services.console import report, run, supervision
 from services.console.__main__ import main
 from services.console.plan import UnitPlan, plan_units
 from services.protocol.config import RunConfig
@@ -20,12 +24,15 @@ def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[UnitP
         return (argv[0], "-m", "tests.console.fake_service", argv[2].removeprefix("services."), *argv[3:])
 
     return [
-        replace(unit, pods=tuple(replace(pod, argv=fake(pod.argv)) for pod in unit.pods)) for unit in plan_units(config, path, gpus)
+        replace(unit, pods=tuple(replace(pod, argv=fake(pod.argv)) for pod in unit.pods))
+        for unit in plan_units(config, path, gpus)
     ]
 
 
 if __name__ == "__main__":
-    supervision.FIRST_PAUSE_S = 0.02
+    supervision.FIRST_PAUSE_S, supervision.DEATHS_IN_A_ROW = 0.02, 2
     real = run.run
     run.run = lambda options: real(options, fake_units)
+    if "FAKE_REPORT" not in os.environ:
+        report.write_report = lambda metrics_path, summary, out: None
     sys.exit(main())

@@ -134,11 +134,17 @@ def test_no_token_is_an_error_not_an_open_door(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("GRPO_API_TOKEN", raising=False)
     config = small_config(tmp_path)
     open_door = config.model_copy(update={"api": config.api.model_copy(update={"token_file": ""})})
-    with pytest.raises(ConfigError, match="api.token_file"):
+    with pytest.raises(ConfigError, match=r"api\.token_file"):
         api_token(open_door)
     monkeypatch.setenv("GRPO_API_TOKEN", "from-environment")
     assert api_token(open_door) == "from-environment"
     assert api_token(config) == "test-token"
+
+
+async def _until_ready(store: Store) -> None:
+    async with asyncio.timeout(10):
+        while [status.phase for status in await store.members(5.0)] != ["ready"]:  # noqa: ASYNC110 (Redis has no event for it)
+            await asyncio.sleep(0.01)
 
 
 async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
@@ -153,9 +159,7 @@ async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
             await service.stopping.wait()
 
         running = asyncio.create_task(service.run(work))
-        async with asyncio.timeout(10):
-            while [status.phase for status in await store.members(5.0)] != ["ready"]:
-                await asyncio.sleep(0.01)
+        await _until_ready(store)
         await store.finish("trained 4 of 4 steps")
         await asyncio.wait_for(running, 10)
     assert await store.members(5.0) == []

@@ -82,7 +82,7 @@ async def test_tasks_that_talk_to_redis_end_when_cancelled(store: Store) -> None
             await store.state()
             await asyncio.sleep(0.002)
 
-    for _ in range(20):
+    for _ in range(8):
         tasks = [asyncio.create_task(talk()) for _ in range(3)]
         await asyncio.sleep(random.random() * 0.01)
         await asyncio.wait_for(end_tasks(tasks), 5.0)

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from services.protocol.config.root import RunConfig
 
 ENV_PREFIX = "GRPO__"
+SOURCE_KINDS = ("jsonl", "parquet", "reasoning_gym")
 
 
 class ConfigError(ValueError):
@@ -103,10 +104,11 @@ def _value(text: str) -> Any:
 
 
 def _explain(fault: Any) -> str:
-    location = [str(part) for part in fault["loc"] if part not in ("jsonl", "parquet", "reasoning_gym")]
+    path = [str(part) for part in fault["loc"]]
+    location = [part for part in path if part not in SOURCE_KINDS]
     key = ".".join(location) or "configuration"
     if fault["type"] == "extra_forbidden":
-        names = _valid_names(location[:-1])
+        names = _valid_names(path[:-1])
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
         return f"{key} = {fault['input']!r} is not a known key; {hint}"
@@ -121,7 +123,9 @@ def _explain(fault: Any) -> str:
 def _valid_names(location: Sequence[str]) -> list[str]:
     models: list[type[BaseModel]] = [RunConfig]
     for part in location:
-        if not part.isdigit():
+        if part in SOURCE_KINDS:  # pydantic names the branch of the union it took
+            models = [model for model in models if part in typing.get_args(model.model_fields["kind"].annotation)]
+        elif not part.isdigit():
             models = [m for model in models if part in model.model_fields for m in _models(model.model_fields[part].annotation)]
     return sorted({name for model in models for name in model.model_fields})
 

@@ -1,0 +1,158 @@
+"""The command line: help, configuration, errors of one line, verbs on a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from services.console.__main__ import main
+from services.console.folder import RunFolder
+from services.console.redis_server import RedisServer
+from services.console.run import start_server
+from services.protocol.config import digest, load_resolved, to_toml
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from tests.console.harness import ROOT
+from tests.harness import small_config
+
+COMMANDS = ["", "run", "status", "audit", "pause", "resume", "stop", "config"]
+HELP_LIMIT_S = 0.5
+
+
+def grpo(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    code = main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_quick(command: str) -> None:
+    """CPU seconds of the process, the best of three: the machine may be busy."""
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-m", "services.console", *command.split(), "--help"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert "Usage: grpo" in done.stdout
+        if spent[-1] < HELP_LIMIT_S:
+            break
+    assert min(spent) < HELP_LIMIT_S
+
+
+def test_help_without_arguments_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = grpo(capsys)
+    assert code == 0
+    assert "130 stopped before its end" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config", "nowhere.toml"], "configuration file nowhere.toml does not exist"),
+        (["run", "nowhere.toml"], "configuration file nowhere.toml does not exist"),
+        (["config", "{file}", "run.stepz=3"], "run.stepz = 3 is not a known key; did you mean 'steps'?"),
+        (["run", "{file}", "sampling.group_size=1"], "sampling.group_size = 1"),
+        (["run"], "Missing argument 'FILE'"),
+        (["rum"], "No such command 'rum'"),
+        (["run", "--fast"], "No such option"),
+        (["config"], "give a configuration file, or --explain"),
+        (["status", "nobody"], "no run 'nobody' here"),
+        (["status", "--redis-url", "redis://127.0.0.1:1/0"], "--redis-url needs the name of the run"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    small_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = grpo(capsys, *(argument.replace("{file}", "run.toml") for argument in arguments))
+    assert code == 2
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_an_unreachable_redis_is_exit_code_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small_config(tmp_path)
+    code, _, errors = grpo(capsys, "run", tmp_path / "run.toml", "--redis-url", "redis://:secret@127.0.0.1:1/0")
+    assert code == 3
+    assert errors.startswith("error: Redis at redis://127.0.0.1:1/0 cannot be reached")
+    assert "secret" not in errors
+    assert errors.count("\n") == 1
+    assert grpo(capsys, "run", tmp_path / "run.toml", "--redis-url", "http://host")[0] == 3
+
+
+def test_a_configuration_is_printed_complete(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = small_config(tmp_path, None, "run.steps=9")
+    code, text, _ = grpo(capsys, "config", tmp_path / "run.toml", "run.steps=9")
+    assert (code, tomllib.loads(text)) == (0, tomllib.loads(to_toml(config)))
+    code, text, _ = grpo(capsys, "config", tmp_path / "run.toml", "run.steps=9", "--json")
+    assert json.loads(text) == config.model_dump(mode="json")
+
+
+def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = grpo(capsys, "config", "--explain")
+    assert code == 0
+    assert "sampling.temperature: float = 1.0\n    Softmax temperature; the trainer divides" in text
+    assert 'replay.sampler: "fifo" = "fifo"' in text
+    assert "model.path: str  (required)" in text
+    keys = json.loads(grpo(capsys, "config", "--explain", "--json")[1])
+    assert all(key["help"] and key["type"] for key in keys)
+    assert {"verifiers[].kind", 'data.source("reasoning_gym").task', "run.name"} <= {key["key"] for key in keys}
+
+
+async def begin(folder: RunFolder, server: RedisServer) -> None:
+    """A run with one pod and one step, as its services would have left it."""
+    config = load_resolved(folder.config)
+    store = await Store.connect(server.url, config.run.name, server.password)
+    await store.create(digest(config), "data", config.run.steps, config.slots)
+    await store.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 10.0)
+    await store.record({"step": 0.0, "reward/train/mean": 0.5})
+    await store.close()
+
+
+def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own server is down; each command wakes it for a moment, and what was wished stays."""
+    import asyncio
+
+    monkeypatch.chdir(tmp_path)
+    config = small_config(tmp_path, None, 'run.dir="runs"')
+    folder = RunFolder.of(config)
+    folder.write(config)
+    server = start_server(folder, "everysec")
+    asyncio.run(begin(folder, server))
+    server.stop()
+
+    code, text, errors = grpo(capsys, "status")
+    assert (code, errors) == (0, "")
+    for expected in ("small", "0/4 steps", "going on", "step 1/4", "reward 0.500", "trainer-0", "training"):
+        assert expected in text
+    assert "generator paused" in " ".join(
+        grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")[1].split()
+    )
+    state = json.loads(grpo(capsys, "status", folder.path, "--json")[1])["state"]
+    assert state["paused"] == {"generator": "maintenance"}
+    assert grpo(capsys, "resume", "small")[0] == 0
+    assert grpo(capsys, "pause", "small", "--role", "king")[0] == 2
+    assert grpo(capsys, "stop", "small", "--why", "enough")[0] == 0
+    status = json.loads(grpo(capsys, "status", "small", "--json")[1])
+    assert (status["state"]["paused"], status["state"]["stopping"]) == ({}, "enough")
+    assert (status["pods"][0]["name"], status["last_step"]["step"]) == ("trainer-0", 0.0)
+    assert status["pods"][0]["age_s"] >= 0
+    code, text, _ = grpo(capsys, "audit", "small", "--json")
+    assert (code, json.loads(text)["lost"]) == (0, 0)
+    assert "issued" in grpo(capsys, "audit", "small")[1]

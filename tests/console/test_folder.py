@@ -1,0 +1,84 @@
+"""The run folder: whose it is, what may be deleted, who holds it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.console.errors import ConsoleError
+from services.console.folder import RunFolder, resolve, split_password
+from services.console.lock import FolderLock, InUse
+from services.protocol.config import digest, load_resolved
+from tests.console.harness import ROOT
+from tests.harness import small_config
+
+
+def test_a_resolved_configuration_is_the_same_run(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    resolved = resolve(config, folder, "redis://127.0.0.1:1/0", "/secret")
+    folder.write(resolved)
+    assert load_resolved(folder.config) == resolved
+    assert folder.check(resolve(config, folder, "redis://elsewhere:2/0"))
+    assert digest(resolved) == digest(resolve(config, folder))
+    open_door = config.model_copy(update={"api": config.api.model_copy(update={"token_file": ""})})
+    assert resolve(open_door, folder).api.token_file == str(folder.token.resolve())
+    assert stat.S_IMODE(folder.token.stat().st_mode) == 0o600
+
+
+def test_another_run_of_the_name_is_refused_with_what_differs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    folder.write(resolve(config, folder))
+    other = resolve(small_config(tmp_path, None, "sampling.group_size=8", "run.seed=3"), folder)
+    with pytest.raises(ConsoleError, match=r"run.seed is 0 there, 3 here; sampling.group_size is 4 there, 8 here.*--fresh"):
+        folder.check(other)
+    folder.config.write_text("[run]\nsteps = 'many'\n")
+    with pytest.raises(ConsoleError, match=r"cannot read.*--fresh"):
+        folder.check(other)
+
+
+def test_only_a_run_is_deleted(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    folder.path.mkdir(parents=True)
+    (folder.path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConsoleError, match=r"thesis\.tex"):
+        folder.clear()
+    folder.write(resolve(config, folder))
+    (folder.path / "elsewhere").symlink_to(tmp_path)
+    (folder.path / "lock").touch()
+    folder.clear()
+    assert [entry.name for entry in folder.path.iterdir()] == ["lock"]
+    assert (tmp_path / "run.toml").exists(), "a link was followed"
+
+
+def test_passwords_leave_addresses() -> None:
+    assert split_password("redis://:s%40fe@host:1/2") == ("redis://host:1/2", "s@fe")
+    assert split_password("rediss://me:safe@host:1/2") == ("rediss://me@host:1/2", "safe")
+    assert split_password("redis://host:1") == ("redis://host:1", "")
+    assert split_password("") == ("", "")
+
+
+def test_a_folder_has_one_holder_and_a_child_holds_it_too(tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock:
+        taker = (
+            "import sys; from pathlib import Path; from services.console.lock import *\nwith FolderLock(Path(sys.argv[1])): pass"
+        )
+        refused = subprocess.run(
+            [sys.executable, "-c", taker, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        assert f"InUse: {tmp_path} is in use by process {os.getpid()}" in refused.stderr
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
+        (tmp_path / "lock").write_text("99999999\n")  # as if the console had died
+    with pytest.raises(InUse, match=rf"services of process 99999999, which has died: process {child.pid}"), FolderLock(tmp_path):
+        pass
+    child.kill()
+    child.wait()
+    with FolderLock(tmp_path):
+        pass
