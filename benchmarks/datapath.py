@@ -5,8 +5,10 @@
 One repetition takes `--groups` groups of 40 KB through the store's own calls, as the services make them: issue, claim, submit
 (each group by itself, `CONCURRENT` under way at a time), read and settle headers, plan and prepare steps, fetch and decode
 each payload, commit, publish. The raw side writes and reads the same bytes by pipelines of the same client library on the
-same server, with as many groups in a request and as many requests under way. Both run in one process and take turns.
-`ratio` is the median of the pairwise ratios, the goal is 0.5; `dataprep_us_per_group` is the CPU time of the dataprep side.
+same server, with as many groups in a request and as many requests under way. Both run in one process and take turns; what
+in a run are three services are three concurrent tasks here.
+`ratio` is the median of the pairwise ratios, the goal is 0.5; `dataprep_us_per_group` is the CPU time of the dataprep side,
+taken where the three stand one after another.
 The last line is one JSON object.
 """
 
@@ -47,7 +49,7 @@ ISSUE_BATCH, SETTLE_BATCH = 128, 256  # as in services/dataprep/loop.py
 
 @dataclass(frozen=True)
 class Times:
-    """Of one repetition: wall seconds, and CPU seconds of this process for the dataprep side."""
+    """Of one repetition: wall seconds, and CPU seconds of this process for the dataprep side where that stood alone."""
 
     wall_s: float
     dataprep_s: float
@@ -85,15 +87,16 @@ def make_header(claim: Claim, payload: bytes) -> Header:
 
 
 class Ours:
-    """One run on the way from tickets to commits; `dataprep_s` adds up the CPU seconds of the dataprep side."""
+    """One run on the way from tickets to commits."""
 
     def __init__(self, store: Store, payloads: Sequence[bytes], groups: int, prompts_per_step: int) -> None:
         self.store, self.payloads, self.groups, self.prompts_per_step = store, payloads, groups, prompts_per_step
         self.tickets = make_tickets(groups)
-        self.dataprep_s = 0.0
+        self.headers, self.steps = asyncio.Event(), asyncio.Event()  # what the bell does between processes
+        self.prepared, self.published = -1, 0
 
-    async def run(self) -> Times:
-        """A whole repetition on a fresh run."""
+    async def run(self, together: bool) -> Times:
+        """A whole repetition on a fresh run, its three sides at work together or one after another."""
         store = self.store
         await store.create("benchmark", "benchmark", self.groups // self.prompts_per_step, self.groups)
         fence, trainer = await store.lead("benchmark", 600), await store.attach_trainer()
@@ -102,15 +105,21 @@ class Ours:
         started = time.perf_counter()
         for start in range(0, self.groups, ISSUE_BATCH):
             await store.issue(fence, start, self.tickets[start : start + ISSUE_BATCH])
-        await self._generate()
-        await self._prepare(fence)
-        await self._train(trainer)
+        sides, dataprep_s = (self._generate(), self._prepare(fence), self._train(trainer)), 0.0
+        if together:
+            await asyncio.gather(*sides)
+        else:
+            for side in sides:
+                cpu = time.process_time()
+                await side
+                if side is sides[1]:
+                    dataprep_s = time.process_time() - cpu
         wall_s = time.perf_counter() - started
         report = await audit(store)
         assert report.ok, report.messages
         assert report.outcomes["trained"] == self.groups
         await store.delete_run()
-        return Times(wall_s, self.dataprep_s)
+        return Times(wall_s, dataprep_s)
 
     async def _generate(self) -> None:
         """Like a busy generator: claim what there is room for, submit each group as it is done."""
@@ -120,19 +129,26 @@ class Ours:
             payload = self.payloads[claim.fence % len(self.payloads)]
             assert await self.store.submit("generator-0", claim, make_header(claim, payload), payload, TTL_S)
             room.release()
+            self.headers.set()
 
         async with asyncio.TaskGroup() as tasks:
-            while claims := (await self.store.claim("generator-0", 0, LEASE_S, CONCURRENT))[1]:
+            claimed = 0
+            while claimed < self.groups:  # none come while a publication is on its way
+                _, claims = await self.store.claim("generator-0", self.published, LEASE_S, CONCURRENT)
+                claimed += len(claims)
                 for claim in claims:
                     await room.acquire()
                     tasks.create_task(finish(claim))
 
     async def _prepare(self, fence: int) -> None:
         """What dataprep does with the headers, by its own pure parts."""
-        cpu = time.process_time()
         table, step = Table([], 1), 0
         rules, layout = admission.Rules(self.prompts_per_step, 10**6), Layout(2, ROW_TOKENS)
-        while items := await self.store.read_headers(fence, SETTLE_BATCH):
+        while step < self.groups // self.prompts_per_step:
+            self.headers.clear()
+            if not (items := await self.store.read_headers(fence, SETTLE_BATCH)):
+                await self.headers.wait()
+                continue
             settlements = [Settlement(item, "insert", item.header.seq, min(item.header.oldest)) for item in items if item.header]
             await self.store.settle(fence, settlements, 10**6)
             for item in items:
@@ -152,12 +168,16 @@ class Ours:
                 plan, ranks = plan_step(step, planned, layout, record)
                 await self.store.prepare(fence, plan, ranks, decision.stale, 1)
                 table.draw(decision.groups)
+                self.prepared = step
+                self.steps.set()
                 step += 1
-        self.dataprep_s = time.process_time() - cpu
 
     async def _train(self, fence: int) -> None:
         """Like two trainer ranks: each reads its plan and fetches its payloads; rank 0 commits and publishes."""
         for step in range(self.groups // self.prompts_per_step):
+            while self.prepared < step:
+                self.steps.clear()
+                await self.steps.wait()
             fetched: set[str] = set()
             for rank in range(2):
                 rows = (await self.store.rank_plan(step, rank)).rows
@@ -167,6 +187,7 @@ class Ours:
             assert len(fetched) == self.prompts_per_step
             await self.store.commit(fence, step)
             await self.store.publish(fence, step + 1)
+            self.published = step + 1
 
 
 async def raw(store: Store, payloads: Sequence[bytes], groups: int) -> float:
@@ -210,15 +231,16 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         store = await Store.connect(server.url, "datapath", server.password)
         for repeat in range(options.repeats + 1):
             raw_s = await raw(store, payloads, options.groups)
-            times = await Ours(store, payloads, options.groups, options.prompts_per_step).run()
+            times = await Ours(store, payloads, options.groups, options.prompts_per_step).run(together=True)
             raw_s = (raw_s + await raw(store, payloads, options.groups)) / 2  # before and after: the machine's drift cancels
+            apart = await Ours(store, payloads, options.groups, options.prompts_per_step).run(together=False)
             if repeat == 0:
                 continue  # the first fills caches and memory
             samples["ratio"].append(raw_s / times.wall_s)
             samples["groups_per_s"].append(options.groups / times.wall_s)
             samples["mb_per_s"].append(options.groups * size_mb / times.wall_s)
             samples["raw_groups_per_s"].append(options.groups / raw_s)
-            samples["dataprep_us_per_group"].append(times.dataprep_s / options.groups * 1e6)
+            samples["dataprep_us_per_group"].append(apart.dataprep_s / options.groups * 1e6)
             if not options.json:
                 print(f"ours {samples['groups_per_s'][-1]:8.0f} groups/s   raw {samples['raw_groups_per_s'][-1]:8.0f} groups/s")
         await store.close()

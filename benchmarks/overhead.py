@@ -33,7 +33,6 @@ from services.protocol.messages import Ticket
 from services.runtime.loops import Loop
 from services.runtime.service import open_service
 
-
 CONCURRENT_GROUPS = 48  # with 8 completions each three times what the demo's engine runs at once: it is never short of work
 
 
@@ -141,7 +140,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
 
 def main() -> int:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
     parser.add_argument("--config", default="examples/arithmetic/config.toml", help="run whose prompts and model are used")
     parser.add_argument("--groups", type=int, default=384, help="tickets a repetition")

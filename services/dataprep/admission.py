@@ -15,7 +15,7 @@ published.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +31,10 @@ class Ready:
     """Oldest policy version that sampled one of its tokens."""
 
 
+SAMPLERS: dict[str, Callable[[Ready], float]] = {"fifo": lambda group: group.seq}
+"""By name of the sampler: the groups with the smallest values are drawn."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """The part of the configuration that admission depends on."""
@@ -39,6 +43,7 @@ class Rules:
     max_staleness: int
     overtake: Literal["wait", "drop"] = "wait"
     overtake_deadline_s: float = 600.0
+    sampler: str = "fifo"
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,10 @@ def decide(ready: Iterable[Ready], oldest_outstanding: int | None, step: int, ru
             stale.append(group.group)
         else:
             fresh.append(group)
-    chosen = heapq.nsmallest(rules.prompts_per_step, fresh, key=lambda group: group.seq)
+    chosen = heapq.nsmallest(rules.prompts_per_step, fresh, key=SAMPLERS[rules.sampler])
     if len(chosen) < rules.prompts_per_step:
         return Wait("groups", tuple(stale), None)
-    behind = oldest_outstanding is not None and oldest_outstanding < chosen[-1].seq
+    behind = oldest_outstanding is not None and oldest_outstanding < max(group.seq for group in chosen)
     if behind and rules.overtake == "wait" and waited_s < rules.overtake_deadline_s:
         return Wait("older_ticket", tuple(stale), rules.overtake_deadline_s - waited_s)
     return Prepare(tuple(group.group for group in chosen), tuple(stale), behind)

@@ -44,7 +44,7 @@ class DataprepLoop:
         self.order = PromptOrder(len(source), self.config.run.seed, self.config.data.shuffle)
         self.rules = admission.Rules(
             self.config.admission.prompts_per_step, self.config.admission.max_staleness,
-            self.config.admission.overtake, self.config.admission.overtake_deadline_s,
+            self.config.admission.overtake, self.config.admission.overtake_deadline_s, self.config.replay.sampler,
         )  # fmt: skip
         self.layout = Layout(
             self.config.trainer.ranks, self.config.trainer.row_tokens, self.config.trainer.mini_batches,
@@ -114,7 +114,7 @@ class DataprepLoop:
         if not items:
             return 0
         settlements = [settle(item, state.prepared_step + 1, self.config) for item in items]
-        await self.store.settle(fence, settlements, self.config.replay.capacity)
+        await self.store.settle(fence, settlements, self.config.replay.capacity, self.config.replay.remover)
         for settlement in settlements:
             header = settlement.item.header
             self.metrics.settled.labels(settlement.action.partition(":")[0]).inc()

@@ -42,7 +42,7 @@ def read_rows(source: FileSource | ReasoningGymSource) -> Iterator[Row]:
 
 
 def _file_rows(source: FileSource) -> Iterator[Row]:
-    pattern = _answer_pattern(source.answer_pattern)
+    pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     path = Path(source.path)
     if not path.is_file():
         raise DataError(f"data.source.path = {source.path!r} is not a file (looked at {path.absolute()}): correct the path")
@@ -119,18 +119,6 @@ def _answer(value: Any, name: str, where: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
     raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}")
-
-
-def _answer_pattern(pattern: str) -> re.Pattern[str] | None:
-    if not pattern:
-        return None
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise DataError(f"data.source.answer_pattern = {pattern!r} is not a regular expression: {error}") from None
-    if compiled.groups < 1:
-        raise DataError(f"data.source.answer_pattern = {pattern!r} has no group: put the answer in parentheses")
-    return compiled
 
 
 def _reasoning_gym(source: ReasoningGymSource) -> Iterator[Row]:

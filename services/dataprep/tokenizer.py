@@ -129,7 +129,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 class GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's text for training on chats; here it is just text."""
 
-    tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
+    tags = {"generation"}
 
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         """The nodes between the tags."""

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 
-from services.runtime.loops import Loop
+from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Arguments, main, open_service
 
 LOOP_LIMIT_S = 60.0
@@ -15,9 +15,10 @@ LOOP_LIMIT_S = 60.0
 async def generate(given: Arguments) -> None:
     """The whole life of the pod."""
     from services.generator.api import add_routes
-    from services.generator.engine import make_engine
+    from services.generator.engine import EngineDead, make_engine
     from services.generator.loop import RolloutLoop
     from services.generator.metrics import GeneratorMetrics
+    from services.generator.rewards.base import VerifierFailure
     from services.generator.rewards.pool import VerifierPool
     from services.generator.tokenizer import load_tokenizer
     from services.generator.weights import WeightFollower
@@ -35,8 +36,13 @@ async def generate(given: Arguments) -> None:
         async def work(loop: Loop) -> None:
             service.say(phase="loading")
             loop.limit_s = float("inf")  # loading takes as long as it takes
-            await verifiers.start()
-            await engine.start(config)
+            try:
+                await verifiers.start()
+                await engine.start(config)
+            except VerifierFailure as error:
+                raise Fatal(f"verifiers cannot be started: {error}") from None
+            except EngineDead as error:
+                raise Broken(str(error)) from None
             await service.view.created()
             loop.limit_s = LOOP_LIMIT_S
             service.say(phase="unsynced", world=engine.world)

@@ -23,7 +23,7 @@ from services.generator.rewards.pool import VerifierPool
 from services.generator.rollout import make_header, pack_partial, pack_payload, unpack_partial
 from services.protocol.messages import Ticket
 from services.protocol.store import Claim
-from services.runtime.loops import Fatal, Loop
+from services.runtime.loops import Broken, Loop, end_tasks
 from services.runtime.service import Service
 
 log = structlog.get_logger()
@@ -84,7 +84,7 @@ class RolloutLoop:
         while not (self.service.stopping.is_set() or self.draining.is_set()):
             loop.progress()
             if self._fault is not None:
-                raise Fatal(str(self._fault))
+                raise Broken(str(self._fault))
             claimed = await self._claim()
             if not claimed:
                 await self.bell.wait("tickets", "version", "control", "room", timeout=IDLE_S)
@@ -253,7 +253,6 @@ class RolloutLoop:
 
     async def _cancel(self, rollout: Rollout) -> None:
         if rollout.task is not None:
-            rollout.task.cancel()
-            await asyncio.gather(rollout.task, return_exceptions=True)
+            await end_tasks([rollout.task])
         if self.rollouts.get(rollout.claim.entry) is rollout:
             del self.rollouts[rollout.claim.entry]

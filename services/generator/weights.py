@@ -11,7 +11,7 @@ import structlog
 
 from services.generator.engine import Engine, EngineDead, TransferFailed
 from services.protocol.messages import Round
-from services.runtime.loops import Fatal, Loop
+from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
 
 log = structlog.get_logger()
@@ -66,7 +66,7 @@ class WeightFollower:
                 case phase:
                     raise Fatal(f"unknown round phase {phase!r}: trainer and generator are of different versions")
         except EngineDead as error:
-            raise Fatal(str(error)) from None
+            raise Broken(str(error)) from None
         except TransferFailed as error:
             log.warning("round failed here", attempt=current.attempt, phase=current.phase, error=str(error))
             self._joined_epoch = 0

@@ -238,12 +238,12 @@ class Store:
         reply = await self._call("read_headers", fence, count)
         return [read_header(reply[i], reply[i + 1]) for i in range(0, len(reply), 2)]
 
-    async def settle(self, fence: int, settlements: Sequence[Settlement], capacity: int) -> int:
-        """Settle headers in one go. Those settled before are passed over; returns how many were not."""
+    async def settle(self, fence: int, settlements: Sequence[Settlement], capacity: int, remover: str = "fifo") -> int:
+        """Settle headers in one go; `remover` makes room in a full table. Returns how many were not settled before."""
         args: list[Any] = []
         for s in settlements:
             args += (s.item.entry, s.item.ticket, s.item.payload, s.action, s.seq, s.oldest, s.item.body)
-        return int(await self._call("settle", fence, capacity, *args))
+        return int(await self._call("settle", fence, capacity, remover, *args))
 
     async def sweep(self, fence: int, groups: Sequence[str]) -> int:
         """Drop groups of the table that have become stale. Returns how many were still there."""

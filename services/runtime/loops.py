@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -20,13 +20,18 @@ from services.protocol.errors import DifferentRun
 log = structlog.get_logger()
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+CANCEL_AGAIN_S = 0.5
 
 
 class Fatal(Exception):
     """The process cannot do its work and a restart would not help; the message says why and what to do."""
 
 
-FATAL = (Fatal, ConfigError, DifferentRun)
+class Broken(Exception):
+    """The process cannot go on, but a new one can take its place."""
+
+
+FATAL = (Fatal, Broken, ConfigError, DifferentRun)
 
 
 @dataclass
@@ -71,3 +76,18 @@ class Loop:
                 self.progress()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait until they are done, asking again.
+
+    Before Python 3.12 `asyncio.wait_for` forgets a cancellation that comes as its result does, and redis-py sends with it.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # seen; whoever awaits the task gets it too

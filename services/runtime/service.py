@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from services.protocol.config import ConfigError, RunConfig, load_resolved
+from services.protocol.config import RunConfig, load_resolved
 from services.protocol.errors import DifferentRun, StoreError
 from services.protocol.messages import PodStatus
 from services.protocol.store import Store
@@ -29,14 +29,13 @@ from services.runtime import logs
 from services.runtime.api import serve
 from services.runtime.auth import api_token, redis_password
 from services.runtime.bell import Bell
-from services.runtime.loops import FATAL, Loop
+from services.runtime.loops import FATAL, Broken, Loop, end_tasks
 from services.runtime.view import RunView
 
 log = structlog.get_logger()
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
 LEAVE_LIMIT_S = 3.0
-CANCEL_AGAIN_S = 0.5
 
 
 @dataclass
@@ -120,18 +119,6 @@ class Service:
         await asyncio.Event().wait()
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait until they are done, asking again: a client library may have eaten the first cancellation."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-        for task in done:
-            if not task.cancelled():
-                task.exception()  # seen; the first error was raised already
-
-
 def replace_status(status: PodStatus, **changes: object) -> PodStatus:
     """A copy of a status with some fields changed."""
     fields = {name: getattr(status, name) for name in status.__struct_fields__}
@@ -198,10 +185,9 @@ def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str
 
 
 def report(error: BaseException) -> int:
-    """Print an error a person can act on; the exit code for it."""
+    """Print an error a person can act on; the exit code for it. Only EXIT_FAILED is worth another try."""
     print(f"error: {error}", file=sys.stderr, flush=True)
-    if isinstance(error, ConfigError):
-        return EXIT_CONFIG
-    if isinstance(error, StoreError) and not isinstance(error, DifferentRun):
-        return EXIT_REDIS
-    return EXIT_CONFIG if isinstance(error, DifferentRun) else EXIT_FAILED
+    if isinstance(error, Broken):
+        return EXIT_FAILED
+    redis = isinstance(error, StoreError) and not isinstance(error, DifferentRun)
+    return EXIT_REDIS if redis else EXIT_CONFIG

@@ -64,7 +64,12 @@ def _lead(given: Arguments, portal: Portal) -> None:
     opened: concurrent.futures.Future[Service] = concurrent.futures.Future()
     trained = asyncio.Event()
     hosting = portal.start(_host(given, opened, trained))
-    hosting.add_done_callback(lambda ended: opened.done() or opened.set_exception(ended.exception() or RuntimeError("the service ended")))
+
+    def not_opened(ended: concurrent.futures.Future[None]) -> None:
+        if not opened.done():
+            opened.set_exception(ended.exception() or RuntimeError("the service ended before it was open"))
+
+    hosting.add_done_callback(not_opened)
     service = opened.result()
 
     def stop(_: int, __: FrameType | None) -> None:

@@ -199,8 +199,6 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
             {"source": {"answer_pattern": "#### (.+)"}},
             r":2: data\.source\.answer_pattern",
         ),
-        ([GOOD], {"source": {"answer_pattern": "(open"}}, "is not a regular expression"),
-        ([GOOD], {"source": {"answer_pattern": "####.+"}}, "has no group: put the answer in parentheses"),
         (["", "  "], {}, r"data\.source has no rows"),
         ([GOOD], {"user_template": "What?"}, r"data\.user_template = 'What\?' has no \{prompt\}"),
         (

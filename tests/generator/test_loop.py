@@ -34,7 +34,9 @@ class CountingVerifier:
 
 
 @asynccontextmanager
-async def generator(folder: Path, server: RedisServer, *overrides: str) -> AsyncIterator[tuple[Service, RolloutLoop, ScriptedEngine]]:
+async def generator(
+    folder: Path, server: RedisServer, *overrides: str
+) -> AsyncIterator[tuple[Service, RolloutLoop, ScriptedEngine]]:
     """A pod whose engine holds version 0 of a run that has published it."""
     config = small_config(folder, server, *overrides)
     async with open_service("generator", config, "generator-0") as service:
@@ -160,7 +162,11 @@ async def test_a_broken_verifier_is_retried_then_buried_with_its_reason(tmp_path
 
 @pytest.mark.parametrize(
     ("broken", "reason"),
-    [(ticket(0, prompt=[1] * 60), "exceed model.max_tokens"), (ticket(0, prompt=[999]), "outside 0..127"), (ticket(0, prompt=[]), "empty")],
+    [
+        (ticket(0, prompt=[1] * 60), "exceed model.max_tokens"),
+        (ticket(0, prompt=[999]), "outside 0..127"),
+        (ticket(0, prompt=[]), "empty"),
+    ],
 )
 async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: RedisServer, broken: object, reason: str) -> None:
     async with generator(tmp_path, server) as (service, loop, _):

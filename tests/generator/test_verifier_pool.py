@@ -82,10 +82,10 @@ async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
 
 
 async def test_the_limit_is_one_completion_s_not_the_group_s():
-    # 2^18 steps take some 20 ms; 100 of them take longer than one call may.
+    # 2^18 steps take some 10 to 20 ms; 300 of them take longer than one call may.
     async with running(CATASTROPHE) as pool:
         started = time.monotonic()
-        assert await pool.score(["a" * 18 + "!"] * 100, "") == {"regex": [0.0] * 100}
+        assert await pool.score(["a" * 18 + "!"] * 300, "") == {"regex": [0.0] * 300}
         assert time.monotonic() - started > CATASTROPHE.timeout_s
 
 
@@ -167,8 +167,8 @@ async def test_a_cancelled_group_leaves_no_answer_behind():
 
 
 async def test_settings_that_cannot_work_are_told_at_start():
-    pool = VerifierPool([Verifier(kind="regex", pattern="(open")], 2, SOURCE)
-    with pytest.raises(VerifierFailure, match=r"verifiers.pattern = '\(open' is not a regular expression"):
+    pool = VerifierPool([Verifier(kind="reasoning_gym")], 2, SOURCE)
+    with pytest.raises(VerifierFailure, match=r"needs data.source.kind"):
         await pool.start()
     assert pool.pids == []
 

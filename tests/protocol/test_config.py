@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["trainer.row_tokens=1535"], "trainer.row_tokens = 1535 is shorter than the longest sequence"),
         (["replay.capacity=15"], "replay.capacity = 15 cannot hold a step of admission.prompts_per_step = 16 groups"),
         (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
-        (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise max_staleness"),
+        (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
         (["loss.denominator=constant"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
         (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
         (["fleet.ttl_s=2", "fleet.heartbeat_s=1"], "fleet.ttl_s = 2.0 must be more than twice fleet.heartbeat_s = 1.0"),
@@ -155,6 +155,10 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["trainer.mini_batches=17"], "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16"),
         (["verifiers.0.kind=reasoning_gym"], 'kind "reasoning_gym" scores prompts of data.source.kind = "reasoning_gym"'),
         (["verifiers.0.kind=regex"], 'kind "regex" needs `pattern`'),
+        (["verifiers.0.extract=(open"], "is not a regular expression"),
+        (["verifiers.0.extract=open"], "has no group; put the part that is the answer in parentheses"),
+        (["verifiers.0.pattern=("], "is not a regular expression"),
+        (["data.source.answer_pattern=####.+"], "has no group"),
     ],
 )
 def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path, overrides: list[str], message: str) -> None:

@@ -143,7 +143,7 @@ def test_no_token_is_an_error_not_an_open_door(tmp_path: Path, monkeypatch: pyte
 
 async def _until_ready(store: Store) -> None:
     async with asyncio.timeout(10):
-        while [status.phase for status in await store.members(5.0)] != ["ready"]:  # noqa: ASYNC110 (Redis has no event for it)
+        while [status.phase for status in await store.members(5.0)] != ["ready"]:
             await asyncio.sleep(0.01)
 
 

@@ -11,8 +11,7 @@ import pytest_asyncio
 
 from services.protocol.store import Store
 from services.runtime.bell import Bell
-from services.runtime.loops import Loop
-from services.runtime.service import end_tasks
+from services.runtime.loops import Loop, end_tasks
 from services.runtime.view import RunView
 
 

@@ -11,8 +11,7 @@ from services.protocol.config import ConfigError
 from services.protocol.errors import DifferentRun, StoreError
 from services.protocol.store import Store
 from services.runtime import loops
-from services.runtime.loops import Fatal, Loop
-from services.runtime.service import end_tasks
+from services.runtime.loops import Fatal, Loop, end_tasks
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,12 @@ from services.protocol.config import RunConfig
 from services.protocol.messages import PodStatus, Round
 from services.protocol.store import Store
 from services.runtime.bell import Bell
+from services.runtime.loops import end_tasks
 from services.runtime.portal import Portal
-from services.runtime.service import Service, end_tasks
+from services.runtime.service import Service
 from services.trainer.sync import SyncRounds
 from services.trainer.weights import WeightSender
-from tests.harness import small_config
+from tests.harness import small_config, wait_until
 from tests.scripted import ScriptedEngine
 
 LIMITS = ("sync.join_deadline_s=2", "sync.transfer_deadline_s=3", "sync.host=127.0.0.1", "sync.backend=gloo")
@@ -171,20 +172,10 @@ def test_an_operators_pause_outlasts_a_round(world: World) -> None:
     world.member("a")
     world.portal.call(world.store.pause("generator", "a test"))
 
-    async def paused() -> None:
-        async with asyncio.timeout(5):
-            while world.engines["a"]._go.is_set():
-                await asyncio.sleep(0.01)
-
-    world.portal.call(paused())
+    world.portal.call(wait_until(lambda: not world.engines["a"]._go.is_set()))
     world.rounds.run(0)
     assert world.versions() == {"a": 0}
     assert not world.engines["a"]._go.is_set()
     world.portal.call(world.store.resume("generator"))
 
-    async def resumed() -> None:
-        async with asyncio.timeout(5):
-            await world.engines["a"]._go.wait()
-
-    world.portal.call(resumed())
-
+    world.portal.call(wait_until(world.engines["a"]._go.is_set))

@@ -11,7 +11,7 @@ class ExactVerifier:
     """1 for equal text, else 0."""
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
-        self._extract = Extractor("verifiers.extract", config.extract)
+        self._extract = Extractor(config.extract)
 
     def score(self, completion: str, answer: str) -> float:
         """1.0 or 0.0."""

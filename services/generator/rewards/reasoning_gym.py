@@ -18,7 +18,7 @@ class ReasoningGymVerifier:
     def __init__(self, config: VerifierConfig, source: Source) -> None:
         if not isinstance(source, ReasoningGymSource):
             raise ValueError(f'verifiers: kind "reasoning_gym" needs data.source.kind = "reasoning_gym", not "{source.kind}"')
-        self._extract = Extractor("verifiers.extract", config.extract)
+        self._extract = Extractor(config.extract)
         self._task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
         self._entry = lru_cache(maxsize=8)(decode_entry)
 

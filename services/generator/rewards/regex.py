@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from services.generator.rewards.extract import compile_pattern
 from services.protocol.config.data import Source
 from services.protocol.config.data import Verifier as VerifierConfig
 
@@ -16,7 +15,6 @@ class RegexVerifier:
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
         self._pattern = config.pattern
-        compile_pattern("verifiers.pattern", self._pattern.replace(PLACEHOLDER, "answer"))
 
     def score(self, completion: str, answer: str) -> float:
         """1.0 or 0.0."""

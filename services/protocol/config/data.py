@@ -33,7 +33,7 @@ class FileSource(Section):
     answer_field: str = "answer"
     """Field that holds the gold answer, a string."""
     answer_pattern: str = ""
-    """Regular expression whose first group is the gold answer within the field, e.g. `####\\s*(.+)` for GSM8K; empty: all of it."""
+    """Regular expression whose first group is the answer within the field, e.g. `####\\s*(.+)` for GSM8K; empty: all of it."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -88,7 +88,8 @@ class Verifier(Section):
     timeout_s: float = Field(default=5.0, gt=0)
     """Time limit of one call; past it the worker is killed and the ticket retried."""
     extract: str = ""
-    """`exact` and `reasoning_gym`: regular expression whose first group, in its last match, is the answer within the completion; empty: the whole completion."""
+    """`exact` and `reasoning_gym`: regular expression whose first group, in its last match, is the answer within the
+    completion; empty: the whole completion."""
     pattern: str = ""
     """`regex`: the pattern; `{answer}` stands for the escaped gold answer."""
 

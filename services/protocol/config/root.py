@@ -127,7 +127,8 @@ class RunConfig(Section):
         if self.replay.max_uses > self.admission.max_staleness + 1:
             raise ValueError(
                 f"replay.max_uses = {self.replay.max_uses} cannot be reached: a group is at most admission.max_staleness = "
-                f"{self.admission.max_staleness} steps old; lower replay.max_uses to {self.admission.max_staleness + 1} or raise max_staleness"
+                f"{self.admission.max_staleness} steps old; lower replay.max_uses to {self.admission.max_staleness + 1} "
+                "or raise admission.max_staleness"
             )
         if self.trainer.offload and self.trainer.zero_stage == 0:
             raise ValueError("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one, or trainer.offload = false")
@@ -135,7 +136,8 @@ class RunConfig(Section):
             raise ValueError('loss.denominator = "constant" needs loss.denominator_tokens > 0')
         if self.loss.correction_lower > self.loss.correction_upper:
             raise ValueError(
-                f"loss.correction_lower = {self.loss.correction_lower} exceeds loss.correction_upper = {self.loss.correction_upper}"
+                f"loss.correction_lower = {self.loss.correction_lower} exceeds "
+                f"loss.correction_upper = {self.loss.correction_upper}: swap them"
             )
         if self.fleet.ttl_s <= 2 * self.fleet.heartbeat_s:
             raise ValueError(
@@ -144,12 +146,14 @@ class RunConfig(Section):
             )
         if self.trainer.mini_batches > self.admission.prompts_per_step:
             raise ValueError(
-                f"trainer.mini_batches = {self.trainer.mini_batches} exceeds admission.prompts_per_step = {self.admission.prompts_per_step}"
+                f"trainer.mini_batches = {self.trainer.mini_batches} exceeds admission.prompts_per_step = "
+                f"{self.admission.prompts_per_step}: a mini-batch holds at least one group, lower it"
             )
         scorer = any(v.kind == "reasoning_gym" for v in self.verifiers)
         if scorer and self.data.source.kind != "reasoning_gym":
             raise ValueError(
-                f'verifiers: kind "reasoning_gym" scores prompts of data.source.kind = "reasoning_gym", not "{self.data.source.kind}": '
+                'verifiers: kind "reasoning_gym" scores prompts of data.source.kind = "reasoning_gym", '
+                f'not "{self.data.source.kind}": '
                 'use "math", "exact" or "regex"'
             )
         for verifier in self.verifiers:

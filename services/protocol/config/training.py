@@ -17,7 +17,7 @@ class Admission(Section):
     max_staleness: int = Field(default=1, ge=0)
     """Largest lag, in steps, between the weights that are trained and the oldest that sampled a token. 0: synchronous."""
     overtake: Literal["wait", "drop"] = "wait"
-    """When a step could be filled but an older ticket still generates: `wait` for it, or go on at once, which may drop it as stale."""
+    """When a step could be filled but an older ticket still generates: `wait` for it, or go on, which may drop it as stale."""
     overtake_deadline_s: float = Field(default=600.0, gt=0)
     """`wait` ends after so long."""
 

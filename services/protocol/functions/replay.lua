@@ -1,10 +1,15 @@
 -- Replay: settle finished groups into the table.
 -- reads and writes: run, headers, outstanding, ledger, deadletter, payload:<payload>, group:<group>, replay:*
 
+-- By name of the remover: which group leaves a full table.
+local REMOVERS = {
+  fifo = function(prefix) return redis.call('ZRANGE', prefix .. ':replay:order', 0, 0)[1] end,
+}
+
 -- A table of `size` groups has `capacity` at most afterwards; returns its size.
-local function insert(prefix, group, payload, seq, oldest, header, size, capacity)
+local function insert(prefix, group, payload, seq, oldest, header, size, capacity, remover)
   while size >= capacity do
-    drop_group(prefix, redis.call('ZRANGE', prefix .. ':replay:order', 0, 0)[1], 'evicted')
+    drop_group(prefix, remover(prefix), 'evicted')
     size = size - 1
   end
   redis.call('HSET', prefix .. ':group:' .. group, 'header', header, 'payload', payload, 'seq', seq, 'oldest', oldest, 'uses', 0)
@@ -13,20 +18,22 @@ local function insert(prefix, group, payload, seq, oldest, header, size, capacit
   return size + 1
 end
 
--- args: leader fence, capacity, then of each header: entry, ticket, payload, action, sequence, oldest version, header.
+-- args: leader fence, capacity, remover, then of each header: entry, ticket, payload, action, sequence, oldest version, header.
 -- Actions: `insert`; `failed:<reason>` buries; any other is the outcome to count (`stale`, `filtered:<reason>`).
 -- An entry that was settled before is passed over, which makes a repeated call harmless. Returns how many were settled.
 register('settle', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
+  local remover = REMOVERS[args[3]]
+  if not remover then return redis.error_reply('NOREMOVER there is no remover ' .. args[3]) end
   local capacity, size, settled, outcomes = tonumber(args[2]), redis.call('ZCARD', prefix .. ':replay:order'), {}, {}
-  for i = 3, #args, 7 do
+  for i = 4, #args, 7 do
     local entry, ticket, payload, action = args[i], args[i + 1], args[i + 2], args[i + 3]
     if redis.call('XACK', prefix .. ':headers', 'dataprep', entry) == 1 then
       settled[#settled + 1] = entry
       local known = redis.call('ZREM', prefix .. ':outstanding', ticket) == 1
       if known and action == 'insert' then
-        size = insert(prefix, ticket, payload, args[i + 4], args[i + 5], args[i + 6], size, capacity)
+        size = insert(prefix, ticket, payload, args[i + 4], args[i + 5], args[i + 6], size, capacity, remover)
       else
         if payload ~= '' then redis.call('UNLINK', prefix .. ':payload:' .. payload) end
         local reason = string.match(action, '^failed:(.*)')
