@@ -122,23 +122,25 @@ class Ours:
         return Times(wall_s, dataprep_s)
 
     async def _generate(self) -> None:
-        """Like a busy generator: claim what there is room for, submit each group as it is done."""
-        room = asyncio.Semaphore(CONCURRENT)
+        """Like a busy generator: claim ahead of what is under way, submit each group as it is done."""
+        claimed: asyncio.Queue[Claim] = asyncio.Queue(CONCURRENT)
 
-        async def finish(claim: Claim) -> None:
-            payload = self.payloads[claim.fence % len(self.payloads)]
-            assert await self.store.submit("generator-0", claim, make_header(claim, payload), payload, TTL_S)
-            room.release()
-            self.headers.set()
-
-        async with asyncio.TaskGroup() as tasks:
-            claimed = 0
-            while claimed < self.groups:  # none come while a publication is on its way
+        async def claim() -> None:
+            left = self.groups
+            while left:  # none come while a publication is on its way
                 _, claims = await self.store.claim("generator-0", self.published, LEASE_S, CONCURRENT)
-                claimed += len(claims)
-                for claim in claims:
-                    await room.acquire()
-                    tasks.create_task(finish(claim))
+                left -= len(claims)
+                for one in claims:
+                    await claimed.put(one)
+
+        async def finish(share: int) -> None:
+            for _ in range(share):
+                one = await claimed.get()
+                payload = self.payloads[one.fence % len(self.payloads)]
+                assert await self.store.submit("generator-0", one, make_header(one, payload), payload, TTL_S)
+                self.headers.set()
+
+        await asyncio.gather(claim(), *(finish(len(range(i, self.groups, CONCURRENT))) for i in range(CONCURRENT)))
 
     async def _prepare(self, fence: int) -> None:
         """What dataprep does with the headers, by its own pure parts."""
