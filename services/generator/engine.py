@@ -129,13 +129,13 @@ class Engine(Protocol):
         ...
 
 
+ENGINES = {"vllm": "services.generator.vllm_engine:VllmEngine"}
+"""Engines with a name of their own; any other is named by its place."""
+
+
 def make_engine(config: RunConfig) -> Engine:
     """The engine that `generator.engine` names, not started."""
-    if config.generator.engine == "vllm":
-        from services.generator.vllm_engine import VllmEngine
-
-        return VllmEngine()
-    module, _, name = config.generator.engine.partition(":")
+    module, _, name = ENGINES.get(config.generator.engine, config.generator.engine).partition(":")
     try:
         return getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, ValueError) as error:

@@ -387,5 +387,11 @@ class Store:
 
     async def delete_run(self) -> None:
         """Delete every key of the run."""
-        async for key in self.client.scan_iter(match=f"{self.keys.prefix.replace('{', '[{]').replace('}', '[}]')}:*", count=1000):
-            await self.client.unlink(key)
+        pattern = f"{self.keys.prefix.replace('{', '[{]').replace('}', '[}]')}:*"
+        cursor = 0
+        while True:
+            cursor, found = await self._ask(self.client.scan(cursor, match=pattern, count=1000))
+            if found:
+                await self._send(("UNLINK", *found))
+            if cursor == 0:
+                return
