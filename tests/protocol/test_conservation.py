@@ -37,7 +37,7 @@ class Walk:
         self.trainers: list[int] = []
         self.operations = [
             *[self.issue] * 3, *[self.claim] * 4, *[self.submit] * 8, *[self.settle] * 4, *[self.prepare] * 3, *[self.commit] * 3,
-            *[self.publish] * 3, self.renew, self.release, self.fail, self.save_partial, self.corrupt, self.pause,
+            *[self.publish] * 3, self.sweep, self.renew, self.release, self.fail, self.save_partial, self.corrupt, self.pause,
             self.checkpoint, self.change_leader, self.change_trainer,
         ]  # fmt: skip
 
@@ -134,6 +134,12 @@ class Walk:
         if drawn:
             for _ in self.twice():
                 await self.store.prepare(fence, *flow.plan(step, drawn), stale, self.max_uses)
+
+    async def sweep(self) -> None:
+        table = [group.group for group in await self.store.oldest_groups(CAPACITY)]
+        fence = self.fence(self.leaders)
+        for _ in self.twice():
+            await self.store.sweep(fence, [name for name in table if name.endswith("3")])
 
     async def commit(self) -> None:
         step = (await self.state()).committed_step + self.random.choice([0, 1, 1, 1, 2])

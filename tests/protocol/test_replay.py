@@ -131,3 +131,19 @@ async def test_a_superseded_leader_neither_reads_nor_settles(any_store: Store) -
     with pytest.raises(Fenced):
         await any_store.read_headers(team.leader, 1)
     assert [item.entry for item in await any_store.read_headers(new, 1)] == [items[0].entry], "its successor finds the header"
+
+
+async def test_swept_groups_are_stale_once(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    assert await any_store.sweep(team.leader, ["0-0", "0-2", "0-9"]) == 2
+    assert await any_store.sweep(team.leader, ["0-0", "0-2"]) == 0, "as after a lost reply"
+    assert await any_store.sweep(team.leader, []) == 0
+    assert await counts(any_store) == {
+        "buffered": 1, "slots_used": 1, "ledger:issued": 3, "ledger:stale": 2, "ledger:syncs": 1,
+    }  # fmt: skip
+    assert await stored(any_store) == 1
+    await any_store.step_down("leader-0:boot")
+    assert await any_store.lead("leader-1:boot", 60.0)
+    with pytest.raises(Fenced):
+        await any_store.sweep(team.leader, ["0-1"])

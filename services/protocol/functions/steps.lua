@@ -26,18 +26,19 @@ register('prepare', function(prefix, args)
     end
   end
   for _, group in ipairs(stale) do drop_group(prefix, group, 'stale') end
+  local departed = redis.call('LRANGE', prefix .. ':departed', 0, -1)
   for _, group in ipairs(groups) do
     local uses = redis.call('HINCRBY', prefix .. ':group:' .. group, 'uses', 1)
     if uses == 1 then fresh[#fresh + 1] = group end
     if uses >= max_uses then
       leave_table(prefix, group)
-      redis.call('RPUSH', prefix .. ':departed', group)
+      departed[#departed + 1] = group
     else
       redis.call('SADD', prefix .. ':replay:used', group)
     end
   end
   redis.call('HSET', key, 'plan', args[6], 'groups', args[5], 'fresh', table.concat(fresh, ' '), 'departed',
-    table.concat(redis.call('LRANGE', prefix .. ':departed', 0, -1), ' '))
+    table.concat(departed, ' '))
   for i = 7, #args do redis.call('HSET', key, 'rank:' .. (i - 7), args[i]) end
   redis.call('DEL', prefix .. ':departed')
   redis.call('HSET', prefix .. ':run', 'prepared_step', step)
