@@ -170,11 +170,12 @@ class SyncRounds:
         return self._call(self.store.round())[1]
 
     def _collect(self, current: Round, limit_s: float) -> set[str]:
-        """Members that acknowledge a phase before its deadline; a reported failure is an answer too."""
+        """Members that acknowledge a phase before its deadline. A reported failure is an answer; who is gone is not awaited."""
         deadline = time.monotonic() + limit_s
         while True:
             done, failed = answered(self._acks(), current.members, current.phase)
-            if done | failed == set(current.members) or time.monotonic() > deadline:
+            awaited = (set(current.members) - done - failed) & set(self._live())
+            if not awaited or time.monotonic() > deadline:
                 return done
             self._wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
 

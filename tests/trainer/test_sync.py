@@ -124,6 +124,15 @@ def test_a_member_that_never_answers_is_left_out_within_its_deadline(world: Worl
     assert report.total_s < 2 * (2 + 3)
 
 
+def test_a_member_that_is_gone_is_not_awaited(world: World) -> None:
+    alive, gone = world.member("a"), world.member("b", follows=False)
+    world.portal.call(world.store.beat(PodStatus("generator", "b", "next-boot", "here", 2, "", "loading", -1, 0, {}), 60))
+    report = world.rounds.run(0)
+    assert report.members == (alive,)
+    assert gone not in report.members
+    assert report.total_s < world.config.sync.join_deadline_s
+
+
 class Breaking(ScriptedEngine):
     """Fails once in the phase it is told to."""
 

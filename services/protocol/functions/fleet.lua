@@ -4,10 +4,24 @@
 --                   fleet:status hash  member -> PodStatus
 --                   sync         hash  attempt; round; ack:<member> -> "<stage> <detail>"
 
--- args: member, status, ttl ms. Renews a heartbeat; members silent for ten ttl are forgotten.
+-- Members of the pod `name` are gone once a new process of it is there, however fresh their heartbeat.
+local function forget_former(prefix, name)
+  for _, member in ipairs(redis.call('ZRANGE', prefix .. ':fleet', 0, -1)) do
+    if string.match(member, '^(.*):') == name then
+      redis.call('ZREM', prefix .. ':fleet', member)
+      redis.call('HDEL', prefix .. ':fleet:status', member)
+    end
+  end
+end
+
+-- args: member (`<pod>:<boot>`), status, ttl ms. Renews a heartbeat; a pod's former process and members silent for ten ttl are
+-- forgotten.
 register('beat', function(prefix, args)
   local now = now_ms()
-  if redis.call('HEXISTS', prefix .. ':fleet:status', args[1]) == 0 then ring(prefix, 'fleet') end
+  if redis.call('HEXISTS', prefix .. ':fleet:status', args[1]) == 0 then
+    forget_former(prefix, string.match(args[1], '^(.*):'))
+    ring(prefix, 'fleet')
+  end
   redis.call('ZADD', prefix .. ':fleet', now, args[1])
   redis.call('HSET', prefix .. ':fleet:status', args[1], args[2])
   for _, gone in ipairs(redis.call('ZRANGE', prefix .. ':fleet', '-inf', now - 10 * tonumber(args[3]), 'BYSCORE')) do
