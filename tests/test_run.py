@@ -114,19 +114,19 @@ def test_a_run_ends_by_itself_with_everything_accounted_for(folder: Path, undist
         assert (folder / "calm" / name).stat().st_size > 0
 
 
-@pytest.mark.parametrize("pod", ["generator-0", "trainer-0", "dataprep-0"])
-def test_a_pod_killed_in_mid_run_changes_nothing(folder: Path, undisturbed: str, pod: str) -> None:
-    name = f"killed-{pod}"
-    process = start(write_run(folder, name))
-    wait_for(lambda: steps_done(folder, name) >= 2, process)
-    victims = pids_of(folder, name, pod)
-    assert victims
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:
+    process = start(write_run(folder, "killed"))
+    for step, pod in ((1, "dataprep-0"), (3, "generator-0"), (5, "trainer-0")):
+        wait_for(lambda step=step: steps_done(folder, "killed") >= step, process)
+        victims = pids_of(folder, "killed", pod)
+        assert victims
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
     finish(process)
-    check_whole(folder, name)
-    assert sum(summary(folder, name)["restarts"].values()) >= 1  # type: ignore[attr-defined]
-    assert weights(folder, name) == undisturbed
+    check_whole(folder, "killed")
+    restarts = summary(folder, "killed")["restarts"]
+    assert [restarts[name] for name in ("dataprep-0", "generator-0", "generator-1", "trainer")] == [1, 1, 0, 1]  # type: ignore[index]
+    assert weights(folder, "killed") == undisturbed
 
 
 def test_a_run_interrupted_by_ctrl_c_is_continued_by_the_same_command(folder: Path, undisturbed: str) -> None:

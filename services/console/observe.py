@@ -13,6 +13,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
 from services.protocol.store import RunState, Store
 
@@ -66,7 +67,7 @@ class Observer:
                 state = await self.store.state()
                 members = await fleet(self.store, self._ttl_s)
                 entries = await self.store.metrics(self._after, BATCH)
-        except (RedisError, OSError, TimeoutError) as error:
+        except (StoreError, RedisError, OSError, TimeoutError) as error:
             self.fault = str(error) or "no answer"
             return None
         self.fault = ""

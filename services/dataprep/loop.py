@@ -8,6 +8,7 @@ buried), the trainer (`version`, `slots`), operators (`control`), the end of ano
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 
@@ -21,7 +22,7 @@ from services.dataprep.planning import Layout, PlanGroup, plan_step
 from services.dataprep.prompts import PromptSource
 from services.dataprep.settling import settle
 from services.dataprep.table import Table
-from services.protocol.errors import Fenced, OutOfOrder
+from services.protocol.errors import Fenced, OutOfOrder, StoreError
 from services.protocol.messages import RankPlan, StepPlan, Ticket
 from services.protocol.store import RunState
 from services.runtime.loops import Loop
@@ -73,7 +74,8 @@ class DataprepLoop:
                     continue
                 await self._lead(loop, fence)
         finally:
-            await self.store.step_down(candidate)
+            with contextlib.suppress(StoreError):  # a pod must be able to go without Redis: its lease runs out
+                await self.store.step_down(candidate)
 
     async def _lead(self, loop: Loop, fence: int) -> None:
         """Act as the leader until told to stop or fenced off."""

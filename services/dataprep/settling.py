@@ -33,8 +33,10 @@ def _fault(header: Header, config: RunConfig) -> str:
             return f"header has {len(column)} {name}, sampling.group_size is {n}"
     if not all(map(math.isfinite, header.rewards)):
         return f"rewards are not finite: {header.rewards}"
-    if min(header.lengths) < 1 or max(header.lengths) > config.sampling.max_tokens or header.prompt_tokens < 1:
+    if min(header.lengths) < 1 or max(header.lengths) > config.sampling.max_tokens:
         return f"lengths {header.lengths} are outside 1..{config.sampling.max_tokens}"
+    if not 1 <= header.prompt_tokens <= config.data.max_prompt_tokens:
+        return f"prompt of {header.prompt_tokens} tokens is outside 1..{config.data.max_prompt_tokens}"
     if min(header.oldest) < 0 or any(new < old for old, new in zip(header.oldest, header.newest, strict=True)):
         return f"policy versions {header.oldest}..{header.newest} cannot be"
     return ""

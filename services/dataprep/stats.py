@@ -63,5 +63,6 @@ def _of_headers(headers: Sequence[Header], scope: str) -> dict[str, float]:
         **{
             f"reward/{scope}/{verifier}": float(np.mean([np.mean(header.scores[verifier]) for header in headers]))
             for verifier in headers[0].scores
+            if all(verifier in header.scores for header in headers)  # a generator says which it has
         },
     }

@@ -43,16 +43,17 @@ async def generate(given: Arguments) -> None:
                 raise Fatal(f"verifiers cannot be started: {error}") from None
             except EngineDead as error:
                 raise Broken(str(error)) from None
-            await service.view.created()
-            loop.limit_s = LOOP_LIMIT_S
+            if not await service.created():
+                return
+            loop.limit_s = LOOP_LIMIT_S + config.generator.drain_s
             service.say(phase="unsynced", world=engine.world)
             loaded.set()
             await rollouts.work(loop)
 
         service.add_loop("weights", _after(loaded, WeightFollower(service, engine).follow))
-        service.add_loop("leases", _after(loaded, rollouts.renew))
-        service.add_loop("partials", _after(loaded, rollouts.save_partials))
-        service.add_loop("gauges", _after(loaded, rollouts.show_gauges))
+        service.add_loop("leases", _after(loaded, rollouts.renew), LOOP_LIMIT_S + config.generator.lease_s)
+        service.add_loop("partials", _after(loaded, rollouts.save_partials), LOOP_LIMIT_S + config.generator.partial_every_s)
+        service.add_loop("gauges", _after(loaded, rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
         try:
             await service.run(work)
         finally:

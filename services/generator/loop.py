@@ -21,6 +21,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.rewards.base import VerifierFailure, combine
 from services.generator.rewards.pool import VerifierPool
 from services.generator.rollout import make_header, pack_partial, pack_payload, unpack_partial
+from services.protocol.errors import StoreError
 from services.protocol.messages import Ticket
 from services.protocol.store import Claim
 from services.runtime.loops import Broken, Loop, end_tasks
@@ -29,6 +30,7 @@ from services.runtime.service import Service
 log = structlog.get_logger()
 
 IDLE_S = 1.0  # a missed ring costs at most this much
+SUBMIT_AGAIN_S = 1.0
 LEASE_SHARE = 3  # renewals per lease
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
@@ -135,8 +137,8 @@ class RolloutLoop:
             await self._fail(rollout, str(failure))
         except EngineDead as error:
             self._fault = error  # the main loop ends the process; leases run out, others take over
-        except asyncio.CancelledError:
-            raise
+        except StoreError as error:  # no fault of the ticket: its lease runs out, and it is claimed again
+            log.warning("rollout given up for want of Redis", ticket=rollout.ticket.id, error=str(error))
         except Exception as error:  # a ticket must not end the loop; it is retried, then buried with this reason
             self.metrics.failures.labels("other").inc()
             log.warning("rollout failed", ticket=rollout.ticket.id, exc_info=True)
@@ -147,7 +149,12 @@ class RolloutLoop:
             self.bell.ring("room")
 
     async def _fail(self, rollout: Rollout, reason: str) -> None:
-        if await self.store.fail(self.name, rollout.claim, reason, self.config.generator.max_attempts):
+        try:
+            buried = await self.store.fail(self.name, rollout.claim, reason, self.config.generator.max_attempts)
+        except StoreError as error:  # its lease runs out, and it is claimed again
+            log.warning("failure not reported", ticket=rollout.ticket.id, reason=reason, error=str(error))
+            return
+        if buried:
             log.error("ticket buried", ticket=rollout.ticket.id, reason=reason)
 
     async def _generate_and_submit(self, rollout: Rollout) -> bool:
@@ -169,7 +176,12 @@ class RolloutLoop:
             rollout.completions[sample] = done
             return done
 
-        completions = await asyncio.gather(*(one(sample) for sample in range(ticket.group_size)))
+        tasks = [asyncio.ensure_future(one(sample)) for sample in range(ticket.group_size)]
+        try:
+            completions = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # those that go on when one has failed
+                task.cancel()
         rollout.generating = False
         generated = time.monotonic()
         texts = self.tokenizer.batch_decode([c.tokens.tolist() for c in completions], skip_special_tokens=True)
@@ -183,7 +195,12 @@ class RolloutLoop:
         )  # fmt: skip
         self.metrics.observe(header)
         rollout.submitting = True
-        return await self.store.submit(self.name, rollout.claim, header, payload, self.config.replay.payload_ttl_s)
+        while True:
+            try:
+                return await self.store.submit(self.name, rollout.claim, header, payload, self.config.replay.payload_ttl_s)
+            except StoreError as error:  # Redis is away or full: what was made is kept as long as nobody else has the ticket
+                log.warning("not submitted yet", ticket=ticket.id, error=str(error))
+                await asyncio.sleep(SUBMIT_AGAIN_S)
 
     async def renew(self, loop: Loop) -> None:
         """Renew the leases of everything under way; drop what was lost to another pod."""
@@ -244,11 +261,14 @@ class RolloutLoop:
         if tasks and not self.service.view.ended:
             await asyncio.wait(tasks, timeout=self.config.generator.drain_s)
         left = list(self.rollouts.values())
-        for rollout in left:
-            if rollout.generating and not self.service.view.ended:
-                await self._save_partial(rollout)
-            await self._cancel(rollout)
-            await self.store.release(self.name, rollout.claim)
+        try:
+            for rollout in left:
+                if rollout.generating and not self.service.view.ended:
+                    await self._save_partial(rollout)
+                await self._cancel(rollout)
+                await self.store.release(self.name, rollout.claim)
+        except StoreError as error:  # a pod must be able to go without Redis: its leases run out
+            log.warning("not everything was handed back", error=str(error))
         log.info("drained", handed_back=len(left))
 
     async def _cancel(self, rollout: Rollout) -> None:

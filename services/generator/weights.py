@@ -33,11 +33,14 @@ class WeightFollower:
         """Follow rounds and operators' pauses for ever."""
         loop.limit_s = 2 * (self.service.config.sync.join_deadline_s + self.service.config.sync.transfer_deadline_s)
         while True:
-            await self._obey_operator()
-            current, _ = await self.service.store.round()
-            if current is not None and (current.attempt, current.phase) != self._seen:
-                self._seen = (current.attempt, current.phase)
-                await self._take_part(current)
+            try:
+                await self._obey_operator()
+                current, _ = await self.service.store.round()
+                if current is not None and (current.attempt, current.phase) != self._seen:
+                    self._seen = (current.attempt, current.phase)
+                    await self._take_part(current)
+            except EngineDead as error:  # a stuck engine that lived on would keep its leases for ever
+                raise Broken(str(error)) from None
             loop.progress()
             await self.service.bell.wait("sync", "control", timeout=LOOK_S)
 
@@ -65,8 +68,6 @@ class WeightFollower:
                     stage = "applied"
                 case phase:
                     raise Fatal(f"unknown round phase {phase!r}: trainer and generator are of different versions")
-        except EngineDead as error:
-            raise Broken(str(error)) from None
         except TransferFailed as error:
             log.warning("round failed here", attempt=current.attempt, phase=current.phase, error=str(error))
             self._joined_epoch = 0
@@ -93,9 +94,9 @@ class WeightFollower:
         wanted = self.service.view.paused
         if wanted == self._paused_by_operator:
             return
-        self._paused_by_operator = wanted
         if wanted:
             await self.engine.pause()
         elif self.engine.whole and not self._paused_for_round:
             await self.engine.resume()
+        self._paused_by_operator = wanted
         log.info("paused" if wanted else "resumed")

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from services.protocol.config import RunConfig, load_resolved
-from services.protocol.errors import DifferentRun, StoreError
+from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.messages import PodStatus
 from services.protocol.store import Store
 from services.runtime import logs
@@ -86,7 +86,7 @@ class Service:
         loop_of_work = self.add_loop("work", work, limit_s)
         self.add_loop("bell", self._listen)
         self.add_loop("view", self.view.follow)
-        self.add_loop("heartbeat", self._heartbeat)
+        self.add_loop("heartbeat", self._heartbeat, 30.0 + self.config.fleet.heartbeat_s)
         self.add_loop("end", self._watch_end)
         background = [asyncio.create_task(loop.supervise(), name=loop.name) for loop in self.loops if loop is not loop_of_work]
         main = asyncio.create_task(loop_of_work.supervise(), name="work")
@@ -100,6 +100,21 @@ class Service:
             await end_tasks([main, *background])
             with contextlib.suppress(StoreError, OSError, TimeoutError):
                 await asyncio.wait_for(self.store.leave(self.status), LEAVE_LIMIT_S)
+
+    async def created(self, limit_s: float | None = None) -> bool:
+        """Wait until the run exists, which dataprep sees to. False: told to stop before, or `limit_s` passed."""
+        exists, told = asyncio.create_task(self._exists()), asyncio.create_task(self._told_to_stop())
+        try:
+            await asyncio.wait([exists, told], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            return exists.done()
+        finally:
+            await end_tasks([exists, told])
+
+    async def _exists(self) -> None:
+        await self.view.created()
+
+    async def _told_to_stop(self) -> None:
+        await self.stopping.wait()
 
     async def _listen(self, loop: Loop) -> None:
         loop.limit_s = float("inf")  # silence is no fault of a bell; a broken connection raises
@@ -189,5 +204,7 @@ def report(error: BaseException) -> int:
     print(f"error: {error}", file=sys.stderr, flush=True)
     if isinstance(error, Broken):
         return EXIT_FAILED
+    if isinstance(error, Fenced | OutOfOrder):
+        return EXIT_FAILED  # out of step with the run: a new process reads it anew
     redis = isinstance(error, StoreError) and not isinstance(error, DifferentRun)
     return EXIT_REDIS if redis else EXIT_CONFIG

@@ -10,6 +10,7 @@ import concurrent.futures
 import os
 import signal
 import sys
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from services.runtime.service import EXIT_OK, Arguments, Service, arguments, ope
 
 if TYPE_CHECKING:
     from services.trainer.worker import Worker
+
+LOOK_S = 1.0  # how often a trainer that waits for its run looks for a reason to end
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +61,7 @@ def _follow(given: Arguments, portal: Portal) -> None:
 
 
 def _lead(given: Arguments, portal: Portal) -> None:
+    from services.trainer.crew import Crew
     from services.trainer.loop import TrainLoop
     from services.trainer.metrics import TrainerMetrics
 
@@ -83,10 +87,16 @@ def _lead(given: Arguments, portal: Portal) -> None:
             hosting.result()
 
     try:
-        service.say(phase="loading")
+        portal.loop.call_soon_threadsafe(partial(service.say, phase="loading"))
         worker = _worker(given.config, service.store, portal)
-        portal.call(service.view.created())
-        TrainLoop(service, portal, worker, TrainerMetrics(service.registry), fault).run()
+        crew = Crew(worker.operations())
+        while not (created := portal.call(service.created(LOOK_S))) and not service.stopping.is_set():
+            fault()
+            crew.keep_waiting()
+        if created:
+            TrainLoop(service, portal, worker, crew, TrainerMetrics(service.registry), fault).run()
+        else:
+            crew.dismiss()
     finally:
         portal.loop.call_soon_threadsafe(trained.set)
     hosting.result()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import structlog
@@ -22,7 +23,8 @@ from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.trainer.crew import Crew
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.sync import Stopped, SyncReport, SyncRounds
+from services.trainer.sync import Alone, Stopped, SyncReport, SyncRounds
+from services.trainer.weights import SendFailed
 from services.trainer.worker import Worker
 
 log = structlog.get_logger()
@@ -35,13 +37,13 @@ class TrainLoop:
     """Rank 0's loop. Runs in the main thread; Redis is reached through the portal."""
 
     def __init__(
-        self, service: Service, portal: Portal, worker: Worker, metrics: TrainerMetrics, fault: Callable[[], None]
+        self, service: Service, portal: Portal, worker: Worker, crew: Crew, metrics: TrainerMetrics, fault: Callable[[], None]
     ) -> None:
         """`fault` raises when the process's background loops have failed for good."""
-        self.service, self.worker, self.metrics, self._fault = service, worker, metrics, fault
+        self.service, self.worker, self.crew, self.metrics, self._fault = service, worker, crew, metrics, fault
         self.config, self.store, self.bell, self.call = service.config, service.store, service.bell, portal.call
+        self._portal = portal
         self.loop = service.add_loop("train", _nothing, limit_s=service.config.trainer.step_timeout_s)
-        self.crew = Crew(worker.operations())
         self.fence = self.call(self.store.attach_trainer())
         self.step = -1  # the last step in the weights of this process
         self._saved = -1  # the last step a checkpoint of ours holds
@@ -62,7 +64,8 @@ class TrainLoop:
                 self._train_next()
             self._end()
         except Stopped:
-            self._save()
+            if not self.service.view.ended:
+                self._save()
             log.info("stopped", step=self.step)
         finally:
             self.crew.dismiss()
@@ -90,7 +93,7 @@ class TrainLoop:
             )
         while self.step < state.committed_step:
             self._tick()
-            self.service.say(phase="catching up", version=self.step + 1)
+            self._say(phase="catching up", version=self.step + 1)
             self.crew.lead("train", self.step + 1)
             self.step += 1
             log.info("trained again", step=self.step, committed=state.committed_step)
@@ -103,7 +106,7 @@ class TrainLoop:
             paused = self.service.kind in state.paused
             if state.stopping or (state.prepared_step > self.step and not paused):
                 return state
-            self.service.say(phase="paused" if paused else "waiting for data")
+            self._say(phase="paused" if paused else "waiting for data")
             if not paused:
                 self.rounds.catch_up(self.step + 1)
             self.call(self.bell.wait("steps", "control", "fleet", timeout=LOOK_S))
@@ -111,7 +114,7 @@ class TrainLoop:
     def _train_next(self) -> None:
         started = time.monotonic()
         step = self.step + 1
-        self.service.say(phase="training")
+        self._say(phase="training")
         plan, metrics = cast("tuple[StepPlan, dict[str, float]]", self.crew.lead("train", step))
         self.call(self.store.commit(self.fence, step))
         self.step = step
@@ -140,16 +143,26 @@ class TrainLoop:
         made, self._generated_before = total - self._generated_before, total
         return max(0.0, made) / (time.monotonic() - self._last_record)
 
-    def _sync(self) -> SyncReport:
-        self.service.say(phase="syncing", version=self.step + 1)
-        report = self.rounds.run(self.step + 1)
+    def _sync(self) -> SyncReport | None:
+        """Send the weights and publish them. None: nobody is there to take them, and the run is to end."""
+        self._say(phase="syncing", version=self.step + 1)
+        try:
+            report = self.rounds.run(self.step + 1, lambda: bool(self._state().stopping))
+        except Alone:
+            return None
         self.call(self.store.publish(self.fence, report.version))
         return report
 
     def _send(self) -> None:
-        self.crew.lead("send", self.step + 1)
+        try:
+            self.crew.lead("send", self.step + 1)
+        except SendFailed:
+            self.crew.keep_waiting()  # the others have gathered to the end, and wait for the next word
+            raise
 
-    def _sync_metrics(self, report: SyncReport) -> dict[str, float]:
+    def _sync_metrics(self, report: SyncReport | None) -> dict[str, float]:
+        if report is None:
+            return {"fleet/generators": 0.0}
         return {
             "time/sync_s": report.total_s,
             "time/transfer_s": report.transfer_s,
@@ -160,7 +173,7 @@ class TrainLoop:
     def _save(self) -> None:
         if self.step == self._saved:
             return
-        self.service.say(phase="saving")
+        self._say(phase="saving")
         self.crew.lead("save", self.step)
         self._saved = self.step
         self.call(self.store.checkpointed(self.fence, self.step))
@@ -169,15 +182,19 @@ class TrainLoop:
     def _end(self) -> None:
         """Checkpoint, export, and end the run."""
         self._save()
-        self.service.say(phase="exporting")
+        self._say(phase="exporting")
         self.crew.lead("export")
         self.call(self.store.finish(f"trained {self.step + 1} of {self.config.run.steps} steps"))
 
+    def _say(self, **changes: object) -> None:
+        """`Service.say`, on the service's own thread: its events are not for others to set."""
+        self._portal.loop.call_soon_threadsafe(partial(self.service.say, **changes))
+
     def _tick(self) -> None:
-        """Between waits: show progress, keep the other ranks from timing out, obey SIGTERM."""
+        """Between waits: show progress, keep the other ranks from timing out, obey SIGTERM and the end of the run."""
         self.loop.progress()
         self._fault()
-        if self.service.stopping.is_set() and not self.service.view.ended:
+        if self.service.stopping.is_set():
             raise Stopped
         if time.monotonic() - self._ranks_told > RANKS_EVERY_S:
             self.crew.keep_waiting()

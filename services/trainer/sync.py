@@ -31,6 +31,10 @@ class Stopped(Exception):
     """The process is asked to stop."""
 
 
+class Alone(Exception):
+    """No generator is there to take the weights, and none is to be waited for."""
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """What a round came to."""
@@ -66,12 +70,14 @@ class SyncRounds:
         self._address = ("", 0)
         self._applied: dict[str, int] = {}  # the last version each member acknowledged
 
-    def run(self, version: int) -> SyncReport:
-        """Bring `version` to every loaded generator; waits until at least one holds it."""
+    def run(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
+        """Bring `version` to every loaded generator; waits until at least one holds it. Raises `Alone` if `ending` before."""
         started, before = time.monotonic(), self._attempt
         while True:
             if report := self._try(version, self._live, started, before):
                 return report
+            if ending():
+                raise Alone
             self._wait(RETRY_PAUSE_S)
 
     def catch_up(self, version: int) -> SyncReport | None:
@@ -110,7 +116,7 @@ class SyncRounds:
         self._attempt += 1
         if not self._membership.fits(worlds):
             self._sender.close_group()
-            present = self._phase(self._round(version, "gather", dict.fromkeys(worlds, 0), 0, 0))
+            present = self._phase(self._round(version, "gather", dict.fromkeys(worlds, 0), 0, self._membership.epoch))
             self._membership.exclude(set(worlds) - present)
             worlds = {member: world for member, world in worlds.items() if member in present}
             if not worlds or not self._make_group(version, worlds):

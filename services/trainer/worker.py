@@ -15,9 +15,10 @@ from services.protocol.config import RunConfig
 from services.protocol.errors import StoreError
 from services.protocol.messages import StepPlan
 from services.protocol.store import Store
+from services.runtime.loops import Broken
 from services.runtime.portal import Portal
 from services.trainer import batches, ranks
-from services.trainer.checkpoint import Checkpoints
+from services.trainer.checkpoint import CheckpointError, Checkpoints
 from services.trainer.policy import Policy
 from services.trainer.weights import WeightSender
 
@@ -43,7 +44,7 @@ class Worker:
             plan, rows = self._fetch(step)
         except (StoreError, CorruptMessage, batches.PlanMismatch) as error:
             problem = str(error)  # told to all ranks, else the others would wait for this one inside the step
-        ranks.agree(problem, batches.PlanMismatch)
+        ranks.agree(problem and f"step {step} cannot be trained: {problem}", Broken)
         assert plan is not None
         fetched = time.perf_counter()
         metrics = self.policy.train(rows, plan)
@@ -64,11 +65,17 @@ class Worker:
 
     def save(self, step: int) -> None:
         """Write the checkpoint after `step`. Collective."""
-        self.checkpoints.save(self.policy, step, {})
+        try:
+            self.checkpoints.save(self.policy, step, {})
+        except CheckpointError as error:
+            raise Broken(str(error)) from error
 
     def restore(self, _: int) -> int:
         """Take up the last checkpoint, if any. Collective. Returns its step, or -1."""
-        saved = self.checkpoints.restore(self.policy)
+        try:
+            saved = self.checkpoints.restore(self.policy)
+        except CheckpointError as error:
+            raise Broken(str(error)) from error
         return -1 if saved is None else saved.step
 
     def export(self, _: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,11 +15,13 @@ from services.console.redis_server import RedisServer
 from services.dataprep.loop import DataprepLoop, ticket_seed
 from services.dataprep.metrics import DataprepMetrics
 from services.dataprep.prompts import PromptSource
+from services.dataprep.settling import settle
+from services.dataprep.stats import trained
 from services.protocol import codec
 from services.protocol.config import RunConfig
 from services.protocol.errors import Fenced
 from services.protocol.messages import Header, Payload, StepPlan, Ticket
-from services.protocol.store import Claim, Store
+from services.protocol.store import Claim, HeaderEntry, Store
 from services.runtime.service import Service, open_service
 from tests.harness import save_tokenizer_folder, small_config, wait_until
 
@@ -192,3 +195,14 @@ def test_seeds_depend_on_run_epoch_and_row() -> None:
     seeds = {ticket_seed(run, epoch, row) for run in range(3) for epoch in range(3) for row in range(100)}
     assert len(seeds) == 900
     assert max(seeds) < 2**48
+
+
+def test_a_header_that_cannot_be_packed_is_buried_and_strange_scores_are_passed_over(tmp_path: Path, server: RedisServer) -> None:
+    config = configured(tmp_path, server)
+    ticket = Ticket("0-1", 0, 0, 1, 5, [1, 2], "4", config.sampling.group_size)
+    header, _ = answer(ticket, Claim("1-0", 7, "0-1", b"", ticket), 0)
+    assert settle(HeaderEntry("1-0", "0-1", header.payload, b"", header), 0, config).action == "insert"
+    long = msgspec.structs.replace(header, prompt_tokens=config.data.max_prompt_tokens + 1)
+    assert "outside 1.." in settle(HeaderEntry("1-0", "0-1", header.payload, b"", long), 0, config).action
+    strange = msgspec.structs.replace(header, scores={"other": [0.0] * config.sampling.group_size})
+    assert "reward/train/exact" not in trained([header, strange], [np.zeros(1), np.zeros(1)], 0)

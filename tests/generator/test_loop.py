@@ -15,6 +15,7 @@ from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rewards.base import VerifierFailure
 from services.protocol import codec
+from services.protocol.errors import StoreError
 from services.protocol.messages import Header
 from services.protocol.store import Store
 from services.runtime.service import Service, open_service
@@ -205,3 +206,28 @@ async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path,
 
 async def _never(_: object) -> None:
     await asyncio.Event().wait()
+
+
+async def test_a_full_redis_costs_no_attempt_and_no_completion(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.generator.loop.SUBMIT_AGAIN_S", 0.01)
+    async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, engine):
+        submit, refusals = service.store.submit, 3
+
+        async def full(*args: object) -> bool:
+            nonlocal refusals
+            refusals -= 1
+            if refusals >= 0:
+                raise StoreError("Redis is full")
+            return await submit(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(service.store, "submit", full)
+        await issue(service.store, ticket(0))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: _headers(service.store, 1))
+        made = engine.gauges().tokens
+        service.stop()
+        await running
+        assert made == sum(len(scripted_tokens(ticket(0).prompt, ticket(0).seed + i, 16, 4, 100)) for i in range(4))
+        assert (await service.store.audit()).get("ledger:failed", 0) == 0

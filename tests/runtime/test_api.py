@@ -163,3 +163,13 @@ async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
         await store.finish("trained 4 of 4 steps")
         await asyncio.wait_for(running, 10)
     assert await store.members(5.0) == []
+
+
+async def test_a_pod_that_is_told_to_stop_waits_for_no_run(service: Service) -> None:
+    assert not await service.created(limit_s=0.01)
+    waiting = asyncio.create_task(service.created())
+    await asyncio.sleep(0)
+    service.stop()
+    assert not await asyncio.wait_for(waiting, 5)
+    await service.view.refresh()
+    assert await service.created()

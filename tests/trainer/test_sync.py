@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from services.console.redis_server import RedisServer
-from services.generator.engine import TransferFailed
+from services.generator.engine import EngineDead, TransferFailed
 from services.generator.weights import WeightFollower
 from services.protocol.config import RunConfig
 from services.protocol.messages import PodStatus, Round
 from services.protocol.store import Store
 from services.runtime.bell import Bell
-from services.runtime.loops import end_tasks
+from services.runtime.loops import Broken, end_tasks
 from services.runtime.portal import Portal
 from services.runtime.service import Service
-from services.trainer.sync import SyncRounds
+from services.trainer.sync import Alone, SyncRounds
 from services.trainer.weights import WeightSender
 from tests.harness import small_config, wait_until
 from tests.scripted import ScriptedEngine
@@ -188,3 +188,24 @@ def test_an_operators_pause_outlasts_a_round(world: World) -> None:
     world.portal.call(world.store.resume("generator"))
 
     world.portal.call(wait_until(world.engines["a"]._go.is_set))
+
+
+def test_a_run_that_is_to_end_waits_for_no_generator(world: World) -> None:
+    with pytest.raises(Alone):
+        world.rounds.run(0, lambda: True)
+    world.member("a")
+    assert world.rounds.run(0, lambda: True).version == 0, "who is there is served, even at the end"
+
+
+def test_an_engine_that_dies_in_a_pause_ends_its_process(world: World) -> None:
+    class Stuck(ScriptedEngine):
+        async def pause(self) -> None:
+            raise EngineDead("did not answer")
+
+    world.member("a", Stuck())
+    world.portal.call(world.store.pause("generator", "a test"))
+
+    async def ended() -> bool:
+        return any(task.done() and isinstance(task.exception(), Broken) for task in world.tasks)
+
+    world.portal.call(wait_until(ended))
