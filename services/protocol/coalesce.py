@@ -49,11 +49,13 @@ class Coalescer(Generic[Item, Answer]):
     async def _answer(self, batch: list[tuple[Item, asyncio.Future[Answer]]]) -> None:
         try:
             answers = await self._call([item for item, _ in batch])
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():
+                    future.set_result(answer)
         except Exception as error:  # whatever it is, those who asked must hear of it
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
-        else:
-            for (_, future), answer in zip(batch, answers, strict=True):
-                if not future.done():
-                    future.set_result(answer)
+        finally:
+            for _, future in batch:  # of a call that was cancelled
+                future.cancel()

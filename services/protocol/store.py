@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import redis.asyncio as aioredis
@@ -22,6 +22,8 @@ from services.protocol.functions import library
 from services.protocol.keys import Keys
 from services.protocol.messages import WIRE, Header, Payload, PodStatus, RankPlan, Round, StepPlan, Ticket
 from services.protocol.records import BufferedGroup, Claim, HeaderEntry, RunState, Settlement, read_claim, read_header, read_state
+
+T = TypeVar("T")
 
 __all__ = ["BufferedGroup", "Claim", "HeaderEntry", "RunState", "Settlement", "Store"]
 
@@ -338,7 +340,8 @@ class Store:
     async def members(self, ttl_s: float) -> list[PodStatus]:
         """Pods heard of within `ttl_s`."""
         reply = await self._call("members", int(ttl_s * 1000))
-        return [msgspec.json.decode(raw, type=PodStatus) for raw in reply[1::2]]
+        found = [_decoded(raw, PodStatus) for raw in reply[1::2]]
+        return [status for status in found if status is not None]
 
     async def set_round(self, fence: int, round: Round) -> None:
         """Open or advance a weight-sync round."""
@@ -350,9 +353,7 @@ class Store:
         if b"round" not in raw:
             return None, {}
         acks = {key.decode().removeprefix("ack:"): value.decode() for key, value in raw.items() if key.startswith(b"ack:")}
-        return msgspec.json.decode(raw[b"round"], type=Round), {
-            k: (v.partition(" ")[0], v.partition(" ")[2]) for k, v in acks.items()
-        }
+        return _decoded(raw[b"round"], Round), {k: (v.partition(" ")[0], v.partition(" ")[2]) for k, v in acks.items()}
 
     async def acknowledge(self, member: str, attempt: int, stage: str, detail: str = "") -> bool:
         """Acknowledge a stage of a round. False: the round is over."""
@@ -395,3 +396,11 @@ class Store:
                 await self._send(("UNLINK", *found))
             if cursor == 0:
                 return
+
+
+def _decoded(raw: bytes | None, type: type[T]) -> T | None:
+    """The JSON message, or None where the bytes are none: foreign bytes end no loop."""
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=type)
+    except msgspec.MsgspecError:
+        return None

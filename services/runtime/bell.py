@@ -8,16 +8,18 @@ Waits for: messages on the run's bell channel. Unblocks: every loop that waits f
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter
 
 from services.protocol.store import Store
 
 
 class Bell:
-    """Named events of one process."""
+    """Rings of one process, by topic. A waiter is known by the topics it names: two loops never wait for the same ones."""
 
     def __init__(self) -> None:
-        self._events: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._rung: Counter[str] = Counter()
+        self._heard: dict[tuple[str, ...], int] = {}  # by waiter: rings of its topics up to its last wait
+        self._waiting: dict[tuple[str, ...], asyncio.Event] = {}
 
     async def listen(self, store: Store) -> None:
         """Pass rings on, until the connection breaks; a new connection rings everything, as any ring may have been missed."""
@@ -25,26 +27,32 @@ class Bell:
             if topic == "connected":
                 self.ring_all()
             else:
-                self._events[topic].set()
+                self.ring(topic)
 
     def ring(self, topic: str) -> None:
         """Ring a topic of this process."""
-        self._events[topic].set()
+        self._rung[topic] += 1
+        for topics, event in self._waiting.items():
+            if topic in topics:
+                event.set()
 
     def ring_all(self) -> None:
         """Ring every topic somebody waits for."""
-        for event in list(self._events.values()):
-            event.set()
+        for topic in {topic for topics in self._heard for topic in topics}:
+            self.ring(topic)
 
     async def wait(self, *topics: str, timeout: float) -> None:
-        """Return at a ring of any of `topics`, one that came since the last wait included, or after `timeout` seconds."""
-        events = [self._events[topic] for topic in topics]
-        if not any(event.is_set() for event in events):
-            waits = [asyncio.ensure_future(event.wait()) for event in events]
+        """Return at a ring of any of `topics`, one since this waiter's last wait included, or after `timeout` seconds."""
+        if self._total(topics) == self._heard.setdefault(topics, 0):
+            event = self._waiting[topics] = asyncio.Event()
             try:
-                await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                async with asyncio.timeout(timeout):
+                    await event.wait()
+            except TimeoutError:
+                pass  # silence is an answer too
             finally:
-                for wait in waits:
-                    wait.cancel()
-        for event in events:
-            event.clear()
+                self._waiting.pop(topics, None)
+        self._heard[topics] = self._total(topics)
+
+    def _total(self, topics: tuple[str, ...]) -> int:
+        return sum(self._rung[topic] for topic in topics)

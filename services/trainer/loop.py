@@ -94,8 +94,10 @@ class TrainLoop:
         while self.step < state.committed_step:
             self._tick()
             self._say(phase="catching up", version=self.step + 1)
-            self.crew.lead("train", self.step + 1)
+            started = time.monotonic()
+            plan, metrics = cast("tuple[StepPlan, dict[str, float]]", self.crew.lead("train", self.step + 1))
             self.step += 1
+            self._record(plan, metrics, time.monotonic() - started)
             log.info("trained again", step=self.step, committed=state.committed_step)
 
     def _next_plan(self) -> RunState:
@@ -120,17 +122,19 @@ class TrainLoop:
         self.step = step
         trained = time.monotonic()
         report = self._sync()
+        self._record(plan, metrics | self._sync_metrics(report) | {"time/train_s": trained - started}, time.monotonic() - started)
         if (step + 1) % self.config.checkpoint.every_steps == 0 and step + 1 < self.config.run.steps:
             self._save()
+
+    def _record(self, plan: StepPlan, metrics: dict[str, float], step_s: float) -> None:
+        """Metrics of a step, for the console. One trained again is recorded again; readers take the first."""
         record = (
             plan.stats
             | metrics
-            | self._sync_metrics(report)
             | {
-                "step": float(step),
+                "step": float(plan.step),
                 "time_s": time.time(),
-                "time/step_s": time.monotonic() - started,
-                "time/train_s": trained - started,
+                "time/step_s": step_s,
                 "throughput/trained/tokens_per_s": plan.total_tokens / (time.monotonic() - self._last_record),
                 "throughput/generated/tokens_per_s": self._generated_rate(plan.stats.get("tokens/gen/total", 0.0)),
             }

@@ -50,7 +50,17 @@ async def test_a_change_in_redis_wakes_who_waits_for_it(store: Store, bell: Bell
 async def test_a_ring_before_the_wait_is_not_lost(bell: Bell) -> None:
     bell.ring("tickets")
     assert await waited(bell, "tickets", "version") < 1.0
-    assert await waited(bell, "tickets", timeout=0.05) >= 0.04  # it counted once
+    assert await waited(bell, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
+
+
+async def test_a_ring_reaches_everybody_who_waits_for_its_topic(bell: Bell) -> None:
+    waiting = [asyncio.create_task(waited(bell, "control", other)) for other in ("version", "tickets")]
+    await asyncio.sleep(0)
+    bell.ring("control")
+    assert max(await asyncio.gather(*waiting)) < 1.0
+    bell.ring("control")
+    assert await waited(bell, "control", "version") < 1.0
+    assert await waited(bell, "control", "tickets") < 1.0
 
 
 async def test_other_topics_do_not_wake(bell: Bell) -> None:
