@@ -74,7 +74,7 @@ async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequen
             await service.view.created()
             started = time.perf_counter()
             working = asyncio.create_task(rollouts.work(loop))
-            while (await store.audit())["headers"] < len(tickets):
+            while await store.client.xlen(store.keys.headers) < len(tickets):
                 await asyncio.sleep(0.02)
             elapsed = time.perf_counter() - started
             service.stop()
