@@ -204,7 +204,6 @@ def failures(model: Path, root: Path) -> dict[str, str]:
     attempt("other stage", lambda: good.restore(_policy(model, {"trainer": {"zero_stage": 2}})))
     attempt("other ranks", lambda: _policy(model, {"trainer": {"ranks": policy.world.size + 1}}))
     attempt("unequal rows", lambda: _train(policy, {}, [], [[[[]], [[]]]], 0, drop=rank))
-    attempt("offload", lambda: _policy(model, {"trainer": {"offload": True}}))
     return messages
 
 

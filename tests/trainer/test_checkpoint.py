@@ -123,7 +123,6 @@ def test_export_loads_with_transformers(stage: int, results: dict[Any, list[Any]
         ("other stage", "was written with trainer.zero_stage = 0, this run has 2: set trainer.zero_stage back"),
         ("other ranks", "trainer.ranks = 3, but 2 trainer ranks were started"),
         ("unequal rows", "rank 1: step 0 has 1 rows per rank in mini-batches of [1], but there are 0 rows"),
-        ("offload", "trainer.offload = true needs trainer.zero_stage >= 1"),
     ],
 )
 def test_failures_are_told_on_every_rank(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
