@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -62,9 +61,3 @@ async def store(server: RedisServer) -> AsyncIterator[Store]:
     """A store on the default server."""
     async for store in _store(server):
         yield store
-
-
-@pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
-    """A folder for a run."""
-    return tmp_path / "runs"

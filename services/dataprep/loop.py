@@ -52,7 +52,7 @@ class DataprepLoop:
             self.config.loss.denominator_tokens if self.config.loss.denominator == "constant" else 0,
         )  # fmt: skip
         self.generated = stats.GeneratedStats()
-        self.leads = False
+        self._behind_since: float | None = None  # when a step could first be filled but for an older ticket
 
     def why_idle(self) -> str:
         """Why this pod does nothing now; a standby is ready, as it would take over."""
@@ -83,7 +83,7 @@ class DataprepLoop:
         self.metrics.leads.set(1)
         log.info("leading", fence=fence)
         table = await self._read_table()
-        self._behind_since: float | None = None
+        self._behind_since = None
         renewed = time.monotonic()
         try:
             while not self.service.stopping.is_set():
