@@ -1,4 +1,4 @@
-# The four commands of this repository: make demo, make test, make check, make clean.
+# The commands of this repository: make demo, make test, make check, make bench, make bench-check, make clean.
 # Everything is installed into .venv by the first of them that runs. On machines whose package index has no CPU build of
 # torch under its plain version, name one:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -8,11 +8,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -n 1)
-# Tests want Debian's Redis beside the Valkey that comes as a Python wheel; without root they do with the wheel.
-DEBIAN := $(if $(shell command -v redis-server),,redis-server)
+# Tests want Debian's Redis beside the Valkey that comes as a Python wheel, Prometheus' promtool, and Chromium for the web console;
+# without root they do without.
+DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell command -v promtool),,prometheus) \
+	$(if $(shell command -v chromium),,chromium)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check clean install debian
+.PHONY: demo test check bench bench-check clean install debian
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/demo/
@@ -28,6 +30,12 @@ check: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py -p no:randomly
 
+bench: $(INSTALLED)  ## measure everything, write benchmarks/results/ and docs/benchmarks.md; wants a quiet machine
+	$(BIN)/python -m benchmarks.suite run
+
+bench-check: $(INSTALLED)  ## measure everything and compare ratios with the last ones written
+	$(BIN)/python -m benchmarks.suite check
+
 clean:
 	rm -rf $(VENV) build runs *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -37,7 +45,7 @@ install: $(INSTALLED)
 debian:
 	@missing="$(strip $(DEBIAN))"; if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null \
-		|| echo "could not install $$missing: tests go on with the wheel's Valkey alone"; fi
+		|| echo "could not install $$missing: tests go on without"; fi
 
 ifneq ($(CUDA),)
 $(INSTALLED): pyproject.toml

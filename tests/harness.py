@@ -11,6 +11,7 @@ from typing import Any
 from services.console.redis_server import RedisServer
 from services.protocol.config import RunConfig, load
 from services.protocol.messages import Ticket
+from services.protocol.store import Store
 
 
 def small_config(folder: Path, server: RedisServer | None = None, *overrides: str, prompts: int = 40) -> RunConfig:
@@ -34,7 +35,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         dtype = "float32"
         max_tokens = 64
         [data]
-        source = {{ kind = "jsonl", path = "{data}" }}
+        sources = [{{ kind = "jsonl", path = "{data}" }}]
         max_prompt_tokens = 24
         chat_template = false
         [[verifiers]]
@@ -64,8 +65,22 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
 
 def ticket(seq: int, prompt: list[int] | None = None, **fields: Any) -> Ticket:
     """The ticket of row `seq` of epoch 0."""
-    given = {"id": f"0-{seq}", "seq": seq, "epoch": 0, "index": seq, "seed": 1000 * seq, "answer": str(seq), "group_size": 4}
+    given = {
+        "id": f"0-{seq}",
+        "seq": seq,
+        "epoch": 0,
+        "index": seq,
+        "source": "main",
+        "seed": 1000 * seq,
+        "answer": str(seq),
+        "group_size": 4,
+    }
     return Ticket(**{**given, "prompt": [5, 6, 7 + seq % 10] if prompt is None else prompt, **fields})
+
+
+async def buried(store: Store) -> list[tuple[str, str]]:
+    """Ticket and reason of every dead letter, the last one first."""
+    return [(letter.ticket, letter.reason) for letter in await store.dead_letters()]
 
 
 class PlainTokenizer:
@@ -97,7 +112,7 @@ def save_tokenizer_folder(folder: Path) -> None:
     save_tokenizer(train_tokenizer(f"say {i}" for i in range(100)), folder, 64)
 
 
-async def wait_until(true: Callable[[], Any], limit_s: float = 10.0) -> None:
+async def wait_until(true: Callable[[], Any], limit_s: float = 60.0) -> None:
     """Wait until `true()`, a value or an awaitable of one, holds."""
     async with asyncio.timeout(limit_s):
         while True:

@@ -1,20 +1,22 @@
 """A scripted inference engine for load and determinism: its tokens depend on the prompt and the seed alone.
 
 Everything around it is real: Redis, the rounds, the gloo group it receives weights over, its process. Options come from
-`generator.engine_options`: `token_s` seconds per token (default 0), `vocabulary` token ids to choose from (default 4..99).
+`generator.engine_options`: `token_s` seconds per token (default 0), `vocabulary` token ids to choose from (default 4..99),
+`max_running` completions at a time, in order of arrival (default: any number).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from services.generator.engine import Gauges, Generated, TransferFailed
+from services.generator.engine import QUEUED_S, Gauges, Generated, SamplingParameters, TransferFailed, WeightsChanged
 from services.protocol.config import RunConfig
 from services.protocol.messages import Round, Span
 
@@ -54,42 +56,58 @@ class ScriptedEngine:
     """Implements services.generator.engine.Engine."""
 
     def __init__(self) -> None:
-        self.version, self.whole, self.world = -1, True, 1
+        self.version, self.whole, self.world, self.stages = -1, True, 1, True
         self._go = asyncio.Event()
         self._go.set()
         self._running: dict[str, _Running] = {}
         self._made = 0
+        self._waiting: dict[str, float] = {}  # request -> since when
         self._connection: Any = None
+        self.weights: dict[str, Any] = {}  # as applied last, by name
+        self._buffers: dict[int, Any] = {}  # that weights are received into
+        self._staged: dict[str, Any] | None = None
 
     async def start(self, config: RunConfig) -> None:
         options = config.generator.engine_options
         self._config = config
         self._token_s = float(options.get("token_s", 0.0))
+        self._places = asyncio.Semaphore(int(options.get("max_running", 1 << 30)))
         self._low, self._high = options.get("vocabulary", (4, 100))
 
     async def generate(
-        self, request_id: str, prompt: list[int], seed: int, max_tokens: int, prefix: Generated | None = None
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
     ) -> Generated:
-        script = scripted_tokens(prompt, seed, max_tokens, self._low, self._high).tolist()
+        script = self.script(prompt, seed, sampling.max_tokens)
         running = self._running[request_id] = _Running()
         if prefix is not None:
             assert prefix.tokens.tolist() == script[: len(prefix.tokens)], "a prefix of another script"
             running.tokens += prefix.tokens.tolist()
             running.versions += [span.version for span in prefix.spans for _ in range(span.start, span.end)]
+        self._waiting[request_id] = time.monotonic()
         try:
-            while len(running.tokens) < len(script) and not running.aborted:
-                await self._go.wait()
-                chunk = script[len(running.tokens) : len(running.tokens) + CHUNK]
-                await asyncio.sleep(self._token_s * len(chunk))
-                await self._go.wait()
-                running.tokens += chunk
-                running.versions += [self.version] * len(chunk)
-                self._made += len(chunk)
+            async with self._places:
+                del self._waiting[request_id]
+                await self._make(running, script)
         finally:
+            self._waiting.pop(request_id, None)
             del self._running[request_id]
         if running.aborted:
             return running.result("aborted")
-        return running.result("length" if len(script) == max_tokens else "stop")
+        return running.result("length" if len(script) == sampling.max_tokens else "stop")
+
+    def script(self, prompt: list[int], seed: int, max_tokens: int) -> list[int]:
+        """The completion of a prompt under a seed."""
+        return scripted_tokens(prompt, seed, max_tokens, self._low, self._high).tolist()
+
+    async def _make(self, running: _Running, script: list[int]) -> None:
+        while len(running.tokens) < len(script) and not running.aborted:
+            await self._go.wait()
+            chunk = script[len(running.tokens) : len(running.tokens) + CHUNK]
+            await asyncio.sleep(self._token_s * len(chunk))
+            await self._go.wait()
+            running.tokens += chunk
+            running.versions += [self.version] * len(chunk)
+            self._made += len(chunk)
 
     def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
         names = self._running if request_ids is None else [name for name in request_ids if name in self._running]
@@ -109,13 +127,16 @@ class ScriptedEngine:
         self._go.set()
 
     async def join(self, round: Round, first_rank: int) -> None:
-        from services.runtime import collective
+        from services.runtime import collective, weight_files
 
         limit_s = self._config.sync.join_deadline_s
 
         def connect() -> tuple[Any, Any]:
+            if round.backend == "filesystem":
+                return None, weight_files.Inbox(self._config.weights_folder / round.host)
             store = collective.join_store(round.host, round.port, limit_s)
             group = collective.make_group(store, first_rank, round.world_size, round.host, round.port, limit_s)
+            self._buffers.clear()
             return group, collective.read_manifest(store)
 
         try:
@@ -123,32 +144,41 @@ class ScriptedEngine:
         except (RuntimeError, TimeoutError) as error:
             raise TransferFailed(str(error)) from None
 
-    async def receive(self, version: int) -> None:
-        import torch
-
-        from services.runtime import collective
+    async def stage(self, version: int) -> None:
+        self._staged = None
+        from services.runtime import checksums, collective
 
         if self._connection is None:
             raise TransferFailed("no group")
         group, manifest = self._connection
 
-        def receive() -> None:
-            deadline = collective.Deadline(self._config.sync.transfer_deadline_s)
-            for bucket in manifest.buckets:
-                collective.broadcast(group, torch.empty(bucket.nbytes, dtype=torch.uint8), deadline)
-
+        deadline = collective.Deadline(self._config.sync.transfer_deadline_s)
         try:
-            await asyncio.to_thread(receive)
+            if group is None:
+                self._staged = dict(await asyncio.to_thread(manifest.take, deadline))
+            else:
+                self._staged = dict(await asyncio.to_thread(collective.receive, group, manifest, deadline, self._buffers))
+        except checksums.Changed as error:
+            raise WeightsChanged(error.tensor) from None
         except (RuntimeError, TimeoutError) as error:
             self._connection = None
+            collective.let_go(error)
             raise TransferFailed(str(error)) from None
-        self.version = version
+
+    async def receive(self, version: int) -> None:
+        if self._staged is None:
+            await self.stage(version)
+        assert self._staged is not None
+        self.weights = {name: weight.clone() for name, weight in self._staged.items()}
+        self._staged, self.version = None, version
 
     async def leave_group(self) -> None:
         self._connection = None
 
     def gauges(self) -> Gauges:
-        return Gauges(len(self._running), 0, 0.0, self._made)
+        waiting, now = len(self._waiting), time.monotonic()
+        queued = sum(now - since > QUEUED_S for since in self._waiting.values())
+        return Gauges(len(self._running) - waiting, waiting, queued, 0.0, self._made)
 
     async def close(self) -> None:
         await self.abort()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from services.protocol.config import to_toml
+from tests.documented import undocumented
 from tests.harness import save_model_folder, small_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -30,15 +32,17 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
     config = small_config(
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
-        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5", *overrides,
+        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5",
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # rewards that differ, and rows left out
+        *overrides,
     )  # fmt: skip
     path = folder / f"{name}.toml"
     path.write_text(to_toml(config))
     return path
 
 
-def start(path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
+def start(path: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -94,18 +98,20 @@ def undisturbed(folder: Path) -> str:
     """The weights of a run that nothing happened to."""
     output = finish(start(write_run(folder, "calm")))
     assert "0 tickets lost, 0 doubled" in output
+    assert weights(folder, "calm") != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
     return weights(folder, "calm")
 
 
-def check_whole(folder: Path, name: str) -> None:
+def check_whole(folder: Path, name: str, steps: int = STEPS) -> None:
     """Every step trained, nothing lost or doubled, the lag bound kept."""
     facts = summary(folder, name)
-    assert facts["steps"] == STEPS
+    assert facts["steps"] == steps
     assert (facts["lost"], facts["doubled"], facts["stale_dropped"]) == (0, 0, 0)
     assert facts["max_lag"] <= 1
-    assert facts["syncs"] == STEPS + 1
-    steps = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(STEPS))
+    assert facts["syncs"] == steps + 1
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(steps))
+    assert not undocumented(key for record in records for key in record)
 
 
 def test_a_run_ends_by_itself_with_everything_accounted_for(folder: Path, undisturbed: str) -> None:
@@ -129,14 +135,45 @@ def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undis
     assert weights(folder, "killed") == undisturbed
 
 
-def test_a_run_interrupted_by_ctrl_c_is_continued_by_the_same_command(folder: Path, undisturbed: str) -> None:
-    path = write_run(folder, "interrupted")
-    process = start(path)
-    wait_for(lambda: steps_done(folder, "interrupted") >= 3, process)
+def interrupt(process: subprocess.Popen[str], folder: Path, name: str, steps: int) -> str:
+    """Ctrl-C when so many steps are done; what was printed."""
+    wait_for(lambda: steps_done(folder, name) >= steps, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert not pids_of(folder, "interrupted", "trainer-0")
-    finish(start(path))
+    assert not pids_of(folder, name, "trainer-0")
+    return output
+
+
+def test_a_run_interrupted_by_ctrl_c_goes_on_with_the_same_command_and_without_its_redis_from_a_checkpoint(
+    folder: Path, undisturbed: str
+) -> None:
+    path = write_run(folder, "interrupted", "generator.engine_options.token_s=0.06")
+    interrupt(start(path), folder, "interrupted", 2)
+    output = interrupt(start(path), folder, "interrupted", 4)
+    assert "attached, checkpoint" in output
+    shutil.rmtree(folder / "interrupted" / "redis")
+    output = finish(start(path))
+    assert "restored, checkpoint" in output
     check_whole(folder, "interrupted")
     assert weights(folder, "interrupted") == undisturbed
+
+
+def test_a_run_goes_back_to_a_checkpoint_at_work_and_after_its_end(folder: Path, undisturbed: str) -> None:
+    path = write_run(
+        folder, "back", "checkpoint.keep=9", "checkpoint.save_replay_buffer=true", "generator.engine_options.token_s=0.1"
+    )
+    process = start(path)
+    wait_for(lambda: steps_done(folder, "back") >= 4, process)
+    command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "run back: goes back to step 1\n"), done.stderr
+    output = finish(process)
+    assert "restored, checkpoint 1: step 1 was asked for" in output
+    check_whole(folder, "back")
+    assert weights(folder, "back") == undisturbed
+    output = finish(start(path, "--resume", "5"))
+    assert "restored, checkpoint 5: step 5 was asked for" in output
+    check_whole(folder, "back")
+    assert weights(folder, "back") == undisturbed
+    assert "has finished" in finish(start(path, "--resume", "latest"))

@@ -84,9 +84,9 @@ def _made(folder: Path, stamp: dict[str, Any]) -> bool:
 
 
 def _make(options: argparse.Namespace, config: RunConfig, stamp: dict[str, Any]) -> None:
-    source = config.data.source
+    source = config.data.sources[0]
     if not isinstance(source, ReasoningGymSource):
-        raise ValueError(f'{options.config}: data.source.kind = "{source.kind}" has no worked examples: use "reasoning_gym"')
+        raise ValueError(f'{options.config}: data.sources.0.kind = "{source.kind}" has no worked examples: use "reasoning_gym"')
     started = time.monotonic()
     # Heavy imports come this late so that --help and an already made folder answer at once.
     from examples.arithmetic.teaching import teach

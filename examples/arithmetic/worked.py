@@ -32,7 +32,7 @@ def solve(expression: str) -> str:
     total, equations = int(terms[0]), []
     for operator, term in zip(terms[1::2], terms[2::2], strict=True):
         if operator not in ("+", "-"):
-            raise ValueError(f"data.source.options.operators holds {operator!r}: the worked examples know '+' and '-'")
+            raise ValueError(f"data.sources.0.options.operators holds {operator!r}: the worked examples know '+' and '-'")
         before, total = total, total + int(term) if operator == "+" else total - int(term)
         equations.append(f"{before} {operator} {term} = {total}")
     return ", ".join(equations)

@@ -1,4 +1,4 @@
-"""A run for `grpo status`, `audit`, `pause`, `resume` and `stop`: found by name or folder, its Redis reached.
+"""A run for `grpo status`, `inspect`, `audit`, `pause` and the like: found by name or folder, its Redis reached.
 
 Guarantees: a run whose own server is down gets it started on its folder for the time of the command, under the folder's
 lock, and stopped in order afterwards.
@@ -18,11 +18,13 @@ from services.console.folder import RunFolder, split_password
 from services.console.lock import FolderLock, InUse
 from services.console.redis_server import RedisServer
 from services.console.run import start_server
-from services.protocol.config import load_resolved
+from services.protocol.client import Login
+from services.protocol.config import RunConfig, load_resolved
 from services.protocol.config.generation import Fleet
 from services.protocol.errors import StoreError
 from services.protocol.store import Store
-from services.runtime.auth import REDIS_PASSWORD_ENV, redis_password
+from services.runtime.auth import REDIS_PASSWORD_ENV, redis_login
+from services.runtime.entry import CONFIG_ENV
 
 RUNS = Path("runs")  # default of run.dir
 
@@ -35,6 +37,8 @@ class Attached:
     store: Store
     ttl_s: float  # after which a silent pod counts as gone
     live: bool  # its Redis runs by itself, not for this command alone
+    config: RunConfig | None  # None: its folder is not here
+    folder: RunFolder | None = None
 
 
 @contextlib.asynccontextmanager
@@ -42,29 +46,39 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
     """The run that `run` names: a folder, a name under `runs/`, or with `redis_url` a name in that Redis; empty: the newest."""
     folder = find(run)
     if redis_url:
-        name = load_resolved(folder.config).run.name if folder else run
+        config = load_resolved(folder.config) if folder else None
+        name = config.run.name if config else run
         if not name:
             raise ConsoleError("--redis-url needs the name of the run", EXIT_CONFIG)
         url, password = split_password(redis_url)
-        async with _store(url, name, password or os.environ.get(REDIS_PASSWORD_ENV)) as store:
-            yield Attached(name, store, Fleet().ttl_s, True)
+        async with _store(url, name, Login(password or os.environ.get(REDIS_PASSWORD_ENV, ""))) as store:
+            yield Attached(name, store, Fleet().ttl_s, True, config, folder)
         return
-    if folder is None:
-        raise ConsoleError(_unknown(run), EXIT_CONFIG)
+    folder = existing_folder(run)
     config = load_resolved(folder.config)
     with _awake(folder, config.redis.appendfsync) as server:
-        url, password = (server.url, server.password) if server else (config.redis.url, redis_password(config))
-        async with _store(url, config.run.name, password) as store:
-            yield Attached(config.run.name, store, config.fleet.ttl_s, server is None)
+        url, login = (server.url, Login(server.password)) if server else (config.redis.url, redis_login(config, "console"))
+        async with _store(url, config.run.name, login) as store:
+            yield Attached(config.run.name, store, config.fleet.ttl_s, server is None, config, folder)
 
 
 def find(run: str) -> RunFolder | None:
-    """The folder of a run by path or name; of the newest run for an empty name."""
+    """The folder of a run by path or name; for an empty name, of the run that this pod belongs to, or of the newest run."""
+    if not run and (given := os.environ.get(CONFIG_ENV)):
+        return RunFolder(RunFolder.of(load_resolved(given)).path, Path(given))
     if not run:
         configs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
         return RunFolder(configs[-1].parent) if configs else None
     candidates = [RunFolder(Path(run)), RunFolder(RUNS / run)]
     return next((folder for folder in candidates if folder.config.is_file()), None)
+
+
+def existing_folder(run: str) -> RunFolder:
+    """The same. Raises `ConsoleError` when it is not here."""
+    folder = find(run)
+    if folder is None:
+        raise ConsoleError(_unknown(run), EXIT_CONFIG)
+    return folder
 
 
 def _unknown(run: str) -> str:
@@ -91,9 +105,9 @@ def _awake(folder: RunFolder, appendfsync: str) -> Iterator[RedisServer | None]:
 
 
 @contextlib.asynccontextmanager
-async def _store(url: str, name: str, password: str | None) -> AsyncIterator[Store]:
+async def _store(url: str, name: str, login: Login) -> AsyncIterator[Store]:
     try:
-        store = await Store.connect(url, name, password)
+        store = await Store.connect(url, name, login)
     except StoreError as error:
         raise ConsoleError(str(error), EXIT_REDIS) from None
     try:

@@ -6,8 +6,6 @@ that holds a run is ever deleted; secrets are readable by their owner alone.
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +14,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.secrets import kept_secret
 from services.protocol.config import ConfigError, RunConfig, digest, load_resolved, to_toml
+from services.protocol.config.load import CARRIED_OUT
 
 SHOWN = 4  # differing keys that a message names
 
@@ -26,6 +26,7 @@ class RunFolder:
     """Paths under `run.dir/run.name`."""
 
     path: Path
+    given: Path | None = None  # where the configuration lies, if not in the folder
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFolder:
@@ -35,7 +36,7 @@ class RunFolder:
     @property
     def config(self) -> Path:
         """The resolved configuration that services read."""
-        return self.path / "config.toml"
+        return self.given or self.path / "config.toml"
 
     @property
     def redis(self) -> Path:
@@ -44,8 +45,13 @@ class RunFolder:
 
     @property
     def token(self) -> Path:
-        """Bearer token of the REST endpoints."""
+        """Bearer token of the REST endpoints, for all they do."""
         return self.path / "api-token"
+
+    @property
+    def read_token(self) -> Path:
+        """Bearer token of the REST endpoints, to look alone."""
+        return self.path / "api-read-token"
 
     @property
     def redis_password(self) -> Path:
@@ -61,6 +67,16 @@ class RunFolder:
     def metrics(self) -> Path:
         """One line a step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One line an evaluation round."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What the trainer goes on from."""
+        return self.path / "checkpoints"
 
     @property
     def summary(self) -> Path:
@@ -98,24 +114,41 @@ class RunFolder:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def write(self, config: RunConfig) -> None:
-        """Write the resolved configuration and the API token."""
+        """Write the resolved configuration and the API tokens."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        if not self.token.exists():
-            write_secret(self.token, secrets.token_urlsafe(32))
+        for token in (self.token, self.read_token):
+            kept_secret(token)
         temporary = self.config.with_suffix(".new")
         temporary.write_text(to_toml(config), encoding="utf-8")
         temporary.replace(self.config)
 
 
-def resolve(config: RunConfig, folder: RunFolder, redis_url: str = "", password_file: str = "", backend: str = "") -> RunConfig:
+def resolve(
+    config: RunConfig,
+    folder: RunFolder,
+    redis_url: str = "",
+    password_file: str = "",
+    users_dir: str = "",
+    backend: str = "",
+    web_port: int = 0,
+) -> RunConfig:
     """The configuration services are given: where Redis, the secrets and the trainer's host are on this machine."""
-    redis = {"url": redis_url or config.redis.url, "password_file": password_file or config.redis.password_file}
+    redis = {
+        "url": redis_url or config.redis.url,
+        "password_file": password_file or config.redis.password_file,
+        "users_dir": users_dir or config.redis.users_dir,
+    }
+    tokens = {
+        "token_file": config.api.token_file or str(folder.token.resolve()),
+        "read_token_file": config.api.read_token_file or str(folder.read_token.resolve()),
+    }
     sync = {"host": config.sync.host or "127.0.0.1", "backend": backend or config.sync.backend}
     return config.model_copy(
         update={
             "redis": config.redis.model_copy(update=redis),
-            "api": config.api.model_copy(update={"token_file": config.api.token_file or str(folder.token.resolve())}),
+            "api": config.api.model_copy(update=tokens),
             "sync": config.sync.model_copy(update=sync),
+            "web": config.web.model_copy(update={"port": web_port or config.web.port}),
         }
     )
 
@@ -130,15 +163,8 @@ def split_password(url: str) -> tuple[str, str]:
     return urlunsplit(parts._replace(netloc=user + place)), unquote(parts.password)
 
 
-def write_secret(path: Path, secret: str) -> None:
-    """A file that only its owner can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secret)
-
-
 def _differences(held: RunConfig, asked: RunConfig) -> str:
-    old, new = (_flat(config.model_dump(mode="json", exclude={"redis", "api"})) for config in (held, asked))
+    old, new = (_flat(config.model_dump(mode="json", exclude=CARRIED_OUT)) for config in (held, asked))
     keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     shown = [f"{key} is {old.get(key)!r} there, {new.get(key)!r} here" for key in keys[:SHOWN]]
     return "; ".join(shown) + (f"; and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")

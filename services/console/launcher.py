@@ -1,7 +1,8 @@
 """The one-machine launcher: keeps a run's services and its Redis server alive until the run is over.
 
 Guarantees: a service that dies is started again, or the run ends with the reason (supervision.py); nobody is started again
-once the run is finished or was asked to stop; when `run` returns, no service of the run is left.
+once the run is finished or was asked to stop; when `run` returns, no service of the run is left. There are as many generators
+as are wanted (plan.py): new ones start, the last ones drain, which is no death.
 Waits for: services, the run's state, signals. Unblocked by: a tick of `TICK_S`; no wait is longer.
 """
 
@@ -10,24 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 from services.console import supervision
+from services.console.display import Display
 from services.console.errors import EXIT_OK, EXIT_REDIS, EXIT_STOPPED
 from services.console.mirror import Mirror
-from services.console.observe import LOOK_EVERY_S, Look, Observer
-from services.console.pods import Unit
+from services.console.plan import wanted_generators
 from services.console.redis_server import RedisServer
 from services.protocol.errors import StoreError
+from services.runtime import figures
+from services.runtime.observe import LOOK_EVERY_S, Look, Observer
+from services.runtime.units import Unit, UnitPlan
 
 TICK_S = 0.1
-OWN_END_S = 15.0  # beyond the drain: how long services may take to end by themselves once the run is finished
-TRAINER_STOP_S = 30.0  # a trainer that was asked to stop finishes its step and saves
-OTHER_STOP_S = 5.0  # beyond the drain
+OWN_END_S = 25.0  # how long services may take to end by themselves once the run is finished
+WAIT_TOLD_S = 3.0  # after which a wait for them is told: most ends take less
 REDIS_ATTEMPTS = 5
-REDIS_LOST_S = 60.0  # so long after a loss of our server, a service that ended for want of Redis is started again
 
 
 @dataclass(frozen=True)
@@ -39,38 +41,29 @@ class Outcome:
     code: int
 
 
-class Display(Protocol):
-    """What shows the run to a person."""
-
-    def event(self, text: str) -> None:
-        """Something happened."""
-        ...
-
-    def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Steps were recorded."""
-        ...
-
-    def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
-        """A look was taken; `waiting`: seconds until a dead unit starts again."""
-        ...
-
-
 class Launcher:
-    """Supervises `units`. `drain_s` is what generators are granted after a SIGTERM."""
+    """Supervises the units of `plan`, which gives those of a run with so many generators; `count` and `most` bound these."""
 
     def __init__(
-        self, units: Sequence[Unit], observer: Observer, mirror: Mirror, display: Display, *,
-        environ: Mapping[str, str], lock_fd: int, drain_s: float, server: RedisServer | None,
+        self, plan: Callable[[int], Sequence[UnitPlan]], count: int, most: int | None, observer: Observer, mirror: Mirror,
+        evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
+        server: RedisServer | None,
     ) -> None:  # fmt: skip
-        self.units, self.observer, self.mirror, self.display, self.server = list(units), observer, mirror, display, server
-        self._environ, self._lock_fd, self._drain_s = environ, lock_fd, drain_s
-        self.restarts = {unit.name: 0 for unit in self.units} | ({"redis": 0} if server else {})
-        self._records = {unit.name: supervision.Record() for unit in self.units}
+        """`count`: generators as long as nobody wants another number. `most`: those there is room for; None: no bound."""
+        self.observer, self.display, self.server = observer, display, server
+        self.mirror, self.evaluations = mirror, evaluations
+        self._plan, self._count, self._most = plan, count, most
+        self._logs, self._environ, self._lock_fd = logs, environ, lock_fd
+        self.units: list[Unit] = []
+        self.restarts = {"redis": 0} if server else {}
+        self._generators = -1  # wanted when that was last looked at
+        self._records: dict[str, supervision.Record] = {}
         self._died: dict[str, float] = {}  # unit -> when it was seen dead, until that is decided upon
         self._due: dict[str, float] = {}  # unit -> when it starts again
-        self._redis_lost_at, self._redis_failures = float("-inf"), 0
+        self._redis_failures = 0
         self._outcome: Outcome | None = None
         self._signals = 0
+        self._resumed = ""  # what the trainer last said of how it took the run up
         self._quit = asyncio.Event()
 
     def interrupt(self) -> None:
@@ -84,12 +77,11 @@ class Launcher:
         """Start everything and see it through to the end."""
         looking = asyncio.create_task(self._look())
         try:
-            for unit in self.units:
-                unit.start(self._environ, self._lock_fd)
             while self._outcome is None:
+                self._rescale()
                 await self._tick(looking)
                 self._keep_redis()
-                for unit in self.units:
+                for unit in list(self.units):
                     self._keep(unit)
                 if self._outcome is None and self.observer.last.finished:
                     self._outcome = Outcome("finished", self.observer.last.finished, EXIT_OK)
@@ -121,14 +113,19 @@ class Launcher:
                 await asyncio.wait_for(self._quit.wait(), LOOK_EVERY_S)
 
     def _take_in(self, look: Look) -> None:
+        resumed = look.state.resumed if look.state else ""
+        if resumed not in ("", self._resumed):
+            self.display.event(f"the trainer took the run up: {resumed}")
+        self._resumed = resumed
         self.display.steps(self.mirror.add(look.records))
+        for record in self.evaluations.add(look.evaluations):
+            self.display.event(figures.evaluation_line(record))
         now = time.monotonic()
         self.display.draw(look, {name: max(0.0, due - now) for name, due in self._due.items()})
 
     def _keep_redis(self) -> None:
         if self.server is None or self.server.alive:
             return
-        self._redis_lost_at = time.monotonic()
         try:
             self.server.start()
         except StoreError as error:
@@ -140,8 +137,45 @@ class Launcher:
         self.restarts["redis"] += 1
         self.display.event("Redis died and was started again, with its state")
 
+    def _rescale(self) -> None:
+        """Start the units that are missing, drain those that are too many. One that still drains comes back when it has ended."""
+        generators, refusal = wanted_generators(self.observer.last.state, self._count, self._most)
+        plans = {plan.name: plan for plan in self._plan(generators)}
+        if generators != self._generators:
+            if refusal:
+                self.display.event(refusal)
+            elif self._generators >= 0:
+                self.display.event(f"{generators} generators are wanted, there were {self._generators}")
+            self._generators = generators
+        for unit in [unit for unit in self.units if unit.name not in plans and not unit.retired]:
+            self._due.pop(unit.name, None)
+            unit.retire()
+        there = {unit.name for unit in self.units}
+        for name in [name for name in plans if name not in there]:
+            unit = Unit(plans[name], self._logs)
+            self.units.append(unit)
+            self.restarts.setdefault(name, 0)
+            self._records[name] = supervision.Record()
+            unit.start(self._environ, self._lock_fd)
+
+    def _see_off(self, unit: Unit) -> None:
+        """Of a unit that was retired: forget it when it has ended, kill it when it does not."""
+        if unit.overdue:
+            self._kill(unit)
+        if unit.alive:
+            return
+        unit.kill()  # what it has started
+        self.units.remove(unit)
+        self._died.pop(unit.name, None)
+        codes = unit.codes
+        how = "has drained" if all(code == EXIT_OK for code in codes) else supervision.account(codes)
+        self.display.event(f"{unit.name} {how} and is gone")
+
     def _keep(self, unit: Unit) -> None:
         if self._outcome is not None:
+            return
+        if unit.retired:
+            self._see_off(unit)
             return
         now = time.monotonic()
         if unit.name in self._due:
@@ -165,10 +199,12 @@ class Launcher:
         look = self.observer.last
         decision, self._records[unit.name] = supervision.decide(
             unit.name, self._records[unit.name], codes, lived_s=now - unit.started, committed_step=look.committed_step,
-            over=bool(look.finished), redis_lost=now - self._redis_lost_at < REDIS_LOST_S,
+            over=bool(look.finished), redis_served=self.server is not None or look.state is not None,
         )  # fmt: skip
         if isinstance(decision, supervision.Ended):
             return
+        if isinstance(decision, supervision.GiveUp) and not unit.plan.essential:
+            decision = supervision.Start(supervision.LATER_S)
         pod = next(pod for pod, code in zip(unit.pods, codes, strict=True) if code is not None)
         said = next((text for each in unit.pods if (text := each.last_error())), "")
         unit.kill()
@@ -185,22 +221,34 @@ class Launcher:
     async def _end(self, outcome: Outcome, looking: asyncio.Task[None]) -> None:
         """See every unit to its end: by itself when the run is finished, asked otherwise, killed past its limit."""
         self._due.clear()
-        asked = outcome.status != "finished"
+        asked, told = outcome.status != "finished", False
         began = time.monotonic()
         if asked:
             self._terminate()
+        else:
+            self._see_out()
         while self._left():
             await self._tick(looking)
             self._keep_redis()  # a trainer that saves needs it
             waited = time.monotonic() - began
             if self._signals > 1:
                 return
-            if not asked and (waited > self._drain_s + OWN_END_S or self._signals):
+            if not (asked or told) and waited > WAIT_TOLD_S and (left := ", ".join(self._left())):
+                self.display.event(f"the run is over; waiting up to {OWN_END_S:g} s for {left} to end (Ctrl-C: no longer)")
+                told = True
+            if not asked and (waited > OWN_END_S or self._signals):
                 self.display.event(f"still running after the end: {', '.join(self._left())}; asked to stop")
                 self._terminate()
                 asked, began = True, time.monotonic()
-            elif asked:
-                self._kill_late(waited)
+            for unit in self.units:
+                if unit.overdue:
+                    self._kill(unit)
+
+    def _see_out(self) -> None:
+        """Ask those to end that do not with the run."""
+        for unit in self.units:
+            if unit.plan.stays:
+                unit.terminate()
 
     def _left(self) -> list[str]:
         return [unit.name for unit in self.units if unit.alive]
@@ -209,9 +257,6 @@ class Launcher:
         for unit in self.units:
             unit.terminate()
 
-    def _kill_late(self, waited: float) -> None:
-        for unit in self.units:
-            limit_s = TRAINER_STOP_S if unit.plan.collective else self._drain_s + OTHER_STOP_S
-            if waited > limit_s and unit.alive:
-                self.display.event(f"{unit.name} did not stop within {limit_s:g} s and is killed")
-                unit.kill()
+    def _kill(self, unit: Unit) -> None:
+        self.display.event(f"{unit.name} did not stop within {unit.plan.stop_s:g} s and is killed")
+        unit.kill()

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from services.console.figures import left_s, step_line
-from services.console.observe import Look
+from services.runtime.figures import left_s, step_line
+from services.runtime.observe import Look
 
 
 class PlainDisplay:

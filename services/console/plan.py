@@ -9,40 +9,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.protocol.config import RunConfig
+from services.protocol.records import RunState
+from services.runtime.units import STOP_S, PodPlan, UnitPlan, rank_environment
 
-
-@dataclass(frozen=True)
-class PodPlan:
-    """One service process."""
-
-    name: str
-    argv: tuple[str, ...]
-    environ: Mapping[str, str] = field(default_factory=dict)  # laid over the common environment
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """Pods that live and die together: all trainer ranks, or a single pod of another kind."""
-
-    name: str
-    pods: tuple[PodPlan, ...]
-    collective: bool = False  # the pods meet at MASTER_PORT, a new one with every start
+TRAINER_STOP_S = 30.0  # a trainer that was asked to stop finishes its step and saves
 
 
 def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -> list[UnitPlan]:
-    """The units of a run; `gpus` are the devices' names for CUDA_VISIBLE_DEVICES, none on a CPU machine."""
+    """The units of a run; `gpus` are the devices' names for CUDA_VISIBLE_DEVICES, none on a CPU machine.
+
+    A unit's plan does not depend on generator.count, so that a run grows and shrinks by its last generators.
+    """
     ranks, tensor_parallel = config.trainer.ranks, config.generator.tensor_parallel
-    share = sharing(config, gpus)
+    sharing(config, gpus)  # refuses what does not fit
 
     def visible(first: int, count: int) -> dict[str, str]:
         if not gpus:
             return {}
-        chosen = [gpus[(first + i) % len(gpus) if share else first + i] for i in range(count)]
+        chosen = [gpus[(first + i) % len(gpus)] for i in range(count)]  # round about only where they may be shared
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
 
     def pod(kind: str, name: str, environ: Mapping[str, str]) -> PodPlan:
@@ -51,17 +39,40 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
 
     trainers = []
     for rank in range(ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        place = rank_environment(rank, rank, ranks, "127.0.0.1")
         trainers.append(pod("trainer", f"trainer-{rank}", {**place, **visible(0, ranks)}))
     generators = [
         pod("generator", f"generator-{i}", visible(ranks + i * tensor_parallel, tensor_parallel))
         for i in range(config.generator.count)
     ]
+    trackers = [pod("tracker", "tracker-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.tracking.trackers else []
+    webs = [pod("web", "web-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.web.port else []
     return [
         UnitPlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),
-        UnitPlan("trainer", tuple(trainers), collective=True),
-        *(UnitPlan(generator.name, (generator,)) for generator in generators),
+        UnitPlan("trainer", tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
+        *(UnitPlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
+        *(UnitPlan(tracker.name, (tracker,), essential=False) for tracker in trackers),
+        *(UnitPlan(web.name, (web,), essential=False, stays=True) for web in webs),
     ]
+
+
+def most_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
+    """As many generators as there are GPUs for; None: no bound, on CPUs and where weights travel through host memory, as GPUs are
+    shared."""
+    if not gpus or config.sync.backend in ("gloo", "filesystem") or sharing(config, gpus):
+        return None
+    return (len(gpus) - config.trainer.ranks) // config.generator.tensor_parallel
+
+
+def wanted_generators(state: RunState | None, count: int, most: int | None) -> tuple[int, str]:
+    """How many generators there are to be, and why not as many as are wanted (empty: as many).
+
+    `count`: as long as nobody wants another number. `most`: those there is room for; the wish may come from a larger machine.
+    """
+    wanted = count if state is None or state.scale.wanted is None else state.scale.wanted
+    if most is None or wanted <= most:
+        return wanted, ""
+    return most, f"{wanted} generators are wanted, and there are GPUs for {most}"
 
 
 def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:

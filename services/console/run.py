@@ -21,21 +21,29 @@ from redis.exceptions import RedisError
 
 from services.console import summary
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
-from services.console.folder import RunFolder, resolve, split_password, write_secret
+from services.console.folder import RunFolder, resolve, split_password
 from services.console.launcher import Launcher, Outcome
 from services.console.lock import FolderLock, InUse
-from services.console.mirror import Mirror
-from services.console.observe import Observer
+from services.console.mirror import EVALUATED, Mirror
 from services.console.plain import PlainDisplay
-from services.console.plan import UnitPlan, common_environment, plan_units, sharing, visible_gpus
-from services.console.pods import Unit
+from services.console.plan import common_environment, most_generators, plan_units, sharing, visible_gpus
 from services.console.redis_server import RedisServer
+from services.console.secrets import write_secret
+from services.protocol.client import Login
 from services.protocol.config import RunConfig, digest, load
 from services.protocol.errors import StoreError
+from services.protocol.model_files import check_model
 from services.protocol.store import Store
 from services.runtime.auth import redis_password
+from services.runtime.checkpoints import CheckpointError, CheckpointFolder
+from services.runtime.inspection.checkpoints import restorable
+from services.runtime.observe import Observer
+from services.runtime.processes import free_port
+from services.runtime.tracing import check_tracing
+from services.runtime.tracking import check_tracking
+from services.runtime.units import UnitPlan
 
-ORPHANS_S = 30.0  # services of a console that was killed drain and end within this, or `grpo run` is refused
+ORPHANS_S = 60.0  # services of a killed console, whose Redis is gone too, took up to 35 s to end; beyond, `grpo run` is refused
 PORT_ATTEMPTS = 5  # a free port may be taken by another process before our server has it
 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[UnitPlan]]
@@ -50,28 +58,33 @@ class Options:
     redis_url: str = ""
     screen: bool = True
     fresh: bool = False
+    resume: str = ""  # `latest`, or the step of a checkpoint
+    web: bool = False  # serve the web console
 
 
 def run(options: Options, planner: Planner = plan_units) -> int:
     """Run to the end, or until stopped; the exit code."""
     config = load(options.file, options.overrides)
+    check_model(config)
+    check_tracking(config, os.environ)
+    check_tracing(config)
     folder = RunFolder.of(config)
     gpus = visible_gpus(os.environ)
     backend = "gloo" if sharing(config, gpus) else ""
     try:
         with FolderLock(folder.path, ORPHANS_S) as lock:
-            config = resolve(config, folder, backend=backend)
-            if not options.fresh:
-                folder.check(config)
+            config = resolve(config, folder, backend=backend, web_port=config.web.port or (free_port() if options.web else 0))
+            held = not options.fresh and folder.check(config)
+            step = resumed_step(options, folder, held)
             url, password = split_password(options.redis_url or config.redis.url)
             if url:
-                asyncio.run(_claim_name(config, url, password or redis_password(config), options.fresh))
+                asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
             if options.fresh:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):
                 folder.write(config)
-                units = [Unit(plan, folder.logs) for plan in planner(config, folder.config.resolve(), gpus)]
-                job = _Job(options, config, folder, units, server, lock.fd, common_environment(os.environ, config, gpus))
+                environ = common_environment(os.environ, config, gpus)
+                job = _Job(options, config, folder, planner, gpus, server, lock.fd, environ, step)
                 return asyncio.run(job.run())
     except InUse as error:
         raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
@@ -79,10 +92,34 @@ def run(options: Options, planner: Planner = plan_units) -> int:
         return EXIT_STOPPED
 
 
-async def _claim_name(config: RunConfig, url: str, password: str | None, fresh: bool) -> None:
+def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
+    """Step of the checkpoint that --resume asks for; None: the run goes on from where it stands. Raises `ConsoleError`."""
+    asked = options.resume
+    if not asked:
+        return None
+    if options.fresh:
+        raise ConsoleError(f"--resume {asked} and --fresh exclude each other: leave one out", EXIT_CONFIG)
+    if not held:
+        raise ConsoleError(f"--resume {asked}: {folder.path} holds no run yet; leave --resume out to start one", EXIT_CONFIG)
+    if asked == "latest":
+        return None
+    if not asked.isdecimal():
+        raise ConsoleError(f"--resume {asked}: give `latest` or the step of a checkpoint (grpo checkpoints)", EXIT_CONFIG)
+    try:
+        return restorable(CheckpointFolder(folder.path / "checkpoints"), int(asked)).step
+    except CheckpointError as error:
+        raise ConsoleError(f"--resume {asked}: {error}", EXIT_CONFIG) from None
+
+
+def _administrator(config: RunConfig, password: str = "") -> Login:
+    """Whoever starts a run loads the functions and deletes what was there: that is none of the users of the run."""
+    return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)
+
+
+async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) -> None:
     """Whether the name in a shared Redis is this run's, or free; with --fresh, make it free. Raises `ConsoleError`."""
     name = config.run.name
-    store = await Store.connect(url, name, password)
+    store = await Store.connect(url, name, login)
     try:
         if fresh:
             alive = ", ".join(sorted(status.name for status in await store.members(config.fleet.ttl_s)))
@@ -114,7 +151,8 @@ def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Ite
         return
     server = start_server(folder, config.redis.appendfsync)
     try:
-        yield resolve(config, folder, server.url, str((folder.redis / "password").resolve())), server
+        password_file = str((folder.redis / "password").resolve())
+        yield resolve(config, folder, server.url, password_file, str(server.users.resolve())), server
     finally:
         server.stop()
 
@@ -122,7 +160,7 @@ def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Ite
 def start_server(folder: RunFolder, appendfsync: str) -> RedisServer:
     """Start the run's own server on its folder, on a free port."""
     for attempt in range(PORT_ATTEMPTS):
-        server = RedisServer(folder.redis, appendfsync=appendfsync)
+        server = RedisServer(folder.redis, appendfsync=appendfsync, run=folder.path.name)
         try:
             server.start()
             return server
@@ -137,44 +175,51 @@ class _Job:
     options: Options
     config: RunConfig
     folder: RunFolder
-    units: list[Unit]
+    planner: Planner
+    gpus: Sequence[str]
     server: RedisServer | None
     lock_fd: int
     environ: dict[str, str]
+    restore: int | None  # step of the checkpoint to go back to
 
     async def run(self) -> int:
         config = self.config
-        store = await Store.connect(config.redis.url, config.run.name, redis_password(config))
-        mirror = Mirror(self.folder.metrics)
+        store = await Store.connect(config.redis.url, config.run.name, _administrator(config))
+        mirror, evaluations = Mirror(self.folder.metrics), Mirror(self.folder.evaluations, EVALUATED)
         try:
-            return await self._see_through(store, mirror)
+            return await self._see_through(store, mirror, evaluations)
         finally:
             mirror.close()
+            evaluations.close()
             await store.close()
 
-    async def _see_through(self, store: Store, mirror: Mirror) -> int:
+    async def _see_through(self, store: Store, mirror: Mirror, evaluations: Mirror) -> int:
         began = time.monotonic()
+        await store.resumed("")
+        if self.restore is not None:
+            await store.want_restore(self.restore)
         observer = Observer(store, self.config.fleet.ttl_s)
         before = summary.read(self.folder.summary)
         for look in await observer.look_to_the_end():
             mirror.add(look.records)
+            evaluations.add(look.evaluations)
         if how := observer.last.finished:
             print(f"run {self.config.run.name} has finished ({how}); --fresh starts it again", flush=True)
             if before.get("status") == "finished":
                 return EXIT_OK
             outcome, restarts = Outcome("finished", how, EXIT_OK), {}
         else:
-            outcome, restarts = await self._launch(observer, mirror)
+            outcome, restarts = await self._launch(observer, mirror, evaluations)
         totals = {**before.get("restarts", {})}
         for unit, count in restarts.items():
             totals[unit] = totals.get(unit, 0) + count
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
-        await self._conclude(store, observer, mirror, outcome, wall_s, totals)
+        await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
 
-    async def _launch(self, observer: Observer, mirror: Mirror) -> tuple[Outcome, dict[str, int]]:
+    async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[Outcome, dict[str, int]]:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
         with contextlib.ExitStack() as stack:
             if self.options.screen and sys.stdout.isatty():
@@ -189,9 +234,13 @@ class _Job:
             new = observer.last.state is None
             where = "new" if new else f"goes on at {observer.last.committed_step + 1} of {config.run.steps} steps"
             display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
+            if config.web.port:
+                display.event(f"web console at http://{config.web.host}:{config.web.port}, its token in {config.api.token_file}")
+            most = most_generators(config, self.gpus)
+            await observer.store.bound_generators(most)
             launcher = Launcher(
-                self.units, observer, mirror, display, environ=self.environ, lock_fd=self.lock_fd,
-                drain_s=config.generator.drain_s, server=self.server,
+                self._plan, config.generator.count, most, observer, mirror, evaluations, display, logs=self.folder.logs,
+                environ=self.environ, lock_fd=self.lock_fd, server=self.server,
             )  # fmt: skip
             loop = asyncio.get_running_loop()
             for sig in (signal.SIGINT, signal.SIGTERM):
@@ -202,8 +251,20 @@ class _Job:
                 for sig in (signal.SIGINT, signal.SIGTERM):
                     loop.remove_signal_handler(sig)
 
+    def _plan(self, generators: int) -> Sequence[UnitPlan]:
+        counted = self.config.generator.model_copy(update={"count": generators})
+        config = self.config.model_copy(update={"generator": counted})
+        return self.planner(config, self.folder.config.resolve(), self.gpus)
+
     async def _conclude(
-        self, store: Store, observer: Observer, mirror: Mirror, outcome: Outcome, wall_s: float, restarts: dict[str, int]
+        self,
+        store: Store,
+        observer: Observer,
+        mirror: Mirror,
+        evaluations: Mirror,
+        outcome: Outcome,
+        wall_s: float,
+        restarts: dict[str, int],
     ) -> None:
         rows = [mirror.rows[step] for step in sorted(mirror.rows)]
         state = observer.last.state
@@ -211,7 +272,10 @@ class _Job:
         if state is not None:
             with contextlib.suppress(StoreError, RedisError):
                 audited = await audit_run(store)
-        result = summary.summarise(self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts)
+        evaluated = [evaluations.rows[version] for version in sorted(evaluations.rows)]
+        result = summary.summarise(
+            self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts, evaluated=evaluated
+        )
         summary.write(self.folder.summary, result)
         if rows:
             from services.console.report import write_report

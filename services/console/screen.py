@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.console import figures
-from services.console.figures import NOTHING, duration, number
-from services.console.observe import Look, Member
 from services.console.warnings_tail import WarningsTail
+from services.runtime import figures
+from services.runtime.figures import NOTHING, duration, number
+from services.runtime.observe import Look, Member
 
 EVENTS = 6  # lines kept on the screen
 QUIET_AGE_S = 3.0  # a heartbeat older than this is worth a colour

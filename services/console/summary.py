@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from services.console import figures
 from services.protocol.config import RunConfig
 from services.protocol.store import RunState
+from services.runtime import figures
 
 ENDS = 10  # steps over which the first and the last reward are averaged
 
@@ -29,9 +29,12 @@ class Audited:
 
 def summarise(
     config: RunConfig, rows: Sequence[Mapping[str, float]], state: RunState | None, audit: Audited | None, *,
-    status: str, wall_s: float, restarts: Mapping[str, int],
+    status: str, wall_s: float, restarts: Mapping[str, int], evaluated: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Figures over `rows`, the steps in order; None where nothing is known. `wall_s` adds up over the starts of the run."""
+    """Figures over `rows`, the steps in order; None where nothing is known. `wall_s` adds up over the starts of the run.
+
+    `evaluated`: the complete evaluation rounds in order.
+    """
     rewards = _values(rows, figures.REWARD)
     lags = _values(rows, figures.LAG_MAX)
     fleet = _values(rows, "fleet/generators")
@@ -55,6 +58,8 @@ def summarise(
         "wall_s": round(wall_s, 3),
         "restarts": dict(restarts),
         "audit": dict(audit.places) if audit else None,
+        "evaluations": len(evaluated),
+        "evaluation_last": dict(evaluated[-1]) if evaluated else None,
     }
 
 
@@ -77,6 +82,7 @@ def write(path: Path, summary: Mapping[str, Any]) -> None:
 def in_words(summary: Mapping[str, Any]) -> list[str]:
     """The summary for a person, a few lines."""
     first, last = summary["reward_first"], summary["reward_last"]
+    last_round = summary["evaluation_last"]
     reward = f"reward {first:.3f} → {last:.3f}, " if first is not None else ""
     lag = "" if summary["max_lag"] is None else f"largest lag {summary['max_lag']:.0f} of {summary['max_staleness']}, "
     checked = (
@@ -88,6 +94,7 @@ def in_words(summary: Mapping[str, Any]) -> list[str]:
         f"{summary['steps']} steps in {figures.duration(summary['wall_s'])}, {summary['syncs']} weight syncs, "
         f"{sum(summary['restarts'].values())} restarts",
         f"{reward}{lag}{checked}",
+        *([figures.evaluation_line(last_round)] if last_round else []),
     ]
 
 

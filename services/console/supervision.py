@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+LATER_S = 60.0  # until a unit is tried again that the run can do without
 DEATHS_IN_A_ROW = 5  # enough for a passing fault, few enough to tell within a minute or two
 FINAL = (EXIT_CONFIG, EXIT_REDIS)  # a service that ends with these says that a restart would not help
 LONG_LIFE_S = 60.0  # who lived so long was not killed by its start
@@ -49,16 +50,17 @@ class Record:
 
 
 def decide(
-    unit: str, record: Record, codes: Sequence[int | None], *, lived_s: float, committed_step: int, over: bool, redis_lost: bool
+    unit: str, record: Record, codes: Sequence[int | None], *, lived_s: float, committed_step: int, over: bool, redis_served: bool
 ) -> tuple[Decision, Record]:
     """What to do about a unit some of whose pods ended.
 
     `codes`: exit codes, None for a pod that still ran, negative for a signal. `over`: the run is finished, so nobody is
-    started again. `redis_lost`: our own server died a moment ago, so that an exit for want of Redis is no verdict.
+    started again. `redis_served`: this Redis is our own, or has shown the console the run, so that an exit for want of it is no
+    verdict on its address but a passing fault: it was restarted, or did not answer for a few seconds.
     """
     if over:
         return Ended(), record
-    verdicts = [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_lost)]
+    verdicts = [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_served)]
     if verdicts:
         return GiveUp(f"{unit} cannot run", verdicts[0]), record
     progressed = committed_step > record.committed_step or lived_s > LONG_LIFE_S

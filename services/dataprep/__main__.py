@@ -5,22 +5,31 @@ from __future__ import annotations
 import sys
 
 from services.protocol.config import digest
-from services.runtime.service import Arguments, main, open_service
+from services.runtime.entry import Arguments, main, open_service
 
 
 async def prepare(given: Arguments) -> None:
     """The whole life of the pod."""
-    from services.dataprep.api import add_routes
+    from services.dataprep.census import Census
+    from services.dataprep.curriculum import load_curriculum
+    from services.dataprep.evaluation import Evaluation
     from services.dataprep.loop import DataprepLoop
-    from services.dataprep.metrics import DataprepMetrics
+    from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
     from services.dataprep.prompts import PromptSource
+    from services.dataprep.replay import table_rules
+    from services.runtime.endpoints.run import add_routes
 
     config = given.config
+    load_curriculum(config.data.curriculum)  # a name that cannot be used is told before there is a run
     source = PromptSource(config)
+    evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
+    dataset = f"{source.digest}+{evaluated.digest}" if evaluated else source.digest
     async with open_service("dataprep", config, given.name) as service:
-        await service.store.create(digest(config), source.digest, config.run.steps, config.slots)
-        dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry))
+        await service.store.create(digest(config), dataset, config.run.steps, config.slots, table_rules(config))
+        evaluation = Evaluation(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
+        dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry), evaluation)
         service.ready = dataprep.why_idle
+        service.add_loop("census", Census(service, RunMetrics(service.registry)).follow)
         add_routes(service)
         await service.run(dataprep.work)
 

@@ -1,65 +1,68 @@
 """Dataprep's main loop: settle finished groups, prepare steps, issue tickets.
 
 Guarantees: one leader at a time acts, by fencing number; every hand-over is one function, so a leader that dies leaves
-nothing half done and its successor goes on from Redis alone; the order of prompts depends on the seed and nothing else.
-Waits for: headers, free slots, a published version, leadership. Unblocked by: generators (`headers`, `tickets` lost or
-buried), the trainer (`version`, `slots`), operators (`control`), the end of another leader's lease.
+nothing half done and its successor goes on from Redis alone; the order of prompts depends on the configuration and on rewards
+of groups long settled, never on timing.
+Waits for: headers, free slots, a published version, leadership, the end of a snapshot. Unblocked by: generators (`headers`,
+`tickets` lost or buried), the trainer (`version`, `slots`, `steps`), operators (`control`), the end of another leader's lease.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import hashlib
 import time
+from dataclasses import replace
 
-import numpy as np
 import structlog
 
-from services.dataprep import admission, advantages, stats
+from services.dataprep import admission, replay, stats, step
+from services.dataprep.errors import DataError
+from services.dataprep.evaluation import Evaluation
+from services.dataprep.issuing import Issuer
+from services.dataprep.memory import MemoryGuard
 from services.dataprep.metrics import DataprepMetrics
-from services.dataprep.order import PromptOrder
-from services.dataprep.planning import Layout, PlanGroup, plan_step
 from services.dataprep.prompts import PromptSource
 from services.dataprep.settling import settle
-from services.dataprep.table import Table
-from services.protocol.errors import Fenced, OutOfOrder, StoreError
-from services.protocol.messages import RankPlan, StepPlan, Ticket
-from services.protocol.store import RunState
-from services.runtime.loops import Loop
+from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
+from services.protocol.records import RunState, Survey
+from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
 
 log = structlog.get_logger()
 
+TOPICS = ("headers", "slots", "version", "steps", "control", "tickets", "evaluation")
+STEP_DOWN_S = 3.0
 IDLE_S = 1.0  # a missed ring costs at most this much
+SNAPSHOT_S = 0.2  # a snapshot of a small table is over sooner
+FULL_PHASE = "waiting for memory"
 LEASE_SHARE = 3  # renewals per lease of the leadership
 SETTLE_BATCH = 256  # headers per call: some milliseconds of the server's time
-ISSUE_BATCH = 128  # tickets per call
+AHEAD = 2  # steps prepared beyond the last committed: one is trained, one waits; what is drawn later is fresher
 
 
 class DataprepLoop:
     """Leads a run, or stands by."""
 
-    def __init__(self, service: Service, source: PromptSource, metrics: DataprepMetrics) -> None:
-        self.service, self.source, self.metrics = service, source, metrics
+    def __init__(self, service: Service, source: PromptSource, metrics: DataprepMetrics, evaluation: Evaluation) -> None:
+        self.service, self.metrics, self.evaluation = service, metrics, evaluation
         self.store, self.bell, self.config = service.store, service.bell, service.config
-        self.order = PromptOrder(len(source), self.config.run.seed, self.config.data.shuffle)
-        self.rules = admission.Rules(
-            self.config.admission.prompts_per_step, self.config.admission.max_staleness,
-            self.config.admission.overtake, self.config.admission.overtake_deadline_s, self.config.replay.sampler,
-        )  # fmt: skip
-        self.layout = Layout(
-            self.config.trainer.ranks, self.config.trainer.row_tokens, self.config.trainer.mini_batches,
-            self.config.loss.denominator_tokens if self.config.loss.denominator == "constant" else 0,
-        )  # fmt: skip
-        self.generated = stats.GeneratedStats()
-        self._behind_since: float | None = None  # when a step could first be filled but for an older ticket
+        self.rules = admission.rules_of(self.config)
+        self.issuer = Issuer(self.store, source, self.config, service.tracing)
+        self.memory = MemoryGuard(self.config, self.store)
+        self.generated = stats.GeneratedStats(self.config.largest_rewards)
+        self._waiting: tuple[str, float] = ("", 0.0)  # why no step can be made, and since when
+        self._waits = metrics.wait_clock()
+        metrics.lag_bound.set(self.config.admission.max_staleness)
 
     def why_idle(self) -> str:
         """Why this pod does nothing now; a standby is ready, as it would take over."""
         state = self.service.view.state
         if state is None:
             return "the run does not exist yet"
-        return f"paused: {state.paused[self.service.kind]}" if self.service.view.paused else ""
+        if self.service.view.paused:
+            return f"paused: {state.paused[self.service.kind]}"
+        return self.memory.why
 
     async def work(self, loop: Loop) -> None:
         """Lead whenever nobody else does, until told to stop."""
@@ -69,21 +72,23 @@ class DataprepLoop:
                 loop.progress()
                 fence = await self.store.lead(candidate, lease_s)
                 if fence is None:
-                    self.service.say(phase="standby")
+                    self.service.say(phase="standby", paused=self.service.view.pause_mode or "")
                     await self.bell.wait("control", timeout=lease_s / LEASE_SHARE)
                     continue
                 await self._lead(loop, fence)
+        except DataError as error:
+            raise Fatal(str(error)) from None
         finally:
-            with contextlib.suppress(StoreError):  # a pod must be able to go without Redis: its lease runs out
-                await self.store.step_down(candidate)
+            with contextlib.suppress(StoreError, TimeoutError):  # a pod must be able to go without Redis: its lease runs out
+                await asyncio.wait_for(self.store.step_down(candidate), STEP_DOWN_S)
 
     async def _lead(self, loop: Loop, fence: int) -> None:
         """Act as the leader until told to stop or fenced off."""
         self.service.say(phase="leading")
         self.metrics.leads.set(1)
         log.info("leading", fence=fence)
-        table = await self._read_table()
-        self._behind_since = None
+        self.issuer.forget()
+        self._waiting = ("", 0.0)
         renewed = time.monotonic()
         try:
             while not self.service.stopping.is_set():
@@ -93,101 +98,136 @@ class DataprepLoop:
                         return
                     renewed = time.monotonic()
                 state = await self.store.state()
-                busy = False
-                if state is not None and not self.service.view.paused and not state.ended:
-                    settled = await self._settle(fence, table, state)
-                    if len(table) > self.config.replay.capacity:  # evictions are the server's choice
-                        table = await self._read_table()
-                    prepared = await self._prepare(fence, table, state)
-                    issued = 0 if prepared else await self._issue(fence, table, state)
-                    busy = bool(settled or prepared or issued)
+                if state is None:
+                    raise Broken(f"run {self.config.run.name!r} vanished from Redis")  # a new process creates it again
+                try:
+                    busy = await self._act(fence, state)
+                except Busy:  # a snapshot is being taken; what was done before that stands
+                    await self.bell.wait("control", timeout=SNAPSHOT_S)
+                    continue
                 if not busy:
-                    await self.bell.wait("headers", "slots", "version", "control", "tickets", timeout=IDLE_S)
+                    await self.bell.wait(*TOPICS, timeout=IDLE_S)
         except (Fenced, OutOfOrder) as error:
             log.warning("no longer in step with the run, starting over", error=str(error))
         finally:
             self.metrics.leads.set(0)
+            self._waits.enter("")
 
-    async def _read_table(self) -> Table:
-        return Table(await self.store.oldest_groups(self.config.replay.capacity), self.config.replay.max_uses)
+    async def _act(self, fence: int, state: RunState) -> bool:
+        """One turn of all that the leader does; of a run that ends, its round is wound up. Returns whether anything was done."""
+        paused = state.pause_modes.get(self.service.kind, "")
+        self.service.say(paused=paused)
+        trains = not paused and not state.ended
+        if not trains:
+            self._waits.enter("")
+        busy = trains and await self._turn(fence, state)
+        return await self.evaluation.tend(fence, state) or busy
 
-    async def _settle(self, fence: int, table: Table, state: RunState) -> int:
+    async def _turn(self, fence: int, state: RunState) -> bool:
+        """Settle, then make a step or else issue. Returns whether anything was done."""
+        next_step, most = state.prepared_step + 1, self.config.admission.prompts_per_step
+        base = await self._rebase(fence, next_step)
+        settled = await self._settle(fence, next_step, base)
+        oldest_fresh = next_step - self.config.admission.max_staleness
+        survey = await self.store.survey(fence, oldest_fresh, most, self.rules.replaced)
+        self.metrics.stale.inc(survey.stale)
+        again = await self.issuer.issue_again(fence) if survey.reissue else 0
+        if again < survey.reissue:
+            return True  # they come before new prompts
+        prepared = await self._prepare(fence, state, survey, oldest_fresh)
+        return bool(prepared or await self._issue(fence, state, survey) or settled or again)
+
+    async def _settle(self, fence: int, next_step: int, base: int) -> int:
         items = await self.store.read_headers(fence, SETTLE_BATCH)
         if not items:
             return 0
-        settlements = [settle(item, state.prepared_step + 1, self.config) for item in items]
-        await self.store.settle(fence, settlements, self.config.replay.capacity, self.config.replay.remover)
+        started = time.monotonic()
+        settlements = [settle(item, next_step, self.config, base) for item in items]
+        await self.store.settle(fence, settlements)
+        self.metrics.settle_s.observe(time.monotonic() - started)
         for settlement in settlements:
-            header = settlement.item.header
-            self.metrics.settled.labels(settlement.action.partition(":")[0]).inc()
-            if settlement.action == "insert" and header is not None:
-                table.insert(header)
-                self.generated.add(header)
-            elif settlement.action.startswith("failed"):
-                log.error("header buried", ticket=settlement.item.ticket, reason=settlement.action.partition(":")[2])
+            kind, _, reason = settlement.action.partition(":")
+            action = kind if kind == "failed" else settlement.action
+            self.metrics.settled[action].inc()
+            if settlement.item.header is not None:
+                self.service.tracing.record("settle", settlement.item.header.trace, started, action=action)
+            if kind == "failed":
+                log.error("header buried", ticket=settlement.item.ticket, reason=reason)
+            elif settlement.item.header is not None:
+                self.generated.add(settlement.item.header)
+            if kind != "insert":
+                self.generated.drop(settlement.action)
         return len(items)
 
-    async def _prepare(self, fence: int, table: Table, state: RunState) -> bool:
-        step = state.prepared_step + 1
-        if step >= self.config.run.steps or not len(table):
+    async def _prepare(self, fence: int, state: RunState, survey: Survey, oldest_fresh: int) -> bool:
+        number = state.prepared_step + 1
+        if number >= self.config.run.steps or number > state.committed_step + AHEAD:
+            self._waits.enter("ahead" if number < self.config.run.steps else "")
             return False
-        waited_s = 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
-        decision = admission.decide(table.ready(), await self.store.outstanding(), step, self.rules, waited_s)
-        if decision.stale:
-            await self.store.sweep(fence, decision.stale)
-            table.drop(decision.stale)
+        why, since = self._waiting
+        waited_s = time.monotonic() - since if why == "older_ticket" else 0.0
+        decision = admission.decide(survey, self._progress(state), self.rules, waited_s)
+        self._waits.enter(decision.why if isinstance(decision, admission.Wait) else "")
         if isinstance(decision, admission.Wait):
-            if decision.why == "older_ticket" and self._behind_since is None:
-                self._behind_since = time.monotonic()
+            if decision.why != why:
+                self._waiting = (decision.why, time.monotonic())
             return False
-        self._behind_since = None
-        plan, ranks = self._plan(step, decision.groups, table)
-        await self.store.prepare(fence, plan, ranks, (), self.config.replay.max_uses)
-        table.draw(decision.groups)
-        self.metrics.prepared.inc()
-        if decision.overtook:
-            self.metrics.overtook.inc()
-            log.warning("step made without an older ticket", step=step)
+        self._waiting = ("", 0.0)
+        if isinstance(decision, admission.PassOver):
+            log.warning("every group of a step was filtered: its prompts are passed over", step=number)
+            await self.store.pass_over(fence, decision.gaps_until)
+            self.metrics.passed_over.inc()
+            return True
+        with structlog.contextvars.bound_contextvars(step=number):
+            await self._draw(fence, number, survey, decision, oldest_fresh)
         return True
 
-    def _plan(self, step: int, names: tuple[str, ...], table: Table) -> tuple[StepPlan, list[RankPlan]]:
-        groups = [table[name] for name in names]
-        given = [advantages.advantages(group.header.rewards, self.config.advantage.kind) for group in groups]
-        planned = [
-            PlanGroup(
-                group.group, group.header.payload, group.header.prompt_tokens, np.asarray(group.header.lengths), advantage,
-                advantages.trained(group.header.truncated, self.config.advantage.mask_truncated), group.uses == 0,
-            )
-            for group, advantage in zip(groups, given, strict=True)
-        ]  # fmt: skip
-        record = stats.trained([group.header for group in groups], given, step) | self.generated.take()
-        return plan_step(step, planned, self.layout, record | {"replay/buffer/groups": float(len(table))})
+    async def _draw(self, fence: int, number: int, survey: Survey, decision: admission.Prepare, oldest_fresh: int) -> None:
+        started = time.monotonic()
+        groups = await self.store.groups(decision.groups)
+        plan, ranks = step.make_step(number, groups, survey, self.generated, self.config)
+        variates = [replay.exponential(self.config.run.seed, group.group, group.uses + 1) for group in groups]
+        await self.store.prepare(fence, plan, ranks, oldest_fresh, variates, decision.gaps_until)
+        self.generated.next_step([group.header for group in groups])
+        self.metrics.prepared.inc()
+        self.metrics.plan_s.observe(time.monotonic() - started)
+        for group in groups:
+            self.metrics.lag.observe(number - min(group.header.oldest))
+            self.service.tracing.record("plan", group.header.trace, started, step=number, uses=group.uses + 1)
+        if len(groups) < self.config.admission.prompts_per_step:
+            self.metrics.short.inc()
+            if self.config.filters.active_sampling:
+                bound = self.config.filters.active_sampling_bound
+                log.warning("step is short: filters dropped more groups than are replaced", groups=len(groups), bound=bound)
+        if decision.overtook:
+            self.metrics.overtook.inc()
+            log.warning("step made without an older ticket")
 
-    async def _issue(self, fence: int, table: Table, state: RunState) -> int:
-        max_uses = self.config.replay.max_uses
-        live = table.uses_left + [max_uses] * await self.store.outstanding_count()
-        wanted = admission.tickets_to_issue(
-            live, state.prepared_step + 1, state.published_version, self.config.run.steps, self.rules, max_uses
-        )
-        self.metrics.buffered.set(len(table))
-        self.metrics.slots_used.set(state.slots_used)
-        self.metrics.slots.set(state.slots)
-        if wanted == 0:
+    async def _rebase(self, fence: int, next_step: int) -> int:
+        """Keep weights by recency within what the clocks can tell apart; the base they are relative to."""
+        if self.config.replay.priority != "recency":
             return 0
-        tickets = [self._ticket(position) for position in range(state.cursor, state.cursor + min(wanted, ISSUE_BATCH))]
-        issued = await self.store.issue(fence, state.cursor, tickets)
+        base, wanted = await self.store.recency_base(), replay.recency_base(next_step, self.config.replay)
+        if wanted > base:
+            await self.store.rescale(fence, base, wanted, replay.recency_weight(base - wanted, self.config.replay))
+        return wanted
+
+    async def _issue(self, fence: int, state: RunState, survey: Survey) -> int:
+        """Issue what there is room for. When no prompt is left and no step can be made of what there is, the run ends, which is
+        an outcome and no fault."""
+        progress = self._progress(state)
+        wanted = admission.tickets_to_issue(survey, admission.progress_of(state), self.rules)
+        if full := await self.memory.full():
+            wanted = 0
+        if full != (self.service.status.phase == FULL_PHASE):
+            self.service.say(phase=FULL_PHASE if full else "leading")
+        issued = await self.issuer.issue(fence, state.cursor, wanted, survey) if wanted else 0
+        if self.issuer.exhausted and not issued and admission.stuck(survey, progress, self.rules):
+            await self.store.stop(self.issuer.exhausted)
         self.metrics.issued.inc(issued)
         return issued
 
-    def _ticket(self, position: int) -> Ticket:
-        epoch, row = self.order.at(position)
-        prompt, answer = self.source.prompt(row)
-        return Ticket(
-            id=f"{epoch}-{row}", seq=position, epoch=epoch, index=row, seed=ticket_seed(self.config.run.seed, epoch, row),
-            prompt=prompt, answer=answer, group_size=self.config.sampling.group_size,
-        )  # fmt: skip
-
-
-def ticket_seed(run_seed: int, epoch: int, row: int) -> int:
-    """Seed of a ticket, 48 bits: the same prompt gets other samples in another epoch or run, the same ones in the same."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{epoch}/{row}".encode(), digest_size=6).digest(), "little")
+    def _progress(self, state: RunState) -> admission.Progress:
+        """Where the run stands; with no prompt left, no slot is of use."""
+        progress = admission.progress_of(state)
+        return replace(progress, free_slots=0) if self.issuer.exhausted else progress

@@ -6,13 +6,14 @@ groups; denominators are those of the written formula, whatever the number of ra
 
 How: groups are dealt to mini-batches; a mini-batch's responses, in the order of groups, are cut into as many stretches of
 equal cost as there are ranks, so that a group's payload is fetched by one rank, seldom two; what the cut leaves uneven is
-evened out by swaps (balance.py); each rank packs its stretch into rows (packing.py).
+evened out by swaps (balance.py); each rank packs its stretch into rows (packing.py). Or, for `same_rows`, the other way round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -39,8 +40,13 @@ class PlanGroup:
     lengths: np.ndarray  # [n] int, completion tokens
     advantages: np.ndarray  # [n] float
     trained: np.ndarray  # [n] bool, False: masked
+    tool_tokens: np.ndarray  # [n] int, completion tokens that the policy did not sample
     fresh: bool = True
     """Whether the group trains for the first time."""
+    weight: float = 1.0
+    """Importance weight of the group: factor of its tokens' loss."""
+    trace: str = ""
+    """Context of its trace; empty: it has none."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,11 @@ class Layout:
     row_tokens: int
     mini_batches: int = 1
     denominator_tokens: int = 0
-    """The constant denominator; 0: the response tokens in the loss."""
+    """The constant denominator; 0: what `denominator` counts."""
+    denominator: Literal["token", "constant", "sequence", "group"] = "token"
+    """What is counted of what is in the loss: response tokens, responses or groups, each as one whatever its group's weight."""
+    same_rows: bool = False
+    """Pack rows first and deal them to the ranks whole, so that rows do not depend on how many ranks there are."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ def plan_step(
             rows[rank].extend(_row(groups, samples, row) for row in rank_rows)
         mini_batch_rows.append(len(packed[0]))
         in_loss = int(samples.trained_tokens.sum())
-        denominators.append(float(layout.denominator_tokens or max(1, in_loss)))
+        denominators.append(_denominator(samples, layout))
         response_tokens += in_loss
         total_tokens += int(samples.tokens.sum())
     plan = StepPlan(
@@ -95,6 +105,8 @@ def plan_step(
         response_tokens=response_tokens,
         total_tokens=total_tokens,
         stats=dict(stats or {}),
+        row_tokens=layout.row_tokens,
+        traces=[group.trace for group in groups if group.trace],
     )
     return plan, [RankPlan(rank_rows) for rank_rows in rows]
 
@@ -123,22 +135,37 @@ def _group_tokens(group: PlanGroup) -> int:
 def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
     sizes = [len(groups[member].lengths) for member in members]
     lengths = np.concatenate([groups[member].lengths for member in members]).astype(np.int64)
+    tool_tokens = np.concatenate([groups[member].tool_tokens for member in members]).astype(np.int64)
     prompts = np.repeat([groups[member].prompt_tokens for member in members], sizes)
     trained = np.concatenate([groups[member].trained for member in members]).astype(bool)
     return _Samples(
         group=np.repeat(members, sizes),
         index=np.concatenate([np.arange(size) for size in sizes]),
         tokens=prompts + lengths,
-        trained_tokens=np.where(trained, lengths, 0),
+        trained_tokens=np.where(trained, lengths - tool_tokens, 0),
         advantages=np.concatenate([groups[member].advantages for member in members]).astype(np.float64),
     )
+
+
+def _denominator(samples: _Samples, layout: Layout) -> float:
+    in_loss = samples.trained_tokens > 0
+    match layout.denominator:
+        case "sequence":
+            count = int(in_loss.sum())
+        case "group":
+            count = len(np.unique(samples.group[in_loss]))
+        case _:
+            count = int(samples.trained_tokens.sum())
+    return float(layout.denominator_tokens or max(1, count))
 
 
 def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
     """[rank][row] -> samples. Every rank has equally many rows; the costliest come first, so that rows of one place match."""
     costs = cost(samples.tokens)
-    shares = spread(costs, layout.ranks)
     tokens = samples.tokens.tolist()
+    if layout.same_rows:
+        return _deal_rows(pack(tokens, layout.row_tokens, fewest_rows(tokens, layout.row_tokens)), costs, layout.ranks)
+    shares = spread(costs, layout.ranks)
     rows = max(1, *(fewest_rows([tokens[i] for i in share], layout.row_tokens) for share in shares))
     packed = []
     for share in shares:
@@ -147,10 +174,18 @@ def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
     return packed
 
 
+def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
+    """[rank][row] -> samples, with empty rows where the number of rows does not divide."""
+    dealt = deal([int(costs[row].sum()) for row in rows], ranks)
+    most = max(len(places) for places in dealt)
+    return [[rows[place] for place in places] + [[]] * (most - len(places)) for places in dealt]
+
+
 def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> list[Sample]:
     return [
         Sample(
-            groups[samples.group[i]].payload, int(samples.index[i]), float(samples.advantages[i]), int(samples.trained_tokens[i])
+            groups[samples.group[i]].payload, int(samples.index[i]), float(samples.advantages[i]),
+            int(samples.trained_tokens[i]), float(groups[samples.group[i]].weight), int(samples.tokens[i]),
         )
         for i in sorted(row)
-    ]
+    ]  # fmt: skip

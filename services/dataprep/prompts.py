@@ -1,57 +1,56 @@
-"""The prompts of a run: tokenised once, then looked up by row.
+"""The prompts of a run: tokenised once, then looked up by row. The rows of all sources lie one after the other.
 
-Guarantees: whatever is wrong with source, template or lengths is a `DataError` of one line before the run starts; the same
-source and tokenizer have the same digest, and any change of a prompt, an answer or their order changes it.
+Guarantees: whatever is wrong with a source, the template or lengths is a `DataError` of one line before the run starts; the
+same sources and tokenizer have the same digest, and any change of a prompt, an answer or the order they are asked in
+changes it.
 
-Memory: 4 bytes a token and the answers' text, whatever the size of the source; the source is read in chunks.
+Memory: 4 bytes a token and the answers' text, whatever the size of the sources; they are read in chunks.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import islice
 
+import msgspec
 import numpy as np
+import structlog
 
 from services.dataprep.errors import DataError
+from services.dataprep.order import SourceSpan
 from services.dataprep.rows import read_rows
 from services.dataprep.tokenizer import PromptTokenizer, tokenizer_folder
 from services.protocol.config import RunConfig
-from services.protocol.config.data import Data
+from services.protocol.config.data import Data, Source
+
+log = structlog.get_logger()
 
 CHUNK_ROWS = 2048
 """Rows tokenised at a time: enough for the tokenizer's threads, little enough to hold."""
 
 
 class PromptSource:
-    """All prompts of a run by row. The order they are asked in is `order.PromptOrder`."""
+    """All prompts of `sources` by row; None: those of `data.sources`. The order they are asked in is `order.PromptOrder`."""
 
-    def __init__(self, config: RunConfig) -> None:
-        data = config.data
-        tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), data)
-        tokens, answers = array("i"), bytearray()
-        token_ends, answer_ends = array("q"), array("q")
-        too_long = _TooLong(data.max_prompt_tokens)
-        rows = read_rows(data.source)
-        while chunk := list(islice(rows, CHUNK_ROWS)):
-            for row, ids in zip(chunk, tokenizer.encode(chunk), strict=True):
-                if not ids:
-                    raise DataError(f"{row.where}: the prompt has no tokens: fill or remove it")
-                too_long.see(len(token_ends), row.where, len(ids))
-                tokens.extend(ids)
-                token_ends.append(len(tokens))
-                answers += row.answer.encode("utf-8", "replace")
-                answer_ends.append(len(answers))
-        too_long.check()
-        if not token_ends:
-            raise DataError(f"data.source has no rows ({_name(data)}): add prompts")
-        self._tokens = np.frombuffer(tokens, dtype=np.int32)
-        self._token_starts = np.concatenate(([0], np.frombuffer(token_ends, dtype=np.int64)))
-        self._answers = bytes(answers)
-        self._answer_starts = np.concatenate(([0], np.frombuffer(answer_ends, dtype=np.int64)))
-        self.digest = self._digest()
-        """SHA-256 of all token ids and answers in order: the identity of the data set."""
+    def __init__(self, config: RunConfig, sources: Sequence[Source] | None = None) -> None:
+        tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), config.data)
+        columns = _Columns()
+        spans = []
+        for source in config.data.sources if sources is None else sources:
+            first = len(columns.token_ends)
+            columns.read(source, tokenizer, config.data)
+            spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
+        self.spans = tuple(spans)
+        """The rows of each source."""
+        self._tokens = np.frombuffer(columns.tokens, dtype=np.int32)
+        self._token_starts = np.concatenate(([0], np.frombuffer(columns.token_ends, dtype=np.int64)))
+        self._answers = bytes(columns.answers)
+        self._answer_starts = np.concatenate(([0], np.frombuffer(columns.answer_ends, dtype=np.int64)))
+        self.digest = self._digest(config.run.seed, config.data.shuffle)
+        """SHA-256 of all token ids, all answers and what their order is made of: the identity of the data set."""
 
     def __len__(self) -> int:
         return len(self._token_starts) - 1
@@ -61,17 +60,53 @@ class PromptSource:
         ids = self._tokens[self._token_starts[row] : self._token_starts[row + 1]].tolist()
         return ids, self._answers[self._answer_starts[row] : self._answer_starts[row + 1]].decode()
 
+    def name_of(self, row: int) -> str:
+        """Name of the source that a row is of."""
+        return self.spans[bisect_right(self.spans, row, key=lambda span: span.first) - 1].name
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return int(np.diff(self._token_starts).max())
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
+    def _digest(self, seed: int, shuffle: bool) -> str:
+        digest = hashlib.sha256(msgspec.json.encode((seed, shuffle, self.spans)))
         for column in (self._token_starts, self._tokens, self._answer_starts):
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).data)
         digest.update(self._answers)
         return digest.hexdigest()
+
+
+class _Columns:
+    """Token ids and answers, end to end."""
+
+    def __init__(self) -> None:
+        self.tokens, self.answers = array("i"), bytearray()
+        self.token_ends, self.answer_ends = array("q"), array("q")
+
+    def read(self, source: Source, tokenizer: PromptTokenizer, data: Data) -> None:
+        """Add all rows of a source."""
+        first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
+        rows = read_rows(source)
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            for row, ids in zip(chunk, tokenizer.encode(chunk), strict=True):
+                if not ids:
+                    raise DataError(f"{row.where}: the prompt has no tokens: fill or remove it")
+                if len(ids) > data.max_prompt_tokens:
+                    too_long.see(row.where, len(ids))
+                    continue
+                self.tokens.extend(ids)
+                self.token_ends.append(len(self.tokens))
+                self.answers += row.answer.encode("utf-8", "replace")
+                self.answer_ends.append(len(self.answers))
+        if too_long.count and data.long_prompts == "error":
+            raise DataError(too_long.fault())
+        if too_long.count and len(self.token_ends) == first:
+            raise DataError(f'source "{source.name}" has no rows left: {too_long.summary()}: raise data.max_prompt_tokens')
+        if too_long.count:
+            log.warning("prompts left out", source=source.name, why=too_long.summary())
+        if len(self.token_ends) == first:
+            raise DataError(f'source "{source.name}" has no rows ({_place(source)}): add prompts')
 
 
 class _TooLong:
@@ -79,31 +114,31 @@ class _TooLong:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._count = 0
-        self._first = self._longest = (0, "", 0)
+        self.count = 0
+        self._first = self._longest = ("", 0)
 
-    def see(self, row: int, where: str, length: int) -> None:
-        if length <= self._limit:
-            return
-        self._count += 1
-        if self._count == 1:
-            self._first = (row, where, length)
-        if length > self._longest[2]:
-            self._longest = (row, where, length)
+    def see(self, where: str, length: int) -> None:
+        self.count += 1
+        if self.count == 1:
+            self._first = (where, length)
+        if length > self._longest[1]:
+            self._longest = (where, length)
 
-    def check(self) -> None:
-        if not self._count:
-            return
-        row, where, length = self._first
-        others = ""
-        if self._count > 1:
-            others = f"; {self._count} rows are too long, the longest has {self._longest[2]} ({self._longest[1]})"
-        raise DataError(
-            f"{where}: the prompt of row {row} has {length} tokens, more than data.max_prompt_tokens = {self._limit}{others}: "
-            "raise data.max_prompt_tokens or remove the rows"
+    def summary(self) -> str:
+        """How many there are."""
+        rows = "1 row has" if self.count == 1 else f"{self.count} rows have"
+        where, length = self._longest
+        return f"{rows} more than data.max_prompt_tokens = {self._limit} tokens, the longest {length} ({where})"
+
+    def fault(self) -> str:
+        """The first of them, as an error."""
+        where, length = self._first
+        others = f"; {self.summary()}" if self.count > 1 else ""
+        return (
+            f"{where}: the prompt has {length} tokens, more than data.max_prompt_tokens = {self._limit}{others}: "
+            'raise data.max_prompt_tokens, remove the rows or set data.long_prompts = "drop"'
         )
 
 
-def _name(data: Data) -> str:
-    source = data.source
+def _place(source: Source) -> str:
     return f"task {source.task!r}" if source.kind == "reasoning_gym" else f"path = {source.path!r}"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from services.dataprep.errors import DataError
-from services.protocol.config.data import FileSource, ReasoningGymSource
+from services.protocol.config.data import FileSource, ReasoningGymSource, Source
 from services.protocol.entries import encode_entry
 
 PARQUET_BATCH = 1024  # rows held at a time
@@ -34,7 +34,7 @@ class Row:
     """Its place, for messages: `prompts.jsonl:17`."""
 
 
-def read_rows(source: FileSource | ReasoningGymSource) -> Iterator[Row]:
+def read_rows(source: Source) -> Iterator[Row]:
     """All rows of the source, in its order."""
     if isinstance(source, ReasoningGymSource):
         return _reasoning_gym(source)
@@ -45,7 +45,9 @@ def _file_rows(source: FileSource) -> Iterator[Row]:
     pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     path = Path(source.path)
     if not path.is_file():
-        raise DataError(f"data.source.path = {source.path!r} is not a file (looked at {path.absolute()}): correct the path")
+        raise DataError(
+            f'path of source "{source.name}" = {source.path!r} is not a file (looked at {path.absolute()}): correct the path'
+        )
     for where, record in _jsonl(path) if source.kind == "jsonl" else _parquet(path, source):
         prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
         answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, where)
@@ -53,8 +55,8 @@ def _file_rows(source: FileSource) -> Iterator[Row]:
             match = pattern.search(answer)
             if match is None or match[1] is None:
                 raise DataError(
-                    f"{where}: data.source.answer_pattern = {source.answer_pattern!r} finds nothing in {_short(answer)}: "
-                    "mend the pattern or the row"
+                    f'{where}: answer_pattern of source "{source.name}" = {source.answer_pattern!r} finds nothing in '
+                    f"{_short(answer)}: mend the pattern or the row"
                 )
             answer = match[1].strip()
         yield Row(prompt, answer, where)
@@ -90,12 +92,14 @@ def _parquet(path: Path, source: FileSource) -> Iterator[tuple[str, dict[str, An
                     yield f"{path}, row {number}", record if len(wanted) > 1 else dict.fromkeys(names) | record
                     number += 1
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"data.source.path = {source.path!r} is not a parquet file: {error}") from None
+        raise DataError(
+            f'path of source "{source.name}" = {source.path!r} is not a parquet file ({error}): correct path or kind'
+        ) from None
 
 
 def _field(record: dict[str, Any], name: str, key: str, where: str) -> Any:
     if name not in record:
-        raise DataError(f"{where}: has no field {name!r} (data.source.{key}); fields: {', '.join(sorted(record)) or 'none'}")
+        raise DataError(f"{where}: has no field {name!r} ({key} of its source); fields: {', '.join(sorted(record)) or 'none'}")
     return record[name]
 
 
@@ -127,11 +131,13 @@ def _reasoning_gym(source: ReasoningGymSource) -> Iterator[Row]:
     if source.task not in DATASETS:
         near = difflib.get_close_matches(source.task, DATASETS, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see the task list of reasoning-gym"
-        raise DataError(f"data.source.task = {source.task!r} is not a task of reasoning-gym; {hint}")
+        raise DataError(f'task of source "{source.name}" = {source.task!r} is not a task of reasoning-gym; {hint}')
     try:
         task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(f"data.source.options = {source.options!r} does not suit the task {source.task!r}: {error}") from None
+        raise DataError(
+            f'options of source "{source.name}" = {source.options!r} do not suit the task {source.task!r}: {error}'
+        ) from None
     for index in range(source.size):
         where = f"{source.task}, row {index}"
         entry = task[index]

@@ -1,68 +1,67 @@
-"""Metrics of the data: of what was generated now (`…/gen/…`) and of what is trained on now (`…/train/…`). Pure."""
+"""Metrics of what was generated since the last step (`…/gen/…`). No clock, no Redis.
+
+Guarantees: every key is in docs/metrics.md; memory does not grow with what arrives, only with the number of sources.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
+from services.protocol.group_stats import GroupSums
 from services.protocol.messages import Header
+
+DROPS: tuple[str, ...] = ("zero", "solved", "nonzero", "all_truncated", "stale", "failed")
+"""Reasons for which a group does not reach the table (docs/design.md, section 3)."""
+
+DRIFT_STEPS = 32
+"""Steps over which trained and generated lengths are compared: more than lie between a group's birth and its training."""
 
 
 class GeneratedStats:
-    """What arrived since the last step."""
+    """What arrived since the last step, as running sums."""
 
-    def __init__(self) -> None:
-        self._headers: list[Header] = []
+    def __init__(self, sources: Mapping[str, float]) -> None:
+        """`sources`: name of every prompt source and the largest reward its completions can earn."""
+        self._sources = dict(sources)
         self._tokens = 0
+        self._drift: deque[tuple[int, int, int, int]] = deque(maxlen=DRIFT_STEPS)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seen = GroupSums(self._sources)
+        self._dropped: Counter[str] = Counter(dict.fromkeys(DROPS, 0))
 
     def add(self, header: Header) -> None:
-        """A settled header."""
-        self._headers.append(header)
+        """A valid header that was settled, whatever became of its group."""
+        self._seen.add(header)
         self._tokens += sum(header.lengths)
 
-    def take(self) -> dict[str, float]:
-        """Metrics of the headers since the last call; `tokens/gen/total` counts from the start of the process."""
-        headers, self._headers = self._headers, []
-        return _of_headers(headers, "gen") | {"tokens/gen/total": float(self._tokens)}
+    def drop(self, outcome: str) -> None:
+        """A group that was settled without reaching the table: `stale`, `filtered:<reason>` or `failed:<text>`."""
+        kind, _, reason = outcome.partition(":")
+        self._dropped[reason if kind == "filtered" else kind] += 1
 
+    def record(self, trained: Sequence[Header]) -> dict[str, float]:
+        """Metrics since the last step; `trained` are the groups of the step that is made now. Changes nothing.
 
-def trained(headers: Sequence[Header], advantages: Sequence[np.ndarray], step: int) -> dict[str, float]:
-    """Metrics of the groups of a step; `advantages` [n] of each. Staleness = step - oldest version, of a completion."""
-    lag = step - np.concatenate([header.oldest for header in headers])
-    weights = np.concatenate([header.lengths for header in headers])
-    mixed = np.concatenate([np.not_equal(header.oldest, header.newest) for header in headers])
-    spread = np.concatenate(advantages)
-    return _of_headers(headers, "train") | {
-        "staleness/trained/mean": float(np.average(lag, weights=weights)),
-        "staleness/trained/max": float(lag.max()),
-        "staleness/trained/p99": float(np.percentile(lag, 99)),
-        "staleness/trained/off_policy_share": float(np.average(lag > 0, weights=weights)),
-        "staleness/trained/mixed_share": float(mixed.mean()),
-        "advantage/train/min": float(spread.min()),
-        "advantage/train/mean": float(spread.mean()),
-        "advantage/train/max": float(spread.max()),
-    }
+        `tokens/gen/total` counts from the start of the process. `length/drift` is the mean completion length trained over
+        that generated, both over the last `DRIFT_STEPS` steps: what keeps long groups from being trained (overtaking,
+        filters, staleness) pulls it below 1.
+        """
+        record = self._seen.metrics("gen") | {f"filtered/{reason}/count": float(n) for reason, n in self._dropped.items()}
+        record["tokens/gen/total"] = float(self._tokens)
+        lengths = [*self._drift, self._lengths(trained)][-DRIFT_STEPS:]
+        made_tokens, made, trained_tokens, count = (sum(column) for column in zip(*lengths, strict=True))
+        if made and count:
+            record["length/drift"] = (trained_tokens / count) / (made_tokens / made)
+        return record
 
+    def next_step(self, trained: Sequence[Header]) -> None:
+        """The step of these groups was made: count for the next one."""
+        self._drift.append(self._lengths(trained))
+        self._begin()
 
-def _of_headers(headers: Sequence[Header], scope: str) -> dict[str, float]:
-    if not headers:
-        return {}
-    rewards = np.concatenate([header.rewards for header in headers])
-    lengths = np.concatenate([header.lengths for header in headers])
-    truncated = np.concatenate([header.truncated for header in headers])
-    constant = np.array([max(header.rewards) == min(header.rewards) for header in headers])
-    return {
-        f"reward/{scope}/mean": float(rewards.mean()),
-        f"reward/{scope}/std": float(rewards.std()),
-        f"reward/{scope}/zero_std_share": float(constant.mean()),
-        f"length/{scope}/mean": float(lengths.mean()),
-        f"length/{scope}/min": float(lengths.min()),
-        f"length/{scope}/max": float(lengths.max()),
-        f"length/{scope}/stop_share": float(1.0 - truncated.mean()),
-        **{
-            f"reward/{scope}/{verifier}": float(np.mean([np.mean(header.scores[verifier]) for header in headers]))
-            for verifier in headers[0].scores
-            if all(verifier in header.scores for header in headers)  # a generator says which it has
-        },
-    }
+    def _lengths(self, trained: Sequence[Header]) -> tuple[int, int, int, int]:
+        chosen = [length for header in trained for length in header.lengths]
+        return self._seen.all.tokens, self._seen.all.completions, sum(chosen), len(chosen)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 
 from services.generator.loop import RolloutLoop
+from services.runtime.answers import Draining
+from services.runtime.effects import WaitS, until_none
 from services.runtime.service import Service
-
-
-class Draining(BaseModel):
-    """Answer to a drain: how many tickets are still under way."""
-
-    draining: bool
-    rollouts: int
 
 
 def add_routes(service: Service, rollouts: RolloutLoop) -> None:
     """Add them to the service's app."""
     router = APIRouter(prefix="/v1", tags=["generator"])
 
-    @router.post("/drain", response_model=Draining, dependencies=[service.app.state.guard])
-    async def drain() -> Draining:
-        """Claim no more tickets; finish or hand back what is under way, leave the fleet and exit."""
+    async def under_way() -> list[str]:
+        return [rollout.ticket.id for rollout in rollouts.rollouts.values()]
+
+    @router.post("/drain", dependencies=[service.app.state.guard])
+    async def drain(wait_s: WaitS = 0.0) -> Draining:
+        """Claim no more tickets; finish or hand back what is under way, leave the fleet and exit.
+
+        With `wait_s` the answer comes when nothing is under way any more, or the time is over.
+        """
         rollouts.draining.set()
         service.bell.ring("room")
+        await until_none(under_way, wait_s)
         return Draining(draining=True, rollouts=len(rollouts.rollouts))
 
     service.app.include_router(router)

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from services.protocol.config import ConfigError, RunConfig
-from services.protocol.messages import Round, Span
+from services.protocol.messages import CHANGED, Round, Span
 
 
 class EngineDead(Exception):
@@ -24,6 +24,14 @@ class EngineDead(Exception):
 
 class TransferFailed(Exception):
     """This group or transfer failed; the engine lives. Join a group of another epoch and receive a full update."""
+
+
+class WeightsChanged(TransferFailed):
+    """What arrived is not what was sent, and was not taken. `tensor` is the first weight that differs."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(CHANGED + tensor)
+        self.tensor = tensor
 
 
 class GenerationFailed(Exception):
@@ -38,6 +46,37 @@ class Generated:
     logprobs: np.ndarray  # [T] float32, of the sampled tokens at the sampling temperature
     spans: list[Span]  # cover [0, T) in order, versions ascending
     finish: Literal["stop", "length", "aborted"]  # aborted: interrupted, can be continued
+    tool_spans: tuple[tuple[int, int], ...] = ()
+    """[start, end) of tokens that the policy did not sample, such as a tool's answer: ascending and apart. They are read by
+    the policy and never trained; their logprobs mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How a completion is sampled."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: the likeliest token each time
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def training(cls, config: RunConfig) -> SamplingParameters:
+        """Those of training completions."""
+        sampling = config.sampling
+        return cls(sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop))
+
+    @classmethod
+    def evaluation(cls, config: RunConfig) -> SamplingParameters:
+        """Those of evaluation completions, which end at the same stop strings."""
+        given, sampling = config.evaluation, config.sampling
+        longest = given.max_tokens or sampling.max_tokens
+        return cls(longest, given.temperature, given.top_p, given.top_k, tuple(sampling.stop))
+
+
+QUEUED_S = 0.5
+"""Longer than a completion is on its way into an engine that has room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +85,7 @@ class Gauges:
 
     running: int  # completions past their prefill
     waiting: int  # completions before their first token
+    queued: int  # of those waiting, the ones that have been for longer than `QUEUED_S`
     kv_usage: float  # 0..1, share of the KV cache
     tokens: int  # tokens sampled since the start
 
@@ -73,12 +113,12 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, request_id: str, prompt: list[int], seed: int, max_tokens: int, prefix: Generated | None = None
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
     ) -> Generated:
-        """Complete `prompt` ([P] token ids) with at most `max_tokens` tokens, those of `prefix` included.
+        """Complete `prompt` ([P] token ids) with at most `sampling.max_tokens` tokens, those of `prefix` included.
 
-        `prefix` is continued, and its tokens, logprobs and spans stand at the front of the result. The same seed gives
-        the same tokens. Raises `EngineDead` or `GenerationFailed`; cancelling the call drops the completion.
+        `prefix` is continued, and its tokens, logprobs and both kinds of spans stand at the front of the result. The same seed
+        gives the same tokens. Raises `EngineDead` or `GenerationFailed`; cancelling the call drops the completion.
         """
         ...
 
@@ -109,10 +149,22 @@ class Engine(Protocol):
         """
         ...
 
-    async def receive(self, version: int) -> None:
-        """Receive and apply one full set of weights, and stamp it `version`. Only while paused and joined.
+    @property
+    def stages(self) -> bool:
+        """Whether `stage` receives beside sampling; False where weights are written as they are received."""
+        ...
 
-        Raises `TransferFailed` (see `whole`) after `sync.transfer_deadline_s` or when the group breaks, or `EngineDead`.
+    async def stage(self, version: int) -> None:
+        """Receive one full set of weights beside sampling, for `receive` to apply; those held stay as they are. Only if `stages`,
+        and joined. Raises as `receive`."""
+        ...
+
+    async def receive(self, version: int) -> None:
+        """Apply one full set of weights, the one staged or else received now, and stamp it `version`. Only while paused and
+        joined.
+
+        Raises `WeightsChanged` if `sync.verify` finds them changed, `TransferFailed` after `sync.transfer_deadline_s` or when the
+        group breaks (see `whole` for both), or `EngineDead`.
         """
         ...
 

@@ -1,10 +1,13 @@
 """Weights into a vLLM worker: runs inside the worker process, which loads it as its extension class.
 
-Guarantees of both transports: joining a group happens beside generation, never instead of it; every wait has a limit; after
+Guarantees of all transports: joining a group happens beside generation, never instead of it; every wait has a limit; after
 a failure the worker can join another group and take a full update.
-`gloo` receives all weights into host memory and only then applies them (staged): a transfer that breaks leaves the old
-weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that breaks leaves a mixture, of which nothing may
-be sampled until a full update has arrived (services/generator/nccl_engine.py).
+With `sync.verify` each worker compares checksums of what arrived, before vLLM fuses and repacks it, with the sender's; `changed`
+names the first weight that differs. That is an answer and no error: with several workers an error would be the engine's end.
+`gloo` and `filesystem` receive all weights into host memory, in a thread beside generation, and only then apply them (staged): a
+transfer that breaks leaves the old weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that breaks leaves a
+mixture, of which nothing may be sampled until a full update has arrived (services/generator/nccl_engine.py). The same holds of
+weights that arrived changed.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,7 +31,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from services.generator.vllm_arguments import OWNER
-from services.runtime.collective import Deadline, Manifest, broadcast, join_store, make_group, read_manifest
+from services.runtime.checksums import Changed
+from services.runtime.collective import Deadline, Manifest, join_store, let_go, make_group, read_manifest, receive
+from services.runtime.weight_files import Inbox
 
 
 @dataclass
@@ -59,6 +65,8 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         super().__init__(*args, **kwargs)
         self.whole = True
         """Whether the model holds one version's weights; False while, and after a failure, they are a mixture."""
+        self.changed = ""
+        """Name of the first weight of the last update that was not what was sent; empty: none."""
         self._joining: Future[Any] | None = None
         threading.Thread(target=_die_with_owner, args=(int(os.environ[OWNER]),), name="owner-watch", daemon=True).start()
 
@@ -130,32 +138,101 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
             joining.add_done_callback(lambda done: None if done.exception() else self.disconnect(done.result()))
 
 
-class GlooWeightTransferEngine(JoiningEngine):
-    """Weights over a gloo group, staged in host memory."""
+class StagingEngine(JoiningEngine):
+    """Receives into host memory beside generation."""
 
-    def connect(self, info: JoinInfo, rank: int) -> tuple[ProcessGroupGloo, Manifest]:
-        """Join the gloo group and learn what will be sent."""
-        store = join_store(info.host, info.port, info.timeout_s)
-        group = make_group(store, rank, info.world_size, info.host, info.port, info.timeout_s)
-        return group, read_manifest(store)
+    _staging: Future[list[tuple[str, torch.Tensor]]] | None = None
+
+    def take(self, connection: Any, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+        """Receive all weights; runs in a thread, beside generation. Raises `RuntimeError`, `TimeoutError` or `Changed`."""
+        raise NotImplementedError
+
+    def stage(self, timeout_s: float) -> None:
+        """Start to receive; `stage_state` tells when it is done. Raises `RuntimeError` without a group."""
+        self.changed = ""
+        connection = self.connection
+        staging: Future[list[tuple[str, torch.Tensor]]] = Future()
+
+        def receive_all() -> None:
+            try:
+                staging.set_result(self.take(connection, Deadline(timeout_s)))
+            except Exception as error:  # handed to whoever asks for the weights
+                if isinstance(error, Changed):
+                    self.changed = error.tensor
+                else:  # the group is spent
+                    let_go(error)
+                    self.shutdown()
+                staging.set_exception(error)
+
+        threading.Thread(target=receive_all, name="weight-staging", daemon=True).start()
+        self._staging = staging
+
+    def stage_state(self) -> str:
+        """`staging`, `staged`, or the reason why receiving failed."""
+        if self._staging is None:
+            return "nothing staged"
+        if not self._staging.done():
+            return "staging"
+        error = self._staging.exception()
+        return "staged" if error is None else f"{type(error).__name__}: {error}"
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        """Receive every bucket, then reload the model from them."""
-        group, manifest = self.connection
-        deadline = Deadline(update_info.timeout_s)
-        staged: list[tuple[str, torch.Tensor]] = []
-        for bucket in manifest.buckets:
-            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
-            broadcast(group, buffer, deadline)
-            staged += bucket.views(buffer)
+        """Reload the model from what is staged."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            raise RuntimeError("no weights are staged")
+        staged = staging.result(update_info.timeout_s)
         with self.reloading():
             self.load(staged)
+
+
+class GlooWeightTransferEngine(StagingEngine):
+    """Weights over a gloo group."""
+
+    def connect(self, info: JoinInfo, rank: int) -> tuple[ProcessGroupGloo, Manifest, dict[int, torch.Tensor]]:
+        """Join the gloo group and learn what will be sent; with it memory to receive into, as long as the group stands."""
+        store = join_store(info.host, info.port, info.timeout_s)
+        group = make_group(store, rank, info.world_size, info.host, info.port, info.timeout_s)
+        return group, read_manifest(store), {}
+
+    def take(
+        self, connection: tuple[ProcessGroupGloo, Manifest, dict[int, torch.Tensor]], deadline: Deadline
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Receive every bucket."""
+        group, manifest, buffers = connection
+        return receive(group, manifest, deadline, buffers)
+
+
+class FilesystemWeightTransferEngine(StagingEngine):
+    """Weights through files on a volume that the trainer shares; `host` is the group's folder."""
+
+    def connect(self, info: JoinInfo, rank: int) -> Inbox:
+        """See the group's folder."""
+        return Inbox(Path(info.host))
+
+    def take(self, connection: Inbox, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+        """Read every file."""
+        return connection.take(deadline)
 
 
 class WorkerExtension:
     """Methods that vLLM mixes into its worker class, for `collective_rpc`."""
 
     weight_transfer_engine: JoiningEngine
+
+    def stage_weights(self, timeout_s: float) -> str:
+        """Start to receive; empty, or why not."""
+        assert isinstance(self.weight_transfer_engine, StagingEngine)
+        try:
+            self.weight_transfer_engine.stage(timeout_s)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def weight_stage_state(self) -> str:
+        """`StagingEngine.stage_state` of this worker."""
+        assert isinstance(self.weight_transfer_engine, StagingEngine)
+        return self.weight_transfer_engine.stage_state()
 
     def weight_group_state(self) -> str:
         """`JoiningEngine.join_state` of this worker."""
@@ -164,6 +241,10 @@ class WorkerExtension:
     def weights_whole(self) -> bool:
         """`JoiningEngine.whole` of this worker."""
         return self.weight_transfer_engine.whole
+
+    def weights_changed(self) -> str:
+        """`JoiningEngine.changed` of this worker."""
+        return self.weight_transfer_engine.changed
 
 
 def _die_with_owner(owner: int) -> None:
@@ -174,4 +255,5 @@ def _die_with_owner(owner: int) -> None:
 
 
 WeightTransferEngineFactory.register_engine("grpo_gloo", GlooWeightTransferEngine)
+WeightTransferEngineFactory.register_engine("grpo_filesystem", FilesystemWeightTransferEngine)
 WeightTransferEngineFactory.register_engine("grpo_nccl", "services.generator.nccl_engine", "NcclWeightTransferEngine")

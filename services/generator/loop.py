@@ -1,7 +1,8 @@
 """The generator's main loop: claim tickets, generate, score, submit; hand back what it cannot finish.
 
-Guarantees: a claimed ticket is submitted, handed back or failed with a reason, or its lease runs out and another pod
-claims it; tickets are claimed only while the engine holds the published weights.
+Guarantees: those of a lane (services/generator/lane.py); training tickets are claimed only while the engine holds the
+published weights and does not stay on them to evaluate, and no more of them than it can run at once
+(services/generator/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave lying.
 Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`), the
 trainer (`version`), operators (`control`), its own finished groups (`room`).
 """
@@ -10,74 +11,81 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import structlog
 
-from services.generator.engine import Engine, EngineDead, Generated, GenerationFailed
+from services.generator.concurrency import LOOK_S, Bounds, Limit, adjust, fair_share
+from services.generator.engine import Engine, Generated, SamplingParameters
+from services.generator.evaluation import EvaluationLane
+from services.generator.in_flight import InFlight
+from services.generator.lane import Lane, Rollout
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rewards.base import VerifierFailure, combine
 from services.generator.rewards.pool import VerifierPool
 from services.generator.rollout import make_header, pack_partial, pack_payload, unpack_partial
 from services.protocol.errors import StoreError
-from services.protocol.messages import Ticket
 from services.protocol.store import Claim
-from services.runtime.loops import Broken, Loop, end_tasks
+from services.runtime.loops import Loop
 from services.runtime.service import Service
 
 log = structlog.get_logger()
 
 IDLE_S = 1.0  # a missed ring costs at most this much
-SUBMIT_AGAIN_S = 1.0
-LEASE_SHARE = 3  # renewals per lease
+SPARE_S = 0.5  # a ticket that was to be had for so long is not wanted by the pods that are below their share
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
 
-@dataclass
-class Rollout:
-    """A ticket being worked on."""
-
-    claim: Claim
-    ticket: Ticket
-    started: float = field(default_factory=time.monotonic)
-    completions: list[Generated | None] = field(default_factory=list)  # finished ones, by sample
-    generating: bool = True
-    submitting: bool = False  # from then on Redis alone decides who owns the ticket
-    task: asyncio.Task[None] | None = None
-
-    def request(self, sample: int) -> str:
-        """Identity of one completion in the engine."""
-        return f"{self.claim.payload}.{sample}"
-
-
-class RolloutLoop:
-    """Keeps the engine full of claimed tickets."""
+class RolloutLoop(Lane):
+    """Keeps the engine full of claimed training tickets."""
 
     def __init__(
-        self, service: Service, engine: Engine, tokenizer: Any, verifiers: VerifierPool, metrics: GeneratorMetrics
+        self,
+        service: Service,
+        engine: Engine,
+        tokenizer: Any,
+        verifiers: VerifierPool,
+        metrics: GeneratorMetrics,
+        evaluation: EvaluationLane | None = None,
     ) -> None:
-        """`tokenizer` is the model's, as transformers loads it."""
-        self.service, self.engine, self.tokenizer, self.verifiers, self.metrics = service, engine, tokenizer, verifiers, metrics
-        self.store, self.bell, self.config = service.store, service.bell, service.config
-        self.name = service.status.name
-        self.rollouts: dict[str, Rollout] = {}
+        """`evaluation` is the pod's other lane: while that is open, no training ticket is claimed."""
+        super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
+        self._evaluation = evaluation
+        self.in_flight = InFlight(self.config, engine, metrics)
         self.draining = asyncio.Event()
-        self._fault: BaseException | None = None
+        self.limit = Limit(Bounds.of(self.config).runnable)
+        self._spare_from = 0.0
+        self._idle = True  # whether the last look was that of a pod that may not claim
+        self._ready_at: float | None = None  # since when it could claim; None: never yet, or it has submitted a group
+        self._began = False
         self._scan = "0-0"
         self._adopt = True
+        metrics.running.set_function(lambda: len(self.rollouts))
+        metrics.evaluating.set_function(lambda: self.evaluating)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the pod stays on its weights for an evaluation round."""
+        return self._evaluation is not None and self._evaluation.version is not None
 
     def why_idle(self) -> str:
-        """Why no ticket would be claimed now; empty: it would."""
+        """Why this pod would start no work now; empty: it would, or it evaluates."""
         state = self.service.view.state
         if self.draining.is_set():
             return "draining"
+        if self.service.status.phase in ("starting", "loading"):
+            return "loading: the engine and the verifiers are not up yet"
         if state is None:
             return "the run does not exist yet"
         if self.service.view.paused:
             return f"paused: {state.paused[self.service.kind]}"
-        if self.engine.version != state.published_version or self.engine.version < 0:
+        if self.evaluating:
+            return ""
+        if self.engine.version < 0:
+            return "unsynced: no weights yet, it waits for the trainer's next sync round"
+        if self.engine.version != state.published_version:
             return f"holds policy version {self.engine.version}, published is {state.published_version}"
         return ""
 
@@ -85,139 +93,83 @@ class RolloutLoop:
         """Claim and complete tickets until told to stop, then drain."""
         while not (self.service.stopping.is_set() or self.draining.is_set()):
             loop.progress()
-            if self._fault is not None:
-                raise Broken(str(self._fault))
+            self.check_engine()
             claimed = await self._claim()
             if not claimed:
-                await self.bell.wait("tickets", "version", "control", "room", timeout=IDLE_S)
+                spare = len(self.rollouts) < self.limit.groups
+                await self.bell.wait("tickets", "version", "control", self.room, timeout=SPARE_S if spare else IDLE_S)
         await self.drain()
 
+    @property
+    def share(self) -> int:
+        """Tickets that this pod claims before others have had theirs."""
+        state = self.service.view.state
+        return fair_share(state.slots if state else 1, self.service.claimers)
+
+    def _room(self) -> int:
+        """Tickets to ask for: up to the pod's share at once, beyond it what was to be had for `SPARE_S`."""
+        held, share = len(self.rollouts), self.share
+        within = min(self.limit.groups, share) - held
+        if within > 0:
+            return within
+        return min(self.limit.groups - held, share) if time.monotonic() >= self._spare_from else 0
+
     async def _claim(self) -> int:
-        room = self.config.generator.max_concurrent_groups - len(self.rollouts)
-        if room <= 0 or self.why_idle():
+        if self.evaluating or self.why_idle():
+            self._idle = True
             return 0
+        if self._idle:  # others may begin with it
+            self._idle, self._spare_from = False, time.monotonic() + SPARE_S
+        if not self._began:
+            self._began, self._ready_at = True, time.monotonic()
+        held, room = len(self.rollouts), self._room()
+        if room <= 0:
+            return 0
+        asked = time.monotonic()
         self._scan, claims = await self.store.claim(
-            self.name, self.engine.version, self.config.generator.lease_s, room, self._scan, self._adopt,
-            self.config.generator.max_expiries,
+            self.name, self.engine.version, self.service.status.sender, self.config.generator.lease_s, room, self._scan,
+            self._adopt, self.config.generator.max_expiries,
         )  # fmt: skip
         self._adopt = False
+        if held + room > self.share or len(claims) < room:  # others' turn, or nothing was left
+            self._spare_from = time.monotonic() + SPARE_S
+        self.metrics.claimed.inc(len(claims))
         for claim in claims:
-            await self._start(claim)
+            if claim.ticket is not None:
+                self.service.tracing.record("claim", claim.ticket.trace, asked, generator=self.name, fence=claim.fence)
+            await self.start(claim)
         return len(claims)
 
-    async def _start(self, claim: Claim) -> None:
-        fault = "its bytes are not a ticket" if claim.ticket is None else self._unfit(claim.ticket)
-        if fault or claim.ticket is None:
-            await self.store.fail(self.name, claim, fault, max_attempts=1)
-            return
-        if held := self.rollouts.pop(claim.entry, None):  # our own lease ran out and came back to us
-            await self._cancel(held)
-        rollout = Rollout(claim, claim.ticket)
-        self.rollouts[claim.entry] = rollout
-        rollout.task = asyncio.create_task(self._complete(rollout), name=claim.ticket_id)
+    async def generate(self, request_id: str, prompt: list[int], seed: int, prefix: Generated | None) -> Generated:
+        """One completion, around the changes of weights."""
+        return await self.in_flight.generate(request_id, prompt, seed, self.sampling, prefix)
 
-    def _unfit(self, ticket: Ticket) -> str:
-        longest = len(ticket.prompt) + self.config.sampling.max_tokens
-        if longest > self.config.model.max_tokens:
-            return f"prompt and completion of {longest} tokens exceed model.max_tokens = {self.config.model.max_tokens}"
-        if not ticket.prompt or min(ticket.prompt) < 0 or max(ticket.prompt) >= len(self.tokenizer):
-            return f"prompt is empty or has token ids outside 0..{len(self.tokenizer) - 1}, the tokenizer's vocabulary"
-        return ""
+    async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
+        """Hand a ticket back, or bury it."""
+        return await self.store.fail(self.name, claim, reason, max_attempts)
 
-    async def _complete(self, rollout: Rollout) -> None:
-        """One ticket from claim to submission; whatever goes wrong becomes a failure with a reason."""
-        try:
-            if not await self._generate_and_submit(rollout):
-                self.metrics.refused.inc()
-        except VerifierFailure as failure:
-            self.metrics.failures.labels("verifier").inc()
-            await self._fail(rollout, str(failure))
-        except GenerationFailed as failure:
-            self.metrics.failures.labels("generation").inc()
-            await self._fail(rollout, str(failure))
-        except EngineDead as error:
-            self._fault = error  # the main loop ends the process; leases run out, others take over
-        except StoreError as error:  # no fault of the ticket: its lease runs out, and it is claimed again
-            log.warning("rollout given up for want of Redis", ticket=rollout.ticket.id, error=str(error))
-        except Exception as error:  # a ticket must not end the loop; it is retried, then buried with this reason
-            self.metrics.failures.labels("other").inc()
-            log.warning("rollout failed", ticket=rollout.ticket.id, exc_info=True)
-            await self._fail(rollout, f"{type(error).__name__}: {error}")
-        finally:
-            if self.rollouts.get(rollout.claim.entry) is rollout:
-                del self.rollouts[rollout.claim.entry]
-            self.bell.ring("room")
+    async def extend(self, claims: Sequence[Claim]) -> set[str]:
+        """Renew leases."""
+        return await self.store.renew(self.name, claims)
 
-    async def _fail(self, rollout: Rollout, reason: str) -> None:
-        try:
-            buried = await self.store.fail(self.name, rollout.claim, reason, self.config.generator.max_attempts)
-        except StoreError as error:  # its lease runs out, and it is claimed again
-            log.warning("failure not reported", ticket=rollout.ticket.id, reason=reason, error=str(error))
-            return
-        if buried:
-            log.error("ticket buried", ticket=rollout.ticket.id, reason=reason)
-
-    async def _generate_and_submit(self, rollout: Rollout) -> bool:
-        ticket, sampling = rollout.ticket, self.config.sampling
+    async def submit(self, rollout: Rollout) -> bool:
+        """Generate, score and submit, from where an earlier holder of the ticket has come to."""
+        ticket = rollout.ticket
         saved = await self.store.load_partial(ticket.id)
-        prefixes = unpack_partial(saved, ticket, sampling.max_tokens)
-        rollout.completions = [None] * ticket.group_size
-
-        async def one(sample: int) -> Generated:
-            prefix = prefixes[sample]
-            if prefix is not None and prefix.finish != "aborted":
-                done = prefix
-            else:
-                done = await self.engine.generate(
-                    rollout.request(sample), ticket.prompt, ticket.seed + sample, sampling.max_tokens, prefix
-                )
-            if done.finish == "aborted":
-                raise GenerationFailed(f"the engine stopped completion {sample} before its end")
-            rollout.completions[sample] = done
-            return done
-
-        tasks = [asyncio.ensure_future(one(sample)) for sample in range(ticket.group_size)]
-        try:
-            completions = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # those that go on when one has failed
-                task.cancel()
-        rollout.generating = False
-        generated = time.monotonic()
-        texts = self.tokenizer.batch_decode([c.tokens.tolist() for c in completions], skip_special_tokens=True)
-        scores = await self.verifiers.score(texts, ticket.answer)
-        scored = time.monotonic()
-        payload = pack_payload(ticket, completions)
+        done = await self.complete(rollout, unpack_partial(saved, ticket, self.sampling.max_tokens))
+        payload = pack_payload(ticket, done.completions)
         header = make_header(
-            ticket, completions, scores, combine(scores, self.config.verifiers),
+            ticket, done.completions, done.scores, done.rewards,
             payload=rollout.claim.payload, payload_bytes=len(payload), generator=self.name,
-            generate_s=generated - rollout.started, score_s=scored - generated,
+            generate_s=done.generate_s, score_s=done.score_s,
         )  # fmt: skip
         self.metrics.observe(header)
-        rollout.submitting = True
-        while True:
-            try:
-                return await self.store.submit(self.name, rollout.claim, header, payload, self.config.replay.payload_ttl_s)
-            except StoreError as error:  # Redis is away or full: what was made is kept as long as nobody else has the ticket
-                log.warning("not submitted yet", ticket=ticket.id, error=str(error))
-                await asyncio.sleep(SUBMIT_AGAIN_S)
-
-    async def renew(self, loop: Loop) -> None:
-        """Renew the leases of everything under way; drop what was lost to another pod."""
-        while True:
-            held = list(self.rollouts.values())
-            if held:
-                lost = await self.store.renew(self.name, [rollout.claim for rollout in held])
-                for rollout in held:
-                    if (
-                        rollout.claim.entry in lost
-                        and not rollout.submitting
-                        and self.rollouts.get(rollout.claim.entry) is rollout
-                    ):
-                        log.warning("lease lost", ticket=rollout.ticket.id)
-                        await self._cancel(rollout)
-            loop.progress()
-            await asyncio.sleep(self.config.generator.lease_s / LEASE_SHARE)
+        ttl_s = self.config.replay.payload_ttl_s
+        accepted = await self.insist(rollout, lambda: self.store.submit(self.name, rollout.claim, header, payload, ttl_s))
+        if accepted and self._ready_at is not None:
+            log.info("first group submitted", since_ready_s=round(time.monotonic() - self._ready_at, 3))
+            self._ready_at = None
+        return accepted
 
     async def save_partials(self, loop: Loop) -> None:
         """Save the tokens so far of what has been running for long."""
@@ -229,50 +181,93 @@ class RolloutLoop:
                     await self._save_partial(rollout)
             loop.progress()
 
-    async def _save_partial(self, rollout: Rollout) -> None:
+    async def _save_partial(self, rollout: Rollout) -> int:
+        """Save the tokens so far of a ticket; how many."""
         running = self.engine.snapshot([rollout.request(i) for i in range(rollout.ticket.group_size)])
         so_far = [done or running.get(rollout.request(i), NOTHING) for i, done in enumerate(rollout.completions)]
-        if any(len(c.tokens) for c in so_far):
+        tokens = sum(len(completion.tokens) for completion in so_far)
+        if tokens:
             await self.store.save_partial(self.name, rollout.claim, pack_partial(so_far), self.config.replay.payload_ttl_s)
+        return tokens
+
+    async def adapt(self, loop: Loop) -> None:
+        """Follow the engine's load with the number of tickets to hold."""
+        bounds = Bounds.of(self.config)
+        while True:
+            if not self.evaluating:  # then other completions run there too
+                before = self.limit.groups
+                self.limit = adjust(self.limit, self.engine.gauges(), len(self.rollouts), bounds)
+                if self.limit.groups > before:
+                    self.bell.ring(self.room)
+                elif self.limit.groups < before:
+                    await self._give_back(len(self.rollouts) - self.limit.groups)
+            self.metrics.show_limit(self.limit, self.share)
+            loop.progress()
+            await asyncio.sleep(LOOK_S)
+
+    async def _give_back(self, most: int) -> None:
+        """Hand back up to `most` tickets that lie idle in the engine's queue, the last ones first: another pod may run them."""
+        running = self.engine.snapshot()
+        for rollout in list(reversed(self.rollouts.values()))[: max(0, most)]:
+            begun = any(
+                done is not None or len(running.get(rollout.request(sample), NOTHING).tokens)
+                for sample, done in enumerate(rollout.completions)
+            )
+            if rollout.generating and not begun:
+                await self.cancel(rollout)
+                if await self.store.release(self.name, rollout.claim):
+                    self.metrics.handed_back["load"].inc()
 
     async def show_gauges(self, loop: Loop) -> None:
         """Tell the fleet and Prometheus how the engine does."""
-        before, counted = time.monotonic(), self.engine.gauges().tokens
+        before, last, worked = time.monotonic(), self.engine.gauges(), replace(self.verifiers.counts)
         while True:
-            now, gauges = time.monotonic(), self.engine.gauges()
-            rate = (gauges.tokens - counted) / max(now - before, 1e-3)
-            before, counted = now, gauges.tokens
+            now, gauges, state = time.monotonic(), self.engine.gauges(), self.service.view.state
+            rate = (gauges.tokens - last.tokens) / max(now - before, 1e-3)
+            self.metrics.show_engine(gauges, last)
+            self.metrics.show_verifiers(self.verifiers.counts, worked)
+            before, last, worked = now, gauges, replace(self.verifiers.counts)
             self.service.say(
                 gauges={
                     "tokens_per_s": rate, "rollouts": float(len(self.rollouts)), "running": float(gauges.running),
-                    "waiting": float(gauges.waiting), "kv_usage": gauges.kv_usage,
+                    "waiting": float(gauges.waiting), "kv_usage": gauges.kv_usage, "limit": float(self.limit.groups),
                 }
             )  # fmt: skip
-            self.metrics.version.set(self.engine.version)
-            self.metrics.running.set(len(self.rollouts))
+            self.metrics.show_versions(self.engine.version, state.published_version if state else -1)
             loop.progress()
             await asyncio.sleep(self.config.fleet.heartbeat_s)
 
     async def drain(self) -> None:
-        """Finish what can be finished within `generator.drain_s`; hand the rest back with its tokens so far."""
+        """Finish what can be finished within `generator.drain_s`, in both lanes; hand the rest back with its tokens so far."""
         self.draining.set()
+        lanes: list[Lane] = [self]
+        if self._evaluation is not None:
+            self._evaluation.close()
+            lanes.append(self._evaluation)
         self.service.say(phase="draining")
-        tasks = [rollout.task for rollout in self.rollouts.values() if rollout.task]
+        tasks = [rollout.task for lane in lanes for rollout in lane.rollouts.values() if rollout.task]
         if tasks and not self.service.view.ended:
             await asyncio.wait(tasks, timeout=self.config.generator.drain_s)
         left = list(self.rollouts.values())
+        tokens = await self._hand_back(left)
+        log.info("drained", handed_back=len(left), tokens=tokens)
+
+    async def abort(self) -> None:
+        """Hand back what is being generated, with its tokens so far; what is scored or submitted comes to its own end."""
+        if left := [rollout for rollout in self.rollouts.values() if rollout.generating]:
+            log.info("aborted", handed_back=len(left), tokens=await self._hand_back(left))
+
+    async def _hand_back(self, left: Sequence[Rollout]) -> int:
+        """Stop working on tickets, and let others go on with their tokens so far; how many tokens were saved."""
+        tokens = 0
         try:
             for rollout in left:
-                if rollout.generating and not self.service.view.ended:
-                    await self._save_partial(rollout)
-                await self._cancel(rollout)
-                await self.store.release(self.name, rollout.claim)
+                saved = await self._save_partial(rollout) if rollout.generating and not self.service.view.ended else 0
+                await self.cancel(rollout)
+                if await self.store.release(self.name, rollout.claim, saved):
+                    self.metrics.handed_back["drain"].inc()
+                    self.metrics.handed_back_tokens.inc(saved)
+                    tokens += saved
         except StoreError as error:  # a pod must be able to go without Redis: its leases run out
             log.warning("not everything was handed back", error=str(error))
-        log.info("drained", handed_back=len(left))
-
-    async def _cancel(self, rollout: Rollout) -> None:
-        if rollout.task is not None:
-            await end_tasks([rollout.task])
-        if self.rollouts.get(rollout.claim.entry) is rollout:
-            del self.rollouts[rollout.claim.entry]
+        return tokens

@@ -1,12 +1,11 @@
 """Weights into a vLLM worker on a GPU: vLLM's packed NCCL broadcast, joined in a thread and with a limit.
 
 Guarantees: a broadcast that outlives its limit is aborted, so the worker always answers; after that, or after any other
-failure, `whole` is False until a full update has arrived.
+failure or a checksum that differs, `whole` is False until a full update has arrived.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BU
 from vllm.utils.nccl import unpinned_nccl_env
 
 from services.generator.gloo_engine import JoinInfo, JoiningEngine, ReceiveInfo
-from services.runtime.collective import NCCL_ID, Manifest, join_store, read_manifest
+from services.runtime.checksums import Changed, check, checksum
+from services.runtime.collective import NCCL_ID, Abort, Manifest, arrive, join_store, read_manifest
 
 
 class NcclWeightTransferEngine(JoiningEngine):
@@ -25,6 +25,7 @@ class NcclWeightTransferEngine(JoiningEngine):
         """Join the NCCL group and learn what will be sent."""
         torch.accelerator.set_device_index(self.device)  # the current device is a property of the thread
         store = join_store(info.host, info.port, info.timeout_s)
+        arrive(store, rank)
         with unpinned_nccl_env():
             communicator = PyNcclCommunicator.from_unique_id_bytes(store.get(NCCL_ID), rank, info.world_size, self.device)
         return communicator, read_manifest(store), info.bucket_bytes
@@ -36,21 +37,34 @@ class NcclWeightTransferEngine(JoiningEngine):
     def receive_weights(self, update_info: ReceiveInfo) -> None:
         """Receive packed buckets and load each into the model as it comes."""
         communicator, manifest, bucket_bytes = self.connection
-        abort = threading.Timer(update_info.timeout_s, communicator.destroy)
-        abort.start()
+        names = [meta.name for meta in manifest.tensors]
+        held: list[torch.Tensor] = []
+
+        def take(weights: list[tuple[str, torch.Tensor]]) -> None:
+            if manifest.verified:
+                held.extend(checksum(weight) for _, weight in weights)
+            self.load(weights)
+
+        self.changed = ""
         try:
-            with self.reloading():
+            with Abort(update_info.timeout_s, communicator.destroy) as abort, self.reloading():
                 packed_nccl_broadcast_consumer(
                     iterator=((meta.name, (meta.shape, getattr(torch, meta.dtype))) for meta in manifest.tensors),
                     group=communicator,
                     src=0,
-                    post_unpack_func=self.load,
+                    post_unpack_func=take,
                     buffer_size_bytes=bucket_bytes,
                     num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
                     device=self.device,
                 )
                 torch.accelerator.synchronize()
-                if not communicator.available:
+                sent = torch.empty(len(names), 2, dtype=torch.int64, device=self.device)
+                if manifest.verified:
+                    communicator.broadcast(sent, src=0)
+                    torch.accelerator.synchronize()
+                if abort.passed:
                     raise TimeoutError(f"no complete update within {update_info.timeout_s} s")
-        finally:
-            abort.cancel()
+                if manifest.verified:
+                    check(names, held, sent)
+        except Changed as error:
+            self.changed = error.tensor

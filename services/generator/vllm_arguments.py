@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from services.protocol.config import ConfigError, RunConfig
 
+VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
+"""How processes that vLLM starts log; what it names is in vllm_logging.py, which they import."""
 OWNER = "GRPO_ENGINE_OWNER"
 """Environment variable: process id of the generator that the engine's processes belong to."""
 
@@ -30,7 +33,7 @@ def has_gpu() -> bool:
 
 def set_environment(config: RunConfig, gpu: bool) -> None:
     """Variables that vLLM reads when it is imported and that its processes inherit. What the user has set stays."""
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(VLLM_LOGGING)}
     if Path(config.model.path).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
     if not gpu:
@@ -45,12 +48,18 @@ def set_environment(config: RunConfig, gpu: bool) -> None:
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ[OWNER] = str(os.getpid())
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # of this process; the file is for its others
+
+
+def transport(config: RunConfig, gpu: bool) -> str:
+    """`nccl`, `gloo` or `filesystem`: what weights travel by."""
+    return config.sync.backend if config.sync.backend != "auto" else ("nccl" if gpu else "gloo")
 
 
 def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's `AsyncEngineArgs`."""
     generator = config.generator
-    backend = config.sync.backend if config.sync.backend != "auto" else ("nccl" if gpu else "gloo")
+    backend = transport(config, gpu)
     if backend == "nccl" and not gpu:
         raise ConfigError('sync.backend = "nccl" needs GPUs, and this machine has none: use "gloo" or "auto"')
     arguments: dict[str, Any] = {
@@ -78,7 +87,16 @@ def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.model.max_tokens, generator.max_num_seqs, _CPU_PREFILL_TOKENS),
         }
-    return arguments | _checked_options(config)
+    options = _checked_options(config)
+    if config.model.fp32_head:
+        overrides = options.get("hf_overrides", {})
+        if "head_dtype" in overrides:
+            raise ConfigError(
+                f"generator.engine_options.hf_overrides.head_dtype = {overrides['head_dtype']!r} contradicts "
+                "model.fp32_head = true: remove one of the two"
+            )
+        options = options | {"hf_overrides": overrides | {"head_dtype": "float32"}}
+    return arguments | options
 
 
 def check_cpu_arguments(arguments: dict[str, Any]) -> None:

@@ -13,17 +13,32 @@ import multiprocessing
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from services.generator.engine import EngineDead, Gauges, Generated, GenerationFailed, TransferFailed
-from services.generator.vllm_arguments import check_cpu_arguments, engine_arguments, has_gpu, set_environment, stop_tokens
+from services.generator.engine import (
+    QUEUED_S,
+    EngineDead,
+    Gauges,
+    Generated,
+    GenerationFailed,
+    SamplingParameters,
+    TransferFailed,
+    WeightsChanged,
+)
+from services.generator.vllm_arguments import (
+    check_cpu_arguments,
+    engine_arguments,
+    has_gpu,
+    set_environment,
+    stop_tokens,
+    transport,
+)
+from services.generator.vllm_requests import continued_seed, generated, last, sampling_params
 from services.protocol.config import ConfigError, RunConfig
-from services.protocol.messages import Round, Span
+from services.protocol.messages import Round
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _GRACE_S = 15.0
@@ -32,7 +47,6 @@ _CLOSE_S = 5.0
 """Time for vLLM to end on its own before its processes are killed."""
 _JOIN_POLL_S = 0.02
 _ABORT_POLL_S = 0.005
-_FINISH: dict[str, Literal["stop", "length", "aborted"]] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class VllmEngine:
@@ -42,8 +56,11 @@ class VllmEngine:
         self.version = -1
         self.whole = True
         self.world = 1
+        self.stages = False
+        self._staged = -1  # the version that waits in the workers to be applied
         self._started: AsyncLLM | None = None
         self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
+        self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, since when
         self._tokens = 0  # of completions that ended
         self._joined = False
         self._strangers: set[int | None] = set()  # child processes of this one that are not the engine's
@@ -52,6 +69,7 @@ class VllmEngine:
         """Load the model; some 10-15 s on a CPU."""
         self._config = config
         self.world = config.generator.tensor_parallel
+        self.stages = transport(config, has_gpu()) != "nccl"
         self._strangers = {child.pid for child in multiprocessing.active_children()}
         await asyncio.to_thread(self._load)
         await self._llm.update_weight_version("-1")
@@ -73,7 +91,7 @@ class VllmEngine:
         except RuntimeError as error:
             raise EngineDead(f"vLLM did not start: {error}") from error
         cache = self._started.vllm_config.cache_config
-        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._kv_blocks, self._kv_block = cache.num_gpu_blocks or 0, cache.block_size
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -82,7 +100,7 @@ class VllmEngine:
         return self._started
 
     async def generate(
-        self, request_id: str, prompt: list[int], seed: int, max_tokens: int, prefix: Generated | None = None
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
     ) -> Generated:
         """Complete `prompt`; a stop string that begins inside `prefix` is not seen."""
         from vllm.exceptions import VLLMClientError
@@ -90,42 +108,24 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         made = 0 if prefix is None else len(prefix.tokens)
-        if prefix is not None and (prefix.finish != "aborted" or made >= max_tokens):
-            return prefix if prefix.finish != "aborted" else Generated(prefix.tokens, prefix.logprobs, prefix.spans, "length")
+        if prefix is not None and (prefix.finish != "aborted" or made >= sampling.max_tokens):
+            return prefix if prefix.finish != "aborted" else replace(prefix, finish="length")
         tokens = prompt if prefix is None else prompt + prefix.tokens.tolist()
-        parameters = self._parameters(seed if made == 0 else _continued_seed(seed, made), max_tokens - made)
+        parameters = sampling_params(sampling, continued_seed(seed, made), made, self._stop_tokens)
         if request_id in self._prefixes:
             raise ValueError(f"request {request_id!r} is running already")
         self._prefixes[request_id] = prefix
+        self._prompts[request_id] = hash(tuple(tokens)), time.monotonic()
         try:
-            output = await _last(self._llm.generate(tokens_input(tokens), parameters, request_id))
+            output = await last(self._llm.generate(tokens_input(tokens), parameters, request_id))
         except EngineDeadError as error:
             raise EngineDead(f"vLLM's engine core died while it made {request_id}; its log says why") from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise GenerationFailed(f"{request_id}: {error.__cause__ or error}") from error
         finally:
-            del self._prefixes[request_id]
+            del self._prefixes[request_id], self._prompts[request_id]
         self._tokens += len(output.outputs[0].token_ids)
-        return _generated(request_id, output, prefix)
-
-    def _parameters(self, seed: int, max_tokens: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = self._config.sampling
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=list(sampling.stop),
-            stop_token_ids=self._stop_tokens,
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return generated(request_id, output, prefix)
 
     def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
         """Tokens so far, read from vLLM's output processor: nothing is sent for it while a completion runs."""
@@ -135,7 +135,7 @@ class VllmEngine:
         for request_id in list(self._prefixes) if request_ids is None else request_ids:
             for state in self._states(request_id):
                 output = state.make_request_output([], None, FinishReason.ABORT, None)
-                found[request_id] = _generated(request_id, output, self._prefixes[request_id])
+                found[request_id] = generated(request_id, output, self._prefixes[request_id])
         return found
 
     def _states(self, request_id: str) -> list[Any]:
@@ -164,8 +164,9 @@ class VllmEngine:
     async def join(self, round: Round, first_rank: int) -> None:
         """Join beside generation: the worker connects in a thread, and is asked until it is done."""
         limit_s = self._config.sync.join_deadline_s
+        folder = self._config.weights_folder.absolute() / round.host if round.backend == "filesystem" else None
         info = {
-            "host": round.host,
+            "host": round.host if folder is None else str(folder),
             "port": round.port,
             "first_rank": first_rank,
             "world_size": round.world_size,
@@ -181,14 +182,40 @@ class VllmEngine:
                 if states == {"joined"}:
                     return
                 if failures := sorted(states - {"joined", "joining"}):
-                    where = f"epoch {round.epoch} at {round.host}:{round.port}"
+                    where = f"epoch {round.epoch} at {folder or f'{round.host}:{round.port}'}"
                     raise TransferFailed(f"weight group of {where}: {'; '.join(failures)}")
                 if time.monotonic() > deadline:
                     raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks met within {limit_s} s")
                 await asyncio.sleep(_JOIN_POLL_S)
 
+    async def stage(self, version: int) -> None:
+        """Receive beside generation: the worker receives in a thread, and is asked until it is done."""
+        self._staged = -1
+        limit_s = self._config.sync.transfer_deadline_s
+        async with self._limit(limit_s + _GRACE_S, "weight transfer"):
+            failures = {said for said in await self._llm.collective_rpc("stage_weights", args=(limit_s,)) if said}
+            while not failures:
+                states = set(await self._llm.collective_rpc("weight_stage_state"))
+                if states == {"staged"}:
+                    self._staged = version
+                    return
+                if "staging" not in states:
+                    failures = states - {"staged"}
+                    break
+                await asyncio.sleep(_JOIN_POLL_S)
+            for changed in await self._llm.collective_rpc("weights_changed"):
+                if changed:
+                    raise WeightsChanged(changed)
+        raise TransferFailed(f"weight transfer of version {version} failed: {'; '.join(sorted(failures))}")
+
     async def receive(self, version: int) -> None:
-        """Receive, apply and stamp."""
+        """Receive, or take what is staged; apply and stamp."""
+        if self.stages and self._staged != version:
+            await self.stage(version)
+        self._staged = -1
+        await self._apply(version)
+
+    async def _apply(self, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         limit_s = self._config.sync.transfer_deadline_s
@@ -196,12 +223,16 @@ class VllmEngine:
             try:
                 await self._llm.start_weight_update()
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout_s": limit_s}))
-                await self._llm.finish_weight_update(str(version))
+                changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
+                await self._llm.finish_weight_update(None if changed else str(version))
             except Exception as error:
                 if self._llm.errored or self.world > 1:  # with several workers, replies of the failed call would answer the next
                     raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
                 self.whole = all(await self._llm.collective_rpc("weights_whole"))
                 raise TransferFailed(f"weight transfer of version {version} failed: {error}") from error
+            if changed:  # one worker may have taken what another has not
+                self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
+                raise WeightsChanged(changed[0])
         self.version, self.whole = version, True
 
     async def leave_group(self) -> None:
@@ -214,14 +245,24 @@ class VllmEngine:
     def gauges(self) -> Gauges:
         """Counted here: vLLM's own statistics cost some percent of throughput.
 
-        A prompt that completions share counts once for each of them in `kv_usage`.
+        `kv_usage` is what the running completions need, in blocks: at 1 some were put off. Completions of one prompt share its
+        full blocks, as far as their prompts are the same (one that is continued has a prompt of its own).
         """
-        states = [state for request_id in self._prefixes for state in self._states(request_id)]
-        made = [state.detokenizer.num_output_tokens() for state in states]
-        held = sum(state.prompt_len + tokens for state, tokens in zip(states, made, strict=True) if tokens)
-        running = sum(tokens > 0 for tokens in made)
-        usage = min(held / self._kv_tokens, 1.0) if self._kv_tokens else 0.0
-        return Gauges(running, len(states) - running, usage, self._tokens + sum(made))
+        running = waiting = queued = made = blocks = 0
+        shared: dict[int, int] = {}  # blocks of each prompt
+        long_ago = time.monotonic() - QUEUED_S
+        for request_id, (prompt, since) in self._prompts.items():
+            for state in self._states(request_id):
+                tokens = state.detokenizer.num_output_tokens()
+                made += tokens
+                if not tokens:
+                    waiting, queued = waiting + 1, queued + (since < long_ago)
+                    continue
+                running += 1
+                shared[prompt] = state.prompt_len // self._kv_block
+                blocks += -(-(state.prompt_len + tokens) // self._kv_block) - shared[prompt]
+        usage = min((blocks + sum(shared.values())) / self._kv_blocks, 1.0) if self._kv_blocks else 0.0
+        return Gauges(running, waiting, queued, usage, self._tokens + made)
 
     async def close(self) -> None:
         """Fail what still runs, ask vLLM to end, then kill what is left."""
@@ -261,46 +302,3 @@ def _release(llm: AsyncLLM) -> None:
     llm.output_processor.propagate_error(EngineDeadError())
     if llm.output_handler is not None:
         llm.output_handler.cancel()
-
-
-async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The final output: with FINAL_ONLY the only one."""
-    async for output in outputs:
-        if output.finished:
-            return output
-    raise GenerationFailed("vLLM ended a completion without a final output")
-
-
-def _continued_seed(seed: int, made: int) -> int:
-    """Seed of a continuation, so that it does not draw the first tokens' random numbers again."""
-    return int(np.random.SeedSequence([seed, made]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def _generated(request_id: str, output: RequestOutput, prefix: Generated | None) -> Generated:
-    """vLLM's final output behind `prefix`."""
-    completion = output.outputs[0]
-    finish = _FINISH.get(completion.finish_reason or "")
-    if finish is None:
-        raise GenerationFailed(f"{request_id}: vLLM ended it with {completion.finish_reason!r}")
-    flat: Any = completion.logprobs  # FlatLogprobs: `logprobs=0` leaves one number a token
-    tokens = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
-    spans = [Span(int(span.version), span.start, span.end) for span in completion.weight_versions or () if span.end > span.start]
-    assert len(tokens) == len(logprobs) == (spans[-1].end if spans else 0), f"{request_id}: ragged output"
-    if prefix is None or not len(prefix.tokens):
-        return Generated(tokens, logprobs, spans, finish)
-    return Generated(
-        np.concatenate([prefix.tokens, tokens]),
-        np.concatenate([prefix.logprobs, logprobs]),
-        _joined_spans(prefix.spans, spans, len(prefix.tokens)),
-        finish,
-    )
-
-
-def _joined_spans(first: list[Span], second: list[Span], offset: int) -> list[Span]:
-    """Spans of a completion in two parts, the second starting at `offset`; equal versions at the seam become one."""
-    shifted = [Span(span.version, span.start + offset, span.end + offset) for span in second]
-    if first and shifted and first[-1].version == shifted[0].version:
-        seam = Span(first[-1].version, first[-1].start, shifted[0].end)
-        return [*first[:-1], seam, *shifted[1:]]
-    return [*first, *shifted]

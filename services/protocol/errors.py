@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class StoreError(Exception):
     """Redis cannot be used as it is; the message says why and how to mend it."""
@@ -13,6 +15,18 @@ class Fenced(StoreError):
 
 class OutOfOrder(StoreError):
     """A step or version does not follow the last one; read the run's state again."""
+
+
+class Busy(StoreError):
+    """The run's state is being copied or loaded: try again in a moment."""
+
+
+class Damaged(StoreError):
+    """Payloads that cannot be trained on, by name, and what is wrong with each."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"payload {name}: {why}" for name, why in reasons.items()))
+        self.reasons = dict(reasons)
 
 
 class DifferentRun(StoreError):

@@ -46,8 +46,58 @@ class Keys:
 
     @property
     def replay_version(self) -> str:
-        """Sorted set: groups in the replay table, by oldest policy version."""
+        """Sorted set: groups in the replay table, by oldest policy version x 2^32 + issue sequence."""
         return f"{self.prefix}:replay:version"
+
+    @property
+    def replay_clock(self) -> str:
+        """Sorted set: groups in the replay table with a weight above 0, by the time they ring next."""
+        return f"{self.prefix}:replay:clock"
+
+    @property
+    def replay_idle(self) -> str:
+        """Sorted set: groups of weight 0, by the time they would ring among themselves."""
+        return f"{self.prefix}:replay:idle"
+
+    @property
+    def replay_weight(self) -> str:
+        """Sorted set: groups in the replay table, by sampling weight."""
+        return f"{self.prefix}:replay:weight"
+
+    @property
+    def replay_gaps(self) -> str:
+        """Sorted set: filtered groups since the last step, by issue sequence."""
+        return f"{self.prefix}:replay:gaps"
+
+    @property
+    def replay_state(self) -> str:
+        """Hash: the table's rules, its clocks' time, sum of weights and counters."""
+        return f"{self.prefix}:replay:state"
+
+    @property
+    def reissue(self) -> str:
+        """Sorted set: tickets that a restore cut off, by issue sequence, waiting to be issued again."""
+        return f"{self.prefix}:reissue"
+
+    @property
+    def requeued(self) -> str:
+        """List: tickets taken from the dead letters, waiting to be issued again."""
+        return f"{self.prefix}:requeued"
+
+    @property
+    def departed(self) -> str:
+        """List: groups that left the replay table after use, whose payload the next plan takes charge of."""
+        return f"{self.prefix}:departed"
+
+    @property
+    def order(self) -> str:
+        """Hash: state of the prompt order, and the dataset rows of each source's epoch, int32 little-endian."""
+        return f"{self.prefix}:order"
+
+    @property
+    def rates(self) -> str:
+        """Hash: dataset row -> issue sequence and pass rate of the settled group that counts (functions/replay.lua)."""
+        return f"{self.prefix}:rates"
 
     @property
     def ledger(self) -> str:
@@ -65,9 +115,48 @@ class Keys:
         return f"{self.prefix}:fleet:status"
 
     @property
+    def fleet_claimers(self) -> str:
+        """Sorted set: generators that share the training tickets, by last heartbeat, ms of the server's clock."""
+        return f"{self.prefix}:fleet:claimers"
+
+    @property
     def sync(self) -> str:
         """Hash: the current weight-sync round."""
         return f"{self.prefix}:sync"
+
+    @property
+    def sync_ranks(self) -> str:
+        """Hash: member of that round -> its first rank."""
+        return f"{self.prefix}:sync:ranks"
+
+    @property
+    def claims(self) -> str:
+        """Hash: entry of `tickets` -> who may submit it, `<consumer>|<fence>`."""
+        return f"{self.prefix}:claims"
+
+    @property
+    def attempts(self) -> str:
+        """Hash: entry of `tickets` -> failures reported."""
+        return f"{self.prefix}:attempts"
+
+    @property
+    def expiries(self) -> str:
+        """Hash: entry of `tickets` -> leases that ran out."""
+        return f"{self.prefix}:expiries"
+
+    @property
+    def drops(self) -> str:
+        """Hash: ticket -> when and why it was dropped, for the last that were."""
+        return f"{self.prefix}:drops"
+
+    def evaluation(self, part: str) -> str:
+        """A part of the open evaluation round (functions/evaluation.lua names them); no round, no key."""
+        return f"{self.prefix}:eval:{part}"
+
+    @property
+    def evaluations(self) -> str:
+        """Stream: one capped entry a complete evaluation round. Apart from `metrics`, whose entries are steps."""
+        return f"{self.prefix}:evaluations"
 
     @property
     def deadletter(self) -> str:
@@ -81,8 +170,13 @@ class Keys:
 
     @property
     def bell(self) -> str:
-        """Pub/sub channel: names of topics that changed. A hint only; state is read from the keys."""
-        return f"{self.prefix}:bell"
+        """Pattern of the pub/sub channels `all` and `few`: names of topics that changed. A hint; state is read from the keys."""
+        return f"{self.prefix}:bell:*"
+
+    @property
+    def bell_for_all(self) -> str:
+        """Pub/sub channel: those topics that generators may wait for."""
+        return f"{self.prefix}:bell:all"
 
     def group(self, group: str) -> str:
         """Hash: header, sequence and uses of a group."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-WIRE = 1
+WIRE = 4
 """Schema version of all messages and of the key layout; kept in the run's hash and checked by every service."""
 
 
@@ -23,6 +23,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     prompt: list[int]  # token ids
     answer: str  # gold answer, or the task's entry as JSON (reasoning_gym)
     group_size: int
+    source: str  # name of the prompt source; its verifiers score the completions
+    trace: str = ""  # context of its trace (services/runtime/tracing.py); empty: it has none
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +46,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     generator: str
     generate_s: float  # claim to last token
     score_s: float  # verifiers
+    source: str  # name of the prompt source
+    tool_tokens: list[int]  # [n] completion tokens that the policy did not sample; they are never trained
+    trace: str = ""  # that of its ticket
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +67,8 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     tokens: np.ndarray  # [sum lengths] int32
     logprobs: np.ndarray  # [sum lengths] float32, behaviour logprobs at the sampling temperature
     spans: np.ndarray  # [k, 4] int32: sample, version, start, end
+    tool_spans: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    # [k, 3] int32: sample, start, end of tokens that the policy did not sample
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +77,9 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     payload: str
     index: int  # which completion of the group
     advantage: float
-    trained_tokens: int  # response tokens in the loss; 0: masked
+    trained_tokens: int  # response tokens in the loss: 0 when masked, else all but tool tokens
+    weight: float = 1.0  # importance weight of its group: factor of its tokens' loss
+    tokens: int = 0  # of its prompt and completion together, as the header says; 0: whatever the payload says
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -88,16 +97,18 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     ranks: int
     rows_per_rank: int
     mini_batch_rows: list[int]  # rows of each mini-batch, on every rank; sums to rows_per_rank
-    denominators: list[float]  # one a mini-batch: response tokens over all ranks, or the constant
+    denominators: list[float]  # one a mini-batch: tokens, responses or groups in the loss over all ranks, or the constant
     response_tokens: int
     total_tokens: int
     stats: dict[str, float]  # metrics of the data of this step, e.g. reward/train/mean
+    row_tokens: int = 0  # token budget of its rows
+    traces: list[str] = []  # of those of its groups that have one
 
 
 class PodStatus(msgspec.Struct, frozen=True):
     """What a pod says of itself with every heartbeat. Produced by every service, consumed by console and trainer."""
 
-    kind: str  # generator | dataprep | trainer
+    kind: str  # generator | dataprep | trainer | tracker | scaler | web
     name: str  # stable name, e.g. generator-0
     boot: str  # random, new with every process
     host: str
@@ -107,6 +118,9 @@ class PodStatus(msgspec.Struct, frozen=True):
     version: int  # policy version held; -1: none
     world: int  # ranks this pod takes in a sync group (tensor parallel size); 0: never a member
     gauges: dict[str, float]  # e.g. tokens_per_s, running, waiting
+    sender: int = 0  # fence of the trainer whose weights it holds; 0: none's
+    unreached: str = ""  # host:port of the trainer that it could not reach; empty: none
+    paused: str = ""  # the pause that holds here: keep | drain | abort; empty: it works, or what a pause asks is not done yet
 
     @property
     def member(self) -> str:
@@ -119,13 +133,20 @@ class Round(msgspec.Struct, frozen=True):
 
     epoch: int  # names the collective group; never reused after a failure
     version: int  # policy version being sent
-    phase: str  # gather | join | transfer | done | failed
+    phase: str  # gather | join | pause | transfer | done | failed
     members: dict[str, int]  # member -> first rank in the group; the sender is rank 0
     world_size: int
-    backend: str
-    host: str
-    port: int
+    backend: str  # gloo | nccl | filesystem
+    host: str  # where members meet the sender, from gather on; of filesystem the group's folder below the run's weights
+    port: int  # of filesystem 0
     attempt: int  # grows with every round opened; acknowledgements name it
+    sender: int  # fence of the trainer: weights of one version are the same only if this is, too
+
+
+SYNC_PHASES = ("gather", "join", "pause", "transfer")
+"""Phases of a round that its members acknowledge, in order."""
+CHANGED = "arrived changed: "
+"""Detail of a `failed` acknowledgement of the phase transfer, before the name of the first weight that was not as sent."""
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True):
@@ -136,3 +157,5 @@ class Partial(msgspec.Struct, frozen=True, array_like=True):
     tokens: np.ndarray  # [sum lengths] int32
     logprobs: np.ndarray  # [sum lengths] float32
     spans: np.ndarray  # [k, 4] int32: sample, version, start, end
+    tool_spans: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    # [k, 3] int32: sample, start, end of tokens that the policy did not sample

@@ -1,104 +1,63 @@
 """The REST endpoints every service has (docs/design.md, section 9).
 
-Guarantees: mutating calls need the bearer token; errors have one shape (RFC 9457, application/problem+json); liveness
-means that every loop made progress within its limit, readiness that the pod would do work now.
+Guarantees: reading needs the scope `read` where there is a token for it, changing needs `operate` (guard.py); errors have one
+shape (problems.py); every call may be repeated without a second effect; liveness means that every loop made progress within its
+limit, readiness that the pod would do work now.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, Field
-from redis.exceptions import RedisError
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, FastAPI, HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.protocol.config import ConfigError
-from services.protocol.errors import StoreError
+from services.protocol.records import Scale
+from services.runtime.answers import (
+    ROLES,
+    Desired,
+    Live,
+    LoopHealth,
+    Pause,
+    Pod,
+    Ready,
+    Reason,
+    Replicas,
+    Role,
+    Scaled,
+    State,
+)
+from services.runtime.auth import Tokens
+from services.runtime.certificate import Certificate
+from services.runtime.effects import WaitS, not_paused, not_scaled, until_none
+from services.runtime.guard import limit_body, token_guard
+from services.runtime.metrics import exposition
+from services.runtime.problems import install, problems
+from services.runtime.service import Service
 
-if TYPE_CHECKING:
-    from services.runtime.service import Service
-
-BODY_LIMIT_BYTES = 64 * 1024
-BEARER = HTTPBearer(auto_error=False)  # at module level: FastAPI resolves annotations by the module's names
-Role = Literal["generator", "dataprep", "trainer"]
-
-
-class Reason(BaseModel):
-    """Why an operator does something; kept with the desired state."""
-
-    why: str = Field(default="", max_length=200)
-
-
-class LoopHealth(BaseModel):
-    """Progress of one supervised loop."""
-
-    alive: bool
-    silent_s: float
-    limit_s: float | None
-    failures: int
-
-
-class Live(BaseModel):
-    """Liveness: every loop made progress within its limit."""
-
-    alive: bool
-    loops: dict[str, LoopHealth]
+ADDRESS_ENV = "GRPO_ADDRESS"
 
 
-class Ready(BaseModel):
-    """Readiness: the pod would do work now."""
-
-    ready: bool
-    why_not: str
-
-
-class Desired(BaseModel):
-    """Desired state of a role after a call."""
-
-    role: Role
-    paused: bool
-    why: str
-
-
-def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error answer, RFC 9457."""
-    body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
-    return JSONResponse(body, status, headers, media_type="application/problem+json")
-
-
-def token_guard(token: str) -> Any:
-    """A dependency that lets only the bearer of `token` through; compared in constant time."""
-
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
-        if given is None or not hmac.compare_digest(given.credentials.encode(), token.encode()):
-            raise HTTPException(401, "this call needs the run's bearer token", {"WWW-Authenticate": "Bearer"})
-
-    return Depends(check)
-
-
-def make_app(service: Service, token: str) -> FastAPI:
-    """The common endpoints; a service adds its own to `service.app`, with `app.state.guard` on mutating ones."""
-    app = FastAPI(title=f"grpo {service.kind}", version="1", docs_url="/docs", redoc_url=None)
-    app.state.guard = token_guard(token)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(StoreError, _on_store_error)
-    app.add_exception_handler(RedisError, _on_store_error)
-    app.middleware("http")(_limit_body)
+def make_app(service: Service, tokens: Tokens) -> FastAPI:
+    """The common endpoints; a service adds its own to `service.app`, with `app.state.guard` on mutating ones and
+    `app.state.reader` on the others."""
+    app = FastAPI(
+        title=f"grpo {service.kind}", version="1", docs_url="/docs", redoc_url=None,
+        description="Endpoints of a service of a run. Every call may be repeated: what is so already stays so.",
+    )  # fmt: skip
+    app.state.tokens = tokens
+    app.state.guard, app.state.reader = token_guard(tokens, "operate"), token_guard(tokens, "read")
+    install(app)
+    app.middleware("http")(limit_body)
     app.include_router(_health(service))
-    app.include_router(_control(service, app.state.guard))
+    app.include_router(_control(service, app.state.guard, app.state.reader))
     return app
 
 
@@ -107,6 +66,7 @@ def _health(service: Service) -> APIRouter:
 
     @router.get("/health/live", response_model=Live, responses={503: {"model": Live}})
     async def live(response: Response) -> Live:
+        """Whether every loop of this pod made progress within its limit; 503: one did not, and the pod is to be restarted."""
         loops = {
             loop.name: LoopHealth(
                 alive=loop.alive, silent_s=round(loop.silent_s, 3), failures=loop.failures,
@@ -120,65 +80,80 @@ def _health(service: Service) -> APIRouter:
 
     @router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
     async def ready(response: Response) -> Ready:
+        """Whether the pod would do work now; 503: it would not, and says what it waits for."""
         why_not = service.ready()
         response.status_code = 503 if why_not else 200
-        return Ready(ready=not why_not, why_not=why_not)
+        return Ready(ready=not why_not, phase=service.status.phase, why_not=why_not)
 
-    @router.get("/metrics", response_class=Response)
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
-        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
+        """Everything the pod counts, in Prometheus' text format (docs/operating.md)."""
+        service.metrics.show(not service.ready(), service.loops, service.tracing.counts)
+        text = exposition(service.registry, run=service.config.run.name, pod=service.status.name)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router
 
 
-def _control(service: Service, guard: Any) -> APIRouter:
+def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["control"])
+    store, ttl_s = service.store, service.config.fleet.ttl_s
 
-    @router.get("/state")
-    async def state() -> dict[str, Any]:
+    def asked_of(role: Role | None) -> Role:
+        if role is not None:
+            return role
+        if service.kind not in ROLES:
+            raise HTTPException(422, f"a {service.kind} is not paused: give the role, one of {', '.join(ROLES)}")
+        return service.kind  # type: ignore[return-value]
+
+    @router.get("/state", dependencies=[reader])
+    async def state() -> State:
+        """This pod, and the run: where it stands, and what is desired of it, by whom and why."""
         run = await service.view.refresh()
-        return {
-            "run": service.config.run.name,
-            "pod": {name: getattr(service.status, name) for name in service.status.__struct_fields__},
-            "state": None if run is None else vars(run),
-        }
+        status = service.status
+        pod = Pod(**{name: getattr(status, name) for name in status.__struct_fields__})
+        return State(run=service.config.run.name, pod=pod, state=run)
 
-    @router.post("/pause", response_model=Desired, dependencies=[guard])
-    async def pause(reason: Reason | None = None, role: Role | None = None) -> Desired:
+    @router.post("/pause", dependencies=[guard])
+    async def pause(wish: Pause | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Pause this service's role, or another, until resumed; pods that start later stay paused too."""
-        asked, why = role or service.kind, (reason.why if reason else "") or "REST"
-        await service.store.pause(asked, why)
-        return Desired(role=asked, paused=True, why=why)  # type: ignore[arg-type]
+        asked, wish = asked_of(role), wish or Pause()
+        if asked != "generator" and wish.mode != "keep":
+            raise HTTPException(422, f'mode: "{wish.mode}" is for generators; a {asked} halts between two steps, leave it out')
+        await store.pause(asked, wish.text, wish.mode)
+        waiting_for = await until_none(lambda: not_paused(store, asked, wish.mode, ttl_s), wait_s)
+        return Desired(role=asked, paused=True, mode=wish.mode, why=wish.text, waiting_for=waiting_for)
 
-    @router.post("/resume", response_model=Desired, dependencies=[guard])
-    async def resume(role: Role | None = None) -> Desired:
+    @router.post("/resume", dependencies=[guard])
+    async def resume(role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Let the role go on."""
-        asked = role or service.kind
-        await service.store.resume(asked)
-        return Desired(role=asked, paused=False, why="")  # type: ignore[arg-type]
+        asked = asked_of(role)
+        await store.resume(asked)
+        waiting_for = await until_none(lambda: not_paused(store, asked, "", ttl_s), wait_s)
+        return Desired(role=asked, paused=False, mode=None, why="", waiting_for=waiting_for)
+
+    @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
+    async def scale(wish: Replicas, wait_s: WaitS = 0.0) -> Scaled:
+        """Have so many generators from now on; who starts them (`grpo run` on one machine) follows. 409: there is no room,
+        or an autoscaler decides."""
+        state = await store.state()
+        refusal = service.config.fleet.refusal or (state.scale if state else Scale()).refusal(wish.replicas)
+        if refusal := refusal or (state.finished if state else ""):
+            raise HTTPException(409, refusal)
+        why = Reason(why=wish.why, who=wish.who).text
+        await store.scale_generators(wish.replicas, why)
+        waiting_for = await until_none(lambda: not_scaled(store, wish.replicas, ttl_s), wait_s)
+        return Scaled(replicas=wish.replicas, why=why, waiting_for=waiting_for)
 
     return router
 
 
-async def _limit_body(request: Request, call_next: Any) -> Response:
-    length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > BODY_LIMIT_BYTES or "transfer-encoding" in request.headers:
-        return problem(413, f"bodies are at most {BODY_LIMIT_BYTES} bytes, with a Content-Length")
-    return await call_next(request)
-
-
-async def _on_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return problem(error.status_code, error.detail, dict(error.headers or {}))
-
-
-async def _on_invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return problem(422, "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()))
-
-
-async def _on_store_error(_: Request, error: Exception) -> Response:
-    return problem(503, str(error))
+def _shown(host: str) -> str:
+    """The address that others reach this pod by: on a cluster, where nobody knows its host name, GRPO_ADDRESS."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    address = os.environ.get(ADDRESS_ENV) or socket.gethostname()
+    return f"[{address}]" if ":" in address else address
 
 
 class _Server(uvicorn.Server):
@@ -190,22 +165,29 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serve(service: Service, token: str) -> AsyncIterator[str]:
+async def serve(service: Service, tokens: Tokens) -> AsyncIterator[str]:
     """Serve the endpoints beside the loops; yields the URL under which the pod is reached."""
-    host, port = service.config.api.host, service.config.api.port
+    given = service.config.api
+    host, port = given.host, given.port
+    certificate = Certificate(given) if given.certificate_file else None
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
+        section = "web" if service.kind == "web" else "api"
         raise ConfigError(
-            f"api.port = {port} on {host} cannot be listened on ({error.strerror}): choose another, or 0 for a free one"
+            f"{section}.port = {port} on {host} cannot be listened on ({error.strerror}): choose another, or 0 for a free one"
         ) from None
-    app = make_app(service, token)
+    app = make_app(service, tokens)
     service.app = app
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2))
+    tls = {"ssl_certfile": given.certificate_file, "ssl_keyfile": given.key_file} if certificate else {}
+    settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, **tls)  # type: ignore[arg-type]
+    settings.load()
+    if certificate and settings.ssl:
+        settings.ssl.sni_callback = certificate.present
+    server = _Server(settings)
     task = asyncio.create_task(server.serve([listener]))
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
     try:
-        yield f"http://{shown}:{listener.getsockname()[1]}"
+        yield f"http{'s' if tls else ''}://{_shown(host)}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await task

@@ -21,9 +21,10 @@ class Bell:
         self._heard: dict[tuple[str, ...], int] = {}  # by waiter: rings of its topics up to its last wait
         self._waiting: dict[tuple[str, ...], asyncio.Event] = {}
 
-    async def listen(self, store: Store) -> None:
-        """Pass rings on, until the connection breaks; a new connection rings everything, as any ring may have been missed."""
-        async for topic in store.listen():
+    async def listen(self, store: Store, few: bool = True) -> None:
+        """Pass rings on, those for `few` too, until the connection breaks; a new connection rings everything, as any ring may
+        have been missed."""
+        async for topic in store.listen(few):
             if topic == "connected":
                 self.ring_all()
             else:

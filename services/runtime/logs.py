@@ -1,44 +1,86 @@
-"""JSON logs on standard error: ours, vLLM's and uvicorn's in one stream, run and pod on every line."""
+"""JSON logs on standard error: ours, vLLM's, uvicorn's and other packages' in one stream, an object a line.
+
+Guarantees: `run` and `pod` are on every line; what is bound as context (`step`, `ticket`) is on every line that is written inside
+it, a package's too, and by what is started inside.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections.abc import Sequence
 
 import structlog
+from structlog.typing import EventDict, Processor
+
+RUN, POD = "GRPO_LOG_RUN", "GRPO_LOG_POD"
+"""Environment variables by which processes that a service starts know whose they are."""
+GUESTS = ("DeepSpeed", "huggingface_hub", "transformers")
+"""Packages with handlers of their own. vLLM's are in services/generator/vllm_logging.json, as it has processes of its own."""
 
 
 def configure(run: str, pod: str, level: str = "INFO") -> None:
     """Route structlog and the standard library's loggers to one JSON line an event."""
-    shared = [
+    os.environ |= {RUN: run, POD: pod}
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar is no line
+    _adopt(GUESTS)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(inherited_formatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[*_shared(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level)),
+        cache_logger_on_first_use=True,
+    )
+
+
+def inherited_formatter() -> logging.Formatter:
+    """Formats records of this process, or of the service that started it."""
+    run, pod = os.environ.get(RUN, ""), os.environ.get(POD, "")
+
+    def origin(_: object, __: str, event: EventDict) -> EventDict:
+        event.pop("color_message", None)  # uvicorn's, for terminals
+        return {**event, "run": run, "pod": pod}
+
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=_shared(),
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            origin,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(default=str),
+        ],
+    )
+
+
+class _Guest(logging.Logger):
+    """Of a package that would write lines of its own: what it logs goes where everybody's goes, whatever it sets up."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:
+        pass
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, True if name == "propagate" else value)
+
+
+def _adopt(names: Sequence[str]) -> None:
+    usual = logging.getLoggerClass()
+    logging.setLoggerClass(_Guest)
+    for name in names:
+        logging.getLogger(name)
+    logging.setLoggerClass(usual)
+
+
+def _shared() -> list[Processor]:
+    return [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.stdlib.ExtraAdder(),
     ]
-
-    def origin(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        return {**event, "run": run, "pod": pod}
-
-    formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=shared,
-        processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            origin,
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    logging.captureWarnings(True)
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level)),
-        cache_logger_on_first_use=True,
-    )

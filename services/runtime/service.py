@@ -1,41 +1,32 @@
 """What every service process is: a store, a bell, a view of the run, a heartbeat, REST endpoints and supervised loops.
 
-Guarantees: SIGTERM and the end of the run set `stopping`, upon which loops come to an end by themselves; the pod leaves
-the fleet before it exits; a failure that no retry can mend exits with a code and one line (EXIT_* below).
+Guarantees: the end of the run sets `stopping`, upon which loops come to an end by themselves; the pod leaves the fleet when they
+have. Opened by services/runtime/entry.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
-import signal
-import socket
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import structlog
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
-from services.protocol.config import RunConfig, load_resolved
-from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError
+from services.protocol.config import RunConfig
+from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
 from services.protocol.store import Store
-from services.runtime import logs
-from services.runtime.api import serve
-from services.runtime.auth import api_token, redis_password
 from services.runtime.bell import Bell
-from services.runtime.loops import FATAL, Broken, Loop, end_tasks
+from services.runtime.loops import Loop, end_tasks
+from services.runtime.pod_metrics import PodMetrics
+from services.runtime.tracing import Tracing, open_tracing
 from services.runtime.view import RunView
 
-log = structlog.get_logger()
-
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
 LEAVE_LIMIT_S = 3.0
+URGENT = ("phase", "version", "paused", "unreached")  # what others wait for: told at once, not with the next heartbeat
 
 
 @dataclass
@@ -51,11 +42,18 @@ class Service:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     loops: list[Loop] = field(default_factory=list)
     app: FastAPI = field(default_factory=FastAPI)  # the endpoints; a service adds its own
+    claimers: int = 1  # generators that share the training tickets, as of the last heartbeat
     view: RunView = field(init=False)
+    metrics: PodMetrics = field(init=False)
+    tracing: Tracing = field(init=False)
+    stays: bool = False  # goes on when the run is over
     ready: Callable[[], str] = lambda: ""  # why the pod would not do work now; empty: it would
 
     def __post_init__(self) -> None:
         self.view = RunView(self.store, self.bell, self.kind)
+        self.metrics = PodMetrics(self.registry)
+        ProcessCollector(registry=self.registry)
+        self.tracing = open_tracing(self.config, self.kind, self.status.name)
 
     @property
     def folder(self) -> Path:
@@ -63,9 +61,14 @@ class Service:
         return Path(self.config.run.dir) / self.config.run.name
 
     def say(self, **changes: object) -> None:
-        """Change what the next heartbeat says of this pod, e.g. `say(phase="ready", version=3)`, and send it at once."""
+        """Change what the next heartbeat says of this pod, e.g. `say(phase="ready", version=3)`, and send it at once.
+
+        A pod that drains goes on saying so, whatever its loops still do.
+        """
+        if self.status.phase == "draining":
+            changes.pop("phase", None)
         changed = replace_status(self.status, **changes)
-        urgent = (changed.phase, changed.version) != (self.status.phase, self.status.version)
+        urgent = any(getattr(changed, name) != getattr(self.status, name) for name in URGENT)
         self.status = changed
         if urgent:
             self.bell.ring("heartbeat")
@@ -87,7 +90,8 @@ class Service:
         self.add_loop("bell", self._listen)
         self.add_loop("view", self.view.follow)
         self.add_loop("heartbeat", self._heartbeat, 30.0 + self.config.fleet.heartbeat_s)
-        self.add_loop("end", self._watch_end)
+        if not self.stays:
+            self.add_loop("end", self._watch_end)
         background = [asyncio.create_task(loop.supervise(), name=loop.name) for loop in self.loops if loop is not loop_of_work]
         main = asyncio.create_task(loop_of_work.supervise(), name="work")
         try:
@@ -118,11 +122,11 @@ class Service:
 
     async def _listen(self, loop: Loop) -> None:
         loop.limit_s = float("inf")  # silence is no fault of a bell; a broken connection raises
-        await self.bell.listen(self.store)
+        await self.bell.listen(self.store, few=self.kind != "generator")
 
     async def _heartbeat(self, loop: Loop) -> None:
         while True:
-            await self.store.beat(self.status, self.config.fleet.ttl_s)
+            self.claimers = await self.store.beat(self.status, self.config.fleet.ttl_s)
             loop.progress()
             await self.bell.wait("heartbeat", timeout=self.config.fleet.heartbeat_s)
 
@@ -138,73 +142,3 @@ def replace_status(status: PodStatus, **changes: object) -> PodStatus:
     """A copy of a status with some fields changed."""
     fields = {name: getattr(status, name) for name in status.__struct_fields__}
     return PodStatus(**{**fields, **changes})
-
-
-@contextlib.asynccontextmanager
-async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator[Service]:
-    """A service with its store connected, its REST endpoints up and SIGTERM handled."""
-    token = api_token(config)
-    store = await Store.connect(config.redis.url, config.run.name, redis_password(config))
-    status = PodStatus(
-        kind=kind, name=name, boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="",
-        phase="starting", version=-1, world=0, gauges={},
-    )  # fmt: skip
-    service = Service(kind, config, store, status)
-    with contextlib.suppress(ValueError, RuntimeError):  # only the main thread may handle signals; the trainer does its own
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(sig, service.stop)
-    try:
-        async with serve(service, token) as url:
-            service.say(url=url)
-            yield service
-    finally:
-        await store.close()
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """How a service process is started: the resolved configuration and the pod's name."""
-
-    config: RunConfig
-    name: str
-
-
-def arguments(kind: str, argv: list[str] | None = None) -> Arguments:
-    """Parse a service's command line; environment GRPO_CONFIG and GRPO_POD stand in for the options."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=f"The {kind} service of a run.")
-    parser.add_argument(
-        "--config", default=os.environ.get("GRPO_CONFIG"), help="resolved configuration (TOML); default $GRPO_CONFIG"
-    )
-    parser.add_argument(
-        "--name", default=os.environ.get("GRPO_POD", socket.gethostname()), help="name of this pod; default $GRPO_POD"
-    )
-    options = parser.parse_args(argv)
-    if not options.config:
-        parser.error("--config or GRPO_CONFIG is required")
-    return Arguments(load_resolved(options.config), options.name)
-
-
-def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str] | None = None) -> int:
-    """Entry of a service process: set up logs, run `work`, turn errors into one line and an exit code."""
-    try:
-        given = arguments(kind, argv)
-        logs.configure(given.config.run.name, given.name)
-        asyncio.run(work(given))  # type: ignore[arg-type]
-    except KeyboardInterrupt:
-        return EXIT_OK
-    except (*FATAL, StoreError) as error:
-        return report(error)
-    return EXIT_OK
-
-
-def report(error: BaseException) -> int:
-    """Print an error a person can act on; the exit code for it. Only EXIT_FAILED is worth another try."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    if isinstance(error, Broken):
-        return EXIT_FAILED
-    if isinstance(error, Fenced | OutOfOrder):
-        return EXIT_FAILED  # out of step with the run: a new process reads it anew
-    redis = isinstance(error, StoreError) and not isinstance(error, DifferentRun)
-    return EXIT_REDIS if redis else EXIT_CONFIG

@@ -1,12 +1,14 @@
 """A process's view of the run's state: fresh within a second, at once after a ring.
 
-Waits for: the bell topics that change a run, or one second. Unblocks: whoever waits for `view.changed`.
+Waits for: the bell topics that change a run, or one second. Unblocks: whoever waits for `view.changed`, and on the bell of this
+process, where a pause begins, changes or ends, whoever waits for `pause`.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from services.protocol.records import PauseMode
 from services.protocol.store import RunState, Store
 from services.runtime.bell import Bell
 from services.runtime.loops import Loop
@@ -30,16 +32,23 @@ class RunView:
         return self.state is not None and self.role in self.state.paused
 
     @property
+    def pause_mode(self) -> PauseMode | None:
+        """How this role is asked to pause; None: it is not."""
+        return None if self.state is None else self.state.pause_modes.get(self.role)
+
+    @property
     def ended(self) -> bool:
         """Whether the run is over."""
         return self.state is not None and bool(self.state.finished)
 
     async def refresh(self) -> RunState | None:
         """Read the state now."""
-        state = await self.store.state()
+        state, before = await self.store.state(), self.pause_mode
         async with self.changed:
             self.state = state
             self.changed.notify_all()
+        if self.pause_mode != before:
+            self.bell.ring("pause")
         return state
 
     async def follow(self, loop: Loop) -> None:

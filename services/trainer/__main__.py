@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import signal
 import sys
@@ -18,10 +19,11 @@ from services.protocol.config import RunConfig
 from services.protocol.errors import StoreError
 from services.protocol.store import Store
 from services.runtime import logs
-from services.runtime.auth import redis_password
+from services.runtime.auth import redis_login
+from services.runtime.entry import EXIT_OK, Arguments, arguments, open_service, report
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
-from services.runtime.service import EXIT_OK, Arguments, Service, arguments, open_service, report
+from services.runtime.service import Service
 
 if TYPE_CHECKING:
     from services.trainer.worker import Worker
@@ -53,10 +55,18 @@ def _follow(given: Arguments, portal: Portal) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to go; its death ends the collective
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = given.config
-    store = portal.call(Store.connect(config.redis.url, config.run.name, redis_password(config)))
+    store = portal.call(Store.connect(config.redis.url, config.run.name, redis_login(config, "trainer")))
+    here = contextlib.AsyncExitStack()
     try:
-        Crew(_worker(config, store, portal).operations()).follow()
+        if os.environ.get("LOCAL_RANK") == "0":  # of a node of its own: probes find endpoints there as they do on rank 0's
+            portal.call(here.enter_async_context(open_service("trainer", config, given.name)))
+        worker = _worker(config, store, portal)
+        try:
+            Crew(worker.operations()).follow()
+        finally:
+            worker.close()
     finally:
+        portal.call(here.aclose())
         portal.call(store.close())
 
 
@@ -104,6 +114,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
 
 async def _host(given: Arguments, opened: concurrent.futures.Future[Service], trained: asyncio.Event) -> None:
     """The pod's endpoints, heartbeat and view, beside the main thread that trains."""
+    from services.runtime.endpoints.checkpoints import add_routes
 
     async def until_trained(loop: Loop) -> None:
         loop.limit_s = float("inf")
@@ -111,6 +122,7 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 
     async with open_service("trainer", given.config, given.name) as service:
         service.ready = lambda: "" if service.status.phase not in ("starting", "loading") else service.status.phase
+        add_routes(service)
         opened.set_result(service)
         await service.run(until_trained)
 

@@ -2,7 +2,8 @@
 
 Guarantees: a response attends to nothing outside itself. FlashAttention's variable-length kernel does that by
 `cu_seqlens`; without it each response becomes one entry of a padded batch, so that tokens of two responses never meet in
-one product. There is no T x T mask. Responses are batched by length (powers of two), so padding at most doubles the work.
+one product. Responses are batched by length (powers of two), so padding at most doubles the work. Memory is linear in the row:
+there is no T x T mask, and a sliding window is worked off in blocks of queries.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "packed"
 """Name under which transformers knows the function, for `attn_implementation`."""
+
+SMALLEST_BLOCK = 128
+"""Queries of a sliding window that are worked off at a time, at least: fewer would be many small products."""
 
 
 class UnsupportedModel(ValueError):
@@ -91,29 +95,76 @@ def packed_attention(
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and importlib.util.find_spec("flash_attn"):
         return _flash(q, k, v, packing, scaling, sliding_window)[None], None
-    result = torch.zeros_like(q)
-    for bucket in packing.buckets:
-        result = result.index_copy(0, bucket.tokens, _padded(q, k, v, bucket, scaling, sliding_window))
-    return result[None], None
+    return _padded(q, k, v, packing, scaling, sliding_window)[None], None
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scaling: float | None, sliding_window: int | None) -> Tensor:
-    """Attention of one bucket's responses, [m, heads, D] in the order of `bucket.tokens`. Padding is zeros, behind the end."""
+class _Move(torch.autograd.Function):
+    """Takes places `origin` of a tensor to places `target` of a new one, zeros elsewhere. No place comes twice on either side.
 
-    def pad(states: Tensor) -> Tensor:  # [T, heads, D] -> [count, heads, length, D]
-        flat = states.new_zeros(bucket.count * bucket.length, *states.shape[1:])
-        flat = flat.index_copy(0, bucket.slots, states.index_select(0, bucket.tokens))
-        return flat.view(bucket.count, bucket.length, *states.shape[1:]).transpose(1, 2)
+    So its gradient moves back the same way; that of `index_select` would be added up, place by place, as if they could.
+    """
 
-    mask = None
-    if sliding_window is not None and sliding_window < bucket.length:
-        ones = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=q.device)
-        mask = ones.tril().triu(1 - sliding_window)
-    grouped = q.shape[1] != k.shape[1]
-    output = F.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-    )
-    return output.transpose(1, 2).reshape(-1, *q.shape[1:]).index_select(0, bucket.slots)
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(origin, target)
+        ctx.size = len(states)
+        return _moved(states, origin, target, size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        origin, target = ctx.saved_tensors
+        return _moved(gradients[0], target, origin, ctx.size), None, None, None
+
+
+def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
+    return states.new_zeros(size, *states.shape[1:]).index_copy_(0, target, states.index_select(0, origin))
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
+    """Attention of every bucket as a padded batch, [T, heads, D]. Padding is zeros, behind the end of each response."""
+    buckets, places, ends = packing.buckets, [], [0]
+    for bucket in buckets:
+        places.append(bucket.slots + ends[-1])
+        ends.append(ends[-1] + bucket.count * bucket.length)
+    tokens, slots = torch.cat([bucket.tokens for bucket in buckets]), torch.cat(places)
+
+    def pad(states: Tensor) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each bucket
+        flat: Tensor = _Move.apply(states, tokens, slots, ends[-1])  # pyright: ignore[reportAssignmentType]
+        pieces = flat.split([bucket.count * bucket.length for bucket in buckets])
+        return [
+            piece.view(bucket.count, bucket.length, *states.shape[1:]).transpose(1, 2)
+            for piece, bucket in zip(pieces, buckets, strict=True)
+        ]
+
+    outputs, grouped = [], q.shape[1] != k.shape[1]
+    for queries, keys, values in zip(pad(q), pad(k), pad(v), strict=True):
+        if sliding_window is not None and sliding_window < queries.shape[2]:
+            output = _windowed(queries, keys, values, scaling, sliding_window, grouped)
+        else:
+            output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped)
+        outputs.append(output.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return _Move.apply(torch.cat(outputs), slots, tokens, len(q))  # pyright: ignore[reportReturnType]
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int, grouped: bool) -> Tensor:
+    """Causal attention to the last `window` places, all [count, heads, length, D]; a block of queries gets the keys it needs."""
+    length, block = q.shape[2], max(window, SMALLEST_BLOCK)
+    masks: dict[tuple[int, int], Tensor] = {}  # shared, as every call keeps its mask for backward
+    outputs = []
+    for start in range(0, length, block):
+        end, first = min(start + block, length), max(0, start - window + 1)
+        shape = (end - start, end - first)
+        if shape not in masks:
+            distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+            banned = (distance < 0) | (distance >= window)
+            masks[shape] = q.new_zeros(shape).masked_fill(banned, -torch.inf)
+        keys, values = k[:, :, first:end], v[:, :, first:end]
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q[:, :, start:end], keys, values, attn_mask=masks[shape], scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, 2)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `<root>/step-00000012/`, the state after training step 12, and the pointer `<root>/latest`.
+"""Writing and taking up checkpoints (services/runtime/checkpoints.py says what lies where).
 
 Guarantees: a checkpoint exists whole or not at all; `latest` never names one that is not complete; a failure to write or
 read is one `CheckpointError` on every rank and leaves older checkpoints as they were. All ranks see the same `root`.
@@ -8,134 +8,119 @@ Waits for: the other ranks in `save`, `load` and `restore`; see `policy` for who
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from services.trainer import folders, ranks
-from services.trainer.folders import FileRecord, FolderError, Manifest
+from services.runtime import folders
+from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder, Saved
+from services.runtime.folders import FileRecord, FolderError, Manifest
+from services.trainer import ranks
 from services.trainer.policy import Policy
 from services.trainer.state_files import StateError
 
-logger = logging.getLogger(__name__)
+__all__ = ["CheckpointError", "Checkpoints", "Saved"]
 
 STATE = "trainer"
-"""Folder inside a checkpoint with the policy's state; files given to `save` lie beside it."""
+"""Folder inside a checkpoint with the policy's state; what others write with `save` lies beside it."""
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read: the message names the path, the reason and the remedy."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint."""
-
-    folder: Path
-    step: int  # the last training step in its weights, which are version step + 1
-    manifest: Manifest
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all its files."""
-        return sum(record.size_bytes for record in self.manifest.files.values())
-
-    def read(self, name: str) -> bytes:
-        """A file that was given to `Checkpoints.save`. Raises `CheckpointError`."""
-        try:
-            return (self.folder / name).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{self.folder / name} cannot be read: {error.strerror}") from error
-
-
-class Checkpoints:
-    """The checkpoints in one folder, of which the newest `keep` are kept."""
+class Checkpoints(CheckpointFolder):
+    """The checkpoints in one folder, of which the `keep` that were written last are kept."""
 
     def __init__(self, root: Path, keep: int) -> None:
-        self.root, self.keep = root, keep
+        super().__init__(root)
+        self.keep = keep
 
-    def complete(self) -> list[Saved]:
-        """Complete checkpoints, oldest first; their files are not read."""
-        found = []
-        for folder in sorted(self.root.glob("step-*")):
-            number = folder.name.removeprefix("step-")
-            if number.isdigit() and (folder / folders.MANIFEST).exists():
-                try:
-                    found.append(Saved(folder, int(number), folders.read_manifest(folder)))
-                except FolderError as error:
-                    logger.warning("checkpoint ignored: %s", error)
-        return sorted(found, key=lambda saved: saved.step)
-
-    def latest(self) -> Saved | None:
-        """The checkpoint that `latest` names, or else the newest, that is undamaged: every byte is compared."""
-        saved = self.complete()
-        named = self._pointer()
-        for candidate in sorted(saved, key=lambda one: (one.folder.name == named, one.step), reverse=True):
-            try:
-                folders.verify(candidate.folder, candidate.manifest)
-                return candidate
-            except FolderError as error:
-                logger.warning("checkpoint skipped: %s", error)
-        return None
-
-    def save(self, policy: Policy, step: int, files: Mapping[str, bytes]) -> Saved:
+    def save(self, policy: Policy, step: int, beside: Callable[[Path], None] | None = None) -> Saved:
         """Write the checkpoint of `step`, point `latest` to it and delete what exceeds `keep`. Collective.
 
-        `files` (name -> content, rank 0's count) are stored beside the policy's state. A complete checkpoint of the same
-        step is replaced.
+        On rank 0 `beside` is given the folder while it is being written, for further files in it. A complete checkpoint of
+        the same step is replaced. Raises `CheckpointError` on every rank; what was written until then is deleted.
         """
         final = self.root / f"step-{step:08d}"
         partial = final.with_name(final.name + folders.PARTIAL)
-        rank, size = policy.world.rank, policy.world.size
-        ranks.agree(self._begin(final, files) if rank == 0 else "", CheckpointError)
-        shared = (partial / STATE).is_dir()
-        ranks.agree("" if shared else f"{partial} is not there: mount one shared volume at run.dir", CheckpointError)
+        rank = policy.world.rank
         try:
-            policy.save(partial / STATE)
-        except StateError as error:
-            raise CheckpointError(f"checkpoint of step {step} was not written: {error}; free space under {self.root}") from error
-        records = self._records(partial, rank, size)
-        facts = {"step": step, "ranks": size, "zero_stage": policy.zero_stage, "dtype": policy.config.model.dtype}
-        manifest = Manifest(records, facts)
-        ranks.agree(self._finish(partial, final, manifest) if rank == 0 else "", CheckpointError)
-        return Saved(final, step, manifest)
+            return self._save(policy, step, final, partial, beside)
+        except CheckpointError as error:
+            if rank == 0:
+                folders.discard(partial)  # it may be what fills the disk
+            raise CheckpointError(f"checkpoint of step {step} was not written: {error}") from error
 
     def load(self, policy: Policy, saved: Saved) -> None:
         """Put a checkpoint's state into a policy that has not trained. Collective."""
-        facts = saved.manifest.facts
-        now = {"ranks": policy.world.size, "zero_stage": policy.zero_stage, "dtype": policy.config.model.dtype}
-        keys = {"ranks": "trainer.ranks", "zero_stage": "trainer.zero_stage", "dtype": "model.dtype"}
-        for name, value in now.items():
-            if facts.get(name) != value:
-                raise CheckpointError(
-                    f"{saved.folder} was written with {keys[name]} = {facts.get(name)!r}, this run has {value!r}: "
-                    f"set {keys[name]} back, or start a new run from its export"
-                )
+        ranks.agree(_unfit(policy, saved), CheckpointError)
         try:
             policy.load(saved.folder / STATE)
         except StateError as error:
             raise CheckpointError(f"{saved.folder} cannot be restored: {error}") from error
 
-    def restore(self, policy: Policy) -> Saved | None:
-        """Load the latest undamaged checkpoint, if there is one. Collective; rank 0 chooses."""
-        chosen = self.latest() if policy.world.rank == 0 else None
-        saved: Saved | None = ranks.from_rank_0(chosen)
+    def restore(self, policy: Policy, step: int | None = None) -> Saved | None:
+        """Load the checkpoint of `step`, else the latest undamaged one, if there is one. Collective; rank 0 chooses.
+
+        Raises `CheckpointError` on every rank.
+        """
+        chosen, problem = None, ""
+        if policy.world.rank == 0:
+            try:
+                chosen = self.latest() if step is None else self.at(step)
+            except CheckpointError as error:
+                problem = str(error)
+        saved: Saved | None
+        saved, problem = ranks.from_rank_0((chosen, problem))
+        if problem:
+            raise CheckpointError(problem)
         if saved is not None:
             self.load(policy, saved)
+        if saved is not None and step is not None:  # a trainer that dies before it saves again is to come back here
+            ranks.agree(self._point_to(saved) if policy.world.rank == 0 else "", CheckpointError)
         return saved
 
-    def _pointer(self) -> str:
+    def try_out(self, rank: int) -> None:
+        """Write and delete a file, so that a folder that cannot be written is told before anything is trained. Collective."""
+        problem, probe = "", self.root / f"rank-{rank}{folders.PARTIAL}"
         try:
-            return (self.root / "latest").read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
+            self.root.mkdir(parents=True, exist_ok=True)
+            folders.write(probe, b"writable")
+            probe.unlink()
+        except FolderError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = folders.explain(self.root, error)
+        ranks.agree(problem, CheckpointError)
 
-    def _begin(self, final: Path, files: Mapping[str, bytes]) -> str:
+    def _point_to(self, saved: Saved) -> str:
+        try:
+            folders.replace(self.root / "latest", saved.folder.name.encode())
+        except FolderError as error:
+            return str(error)
+        return ""
+
+    def _save(self, policy: Policy, step: int, final: Path, partial: Path, beside: Callable[[Path], None] | None) -> Saved:
+        rank, size = policy.world.rank, policy.world.size
+        ranks.agree(self._begin(final, beside) if rank == 0 else "", CheckpointError)
+        shared = (partial / STATE).is_dir()
+        ranks.agree("" if shared else f"{partial} is not there: mount one shared volume at run.dir", CheckpointError)
+        try:
+            policy.save(partial / STATE)
+        except StateError as error:
+            raise CheckpointError(str(error)) from error
+        manifest = Manifest(
+            self._records(partial, rank, size), facts_of(policy) | ranks.from_rank_0({"step": step, "time_s": time.time()})
+        )
+        ranks.agree(self._finish(partial, final, manifest) if rank == 0 else "", CheckpointError)
+        return Saved(final, step, manifest)
+
+    def _begin(self, final: Path, beside: Callable[[Path], None] | None) -> str:
+        for path in self.root.glob(f"*{folders.PARTIAL}"):  # left by a crash: they only take space
+            folders.discard(path)
         try:
             partial = folders.begin(final)
-            for name, data in files.items():
-                folders.write(partial / name, data)
+            if beside is not None:
+                beside(partial)
             (partial / STATE).mkdir()
         except FolderError as error:
             return str(error)
@@ -159,8 +144,46 @@ class Checkpoints:
             return f"{partial} lacks the files of ranks {missing}: mount one shared volume at run.dir"
         try:
             folders.finish(partial, final, manifest)
-            folders.replace(self.root / "latest", final.name.encode())
         except FolderError as error:
             return str(error)
-        folders.remove(saved.folder for saved in self.complete()[: -self.keep])
+        if problem := self._point_to(Saved(final, manifest.facts["step"], manifest)):
+            return problem
+        others = [one for one in self.complete() if one.folder != final]
+        step = manifest.facts["step"]  # those of later steps are of a history that the run was taken back from: they go first
+        others.sort(key=lambda one: (one.step < step, one.written_s, one.step))
+        folders.remove(saved.folder for saved in others[: max(0, len(others) + 1 - self.keep)])
         return ""
+
+
+def facts_of(policy: Policy) -> dict[str, Any]:
+    """What a checkpoint of this policy says of itself, and a policy that takes it up has to compare."""
+    parameters = sorted((name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in policy.module.named_parameters())
+    return {
+        "layout": LAYOUT,
+        "run": policy.config.run.name,
+        "ranks": policy.world.size,
+        "zero_stage": policy.zero_stage,
+        "dtype": policy.config.model.dtype,
+        "model": policy.config.model.path,
+        "parameters": hashlib.sha256(repr(parameters).encode()).hexdigest()[:16],
+    }
+
+
+def _unfit(policy: Policy, saved: Saved) -> str:
+    """Why a checkpoint is not for this policy, or empty. Ranks and ZeRO stage may differ."""
+    facts, now = saved.manifest.facts, facts_of(policy)
+    if saved.refusal:
+        return saved.refusal
+    if facts["run"] != now["run"]:
+        return f"{saved.folder} is of run {facts['run']!r}, this is run {now['run']!r}: to begin from its weights, use its export"
+    if facts["parameters"] != now["parameters"]:
+        return (
+            f"{saved.folder} is of another model, {facts['model']!r}, whose parameters are not those of model.path = "
+            f"{now['model']!r} with this [lora]: set them back, or start a new run from its export"
+        )
+    if facts["dtype"] != now["dtype"]:
+        return (
+            f"{saved.folder} was written with model.dtype = {facts['dtype']!r}, this run has {now['dtype']!r}: "
+            "set model.dtype back, or start a new run from its export"
+        )
+    return ""

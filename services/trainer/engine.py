@@ -6,12 +6,12 @@ Guarantees: what the configuration asks for is what runs; a combination DeepSpee
 from __future__ import annotations
 
 import logging
+import math
 import random
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from services.protocol.config import RunConfig
 from services.protocol.config.training import Optimizer
@@ -28,10 +28,11 @@ def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
     """DeepSpeed's configuration for training `module`.
 
     Stage 0 in bfloat16 runs as stage 1: DeepSpeed's stage 0 would accumulate gradients in bfloat16. Parameters are whole
-    on every rank in both.
+    on every rank in both. With adapters DeepSpeed is told nothing of bfloat16: it would round them to it; frozen weights
+    keep the type they were loaded in.
     """
     stage, offload = config.trainer.zero_stage, config.trainer.offload
-    bf16 = config.model.dtype == "bfloat16"
+    bf16 = config.trained_dtype == "bfloat16"
     size = sum(parameter.numel() for parameter in module.parameters())
     zero: dict[str, Any] = {
         "stage": 1 if bf16 and stage == 0 else stage,
@@ -49,7 +50,7 @@ def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # boundaries are ours: set_gradient_accumulation_boundary
-        "gradient_clipping": 0.0 if clips_itself(config) else config.optimizer.max_grad_norm,
+        "gradient_clipping": 0.0 if keeps_gradients(config) else config.optimizer.max_grad_norm,
         "steps_per_print": None,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # torch AdamW: needs no compiled kernel, and equal numbers everywhere
@@ -60,9 +61,9 @@ def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
     return tree
 
 
-def clips_itself(config: RunConfig) -> bool:
-    """Whether we clip gradients and take their norm: DeepSpeed does not report one for stage 0 in float32."""
-    return config.trainer.zero_stage == 0 and config.model.dtype == "float32"
+def keeps_gradients(config: RunConfig) -> bool:
+    """Whether gradients stay whole in `.grad`, where we clip them and take their norm: DeepSpeed does not report one then."""
+    return config.trainer.zero_stage == 0 and config.trained_dtype == "float32"
 
 
 def start(config: RunConfig, module: Scorer) -> Any:
@@ -92,22 +93,42 @@ def start_reference(config: RunConfig, module: Scorer, device: torch.device) -> 
     return engine
 
 
-def adamw(config: RunConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, vectors (norms, biases) do not."""
+def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, vectors (norms, biases) and the embedding do not.
+
+    Rows of the embedding whose tokens do not occur get no gradient: decay would only shrink them. An output matrix that is
+    the embedding (tied) is one of those.
+    """
+    embedding = module.model.get_input_embeddings().weight
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    decayed = [p for p in parameters if p.ndim >= 2 and p is not embedding]
     options = config.optimizer
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2 or p is embedding], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=options.learning_rate, betas=(options.beta1, options.beta2)
-    )
+    groups = [group for group in groups if group["params"]]  # adapters are all matrices, and DeepSpeed takes no empty group
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2))
 
 
-def learning_rate(options: Optimizer, step: int) -> float:
-    """Rate of training step `step` (from 0): a linear warm-up that depends on the step alone, so nothing of it is saved."""
-    return options.learning_rate * min(1.0, (step + 1) / max(options.warmup_steps, 1))
+def learning_rate(options: Optimizer, step: int, steps: int) -> float:
+    """Rate of training step `step` (from 0) of `steps`; it depends on nothing else, so nothing of it is saved.
+
+    A linear warm-up to the peak, then constant, or down to `final_fraction` of it at the last step: linearly or as half a
+    cosine (Loshchilov and Hutter 2017, eq. 5, without restarts).
+    """
+    done, warmup, final = step + 1, options.warmup_steps, options.final_fraction
+    if done <= warmup:
+        return options.learning_rate * done / warmup
+    progress = min(1.0, (done - warmup) / max(1, steps - warmup))
+    match options.schedule:
+        case "constant":
+            fraction = 1.0
+        case "linear":
+            fraction = 1 - (1 - final) * progress
+        case "cosine":
+            fraction = final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+    return options.learning_rate * fraction
 
 
 def seed(number: int, deterministic: bool) -> None:
@@ -117,6 +138,11 @@ def seed(number: int, deterministic: bool) -> None:
     torch.manual_seed(number)
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(deterministic)
+
+
+def seed_of_rank(number: int, rank: int) -> int:
+    """A seed of a rank's own."""
+    return int(np.random.SeedSequence([number, rank]).generate_state(1)[0])
 
 
 def random_state() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Logprobs and entropy of response tokens from hidden states and the output matrix.
 
 Guarantees: logits exist for `chunk` tokens at a time, in forward and in backward, never for a whole row; log-softmax is
-float32 whatever the weights are; memory beside the inputs is O(chunk * vocabulary).
+float32 whatever the weights are; memory beside the inputs is O(chunk * vocabulary), and a float32 copy of the matrix
+where the product is asked for in float32.
 """
 
 from __future__ import annotations
@@ -17,54 +18,73 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, fp32: bool
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        matrix = weight.float() if fp32 else weight
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, temperature)
+            logits = _logits(hidden[part], matrix, temperature)
             normaliser[part] = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normaliser[part]
             logits -= normaliser[part, None]
             entropy[part] = -(logits.exp() * logits).sum(-1)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.fp32 = temperature, chunk, fp32
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """d logprob / d logit = onehot - p; d entropy / d logit = -p (log p + entropy); both over temperature."""
-        for_logprobs, for_entropy = gradients
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        for_logprobs, for_entropy = gradients
+        for_logprobs = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs
         hidden_gradient = torch.empty_like(hidden)
-        # float32, so that the sum over chunks does not depend on how many there are when weights are bfloat16
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        matrix = weight.float() if ctx.fp32 else weight
+        weight_gradient: Tensor | None = None  # of a frozen matrix
+        if ctx.needs_input_grad[1]:
+            # float32, so that the sum over chunks does not depend on how many there are when weights are bfloat16
+            weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _logits(hidden[part], weight, ctx.temperature).sub_(normaliser[part, None])
-            p = log_p.exp()
-            gradient = -p * (for_logprobs[part, None] + for_entropy[part, None] * (log_p + entropy[part, None]))
+            log_p = _logits(hidden[part], matrix, ctx.temperature).sub_(normaliser[part, None])
+            # In place, and the entropy's part only where it has a gradient: passes over [c, V] cost as much as the products.
+            if for_entropy is None:
+                gradient = log_p.exp_().mul_(-for_logprobs[part, None])
+            else:
+                p = log_p.exp()
+                gradient = p.mul_(
+                    log_p.add_(entropy[part, None]).mul_(for_entropy[part, None]).add_(for_logprobs[part, None])
+                ).neg_()
             gradient.scatter_add_(-1, targets[part, None], for_logprobs[part, None])
-            gradient = (gradient / ctx.temperature).to(weight.dtype)
-            hidden_gradient[part] = gradient @ weight
-            weight_gradient += gradient.T @ hidden[part]
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
+            gradient = gradient.div_(ctx.temperature).to(matrix.dtype)
+            hidden_gradient[part] = (gradient @ matrix).to(hidden.dtype)
+            if weight_gradient is None:
+                continue
+            if matrix.dtype == torch.float32:
+                weight_gradient.addmm_(gradient.T, hidden[part].float())  # no second [V, H]
+            else:
+                weight_gradient += gradient.T @ hidden[part]
+        whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        return hidden_gradient, whole, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[c, V] float32, a tensor of its own that the caller may change."""
-    return (
-        (hidden @ weight.T).float().div_(temperature) if hidden.dtype != torch.float32 else (hidden @ weight.T).div_(temperature)
-    )
+def _logits(hidden: Tensor, matrix: Tensor, temperature: float) -> Tensor:
+    """[c, V] float32, a tensor of its own that the caller may change; the product is of the matrix's type."""
+    return (hidden.to(matrix.dtype) @ matrix.T).float().div_(temperature)
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, fp32: bool = False
+) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of its distribution at `temperature`, two [R] float32.
 
-    hidden [R, H] predicts targets [R] int64; weight [V, H]. Both results are differentiable.
+    hidden [R, H] predicts targets [R] int64; weight [V, H]. Both results are differentiable. `fp32`: logits are a product in
+    float32 of bfloat16 states and weights, for which a copy of the matrix is made, once in forward and once in backward.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk)  # pyright: ignore[reportReturnType]
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, fp32)  # pyright: ignore[reportReturnType]
 
 
 class LogprobHead(nn.Linear):
@@ -73,14 +93,15 @@ class LogprobHead(nn.Linear):
     Being a module, its one call per row is where ZeRO-3 gathers the matrix, whatever the number of chunks.
     """
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, fp32: bool) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = head.in_features, head.out_features
         self.weight = head.weight
         self.bias = None
+        self.fp32 = fp32
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """As `token_logprobs`."""
-        return token_logprobs(hidden, self.weight, targets, temperature, chunk)
+        return token_logprobs(hidden, self.weight, targets, temperature, chunk, self.fp32)

@@ -2,7 +2,8 @@
 
 Guarantees: a step is trained on exactly its plan; `committed_step` is the one count of steps; weights go to the fleet after
 every step, before the first and after every resume; a trainer that was killed trains the same plans again from its last
-checkpoint and ends where it would have.
+checkpoint and ends where it would have; a run that Redis lost goes on from the last checkpoint (resume.py);
+a group whose payload is damaged or gone costs the run that group (condemn.py).
 Waits for: the plan of the next step, the end of a pause, sync rounds. Unblocked by: dataprep (`steps`), operators
 (`control`), generators (`acks`, `fleet`).
 """
@@ -16,13 +17,19 @@ from typing import cast
 
 import structlog
 
+from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
 from services.protocol.store import RunState
-from services.runtime.loops import Fatal, Loop
+from services.runtime.loops import Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
+from services.trainer.condemn import condemn
 from services.trainer.crew import Crew
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.policy import Trained
+from services.trainer.priorities import sampling_weights
+from services.trainer.recovery import Recovery
+from services.trainer.saving import Saving
 from services.trainer.sync import Alone, Stopped, SyncReport, SyncRounds
 from services.trainer.weights import SendFailed
 from services.trainer.worker import Worker
@@ -30,6 +37,7 @@ from services.trainer.worker import Worker
 log = structlog.get_logger()
 
 LOOK_S = 1.0  # a missed ring costs at most this much
+LEADER_S = 5.0  # in which dataprep's leader is to end an evaluation round; longer than it takes to look
 RANKS_EVERY_S = 5.0  # how often waiting ranks hear that there is nothing to do
 
 
@@ -42,15 +50,23 @@ class TrainLoop:
         """`fault` raises when the process's background loops have failed for good."""
         self.service, self.worker, self.crew, self.metrics, self._fault = service, worker, crew, metrics, fault
         self.config, self.store, self.bell, self.call = service.config, service.store, service.bell, portal.call
-        self._portal = portal
+        self._portal, self._tracing = portal, service.tracing
         self.loop = service.add_loop("train", _nothing, limit_s=service.config.trainer.step_timeout_s)
         self.fence = self.call(self.store.attach_trainer())
         self.step = -1  # the last step in the weights of this process
-        self._saved = -1  # the last step a checkpoint of ours holds
         self._ranks_told = time.monotonic()
         self._last_record = time.monotonic()
         self._generated_before = 0.0
-        self.rounds = SyncRounds(self.config, self.store, self.bell, portal, self.fence, worker.sender, self._send, self._tick)
+        self._incarnation = 0
+        self.recovery = Recovery(self.config, self.store, self.fence, worker, crew, self.call, self.loop.progress)
+        self.saving = Saving(self.config, self.store, self.fence, crew, self.recovery, self.call, self._say)
+        self._doing, self._sync_clock = metrics.phase_clock(), metrics.sync_clock()
+        self.rounds = SyncRounds(
+            self.config, self.store, self.bell, portal, self.fence, worker.sender, self._send, self._tick, self._sync_begins
+        )
+        metrics.step.set_function(lambda: self.step)
+        metrics.checkpointed.set_function(lambda: self.saving.last)
+        metrics.failed_checkpoints.set_function(lambda: self.saving.failed)
 
     def run(self) -> None:
         """From the last checkpoint to the end of the run, or until asked to stop."""
@@ -61,54 +77,44 @@ class TrainLoop:
                 state = self._next_plan()
                 if state.stopping:
                     break
-                self._train_next()
+                with structlog.contextvars.bound_contextvars(step=self.step + 1):
+                    self._train_next()
             self._end()
         except Stopped:
             if not self.service.view.ended:
-                self._save()
+                self.saving.save(self.step)
             log.info("stopped", step=self.step)
         finally:
+            self.worker.close()
             self.crew.dismiss()
 
-    def _state(self) -> RunState:
-        state = self.call(self.store.state())
-        if state is None:
-            raise Fatal(f"run {self.config.run.name!r} vanished from Redis")
-        return state
-
     def _catch_up(self) -> None:
-        """Load the last checkpoint and train again what was committed after it, on the same plans."""
-        state = self._state()
-        self.step = self._saved = cast(int, self.crew.lead("restore"))
-        root = self.worker.checkpoints.root
-        if self.step > state.committed_step:
-            raise Fatal(
-                f"checkpoint {self.step} in {root} is ahead of Redis, which has committed step {state.committed_step}: "
-                "choose another run.name, or start afresh with --fresh"
-            )
-        if self.step < state.checkpointed_step:
-            raise Fatal(
-                f"the run has a checkpoint of step {state.checkpointed_step}, but the last whole one in {root} is of step "
-                f"{self.step} (-1: none), and the plans between are gone: bring the checkpoint back"
-            )
+        """Take the run up, and train again what was committed after the checkpoint."""
+        self._say(phase="restoring")
+        self.step, state = self.recovery.take_up()
+        self.saving.last, self._incarnation = self.step, state.incarnation
         while self.step < state.committed_step:
             self._tick()
             self._say(phase="catching up", version=self.step + 1)
             started = time.monotonic()
-            plan, metrics = cast("tuple[StepPlan, dict[str, float]]", self.crew.lead("train", self.step + 1))
+            plan, trained = self._train_whole(self.step + 1)
             self.step += 1
-            self._record(plan, metrics, time.monotonic() - started)
+            self.recovery.trained(plan)
+            self._reweigh(trained.priorities)
+            self._record(plan, trained.metrics, time.monotonic() - started)
             log.info("trained again", step=self.step, committed=state.committed_step)
 
     def _next_plan(self) -> RunState:
         """Wait until the next step is prepared and the trainer is not paused; meanwhile bring latecomers up to date."""
         while True:
             self._tick()
-            state = self._state()
-            paused = self.service.kind in state.paused
+            state = self.recovery.stay_in_step(self.step)
+            self.saving.heed(state, self.step)
+            paused = state.pause_modes.get(self.service.kind, "")
             if state.stopping or (state.prepared_step > self.step and not paused):
                 return state
-            self._say(phase="paused" if paused else "waiting for data")
+            self.saving.relieve(self.step)
+            self._say(phase="paused" if paused else "waiting for data", paused=paused)
             if not paused:
                 self.rounds.catch_up(self.step + 1)
             self.call(self.bell.wait("steps", "control", "fleet", timeout=LOOK_S))
@@ -116,15 +122,35 @@ class TrainLoop:
     def _train_next(self) -> None:
         started = time.monotonic()
         step = self.step + 1
-        self._say(phase="training")
-        plan, metrics = cast("tuple[StepPlan, dict[str, float]]", self.crew.lead("train", step))
+        self._say(phase="training", paused="")
+        plan, trained = self._train_whole(step)
+        self.recovery.stay_in_step(step - 1)
         self.call(self.store.commit(self.fence, step))
         self.step = step
-        trained = time.monotonic()
-        report = self._sync()
-        self._record(plan, metrics | self._sync_metrics(report) | {"time/train_s": trained - started}, time.monotonic() - started)
-        if (step + 1) % self.config.checkpoint.every_steps == 0 and step + 1 < self.config.run.steps:
-            self._save()
+        for context in plan.traces:
+            self._tracing.record("train", context, started, step=step)
+        self.recovery.trained(plan)
+        self._reweigh(trained.priorities)
+        metrics = trained.metrics | {"time/train_s": time.monotonic() - started}
+        try:
+            metrics |= self._sync_metrics(self._sync())
+        finally:  # told to stop meanwhile, it saves the step and goes: nobody would record it later
+            self._record(plan, metrics, time.monotonic() - started)
+        if self.saving.due(step):
+            self.saving.save(step, must=False)
+
+    def _train_whole(self, step: int) -> tuple[StepPlan, Trained]:
+        """Have all ranks train a step. Groups that cannot be trained become dead letters first: it goes without them."""
+        while isinstance(done := self.crew.lead("train", step), Damaged):
+            self.recovery.stay_in_step(step - 1)
+            self.metrics.condemned.inc(self.call(condemn(self.store, self.fence, step, done, self.config)))
+        return cast("tuple[StepPlan, Trained]", done)
+
+    def _reweigh(self, priorities: dict[str, float]) -> None:
+        """Tell replay what is left to learn from the groups of a step; one trained again after a crash says the same again."""
+        if priorities:
+            weights = sampling_weights(priorities, self.config.replay.priority_exponent)
+            self.call(self.store.reweigh(self.fence, weights))
 
     def _record(self, plan: StepPlan, metrics: dict[str, float], step_s: float) -> None:
         """Metrics of a step, for the console. One trained again is recorded again; readers take the first."""
@@ -133,15 +159,18 @@ class TrainLoop:
             | metrics
             | {
                 "step": float(plan.step),
+                "run/incarnation": float(self._incarnation),
+                "checkpoint/failed": float(self.saving.failed),
                 "time_s": time.time(),
                 "time/step_s": step_s,
                 "throughput/trained/tokens_per_s": plan.total_tokens / (time.monotonic() - self._last_record),
                 "throughput/generated/tokens_per_s": self._generated_rate(plan.stats.get("tokens/gen/total", 0.0)),
             }
         )
-        self._last_record = time.monotonic()
-        self.metrics.observe(record)
+        began = self._last_record = time.monotonic()
+        self.metrics.observe(plan, record)
         self.call(self.store.record(record))
+        self.metrics.record_s.observe(time.monotonic() - began)
 
     def _generated_rate(self, total: float) -> float:
         made, self._generated_before = total - self._generated_before, total
@@ -151,10 +180,11 @@ class TrainLoop:
         """Send the weights and publish them. None: nobody is there to take them, and the run is to end."""
         self._say(phase="syncing", version=self.step + 1)
         try:
-            report = self.rounds.run(self.step + 1, lambda: bool(self._state().stopping))
+            report = self.rounds.run(self.step + 1, lambda: bool(self.recovery.stay_in_step(self.step).stopping))
         except Alone:
             return None
         self.call(self.store.publish(self.fence, report.version))
+        self.recovery.published(report.version)
         return report
 
     def _send(self) -> None:
@@ -174,24 +204,37 @@ class TrainLoop:
             "sync/attempts": float(report.attempts),
         }
 
-    def _save(self) -> None:
-        if self.step == self._saved:
-            return
-        self._say(phase="saving")
-        self.crew.lead("save", self.step)
-        self._saved = self.step
-        self.call(self.store.checkpointed(self.fence, self.step))
-        self.call(self.store.retire())
+    def _sync_begins(self, phase: str) -> None:
+        self._sync_clock.enter(phase)
+        if phase == "failed":
+            self.metrics.sync_failures.inc()
 
     def _end(self) -> None:
         """Checkpoint, export, and end the run."""
-        self._save()
+        self.saving.save(self.step)
         self._say(phase="exporting")
-        self.crew.lead("export")
-        self.call(self.store.finish(f"trained {self.step + 1} of {self.config.run.steps} steps"))
+        self.crew.lead("export", self.step)
+        self._await_evaluation()
+        self.call(self.store.finish(f"trained {self.step + 1} of {self.config.run.steps} steps", self.fence))
+
+    def _await_evaluation(self) -> None:
+        """Let dataprep's leader end the last round: it reports it, or abandons it when `evaluation.final_s` is over, and at once
+        when the run is stopped. A leader that is gone is not waited for much longer."""
+        given, began = self.config.evaluation, time.monotonic()
+        while given.every_steps:
+            stopping = self.recovery.stay_in_step(self.step).stopping
+            seen = self.call(self.store.evaluation(self.config.fleet.ttl_s))
+            over = seen.round is None and (stopping or seen.dealt_with >= self.config.run.steps)
+            if over or time.monotonic() - began > LEADER_S + (0.0 if stopping else given.final_s):
+                return
+            self._say(phase="waiting for evaluation")
+            self._tick()
+            self.call(self.bell.wait("evaluation", "control", timeout=LOOK_S))
 
     def _say(self, **changes: object) -> None:
         """`Service.say`, on the service's own thread: its events are not for others to set."""
+        if phase := changes.get("phase"):
+            self._doing.enter(str(phase))
         self._portal.loop.call_soon_threadsafe(partial(self.service.say, **changes))
 
     def _tick(self) -> None:

@@ -1,21 +1,85 @@
-"""Prometheus metrics of a trainer: every metric of the last step, by its own name."""
+"""Prometheus metrics of a trainer, shown by rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.protocol.messages import SYNC_PHASES, StepPlan
+from services.runtime.metrics import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
+
+PHASES = (
+    "restoring", "catching up", "training", "syncing", "saving", "waiting for data", "paused", "exporting",
+    "waiting for evaluation",
+)  # fmt: skip
+"""What the trainer says it does (`PodStatus.phase`)."""
+PARTS = ("fetch", "old", "reference", "forward", "backward", "step")
 
 
-class TrainerMetrics:
+class TrainerMetrics(Metrics):
     """What the trainer shows of its steps."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.steps = Counter("grpo_trainer_steps", "Steps committed by this process.", registry=registry)
-        self.last = Gauge("grpo_trainer_step_metric", "Metrics of the last step (docs/metrics.md).", ["name"], registry=registry)
+    steps: Counter = counter("grpo_trainer_steps_total", "steps", "Steps trained by this process, those trained again included.")
+    step: Gauge = gauge("grpo_trainer_step", "steps", "The last step in the weights; -1: none.")
+    phase_s: Mapping[str, Counter] = counters(
+        "grpo_trainer_phase_seconds_total", "seconds", "What the trainer spent its time on.", "phase", PHASES
+    )
+    step_s: Histogram = histogram("grpo_trainer_step_seconds", "seconds", "A step: its training and its weight sync.")
+    part_s: Mapping[str, Counter] = counters(
+        "grpo_trainer_part_seconds_total", "seconds", "Training of steps on rank 0 by part; fetch is the wait for the rows.",
+        "part", PARTS,
+    )  # fmt: skip
+    tokens: Counter = counter("grpo_trainer_tokens_total", "tokens", "Prompt and completion tokens trained.")
+    response_tokens: Counter = counter("grpo_trainer_response_tokens_total", "tokens", "Completion tokens in the loss.")
+    record_s: Histogram = histogram(
+        "grpo_trainer_record_seconds", "seconds", "Handing a step's metrics to Redis, all that trackers cost."
+    )
+    sync_s: Mapping[str, Histogram] = histograms(
+        "grpo_trainer_sync_seconds", "seconds", "Phases of weight-sync rounds, each until its last member answered.", "phase",
+        SYNC_PHASES,
+    )  # fmt: skip
+    condemned: Counter = counter(
+        "grpo_trainer_condemned_groups_total", "groups", "Groups that left their step as dead letters: payload damaged or gone."
+    )
+    sync_failures: Counter = counter("grpo_trainer_sync_failures_total", "", "Attempts at a weight-sync round that failed.")
+    members: Gauge = gauge("grpo_trainer_sync_members", "", "Generators in the last weight sync.")
+    checkpoint_s: Histogram = histogram("grpo_trainer_checkpoint_seconds", "seconds", "Checkpoints, written or failed.")
+    checkpointed: Gauge = gauge("grpo_trainer_checkpointed_step", "steps", "The last step that a checkpoint holds; -1: none.")
+    failed_checkpoints: Gauge = gauge(
+        "grpo_trainer_failed_checkpoints", "", "Checkpoints that could not be written since the last."
+    )
+    last: Gauge = bounded(
+        "gauge",
+        "grpo_trainer_step_metric",
+        "",
+        "Metrics of the last step, as docs/metrics.md names them.",
+        "name",
+        "docs/metrics.md",
+    )
 
-    def observe(self, record: Mapping[str, float]) -> None:
-        """Show the record of a step."""
+    def phase_clock(self) -> PhaseClock:
+        """Notes what the trainer does."""
+        notes = {phase: made.inc for phase, made in self.phase_s.items()}
+        return PhaseClock(notes | {"saving": self._saved})
+
+    def _saved(self, seconds: float) -> None:
+        self.phase_s["saving"].inc(seconds)
+        self.checkpoint_s.observe(seconds)
+
+    def sync_clock(self) -> PhaseClock:
+        """Notes the phases of weight-sync rounds; `failed` is one that no time is noted of."""
+        return PhaseClock({phase: made.observe for phase, made in self.sync_s.items()})
+
+    def observe(self, plan: StepPlan, record: Mapping[str, float]) -> None:
+        """Show a step."""
         self.steps.inc()
+        self.tokens.inc(plan.total_tokens)
+        self.response_tokens.inc(plan.response_tokens)
+        self.step_s.observe(record["time/step_s"])
+        for part, made in self.part_s.items():
+            made.inc(record.get(f"time/train/{part}_s", 0.0))
+        if "fleet/generators" in record:
+            self.members.set(record["fleet/generators"])
         for name, value in record.items():
             self.last.labels(name).set(value)

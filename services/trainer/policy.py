@@ -1,7 +1,9 @@
 """The policy in training: DeepSpeed engine, reference policy, one method per training step.
 
 Guarantees: the gradient of a mini-batch is that of the written formula (docs/semantics.md) for any number of ranks, any
-packing and any split into micro-batches; `load` of what `save` wrote continues bit by bit where it left off.
+packing and any split into micro-batches, up to rounding; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters),
+the same rows give the same bits on any number of data-parallel ranks; `load` of what `save` wrote continues bit by bit where it
+left off.
 
 Waits for: the other ranks, in every method but the constructor's checks. Each runs the same methods in the same order; a
 rank that dies fails the others' collectives at once (gloo) or after `trainer.step_timeout_s`.
@@ -13,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +24,39 @@ from torch import Tensor
 
 from services.protocol.config import ConfigError, RunConfig
 from services.protocol.messages import StepPlan
+from services.protocol.model_files import check_model
+from services.trainer import archive, denominators, export, losses, model, partitions, priorities, ranks
 from services.trainer import engine as deepspeed_engine
-from services.trainer import export, loss, model, ranks
+from services.trainer.archive import Archive
 from services.trainer.batches import PlanMismatch, Row
+from services.trainer.fixed_point import FixedPointSum
 from services.trainer.ranks import World
-from services.trainer.state_files import DurableFiles, StateError, read_state
+from services.trainer.reference import ReferencePolicy
+from services.trainer.sequence import Team
+from services.trainer.state_files import StateError, read_state, write_state
 from services.trainer.tally import Clock, Tally
+
+STATE, RANDOM = "state", "random"
+"""What a rank's files are called: weights with optimizer, and random generators."""
 
 
 class NonFinite(RuntimeError):
     """The loss or its gradient is no number; the weights of this process must not be used any more."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What came of a training step, equal on every rank but for `time/...`, which are this rank's seconds."""
+
+    metrics: dict[str, float]
+    priorities: dict[str, float]  # by group; empty unless replay.priority = "trainer"
+
+
 class Policy:
     """The model of a run on one rank.
 
-    Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `zero_stage`, `world`, `device`.
+    Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `reference`, `zero_stage`, `world`, `device`,
+    `data_rank` (whose rows of a plan are this rank's; the ranks of a sequence-parallel team have the same).
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -44,96 +64,136 @@ class Policy:
             raise ConfigError(f"trainer.ranks = {config.trainer.ranks}, but {world.size} trainer ranks were started (WORLD_SIZE)")
         if config.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+        check_model(config)
+        losses.check(config.loss)
         deepspeed_engine.seed(config.run.seed, config.trainer.deterministic)
         self.config, self.world, self.device = config, world, world.device
         self.zero_stage: int = config.trainer.zero_stage
         world.join(config.trainer.step_timeout_s)
+        width = config.trainer.sequence_parallel
+        self.data_rank = world.rank // width
+        self._team = Team(width, world.rank, world.size) if width > 1 else None
+        self._leads = self._team is None or self._team.rank == 0  # who speaks for the team where values of ranks add up
         scorer = self._scorer()
         self.module = scorer.model
         self.engine = deepspeed_engine.start(config, scorer)
-        self._files = DurableFiles()
-        self.engine.checkpoint_engine = self._files
-        # The helper script DeepSpeed copies into a checkpoint could fail on rank 0 alone and leave the others waiting.
-        self.engine._copy_recovery_script = lambda folder: None
-        self._reference = (
-            deepspeed_engine.start_reference(config, self._scorer(), self.device) if config.loss.kl_beta > 0 else None
-        )
+        exact = config.trainer.deterministic and deepspeed_engine.keeps_gradients(config)
+        self._exact = FixedPointSum(weight for weight in scorer.parameters() if weight.requires_grad) if exact else None
+        self.reference = ReferencePolicy(config, self._scorer, self.engine, world) if config.loss.kl_beta > 0 else None
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids."""
         return self.module.config.get_text_config().vocab_size
 
-    def train(self, rows: Sequence[Row], plan: StepPlan) -> dict[str, float]:
+    def train(self, given: Sequence[Row], plan: StepPlan) -> Trained:
         """One training step: as many optimizer steps as the plan has mini-batches. Collective.
 
-        `rows` are this rank's, in the plan's order. Returns metrics over all ranks, equal on every rank; `time/...` are
-        this rank's seconds. Raises `PlanMismatch` before anything is trained, `NonFinite` when it is too late.
+        `given` are this rank's rows, in the plan's order. Raises `PlanMismatch` before anything is trained, `NonFinite` when
+        it is too late.
         """
-        ranks.agree(self._fault(rows, plan), PlanMismatch)
+        ranks.agree(self._fault(given, plan), PlanMismatch)
         started, clock = time.perf_counter(), Clock(self.device)
-        rows = [row.to(self.device) for row in rows]
+        rows = [row.to(self.device) for row in given]
         batches = _split(list(range(len(rows))), plan.mini_batch_rows)
-        excluded = self._excluded(rows, batches)
+        kind = self.config.loss.denominator
+        census = self._census(given, batches)
+        shares = [denominators.shares(given[i], of, kind) for of, batch in zip(census, batches, strict=True) for i in batch]
         old: list[Tensor | None] = [None] * len(rows)
-        if len(batches) > 1:
+        if len(batches) > 1 and not self.config.loss.from_behaviour:
             with clock.phase("old"):
                 self.engine.eval()
                 old = [_score_frozen(self.engine, row) for row in rows]
         self.engine.train()
         rate = self._set_learning_rate(plan.step)
-        tally, norms = Tally(self.device), []
-        for batch, planned, left_out in zip(batches, plan.denominators, excluded, strict=True):
-            divisor = loss.corrected_denominator(planned, left_out, self.config.loss.denominator)
-            for index in batch:
-                self._micro_batch(rows[index], old[index], divisor, index == batch[-1], tally, clock)
+        tally, norms = Tally(self.device, self.reference is not None), []
+        greatest = self.config.optimizer.max_grad_norm
+        learning: list[Tensor] = []  # of each row, [R] bool
+        for batch, planned, groups in zip(batches, plan.denominators, census, strict=True):
+            divisor = denominators.divisor(planned, groups, kind)
+            learning += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], tally, clock) for i in batch]
             with clock.phase("step"):
+                if self._exact is not None:
+                    self._exact.reduce(len(batch) * self.world.size)
                 norms.append(self._optimizer_step(plan.step))
         report = tally.report()
         _refuse("the loss", report["loss/train/sum"], plan.step)
-        return report | {
-            "excluded/train/tokens": sum(excluded),
+        if self.reference is not None:
+            self.reference.after(plan.step)
+        metrics = report | {
+            "excluded/train/tokens": float(sum(map(denominators.excluded, census))),
             "gradient/train/norm": sum(norms) / len(norms),
+            "gradient/train/clipped_norm": sum(min(norm, greatest) for norm in norms) / len(norms),
             "learning_rate/train/value": rate,
             "time/train/total_s": time.perf_counter() - started,
             **{f"time/train/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         }
+        if self.config.replay.priority != "trainer":
+            return Trained(metrics, {})
+        mine = priorities.of_rows(given, [mask.cpu() for mask in learning]) if self._leads else {}
+        return Trained(metrics, priorities.join(ranks.gather(mine)))
 
     def save(self, folder: Path) -> None:
-        """Write this rank's state (weights, optimizer, random generators) into the existing `folder`. Collective.
+        """Write this rank's state (weights, optimizer, averaged reference, random generators) into `folder`. Collective.
 
-        Every rank raises `StateError` if any could not write.
+        Weights that adapters leave as they are, are those of model.path and not written. Every rank raises `StateError` if any
+        could not write.
         """
-        self._files.problem = ""
-        self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
-        self._files.save(deepspeed_engine.random_state(), str(folder / f"random-{self.world.rank}.pt"))
-        ranks.agree(self._files.problem, StateError)
+        problem, rank = "", self.world.rank
+        try:
+            archive.write(folder / f"{STATE}-{rank}.pt", partitions.held(self.engine, self.world))
+            write_state(folder / f"{RANDOM}-{rank}.pt", deepspeed_engine.random_state())
+            if self.reference is not None:
+                self.reference.save(folder)
+        except StateError as error:
+            problem = str(error)
+        ranks.agree(problem, StateError)
 
     def load(self, folder: Path) -> None:
-        """Take up the state that `save` wrote, with as many ranks and the same ZeRO stage. Collective.
+        """Take up the state that `save` wrote, with any number of ranks and any ZeRO stage. Collective.
 
-        Call it on a policy that has not trained yet: ZeRO-3 cannot load over weights in use.
+        Call it on a policy that has not trained yet. A rank that the writers did not have seeds its random generators with
+        `run.seed` and its number. Every rank raises `StateError` if any could not read.
         """
-        state, problem = read_state(folder / f"random-{self.world.rank}.pt")
+        problem, random_state = "", None
+        random_file = folder / f"{RANDOM}-{self.world.rank}.pt"
+        try:
+            random_state = read_state(random_file) if random_file.exists() else None
+            partitions.put_back(self.engine, self.world, Archive(folder, STATE))
+            if self.reference is not None:
+                self.reference.load(folder)
+        except StateError as error:
+            problem = str(error)
         ranks.agree(problem, StateError)
-        path, _ = self.engine.load_checkpoint(str(folder), tag="state")
-        ranks.agree("" if path else f"{folder} holds no DeepSpeed state", StateError)
-        deepspeed_engine.set_random_state(state)
+        partitions.show(self.engine)
+        if random_state is not None:
+            deepspeed_engine.set_random_state(random_state)
+        else:
+            derived = deepspeed_engine.seed_of_rank(self.config.run.seed, self.world.rank)
+            deepspeed_engine.seed(derived, self.config.trainer.deterministic)
 
-    def export_hf(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder (safetensors, config, tokenizer). Collective; see `export.write`."""
-        export.write(self.module, self.config.model.path, folder, self.world.rank, self.zero_stage)
+    def export_hf(self, folder: Path, step: int) -> None:
+        """Write the model, trained up to and including `step`, as a Hugging Face folder. Collective; see `export.write`."""
+        export.write(self.module, self.config, step, folder, self.world.rank, self.zero_stage)
 
     def _scorer(self) -> model.Scorer:
         trainer = self.config.trainer
         return model.load(
-            self.config.model, self.config.sampling.temperature, trainer.logprob_chunk_tokens, trainer.gradient_checkpointing
+            self.config.model,
+            self.config.sampling.temperature,
+            trainer.logprob_chunk_tokens,
+            trainer.gradient_checkpointing,
+            self._team,
+            self.config.lora,
         )
 
     def _fault(self, rows: Sequence[Row], plan: StepPlan) -> str:
         """What is wrong with a plan, or with the rows this rank got for it."""
-        if plan.ranks != self.world.size:
-            return f"step {plan.step} was planned for {plan.ranks} ranks, trainer.ranks is {self.world.size}"
+        if plan.ranks != self.config.data_parallel:
+            return (
+                f"step {plan.step} was planned for {plan.ranks} ranks with rows of their own, "
+                f"trainer.ranks / trainer.sequence_parallel is {self.config.data_parallel}"
+            )
         if len(rows) != plan.rows_per_rank or sum(plan.mini_batch_rows) != plan.rows_per_rank:
             return (
                 f"step {plan.step} has {plan.rows_per_rank} rows per rank in mini-batches of {plan.mini_batch_rows}, "
@@ -145,36 +205,48 @@ class Policy:
             return f"step {plan.step}: denominators {plan.denominators} must be finite and not negative"
         return ""
 
-    def _excluded(self, rows: list[Row], batches: list[list[int]]) -> list[float]:
-        """Tokens without a finite behaviour logprob, per mini-batch, over all ranks."""
-        counts = [sum((~loss.counted(rows[i].behaviour)).sum() for i in batch) for batch in batches]
-        return ranks.total(torch.tensor([float(count) for count in counts], dtype=torch.float64, device=self.device)).tolist()
+    def _census(self, rows: Sequence[Row], batches: list[list[int]]) -> list[dict[str, denominators.Census]]:
+        """What the loss counts of every group, per mini-batch, over all ranks."""
+        mine = [denominators.census(rows[i] for i in batch) if self._leads else {} for batch in batches]
+        return [denominators.join(parts) for parts in zip(*ranks.gather(mine), strict=True)]
 
-    def _micro_batch(self, row: Row, old: Tensor | None, divisor: float, last: bool, tally: Tally, clock: Clock) -> None:
+    def _micro_batch(
+        self, row: Row, old: Tensor | None, shares: Tensor, divisor: float, last: bool, tally: Tally, clock: Clock
+    ) -> Tensor:
+        """Forward and backward of a row; which of its tokens learnt, [R] bool."""
         reference = None
-        if self._reference is not None:
+        if self.reference is not None:
             with clock.phase("reference"):
-                reference = _score_frozen(self._reference, row)
+                reference = _score_frozen(self.reference.module, row)
         with clock.phase("forward"):
-            self.engine.set_gradient_accumulation_boundary(last)
+            self.engine.set_gradient_accumulation_boundary(last and self._exact is None)
             logprobs, entropy = _score(self.engine, row)
-            tokens = loss.Tokens(
+            tokens = losses.Tokens(
                 logprobs=logprobs,
                 old=logprobs.detach() if old is None else old,
                 behaviour=row.behaviour,
                 reference=reference,
                 advantages=row.advantages,
-                entropy=entropy.detach(),
+                weights=row.weights,
+                shares=shares.to(self.device),
+                entropy=entropy if self.config.loss.entropy_coefficient > 0 else entropy.detach(),
                 samples=row.sample_of_token,
             )
-            output = loss.compute(tokens, self.config.loss, divisor)
-        tally.add(output.sums, output.maxima)
+            output = losses.compute(tokens, self.config.loss, divisor)
+        if self._leads:
+            tally.add(output.sums, output.maxima)
         with clock.phase("backward"):
-            self.engine.backward(output.loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
+            if self._exact is not None:
+                self.engine.backward(output.loss)
+                self._exact.add()
+            else:
+                self.engine.backward(output.loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
+        return output.learning
 
     def _optimizer_step(self, step: int) -> float:
         """Clip, update and return the gradient's norm before clipping."""
-        if deepspeed_engine.clips_itself(self.config):
+        if deepspeed_engine.keeps_gradients(self.config):
+            self.engine.set_gradient_accumulation_boundary(True)
             norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.optimizer.max_grad_norm))
             _refuse("the gradient's norm", norm, step)
             self.engine.step()
@@ -185,7 +257,7 @@ class Policy:
         return norm
 
     def _set_learning_rate(self, step: int) -> float:
-        rate = deepspeed_engine.learning_rate(self.config.optimizer, step)
+        rate = deepspeed_engine.learning_rate(self.config.optimizer, step, self.config.run.steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         return rate

@@ -6,7 +6,7 @@ Guarantees: after `agree` every rank raises or none does, so no rank is left wai
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -77,9 +77,13 @@ def from_rank_0(value: Any) -> Any:
 
 def agree(problem: str, error: type[Exception]) -> None:
     """Raise `error` on every rank if any of them has a `problem`. Collective."""
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(gather(problem)) if text]
-    if problems:
-        raise error("; ".join(problems))
+    refuse(gather(problem), error)
+
+
+def refuse(problems: Iterable[str], error: type[Exception]) -> None:
+    """Raise `error` if any of the ranks' `problems` is not empty."""
+    if found := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:
+        raise error("; ".join(found))
 
 
 def total(values: torch.Tensor) -> torch.Tensor:

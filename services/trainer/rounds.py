@@ -9,10 +9,15 @@ A round passes these phases, each acknowledged by every member before the next b
     gather ─present─▶ join ─joined─▶ pause ─ready─▶ transfer ─applied─▶ done
       ▲                                ▲
       new epoch                        same members as last time
+
+A member may answer `failed` instead, or `declined` when it stays on its version to evaluate: either is an answer, which ends the
+wait for it, and leaves it out until the next round. Who cannot reach the place where the group meets says so in `gather`, before
+a group is made with it.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +32,11 @@ class Group:
     epoch: int
     ranks: Mapping[str, int]
     world_size: int
+
+    def owners(self, ranks: Iterable[int]) -> set[str]:
+        """The members that these ranks belong to."""
+        firsts = sorted((first, member) for member, first in self.ranks.items())
+        return {next(member for first, member in reversed(firsts) if first <= rank) for rank in ranks}
 
 
 def form(epoch: int, worlds: Mapping[str, int]) -> Group:
@@ -45,10 +55,13 @@ class Membership:
     epoch: int
     group: Group | None = None
     excluded: set[str] = field(default_factory=set)
+    unexplained: int = 0
+    """Groups that broke in this round with nobody to blame."""
 
     def begin(self) -> None:
         """A new round: everybody may take part again."""
         self.excluded.clear()
+        self.unexplained = 0
 
     def choose(self, worlds: Mapping[str, int]) -> dict[str, int]:
         """Of the live members those that this round counts on."""
@@ -69,14 +82,40 @@ class Membership:
         self.excluded.update(members)
         self.group = None
 
+    def suspects(self) -> set[str]:
+        """Whom to leave out when the collective broke: its end tells every member alike, so what one says of it blames nobody.
+
+        Nobody the first time in a round: who is gone or cut off will miss the next gather. From then on half the group, dealt by
+        its epoch, so that a fault which always strikes with the same members leaves the others a group.
+        """
+        assert self.group is not None
+        self.unexplained += 1
+        members = sorted(self.group.ranks)
+        return set() if self.unexplained == 1 else set(random.Random(self.epoch).sample(members, (len(members) + 1) // 2))
+
     def breaks(self) -> None:
         """The collective failed: the group must not be used again."""
         self.group = None
 
 
-def answered(acks: Mapping[str, tuple[str, str]], members: Iterable[str], phase: str) -> tuple[set[str], set[str]]:
-    """Members that acknowledged the phase, and those that reported a failure."""
-    members = set(members)
-    done = {member for member in members if acks.get(member, ("", ""))[0] == STAGE[phase]}
-    failed = {member for member in members if acks.get(member, ("", ""))[0] == "failed"}
-    return done, failed
+@dataclass(frozen=True)
+class Answers:
+    """What the members of a phase have said."""
+
+    done: frozenset[str]
+    """They acknowledged the phase."""
+    failed: frozenset[str]
+    declined: frozenset[str]
+
+    def awaited(self, members: Iterable[str], live: Iterable[str]) -> set[str]:
+        """Members that are there and have not answered."""
+        return (set(members) & set(live)) - self.done - self.failed - self.declined
+
+
+def answered(acks: Mapping[str, tuple[str, str]], members: Iterable[str], phase: str) -> Answers:
+    """Answers of `members` to a phase, of all acknowledgements of the round's attempt: member -> (stage, detail)."""
+    stages = {member: acks.get(member, ("", ""))[0] for member in members}
+    said = (
+        frozenset(member for member, stage in stages.items() if stage == what) for what in (STAGE[phase], "failed", "declined")
+    )
+    return Answers(*said)

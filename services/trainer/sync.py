@@ -1,22 +1,25 @@
 """The trainer's side of the weight-sync rounds (docs/design.md, section 8; a member's is services/generator/weights.py).
 
 Guarantees: `run` returns once at least one generator holds the version, and tells who; every wait has a limit; a
-collective that failed is never tried again inside its epoch, only under a new one and without those who failed.
+collective that failed is never tried again inside its epoch, only under a new one and without those who failed; a member that
+cannot reach the trainer costs one round's `gather` and is counted on again when it says that it can; a weight that arrives
+changed in two transfers one after the other ends the run.
 Waits for: generators that are loaded, their acknowledgements, the broadcast. Unblocked by: `fleet`, `acks`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
 
 from services.protocol.config import RunConfig
-from services.protocol.messages import PodStatus, Round
+from services.protocol.messages import CHANGED, PodStatus, Round
 from services.protocol.store import Store
 from services.runtime.bell import Bell
+from services.runtime.loops import Fatal
 from services.runtime.portal import Portal
 from services.trainer.rounds import Group, Membership, answered
 from services.trainer.weights import SendFailed, WeightSender
@@ -25,6 +28,8 @@ log = structlog.get_logger()
 
 LOOK_S = 1.0  # a missed ring costs at most this much
 RETRY_PAUSE_S = 1.0
+MANY = 50  # members whose acknowledgements come faster than they can be looked at one by one
+ARRIVAL_LOOK_S = 0.02  # nothing rings when a rank comes to the meeting place
 
 
 class Stopped(Exception):
@@ -60,14 +65,18 @@ class SyncRounds:
         sender: WeightSender,
         send: Callable[[], None],
         tick: Callable[[], None],
+        begins: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`send` broadcasts with all ranks; `tick` keeps ranks and liveness alive while waiting, and raises `Stopped`."""
+        """`send` broadcasts with all ranks; `tick` keeps ranks and liveness alive while waiting, and raises `Stopped`; `begins`
+        hears of every phase, and of `done` and `failed`, when it begins."""
         self.config, self.store, self.bell = config, store, bell
         self._call, self._fence, self._sender, self._send, self._tick = portal.call, fence, sender, send, tick
+        self._begins = begins
         last, _ = portal.call(store.round())
         self._attempt = last.attempt if last else 0
         self._membership = Membership(last.epoch if last else 0)
         self._address = ("", 0)
+        self._changed: set[str] = set()  # weights that arrived changed in the last transfer
         self._applied: dict[str, int] = {}  # the last version each member acknowledged
 
     def run(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
@@ -88,36 +97,49 @@ class SyncRounds:
         """Attempt after attempt, each without those who failed in one before; None when nobody is left."""
         self._membership.begin()
         while worlds := self._membership.choose(candidates()):
-            attempt_started = time.monotonic()
+            attempt_started, blamed = time.monotonic(), set(self._membership.excluded)
             if applied := self._attempt_round(version, worlds):
                 self._applied |= dict.fromkeys(applied, version)
                 done, attempts = time.monotonic(), self._attempt - before
                 members = tuple(sorted(applied))
                 return SyncReport(version, self._membership.epoch, members, attempts, done - started, done - attempt_started)
+            if self._membership.excluded == blamed:  # the sender's own fault, a full disk for one
+                self._wait(RETRY_PAUSE_S)
         return None
+
+    def _heard(self) -> set[str]:
+        """Who is there, also those that no further round is to count on: they answer this one."""
+        return {pod.member for pod in self._call(self.store.members(self.config.fleet.ttl_s))}
 
     def _live(self) -> dict[str, int]:
         return {pod.member: pod.world for pod in self._generators()}
 
     def _behind(self, version: int) -> dict[str, int]:
-        """Those that hold another version; what a member acknowledged counts before its next heartbeat says so."""
+        """Those that hold other weights; what a member acknowledged counts before its next heartbeat says so."""
         return {
             pod.member: pod.world
             for pod in self._generators()
-            if pod.version != version and self._applied.get(pod.member) != version
+            if (pod.version, pod.sender) != (version, self._fence) and self._applied.get(pod.member) != version
         }
 
     def _generators(self) -> list[PodStatus]:
+        """Those to count on; who could not reach the trainer only when nobody else is there."""
         members = self._call(self.store.members(self.config.fleet.ttl_s))
-        return [pod for pod in members if pod.kind == "generator" and pod.world > 0 and pod.phase != "draining"]
+        loaded = [pod for pod in members if pod.kind == "generator" and pod.world > 0 and pod.phase != "draining"]
+        return [pod for pod in loaded if not pod.unreached] or loaded
 
     def _attempt_round(self, version: int, worlds: dict[str, int]) -> set[str]:
         """One attempt; the members that applied the version, none when it has to be tried again."""
         self._attempt += 1
         if not self._membership.fits(worlds):
-            self._sender.close_group()
+            try:
+                self._address = self._sender.open()
+            except SendFailed as error:
+                log.warning("group could not be opened", error=str(error))
+                self._membership.exclude(worlds)
+                return set()
             present = self._phase(self._round(version, "gather", dict.fromkeys(worlds, 0), 0, self._membership.epoch))
-            self._membership.exclude(set(worlds) - present)
+            self._leave_out(set(worlds) - present)
             worlds = {member: world for member, world in worlds.items() if member in present}
             if not worlds or not self._make_group(version, worlds):
                 return set()
@@ -126,29 +148,45 @@ class SyncRounds:
         ready = self._phase(self._of_group(version, "pause", group))
         if ready != set(group.ranks):
             return self._give_up(version, group, set(group.ranks) - ready)
-        self._open(self._of_group(version, "transfer", group))
+        transfer = self._of_group(version, "transfer", group)
+        if not self._sender.ahead:
+            self._open(transfer)
         try:
             self._send()
         except SendFailed as error:
-            log.warning("broadcast failed", epoch=group.epoch, error=str(error))
-            _, failed = answered(self._acks(), group.ranks, "transfer")
-            return self._give_up(version, group, failed)
-        applied = self._collect(self._of_group(version, "transfer", group), self.config.sync.transfer_deadline_s)
+            log.warning("weights not sent", epoch=group.epoch, error=str(error))
+            return self._give_up(version, group, self._membership.suspects())
+        if self._sender.ahead:
+            self._open(transfer)
+        applied = self._collect(transfer, self.config.sync.transfer_deadline_s)
         if applied != set(group.ranks):
             self._give_up(version, group, set(group.ranks) - applied)
+        self._judge(group)
         self._open(self._of_group(version, "done", group))
         return applied
 
+    def _judge(self, group: Group) -> None:
+        """Once may be an accident; a weight that arrives changed twice is a fault that further rounds would only hide."""
+        before = self._changed
+        acks = {member: detail for member, (stage, detail) in self._acks().items() if stage == "failed" and member in group.ranks}
+        self._changed = {detail.removeprefix(CHANGED) for detail in acks.values() if detail.startswith(CHANGED)}
+        for tensor in sorted(self._changed & before):
+            raise Fatal(
+                f"weight {tensor!r} arrived changed in two transfers one after the other, last at {', '.join(sorted(acks))}: "
+                "look for faulty memory or network there and at the trainer; sync.verify = false trains on unseen"
+            )
+
     def _make_group(self, version: int, worlds: dict[str, int]) -> bool:
         group = self._membership.remake(worlds)
-        self._address = self._sender.open(group.world_size)
-        self._open(self._round(version, "join", dict(group.ranks), group.world_size, group.epoch))
+        self._open(self._of_group(version, "join", group))
+        if missing := self._await_arrival(group):
+            self._give_up(version, group, missing)
+            return False
         try:
-            self._sender.connect()
+            self._sender.connect(group.world_size)
         except SendFailed as error:
             log.warning("group could not be made", epoch=group.epoch, error=str(error))
-            done, _ = answered(self._acks(), group.ranks, "join")
-            self._give_up(version, group, set(group.ranks) - done)
+            self._give_up(version, group, self._membership.suspects())
             return False
         joined = self._collect(self._of_group(version, "join", group), self.config.sync.join_deadline_s)
         if joined != set(group.ranks):
@@ -156,10 +194,30 @@ class SyncRounds:
             return False
         return True
 
-    def _give_up(self, version: int, group: Group, blamed: set[str]) -> set[str]:
-        """Tear the group down; whoever is blamed is out until the next round."""
-        log.warning("weight-sync round goes on under a new epoch", epoch=group.epoch, without=sorted(blamed))
-        self._membership.exclude(blamed)
+    def _await_arrival(self, group: Group) -> set[str]:
+        """Members that have not come to the meeting place with all their ranks before the deadline, or never will. Even when one
+        has failed the others are awaited: they would look for a place that is closed for as long as they may."""
+        deadline = time.monotonic() + self.config.sync.join_deadline_s
+        awaited = range(1, group.world_size)
+        while awaited := self._sender.absent(awaited):
+            missing = group.owners(awaited)
+            answers = answered(self._acks(), group.ranks, "join")
+            if not answers.awaited(missing, self._heard()) or time.monotonic() > deadline:
+                return missing
+            self._wait(ARRIVAL_LOOK_S)
+        return set()
+
+    def _leave_out(self, members: Collection[str]) -> None:
+        if members:
+            acks = self._acks()
+            said = {member: acks.get(member, ("", ""))[1] or "said nothing" for member in sorted(members)}
+            log.warning("left out of a weight-sync round", attempt=self._attempt, members=said)
+        self._membership.exclude(members)
+
+    def _give_up(self, version: int, group: Group, blamed: Collection[str]) -> set[str]:
+        """Tear the group down; whoever is blamed, or has declined, is out until the next round."""
+        log.warning("weight-sync round goes on under a new epoch", epoch=group.epoch)
+        self._leave_out(blamed)
         self._membership.breaks()
         self._sender.close_group()
         self._open(self._of_group(version, "failed", group))
@@ -170,6 +228,7 @@ class SyncRounds:
         return self._collect(current, self.config.sync.join_deadline_s)
 
     def _open(self, current: Round) -> None:
+        self._begins(current.phase)
         self._call(self.store.set_round(self._fence, current))
 
     def _acks(self) -> dict[str, tuple[str, str]]:
@@ -177,13 +236,26 @@ class SyncRounds:
 
     def _collect(self, current: Round, limit_s: float) -> set[str]:
         """Members that acknowledge a phase before its deadline. A reported failure is an answer; who is gone is not awaited."""
-        deadline = time.monotonic() + limit_s
+        started, silent = time.monotonic(), None
+        deadline = started + limit_s
         while True:
-            done, failed = answered(self._acks(), current.members, current.phase)
-            awaited = (set(current.members) - done - failed) & set(self._live())
+            began, before = time.monotonic(), silent
+            answers = answered(self._acks(), current.members, current.phase)
+            silent = answers.awaited(current.members, current.members)
+            awaited = silent & self._heard() if silent == before else silent  # woken by no answer: somebody may be gone
             if not awaited or time.monotonic() > deadline:
-                return done
+                if (waited_s := time.monotonic() - started) > LOOK_S:
+                    log.info(
+                        "sync phase was slow",
+                        phase=current.phase,
+                        seconds=round(waited_s, 3),
+                        last=sorted(silent or before or ()),
+                    )
+                return set(answers.done)
+            took = time.monotonic() - began
             self._wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+            if len(current.members) > MANY:
+                time.sleep(took)  # every acknowledgement rings: a look at all of them for each would be quadratic
 
     def _wait(self, seconds: float) -> None:
         self._tick()
@@ -193,5 +265,4 @@ class SyncRounds:
         return self._round(version, phase, dict(group.ranks), group.world_size, group.epoch)
 
     def _round(self, version: int, phase: str, members: dict[str, int], world_size: int, epoch: int) -> Round:
-        host, port = self._address if phase == "join" else ("", 0)
-        return Round(epoch, version, phase, members, world_size, self._sender.backend, host, port, self._attempt)
+        return Round(epoch, version, phase, members, world_size, self._sender.backend, *self._address, self._attempt, self._fence)

@@ -1,10 +1,12 @@
 """What a training step reports, summed over tokens.
 
-Guarantees: every mean is over the tokens of all ranks, so it does not depend on how tokens were spread.
+Guarantees: every mean is over the tokens of all ranks, and rows are added up without rounding (`math.fsum`), so it does not
+depend on how rows were spread, to the bit.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,51 +16,54 @@ import torch
 from torch import Tensor
 
 from services.trainer import ranks
-
-SUMS = (
-    "tokens", "loss", "policy_loss", "kl", "clip_low", "clip_high", "ratio", "ratio_squared", "entropy", "rho", "rho_clipped",
-    "logprob_gap", "advantage",
-)  # fmt: skip
-MAXIMA = ("logprob_gap", "advantage", "negative_advantage")
+from services.trainer.losses.kl import ESTIMATORS
+from services.trainer.losses.measures import MAXIMA, SUMS
 
 
 class Tally:
-    """Sums and maxima of `loss.LossOutput`s, kept on the device until `report`."""
+    """Sums and maxima of `losses.LossOutput`s, kept on the device until `report`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, reference: bool) -> None:
+        """`reference`: whether there is one to measure the KL to."""
+        self._sums: list[Tensor] = []  # of each row, float64
         self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
+        self._reference = reference
 
     def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """Take in one row."""
-        self._sums += torch.stack([sums[name].double() for name in SUMS])
+        self._sums.append(torch.stack([sums[name] for name in SUMS]).double())
         self._maxima = torch.maximum(self._maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
     def report(self) -> dict[str, float]:
         """Metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0."""
-        sums = dict(zip(SUMS, ranks.total(self._sums).tolist(), strict=True))
+        of_rows = [row for of_rank in ranks.gather([row.tolist() for row in self._sums]) for row in of_rank]
+        sums = {name: math.fsum(row[place] for row in of_rows) for place, name in enumerate(SUMS)}
         maxima = dict(zip(MAXIMA, ranks.maximum(self._maxima).tolist(), strict=True))
         tokens = sums["tokens"]
         mean = {name: value / tokens if tokens else 0.0 for name, value in sums.items()}
         largest = {name: value if tokens else 0.0 for name, value in maxima.items()}
-        return {
+        record = {
             "tokens/train/sum": tokens,
             "loss/train/sum": sums["loss"],
             "policy_loss/train/mean": mean["policy_loss"],
-            "kl/train/mean": mean["kl"],
             "clip_low/train/fraction": mean["clip_low"],
             "clip_high/train/fraction": mean["clip_high"],
             "ratio/train/mean": mean["ratio"],
             "ratio/train/var": max(mean["ratio_squared"] - mean["ratio"] ** 2, 0.0),
             "entropy/train/mean": mean["entropy"],
             "correction/train/mean": mean["rho"],
+            "correction/train/weight_mean": mean["rho_weight"],
             "correction/train/clip_fraction": mean["rho_clipped"],
+            "correction/train/drop_fraction": mean["rho_dropped"],
             "logprob_gap/train/mean": mean["logprob_gap"],
             "logprob_gap/train/max": largest["logprob_gap"],
             "advantage/train/mean": mean["advantage"],
             "advantage/train/max": largest["advantage"],
             "advantage/train/min": -largest["negative_advantage"] if tokens else 0.0,
         }
+        if self._reference:
+            record |= {"kl/train/mean": mean["kl"], **{f"kl/train/{name}": mean[name] for name in ESTIMATORS}}
+        return record
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """What every trainer rank can do: train a prepared step, send weights, save, export.
 
-Guarantees: a rank fetches the payloads of its own rows and no others.
+Guarantees: a rank fetches the payloads of its own rows and no others, those of the next step while this one trains.
 Waits for: Redis, the other ranks' collectives.
 """
 
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from services.protocol.codec import CorruptMessage
+import structlog
+
 from services.protocol.config import RunConfig
-from services.protocol.errors import StoreError
+from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
 from services.protocol.store import Store
 from services.runtime.loops import Broken
 from services.runtime.portal import Portal
 from services.trainer import batches, ranks
-from services.trainer.checkpoint import CheckpointError, Checkpoints
-from services.trainer.policy import Policy
+from services.trainer.checkpoint import CheckpointError, Checkpoints, Saved
+from services.trainer.policy import Policy, Trained
+from services.trainer.prefetch import REFUSALS, Fetched, Prefetch
 from services.trainer.weights import WeightSender
 
 
@@ -27,8 +31,14 @@ class Worker:
     """One rank's operations, as the crew calls them."""
 
     def __init__(self, config: RunConfig, store: Store, portal: Portal, policy: Policy, folder: Path) -> None:
-        self.config, self.store, self.call, self.policy = config, store, portal.call, policy
+        self.config, self.policy = config, policy
+        build = partial(batches.build, vocabulary=policy.vocabulary, row_tokens=config.trainer.row_tokens)
+        self.prefetch = Prefetch(portal, store, policy.data_rank, build)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        self.copy_state: Callable[[Path, int], None] | None = None
+        """Writes dataprep's state behind a step into a checkpoint; rank 0 has one."""
+        self.restored: Saved | None = None
+        """The checkpoint whose state this process took up."""
         self.model_folder = folder / "model"
         self.sender = WeightSender(config, policy.module, policy.world.rank)
 
@@ -36,48 +46,63 @@ class Worker:
         """By name, for the crew."""
         return {"train": self.train, "send": self.send, "save": self.save, "restore": self.restore, "export": self.export}
 
-    def train(self, step: int) -> tuple[StepPlan, dict[str, float]]:
-        """Train a prepared step. Collective. Returns its plan and the metrics."""
-        started = time.perf_counter()
-        plan, rows, problem = None, [], ""
-        try:
-            plan, rows = self._fetch(step)
-        except (StoreError, CorruptMessage, batches.PlanMismatch) as error:
-            problem = str(error)  # told to all ranks, else the others would wait for this one inside the step
-        ranks.agree(problem and f"step {step} cannot be trained: {problem}", Broken)
-        assert plan is not None
-        fetched = time.perf_counter()
-        metrics = self.policy.train(rows, plan)
-        return plan, metrics | {"time/train/fetch_s": fetched - started}
+    def train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:
+        """Train a prepared step. Collective. Returns its plan and what came of it.
 
-    def _fetch(self, step: int) -> tuple[StepPlan, list[batches.Row]]:
-        plan = self.call(self.store.plan(step))
-        if plan is None:
-            raise StoreError(f"the plan of step {step} is gone from Redis, though no checkpoint covers it")
-        rank_plan = self.call(self.store.rank_plan(step, self.policy.world.rank))
-        payloads = self.call(self.store.payloads(sorted({sample.payload for row in rank_plan.rows for sample in row})))
-        rows = batches.build(rank_plan, payloads, vocabulary=self.policy.vocabulary, row_tokens=self.config.trainer.row_tokens)
-        return plan, rows
+        Or, on every rank and with nothing trained, which payloads of any rank cannot be trained on.
+        """
+        with structlog.contextvars.bound_contextvars(step=step):
+            return self._train(step)
+
+    def _train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:
+        started = time.perf_counter()
+        fetched: Fetched | None = None
+        ahead_s, problem, mine = 0.0, "", dict[str, str]()
+        try:
+            fetched, ahead_s = self.prefetch.take(step)
+        except Damaged as error:
+            mine = error.reasons
+        except REFUSALS as error:
+            problem = f"step {step} cannot be trained: {error}"
+        told = ranks.gather((problem, mine))  # else the others would wait for this one inside the step
+        ranks.refuse([problem for problem, _ in told], Broken)
+        if damaged := {name: why for _, of_rank in told for name, why in of_rank.items()}:
+            return Damaged(damaged)
+        assert fetched is not None
+        waited_s = time.perf_counter() - started
+        if step + 1 < self.config.run.steps:
+            self.prefetch.begin(step + 1)
+        trained = self.policy.train(fetched.rows, fetched.plan)
+        times = {"time/train/fetch_s": waited_s, "time/train/prefetch_s": ahead_s}
+        return fetched.plan, replace(trained, metrics=trained.metrics | times)
+
+    def close(self) -> None:
+        """Leave the weight group and drop what was fetched ahead; Redis is not used any more."""
+        self.sender.close_group()
+        self.prefetch.close()
 
     def send(self, _: int) -> None:
         """Broadcast the weights to the standing group. Collective among ranks."""
         self.sender.send()
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint after `step`. Collective."""
+    def save(self, step: int) -> str:
+        """Write the checkpoint after `step`. Collective. Returns why that failed, on every rank, or empty."""
         try:
-            self.checkpoints.save(self.policy, step, {})
+            copy = self.copy_state
+            self.checkpoints.save(self.policy, step, (lambda folder: copy(folder, step)) if copy else None)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def restore(self, step: int) -> int:
+        """Take up the checkpoint of `step`; of -1 the last one, if any. Collective. Returns its step, or -1."""
+        try:
+            self.checkpoints.try_out(self.policy.world.rank)
+            self.restored = self.checkpoints.restore(self.policy, step if step >= 0 else None)
         except CheckpointError as error:
             raise Broken(str(error)) from error
+        return -1 if self.restored is None else self.restored.step
 
-    def restore(self, _: int) -> int:
-        """Take up the last checkpoint, if any. Collective. Returns its step, or -1."""
-        try:
-            saved = self.checkpoints.restore(self.policy)
-        except CheckpointError as error:
-            raise Broken(str(error)) from error
-        return -1 if saved is None else saved.step
-
-    def export(self, _: int) -> None:
-        """Write the model as a Hugging Face folder. Collective."""
-        self.policy.export_hf(self.model_folder)
+    def export(self, step: int) -> None:
+        """Write the model after `step` as a Hugging Face folder. Collective."""
+        self.policy.export_hf(self.model_folder, step)

@@ -42,7 +42,7 @@ async def serve(kind: str, path: str, name: str) -> int:
     while not stopping.is_set():
         await store.beat(status, config.fleet.ttl_s)
         state = await store.state()
-        if state is not None and state.finished:
+        if state is not None and state.finished and kind != "web":  # that stays until it is asked to end
             break
         if name == "trainer-0" and state is not None:
             await train_one(store, state.committed_step + 1, config.run.steps)

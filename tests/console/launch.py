@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.console import report, run, supervision
+from services.console import launcher, report, run, supervision
 from services.console.__main__ import main
-from services.console.plan import UnitPlan, plan_units
+from services.console.plan import plan_units
 from services.protocol.config import RunConfig
+from services.runtime.units import UnitPlan
 
 
 def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[UnitPlan]:
@@ -30,7 +31,7 @@ def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[UnitP
 
 
 if __name__ == "__main__":
-    supervision.FIRST_PAUSE_S, supervision.DEATHS_IN_A_ROW = 0.02, 2
+    supervision.FIRST_PAUSE_S, supervision.DEATHS_IN_A_ROW, launcher.WAIT_TOLD_S = 0.02, 2, 0.5
     real = run.run
     run.run = lambda options: real(options, fake_units)
     if "FAKE_REPORT" not in os.environ:

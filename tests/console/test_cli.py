@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import resource
@@ -22,7 +23,22 @@ from services.protocol.store import Store
 from tests.console.harness import ROOT
 from tests.harness import small_config
 
-COMMANDS = ["", "run", "status", "audit", "pause", "resume", "stop", "config"]
+COMMANDS = [
+    "",
+    "run",
+    "status",
+    "audit",
+    "pause",
+    "resume",
+    "scale",
+    "stop",
+    "checkpoint",
+    "checkpoints",
+    "config",
+    "inspect",
+    "inspect group",
+    "replay requeue",
+]
 HELP_LIMIT_S = 0.5
 
 
@@ -108,11 +124,11 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = grpo(capsys, "config", "--explain")
     assert code == 0
     assert "sampling.temperature: float = 1.0\n    Softmax temperature; the trainer divides" in text
-    assert 'replay.sampler: "fifo" = "fifo"' in text
+    assert 'replay.sampler: "fifo" | "lifo" | "freshest" | "uniform" | "prioritized" = "fifo"' in text
     assert "model.path: str  (required)" in text
     keys = json.loads(grpo(capsys, "config", "--explain", "--json")[1])
     assert all(key["help"] and key["type"] for key in keys)
-    assert {"verifiers[].kind", 'data.source("reasoning_gym").task', "run.name"} <= {key["key"] for key in keys}
+    assert {"verifiers[].kind", 'data.sources[]("reasoning_gym").task', "run.name"} <= {key["key"] for key in keys}
 
 
 async def begin(folder: RunFolder, server: RedisServer) -> None:
@@ -120,7 +136,7 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
     config = load_resolved(folder.config)
     store = await Store.connect(server.url, config.run.name, server.password)
     await store.create(digest(config), "data", config.run.steps, config.slots)
-    await store.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 10.0)
+    await store.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 600.0)
     await store.record({"step": 0.0, "reward/train/mean": 0.5})
     await store.close()
 
@@ -145,7 +161,9 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
         grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")[1].split()
     )
     state = json.loads(grpo(capsys, "status", folder.path, "--json")[1])["state"]
-    assert state["paused"] == {"generator": "maintenance"}
+    assert state["paused"] == {"generator": f"{getpass.getuser()}: maintenance"}
+    assert grpo(capsys, "pause", "small", "--role", "trainer", "--mode", "abort")[0] == 2
+    assert "generator paused (drain)" in grpo(capsys, "pause", "small", "--mode", "drain")[1] + grpo(capsys, "status", "small")[1]
     assert grpo(capsys, "resume", "small")[0] == 0
     assert grpo(capsys, "pause", "small", "--role", "king")[0] == 2
     assert grpo(capsys, "stop", "small", "--why", "enough")[0] == 0

@@ -116,7 +116,7 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
         file_.write('{"step": 9')  # as a killed console would leave it
     assert main(["status", str(run)]) == main(["resume", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "dataprep paused: lunch" in shown
+    assert ": lunch" in shown
     assert "will find this" in shown
     done = grpo("run", file, "run.steps=100", FAKE_STEP_S="0.01")
     assert (done.returncode, done.stderr) == (0, "")
@@ -124,6 +124,66 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
     assert steps(run) == list(range(100))
     fresh = grpo("run", file, "run.steps=3", "--fresh")
     assert (fresh.returncode, steps(run)) == (0, [0, 1, 2])
+
+
+def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "--no-screen", "run.steps=2", FAKE_DEAF="generator-0") as console:
+        assert console.stdout is not None
+        for word in ("waiting up to 25 s for generator-0 to end", "still running after the end: generator-0; asked to stop"):
+            assert any(word in line for line in console.stdout), word
+            console.send_signal(signal.SIGINT)
+        assert "finished: run small" in console.stdout.read()
+        assert console.wait(20) == 0
+    assert processes_of(run) == {}
+
+
+def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of those that go is deaf: it is killed, and no death either. The last wish outlives an interruption."""
+    file, run = config_file(tmp_path), tmp_path / "small"
+    arguments = ("run", file, "run.steps=1000", "generator.count=1", "generator.drain_s=0", "--no-screen")
+
+    def generators() -> set[str]:
+        return {pod for pod in processes_of(run) if pod.startswith("generator")}
+
+    def scale(*given: str) -> str:
+        capsys.readouterr()
+        assert main(["scale", "generators", given[0], str(run), *given[1:]]) == 0
+        return capsys.readouterr().out
+
+    with launched(*arguments, FAKE_STEP_S="0.1", FAKE_DEAF="generator-2") as console:
+        wait_until(lambda: len(steps(run)) > 1, "the first steps")
+        assert scale("3", "--why", "day") == "run small: 3 generators wanted\n"
+        wait_until(lambda: len(generators()) == 3 and "deaf" in log(run, "generator-2"), "three generators")
+        first = processes_of(run)["generator-0"]
+        assert main(["status", str(run)]) == 0
+        assert "generators: 2 there, 3 wanted (day)" in capsys.readouterr().out
+        assert scale("0") == "run small: 0 generators wanted, without any the run waits\n"
+        wait_until(lambda: generators() == {"generator-2"}, "all gone but the deaf one")
+        scale("5")
+        scale("2")
+        now = wait_until(lambda: generators() == {"generator-0", "generator-1"} and processes_of(run), "two of them")
+        assert now["generator-0"] != first
+        console.send_signal(signal.SIGINT)
+        output, errors = console.communicate(timeout=30)
+    assert (console.returncode, errors) == (130, "")
+    assert "generator-2 did not stop within 5 s and is killed" in output
+    assert "generator-0 has drained and is gone" in output
+    assert "starts again" not in output
+    with launched(*arguments, FAKE_STEP_S="0.1") as console:
+        wait_until(lambda: len(generators()) == 2, "as many as were wanted last")
+        assert main(["stop", str(run)]) == 0
+        console.send_signal(signal.SIGINT)
+        console.communicate(timeout=30)
+    restarts = json.loads((run / "summary.json").read_text())["restarts"]
+    assert set(restarts.values()) == {0}
+    for wrong, why in (
+        (("generators", "-1"), "-1"),
+        (("trainers", "2"), "trainers"),
+        (("generators", "10001"), "more than 10000"),
+    ):
+        assert main(["scale", *wrong, str(run)]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_a_console_that_is_killed_takes_its_services_along(tmp_path: Path) -> None:
@@ -163,10 +223,10 @@ def test_a_terminal_gets_the_live_screen(tmp_path: Path) -> None:
 
 def test_a_configuration_error_of_a_service_ends_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path)
-    done = grpo("run", file, FAKE_EXIT="dataprep-0:2:data.source.path = 'x' does not exist")
+    done = grpo("run", file, FAKE_EXIT="dataprep-0:2:path of source 'main' = 'x' is not a file")
     assert done.returncode == 2
     log_path = tmp_path / "small" / "logs" / "dataprep-0.log"
-    assert done.stderr == f"error: dataprep-0 cannot run: data.source.path = 'x' does not exist (log: {log_path})\n"
+    assert done.stderr == f"error: dataprep-0 cannot run: path of source 'main' = 'x' is not a file (log: {log_path})\n"
     assert processes_of(tmp_path / "small") == {}
 
 

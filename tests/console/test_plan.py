@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.console.errors import ConsoleError
-from services.console.plan import UnitPlan, common_environment, plan_units, sharing, visible_gpus
+from services.console.plan import (
+    common_environment,
+    most_generators,
+    plan_units,
+    sharing,
+    visible_gpus,
+    wanted_generators,
+)
 from services.protocol.config import RunConfig
+from services.protocol.records import RunState, Scale
+from services.runtime.units import UnitPlan
 from tests.harness import small_config
 
 
@@ -56,6 +66,32 @@ def test_too_few_gpus_are_shared_over_gloo(tmp_path: Path) -> None:
     assert seen(plan_units(few, Path("c"), ["3"])) == {
         "dataprep-0": "", "trainer-0": "3", "generator-0": "3", "generator-1": "3"
     }  # fmt: skip
+
+
+def test_a_run_grows_by_its_last_generators_and_as_far_as_there_are_gpus(tmp_path: Path) -> None:
+    eight = list("01234567")
+    small, grown = (config(tmp_path, "trainer.ranks=2", f"generator.count={count}") for count in (2, 6))
+    assert plan_units(grown, Path("c"), eight)[: 2 + 2] == plan_units(small, Path("c"), eight)
+    assert most_generators(small, eight) == 6
+    assert most_generators(config(tmp_path, "trainer.ranks=2", "generator.tensor_parallel=4"), eight) == 1
+    assert most_generators(small, []) is None
+    assert most_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"]) is None
+    assert most_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # shared already
+
+
+def test_the_wish_counts_and_else_the_configuration(tmp_path: Path) -> None:
+    wish = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c", scale=Scale(5, "more"))
+    assert wanted_generators(None, 2, None) == (2, "")
+    assert wanted_generators(replace(wish, scale=Scale()), 2, None) == (2, "")
+    assert wanted_generators(wish, 2, None) == (5, "")
+    assert wanted_generators(wish, 2, 3) == (3, "5 generators are wanted, and there are GPUs for 3")
+    assert wanted_generators(replace(wish, scale=Scale(0)), 2, 3) == (0, "")
+
+
+def test_more_than_there_is_room_for_is_refused_with_the_remedy() -> None:
+    assert Scale(most=3).refusal(3) == Scale().refusal(1000) == ""
+    assert "generators = 4 are more than the 3 that there are GPUs for" in Scale(most=3).refusal(4)
+    assert "ask for fewer" in Scale().refusal(10_001)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from services.console import figures, summary
+from services.console import summary
 from services.console.mirror import Mirror
-from services.console.observe import BATCH, Observer
 from services.console.summary import Audited, in_words, summarise
 from services.protocol.store import RunState, Store
+from services.runtime import figures
+from services.runtime.observe import BATCH, Observer
 from tests.harness import small_config
 
 STATE = RunState(4, 16, 3, 40, 3, 3, 2, -1, "dataprep-0", {}, "", "", "data", "config")
@@ -33,6 +34,21 @@ def test_each_step_is_mirrored_once(tmp_path: Path) -> None:
     assert [r["step"] for r in second.add([{"step": 1.0}, {"step": 2.0}])] == [2]
     second.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "x": 1.5}, {"step": 1}, {"step": 2}]
+
+
+def test_steps_recorded_anew_after_a_restore_take_the_place_of_what_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    mirror = Mirror(path)
+    mirror.add([{"step": step, "x": 1.0} for step in range(6)])
+    back = {"run/incarnation": 17.0}
+    assert [r["step"] for r in mirror.add([{"step": 3, "x": 2.0, **back}, {"step": 3, "x": 3.0, **back}])] == [3]
+    mirror.close()
+    mirror = Mirror(path)
+    assert {step: row["x"] for step, row in mirror.rows.items()} == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
+    assert mirror.add([{"step": 3, "x": 4.0, **back}, {"step": 4, "x": 2.0, **back}]) == [{"step": 4, "x": 2.0, **back}]
+    mirror.add([{"step": 6, "x": 3.0, "run/incarnation": 18.0}])
+    mirror.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 6]
 
 
 async def test_an_observer_passes_every_entry_on_once(store: Store) -> None:

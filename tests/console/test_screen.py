@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.console import figures
-from services.console.observe import Look, Member
 from services.console.screen import ScreenDisplay
 from services.console.warnings_tail import WarningsTail
 from services.protocol.messages import PodStatus
 from services.protocol.store import RunState
+from services.runtime import figures
+from services.runtime.observe import Look, Member
 
 STATE = RunState(100, 96, 70, 200, 12, 12, 11, -1, "dataprep-0", {"trainer": "lunch"}, "", "", "data", "config")
 POD = PodStatus("generator", "generator-0", "b00t", "here", 1, "", "ready", 12, 1, {"tokens_per_s": 4321.0})

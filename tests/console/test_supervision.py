@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from services.console import errors
 from services.console.supervision import DEATHS_IN_A_ROW, LONGEST_PAUSE_S, Ended, GiveUp, Record, Start, account, decide
-from services.runtime import service
+from services.runtime import entry
 
-SHORT: dict[str, Any] = {"lived_s": 1.0, "committed_step": 3, "over": False, "redis_lost": False}
+SHORT: dict[str, Any] = {"lived_s": 1.0, "committed_step": 3, "over": False, "redis_served": False}
 STUCK = Record(deaths=0, committed_step=3)
 
 
 def test_exit_codes_are_those_of_the_services() -> None:
     for name in ("EXIT_OK", "EXIT_FAILED", "EXIT_CONFIG", "EXIT_REDIS"):
-        assert getattr(errors, name) == getattr(service, name)
+        assert getattr(errors, name) == getattr(entry, name)
 
 
 def test_pauses_double_up_to_a_limit_and_then_the_run_ends() -> None:
@@ -44,10 +44,11 @@ def test_verdicts_end_the_run_at_once(code: int) -> None:
     assert decide("trainer", STUCK, [None, code], **SHORT)[0] == GiveUp("trainer cannot run", code)
 
 
-def test_want_of_redis_is_no_verdict_while_our_server_comes_back() -> None:
-    lost = {**SHORT, "redis_lost": True}
-    assert isinstance(decide("trainer", STUCK, [3], **lost)[0], Start)
-    assert isinstance(decide("trainer", STUCK, [2], **lost)[0], GiveUp)
+def test_want_of_a_redis_that_has_served_is_no_verdict() -> None:
+    """A pod that starts gives up a server that does not answer for 4 s, which must not end the run."""
+    served = {**SHORT, "redis_served": True}
+    assert isinstance(decide("trainer", STUCK, [3], **served)[0], Start)
+    assert isinstance(decide("trainer", STUCK, [2], **served)[0], GiveUp)
 
 
 def test_nobody_starts_again_after_the_end() -> None:
@@ -65,7 +66,7 @@ def test_every_history_ends_or_progresses(history: list[tuple[int, float, int]])
     for code, lived_s, steps in history:
         committed += steps
         row = 1 if steps or lived_s > 60 else row + 1
-        decision, record = decide("x", record, [code], lived_s=lived_s, committed_step=committed, over=False, redis_lost=False)
+        decision, record = decide("x", record, [code], lived_s=lived_s, committed_step=committed, over=False, redis_served=False)
         assert isinstance(decision, GiveUp) == (row > DEATHS_IN_A_ROW)
         if isinstance(decision, GiveUp):
             return

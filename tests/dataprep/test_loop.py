@@ -12,18 +12,23 @@ import numpy as np
 import pytest
 
 from services.console.redis_server import RedisServer
-from services.dataprep.loop import DataprepLoop, ticket_seed
-from services.dataprep.metrics import DataprepMetrics
+from services.dataprep.evaluation import Evaluation
+from services.dataprep.loop import DataprepLoop
+from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
+from services.dataprep.order import permutation
 from services.dataprep.prompts import PromptSource
+from services.dataprep.replay import table_rules
+from services.dataprep.seeds import ticket_seed
 from services.dataprep.settling import settle
-from services.dataprep.stats import trained
 from services.protocol import codec
 from services.protocol.config import RunConfig
 from services.protocol.errors import Fenced
 from services.protocol.messages import Header, Payload, StepPlan, Ticket
 from services.protocol.store import Claim, HeaderEntry, Store
-from services.runtime.service import Service, open_service
-from tests.harness import save_tokenizer_folder, small_config, wait_until
+from services.runtime.entry import open_service
+from services.runtime.service import Service
+from tests.harness import buried, save_tokenizer_folder, small_config, ticket, wait_until
+from tests.protocol import flow
 
 LENGTH = 6  # tokens of every completion
 
@@ -33,8 +38,16 @@ async def dataprep(config: RunConfig, name: str = "dataprep-0") -> AsyncIterator
     """A pod that has not begun to work."""
     source = PromptSource(config)
     async with open_service("dataprep", config, name) as service:
-        await service.store.create("config", source.digest, config.run.steps, config.slots)
-        yield service, DataprepLoop(service, source, DataprepMetrics(service.registry))
+        await service.store.create("config", source.digest, config.run.steps, config.slots, table_rules(config))
+        yield (
+            service,
+            DataprepLoop(
+                service,
+                source,
+                DataprepMetrics(service.registry),
+                Evaluation(config, service.store, None, EvaluationMetrics(service.registry), service.tracing),
+            ),
+        )
 
 
 def configured(folder: Path, server: RedisServer, *overrides: str) -> RunConfig:
@@ -53,14 +66,14 @@ def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
     header = Header(
         ticket.id, ticket.seq, ticket.epoch, ticket.index, claim.payload, len(payload), len(ticket.prompt), [LENGTH] * n,
         [float(i % 2) for i in range(n)], {"exact": [float(i % 2) for i in range(n)]}, [False] * n, [version] * n, [version] * n,
-        "stand-in", 0.1, 0.0,
+        "stand-in", 0.1, 0.0, ticket.source, [0] * n,
     )  # fmt: skip
     return header, payload
 
 
 async def generate(store: Store, version: int, count: int = 100) -> list[Ticket]:
     """Claim and submit everything there is."""
-    _, claims = await store.claim("stand-in", version, 60, count)
+    _, claims = await store.claim("stand-in", version, await flow.sender(store), 60, count)
     for claim in claims:
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, version)
@@ -88,7 +101,7 @@ async def test_a_run_trains_every_prompt_once_in_the_seeded_order(tmp_path: Path
     async with dataprep(config) as (service, loop):
         running = asyncio.create_task(service.run(loop.work))
         plans = await train(service.store, config.run.steps)
-        expected = [loop._ticket(position).id for position in range(4 * 8)]
+        expected = [f"0-{row}" for row in permutation(config.run.seed, 0, 40)[: 4 * 8]]
         assert [group for plan in plans for group in plan.groups] == expected
         assert len(set(expected)) == 32
         audit = await service.store.audit()
@@ -128,7 +141,7 @@ async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tm
         fence = await store.attach_trainer()
         await store.publish(fence, 0)
         await wait_until(lambda: _has(store, "tickets", 16))
-        _, (claim, *rest) = await store.claim("stand-in", 0, 60, 100)
+        _, (claim, *rest) = await store.claim("stand-in", 0, await flow.sender(store), 60, 100)
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, 0)
         lies = Header(**{**{f: getattr(header, f) for f in header.__struct_fields__}, "rewards": [float("nan")] * 4})
@@ -137,7 +150,7 @@ async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tm
         await store.client.xadd(store.keys.headers, entry)
         await store.client.xadd(store.keys.headers, {"noise": b"\x00"})
         await wait_until(lambda: _has(store, "headers", 0))
-        reasons = dict(await store.dead_letters())
+        reasons = dict(await buried(store))
         assert "rewards are not finite" in reasons[claim.ticket_id]
         assert "corrupt header" in reasons[rest[0].ticket_id]
         assert (await store.audit())["ledger:failed"] == 2
@@ -168,7 +181,7 @@ async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path
         state = await second.store.state()
         assert state is not None
         with pytest.raises(Fenced):
-            await first.store.issue(old_fence, state.cursor, [leader._ticket(state.cursor)])
+            await first.store.issue(old_fence, state.cursor, [ticket(state.cursor)])
         second.stop()
         await standing_by
         await second.store.delete_run()
@@ -197,12 +210,10 @@ def test_seeds_depend_on_run_epoch_and_row() -> None:
     assert max(seeds) < 2**48
 
 
-def test_a_header_that_cannot_be_packed_is_buried_and_strange_scores_are_passed_over(tmp_path: Path, server: RedisServer) -> None:
+def test_a_header_that_cannot_be_packed_is_buried(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server)
-    ticket = Ticket("0-1", 0, 0, 1, 5, [1, 2], "4", config.sampling.group_size)
+    ticket = Ticket("0-1", 0, 0, 1, 5, [1, 2], "4", config.sampling.group_size, "main")
     header, _ = answer(ticket, Claim("1-0", 7, "0-1", b"", ticket), 0)
     assert settle(HeaderEntry("1-0", "0-1", header.payload, b"", header), 0, config).action == "insert"
     long = msgspec.structs.replace(header, prompt_tokens=config.data.max_prompt_tokens + 1)
     assert "outside 1.." in settle(HeaderEntry("1-0", "0-1", header.payload, b"", long), 0, config).action
-    strange = msgspec.structs.replace(header, scores={"other": [0.0] * config.sampling.group_size})
-    assert "reward/train/exact" not in trained([header, strange], [np.zeros(1), np.zeros(1)], 0)

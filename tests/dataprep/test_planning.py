@@ -15,10 +15,14 @@ from services.dataprep.planning import Layout, PlanGroup, PlanningError, cost, p
 from services.protocol.messages import RankPlan, Sample, StepPlan
 
 
-def _group(name: str, prompt: int, lengths: list[int], trained: list[bool] | None = None, fresh: bool = True) -> PlanGroup:
+def _group(
+    name: str, prompt: int, lengths: list[int], trained: list[bool] | None = None, fresh: bool = True,
+    tools: list[int] | None = None, weight: float = 1.0,
+) -> PlanGroup:  # fmt: skip
     size = len(lengths)
     mask = np.ones(size, bool) if trained is None else np.array(trained)
-    return PlanGroup(name, f"{name}.1", prompt, np.array(lengths), np.linspace(-1, 1, size), mask, fresh)
+    tool_tokens = np.zeros(size, int) if tools is None else np.array(tools)
+    return PlanGroup(name, f"{name}.1", prompt, np.array(lengths), np.linspace(-1, 1, size), mask, tool_tokens, fresh, weight)
 
 
 def _log_normal(groups: int, size: int, mean: int, seed: int) -> list[PlanGroup]:
@@ -41,7 +45,9 @@ def _check(groups: list[PlanGroup], layout: Layout, plan: StepPlan, ranks: list[
     for sample in samples:
         group = by_payload[sample.payload]
         assert sample.advantage == group.advantages[sample.index]
-        assert sample.trained_tokens == (group.lengths[sample.index] if group.trained[sample.index] else 0)
+        sampled = group.lengths[sample.index] - group.tool_tokens[sample.index]
+        assert sample.trained_tokens == (sampled if group.trained[sample.index] else 0)
+        assert sample.weight == group.weight
     assert len(ranks) == plan.ranks == layout.ranks
     assert {len(rank.rows) for rank in ranks} == {plan.rows_per_rank}
     assert sum(plan.mini_batch_rows) == plan.rows_per_rank
@@ -64,20 +70,41 @@ def _check(groups: list[PlanGroup], layout: Layout, plan: StepPlan, ranks: list[
     assert plan.total_tokens == sum(len(g.lengths) * g.prompt_tokens + int(g.lengths.sum()) for g in groups)
 
 
+completions = st.tuples(st.integers(0, 70), st.booleans(), st.floats(0, 1))  # length, trained, share of tool tokens
 group_lists = st.lists(
-    st.tuples(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=6)),
-    min_size=1,
-    max_size=12,
-).map(lambda rows: [_group(f"0-{i}", p, [n for n, _ in s], [t for _, t in s]) for i, (p, s) in enumerate(rows)])
+    st.tuples(st.integers(1, 30), st.lists(completions, min_size=1, max_size=6), st.floats(0.01, 1)), min_size=1, max_size=12
+).map(
+    lambda rows: [
+        _group(f"0-{i}", p, [n for n, _, _ in s], [t for _, t, _ in s], tools=[round(n * x) for n, _, x in s], weight=w)
+        for i, (p, s, w) in enumerate(rows)
+    ]
+)
 
 
-@given(group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from([0, 1000]))
+@given(group_lists, st.integers(1, 5), st.integers(100, 300), st.integers(1, 4), st.sampled_from([0, 1000]), st.booleans())
 @settings(max_examples=300)
-def test_every_plan_keeps_its_promises(groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, constant: int):
-    layout = Layout(ranks, row_tokens, mini, constant)
+def test_every_plan_keeps_its_promises(
+    groups: list[PlanGroup], ranks: int, row_tokens: int, mini: int, constant: int, same_rows: bool
+):
+    layout = Layout(ranks, row_tokens, mini, constant, same_rows=same_rows)
     plan, rank_plans = plan_step(3, groups, layout)
     _check(groups, layout, plan, rank_plans)
     assert (plan, rank_plans) == plan_step(3, groups, layout)
+
+
+@given(group_lists, st.integers(100, 300), st.integers(1, 3))
+def test_same_rows_are_those_of_any_number_of_ranks(groups: list[PlanGroup], row_tokens: int, mini: int):
+    def rows(ranks: int) -> list[list[list[Sample]]]:
+        """Of each mini-batch, without the empty ones, in any order."""
+        plan, of_ranks = plan_step(0, groups, Layout(ranks, row_tokens, mini, same_rows=True))
+        found, start = [], 0
+        for size in plan.mini_batch_rows:
+            part = [row for rank in of_ranks for row in rank.rows[start : start + size] if row]
+            found.append(sorted(part, key=lambda row: (row[0].payload, row[0].index)))
+            start += size
+        return found
+
+    assert rows(1) == rows(2) == rows(3) == rows(4)
 
 
 def test_by_hand():
@@ -96,7 +123,7 @@ def test_by_hand():
     loads = [sum(_tokens(groups, sample) for row in rank.rows for sample in row) for rank in ranks]
     assert loads == [100, 100]  # 70 + 30 and 40 + 60: cutting at 110 and swapping 40 for 30
     masked = [sample for rank in ranks for row in rank.rows for sample in row if sample.trained_tokens == 0]
-    assert masked == [Sample("0-2.1", 1, 1.0, 0)]
+    assert masked == [Sample("0-2.1", 1, 1.0, 0, tokens=30)]
 
 
 def test_more_ranks_than_responses_get_empty_rows():
@@ -109,6 +136,26 @@ def test_denominators_are_never_zero():
     groups = [_group("0-0", 5, [10, 10], trained=[False, False])]
     assert plan_step(0, groups, Layout(1, 64))[0].denominators == [1.0]
     assert plan_step(0, groups, Layout(1, 64, 1, 500))[0].denominators == [500.0]
+
+
+def test_tool_tokens_are_packed_but_neither_trained_nor_counted():
+    groups = [_group("0-0", 10, [30, 20, 8], [True, True, False], tools=[12, 20, 3])]
+    plan, (rank,) = plan_step(0, groups, Layout(1, 128))
+    assert sorted((sample.index, sample.trained_tokens) for row in rank.rows for sample in row) == [(0, 18), (1, 0), (2, 0)]
+    assert (plan.denominators, plan.response_tokens, plan.total_tokens) == ([18.0], 18, 3 * 10 + 58)
+
+
+def test_a_step_of_nothing_but_tool_tokens_is_a_plan():
+    plan, (rank,) = plan_step(0, [_group("0-0", 10, [30, 20], tools=[30, 20])], Layout(1, 64))
+    assert [sample.trained_tokens for row in rank.rows for sample in row] == [0, 0]
+    assert (plan.denominators, plan.response_tokens, plan.total_tokens) == ([1.0], 0, 70)
+
+
+def test_importance_weights_reach_the_samples_and_leave_the_denominator_alone():
+    groups = [_group("0-0", 10, [30, 20], weight=0.25), _group("0-1", 10, [10, 40])]
+    plan, (rank,) = plan_step(0, groups, Layout(1, 256))
+    assert {(sample.payload, sample.weight) for row in rank.rows for sample in row} == {("0-0.1", 0.25), ("0-1.1", 1.0)}
+    assert plan.denominators == [100.0]
 
 
 def test_mini_batches_hold_whole_groups_of_near_equal_size():

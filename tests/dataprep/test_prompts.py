@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from structlog.testing import capture_logs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from services.dataprep.errors import DataError
-from services.dataprep.order import PromptOrder, permutation
+from services.dataprep.order import PromptOrder, SourceSpan
 from services.dataprep.prompts import PromptSource
 from services.protocol.config import RunConfig
 from services.protocol.entries import decode_entry
@@ -60,13 +59,22 @@ def _config(model: Path, path: Path | str, **data: Any) -> RunConfig:
     source = {"kind": "jsonl", "path": str(path)} | data.pop("source", {})
     if source["kind"] == "reasoning_gym":
         del source["path"]
+    return _mixture(model, [source], **data)
+
+
+def _mixture(model: Path, sources: list[dict[str, Any]], seed: int = 0, **data: Any) -> RunConfig:
     return RunConfig.model_validate(
-        {"model": {"path": str(model)}, "data": {"source": source, **data}, "verifiers": [{"kind": "exact"}]}
+        {
+            "run": {"seed": seed},
+            "model": {"path": str(model)},
+            "data": {"sources": sources, **data},
+            "verifiers": [{"kind": "exact"}],
+        }
     )
 
 
-def _write(folder: Path, *lines: Any) -> Path:
-    path = folder / "prompts.jsonl"
+def _write(folder: Path, *lines: Any, name: str = "prompts") -> Path:
+    path = folder / f"{name}.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
@@ -137,6 +145,21 @@ def test_gsm8k_by_its_pattern(model: Path, tmp_path: Path):
     assert all(answer.replace(",", "").lstrip("-").isdigit() for answer in answers)
 
 
+def test_gsm8k_mixed_with_a_task_is_asked_once_an_epoch(model: Path, tmp_path: Path):
+    path = tmp_path / "test.jsonl"
+    path.write_bytes(gzip.decompress(GSM8K.read_bytes()))
+    gsm8k = {"kind": "jsonl", "path": str(path), "prompt_field": "question", "answer_pattern": r"####\s*(.+)", "weight": 3.0}
+    task = {"kind": "reasoning_gym", "name": "gcd", "task": "gcd", "size": 50}
+    source = PromptSource(_mixture(model, [gsm8k, task], max_prompt_tokens=2048))
+    picks = PromptOrder(source.spans, 0, True, 32).draft(1760, 0, {}).picks
+    assert all(source.name_of(pick.row) == pick.source for pick in picks)
+    first = [pick.row for pick in picks if pick.source == "main" and pick.epoch == 0]
+    assert sorted(first) == list(range(1319))
+    assert sum(pick.source == "gcd" for pick in picks) == 440
+    asked = [decode_entry(source.prompt(pick.row)[1])["question"] for pick in picks if pick.source == "gcd" and pick.epoch == 7]
+    assert len(set(asked)) == 50
+
+
 def test_parquet_and_jsonl_are_the_same_data(model: Path, tmp_path: Path):
     rows = [{"prompt": f"how many {i}", "answer": f"{i}", "other": i} for i in range(10)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "prompts.parquet")
@@ -188,18 +211,18 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
         (
             [GOOD, {"question": "?"}],
             {},
-            r"prompts\.jsonl:2: has no field 'prompt' \(data\.source\.prompt_field\); fields: question",
+            r"prompts\.jsonl:2: has no field 'prompt' \(prompt_field of its source\); fields: question",
         ),
-        ([{"prompt": "?"}], {}, r"has no field 'answer' \(data\.source\.answer_field\)"),
+        ([{"prompt": "?"}], {}, r"has no field 'answer' \(answer_field of its source\)"),
         ([{"prompt": 3, "answer": "4"}], {}, r"field 'prompt' must be a string or a list of messages .*, not 3"),
         ([{"prompt": [{"role": "user"}], "answer": "4"}], {}, "must be a string or a list of messages"),
         ([{"prompt": "?", "answer": None}], {}, "field 'answer' must be a string or a number, not None"),
         (
             [GOOD, {"prompt": "?", "answer": "4"}],
             {"source": {"answer_pattern": "#### (.+)"}},
-            r":2: data\.source\.answer_pattern",
+            r":2: answer_pattern of source \"main\" = '#### \(\.\+\)' finds nothing in '4': mend",
         ),
-        (["", "  "], {}, r"data\.source has no rows"),
+        (["", "  "], {}, r'source "main" has no rows \(path = .*prompts\.jsonl\'\): add prompts'),
         ([GOOD], {"user_template": "What?"}, r"data\.user_template = 'What\?' has no \{prompt\}"),
         (
             [{"prompt": [{"role": "user", "content": "?"}], "answer": ""}],
@@ -215,8 +238,8 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
         (
             [GOOD, {"prompt": "x" * 90, "answer": ""}, {"prompt": "x" * 99, "answer": ""}],
             {"max_prompt_tokens": 50},
-            r"prompts\.jsonl:2: the prompt of row 1 has \d\d tokens, more than data\.max_prompt_tokens = 50; "
-            r"2 rows are too long, the longest has 1\d\d \(.*prompts\.jsonl:3\): raise",
+            r"prompts\.jsonl:2: the prompt has \d\d tokens, more than data\.max_prompt_tokens = 50; 2 rows have more than "
+            r"data\.max_prompt_tokens = 50 tokens, the longest 1\d\d \(.*prompts\.jsonl:3\): raise .* data\.long_prompts = ",
         ),
     ],
 )
@@ -236,7 +259,7 @@ def test_faults_of_places_and_tasks_are_named(model: Path, tmp_path: Path):
     table = pyarrow.Table.from_pylist([{"question": "?", "answer": "4"}])
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
     for config, message in [
-        (_config(model, tmp_path / "none.jsonl"), r"data\.source\.path = .*none\.jsonl' is not a file"),
+        (_config(model, tmp_path / "none.jsonl"), r"path of source \"main\" = .*none\.jsonl' is not a file"),
         (_config(model, path, source={"kind": "parquet"}), "is not a parquet file"),
         (
             _config(model, tmp_path / "p.parquet", source={"kind": "parquet"}),
@@ -248,12 +271,68 @@ def test_faults_of_places_and_tasks_are_named(model: Path, tmp_path: Path):
         ),
         (
             _config(model, "", source={**task, "task": "countdown", "options": {"numbers": 3}}),
-            r"data\.source\.options = .*'countdown'",
+            r"options of source \"main\" = .*'countdown'",
         ),
         (_config(tmp_path, path), r"model\.path: .*tokenizer\.json does not exist"),
     ]:
         with pytest.raises(DataError, match=message):
             PromptSource(config)
+
+
+def test_the_rows_of_several_sources_lie_one_after_the_other(model: Path, tmp_path: Path):
+    first = _write(tmp_path, *({"prompt": f"how many {i}", "answer": f"{i}"} for i in range(3)), name="first")
+    second = _write(tmp_path, *({"prompt": f"clips {i}", "answer": f"{i}"} for i in range(2)), name="second")
+    sources = [
+        {"kind": "jsonl", "path": str(first), "name": "a", "weight": 2.5},
+        {"kind": "reasoning_gym", "name": "b", "task": "gcd", "size": 4},
+        {"kind": "jsonl", "path": str(second), "name": "c"},
+    ]
+    config = _mixture(model, sources)
+    mixed = PromptSource(config)
+    assert mixed.spans == (SourceSpan("a", 2.5, 0, 3), SourceSpan("b", 1.0, 3, 4), SourceSpan("c", 1.0, 7, 2))
+    assert [mixed.name_of(row) for row in range(len(mixed))] == ["a"] * 3 + ["b"] * 4 + ["c"] * 2
+    alone = [PromptSource(config, [source]) for source in config.data.sources]
+    assert [mixed.prompt(row) for row in range(9)] == [source.prompt(i) for source in alone for i in range(len(source))]
+    assert [source.spans[0].first for source in alone] == [0, 0, 0]
+
+
+def test_the_digest_is_that_of_the_mixture_too(model: Path, tmp_path: Path):
+    path = str(_write(tmp_path, GOOD, GOOD))
+    a, b = ({"kind": "jsonl", "path": path, "name": name} for name in "ab")
+    configs = [
+        _mixture(model, [a, b]),
+        _mixture(model, [b, a]),
+        _mixture(model, [a]),
+        _mixture(model, [b]),
+        _mixture(model, [a, {**b, "weight": 2.0}]),
+        _mixture(model, [a, b], seed=1),
+        _mixture(model, [a, b], shuffle=False),
+    ]
+    digests = [PromptSource(config).digest for config in configs]
+    assert len(set(digests)) == len(digests)
+    assert PromptSource(configs[0]).digest == digests[0]
+
+
+def test_long_prompts_can_be_left_out(model: Path, tmp_path: Path):
+    lines = [{"prompt": "x" * (90 if i % 3 == 1 else 3), "answer": f"{i}"} for i in range(7)]
+    kept = [line for line in lines if len(line["prompt"]) == 3]
+    limits = {"max_prompt_tokens": 50, "long_prompts": "drop"}
+    with capture_logs() as logs:
+        source = PromptSource(_config(model, _write(tmp_path, *lines), **limits))
+    assert [source.prompt(row)[1] for row in range(len(source))] == [line["answer"] for line in kept]
+    (line,) = logs
+    assert (line["event"], line["source"]) == ("prompts left out", "main")
+    assert line["why"].startswith("2 rows have more than data.max_prompt_tokens = 50 tokens, the longest ")
+    assert source.digest == PromptSource(_config(model, _write(tmp_path, *kept), **limits)).digest
+
+
+def test_a_source_of_nothing_but_long_prompts_is_a_fault(model: Path, tmp_path: Path):
+    long = {"kind": "jsonl", "name": "long", "path": str(_write(tmp_path, {"prompt": "x" * 90, "answer": ""}, name="long"))}
+    good = {"kind": "jsonl", "path": str(_write(tmp_path, GOOD))}
+    with pytest.raises(
+        DataError, match=r'source "long" has no rows left: 1 row has more than data\.max_prompt_tokens = 50 tokens'
+    ):
+        PromptSource(_mixture(model, [good, long], max_prompt_tokens=50, long_prompts="drop"))
 
 
 def test_a_tokenizer_without_a_template_is_named(model: Path, tmp_path: Path):
@@ -277,41 +356,3 @@ def test_a_source_of_many_chunks(model: Path, tmp_path: Path):
     source = PromptSource(_config(model, path))
     assert len(source) == 5_000
     assert source.prompt(4_999)[1] == "4999"
-
-
-def _slow_permutation(seed: int, epoch: int, n: int) -> list[int]:
-    """SplitMix64 in Python's own integers."""
-    mask = 2**64 - 1
-    start = int.from_bytes(hashlib.sha256(f"order {seed} {epoch}".encode()).digest()[:8], "little")
-
-    def key(row: int) -> int:
-        z = (start + (row + 1) * 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
-
-    return sorted(range(n), key=key)
-
-
-def test_the_order_is_a_permutation_fixed_for_all_time():
-    assert permutation(0, 0, 10).tolist() == [5, 3, 2, 4, 8, 6, 1, 0, 7, 9]
-    for seed, epoch in [(0, 0), (0, 1), (123456789, 40)]:
-        assert permutation(seed, epoch, 200).tolist() == _slow_permutation(seed, epoch, 200)
-    assert permutation(0, 0, 10).tolist() != permutation(0, 1, 10).tolist() != permutation(1, 1, 10).tolist()
-    assert np.array_equal(np.sort(permutation(3, 7, 1000)), np.arange(1000))
-
-
-def test_positions_run_through_all_epochs():
-    order = PromptOrder(rows=7, seed=5, shuffle=True)
-    run = [order.at(position) for position in range(35)]
-    for epoch in range(5):
-        rows = [row for e, row in run if e == epoch]
-        assert rows == permutation(5, epoch, 7).tolist()
-    assert [order.at(position) for position in reversed(range(35))] == run[::-1]
-    assert [PromptOrder(3, 0, shuffle=False).at(p) for p in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-
-
-def test_every_row_is_equally_likely_to_come_first():
-    first = np.bincount([permutation(1, epoch, 10)[0] for epoch in range(5000)], minlength=10)
-    chi_square = float(((first - 500) ** 2 / 500).sum())
-    assert chi_square < 27.9  # 9 degrees of freedom, p = 0.001

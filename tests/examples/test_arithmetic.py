@@ -29,8 +29,9 @@ def config() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def source(config: RunConfig) -> ReasoningGymSource:
-    assert isinstance(config.data.source, ReasoningGymSource)
-    return config.data.source
+    (only,) = config.data.sources
+    assert isinstance(only, ReasoningGymSource)
+    return only
 
 
 @pytest.fixture(scope="module")

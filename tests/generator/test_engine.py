@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.generator.engine import EngineDead, Generated, GenerationFailed, make_engine
+from services.generator.engine import EngineDead, Generated, GenerationFailed, SamplingParameters, make_engine
 from services.generator.vllm_arguments import check_cpu_arguments, engine_arguments, stop_tokens
 from services.generator.vllm_engine import VllmEngine
 from services.protocol.config import ConfigError
@@ -36,14 +35,6 @@ class Served:
 
     def __init__(self, engine: VllmEngine, model: Any) -> None:
         self.engine, self.model = engine, model
-
-    @contextmanager
-    def sampling(self, **changes: Any) -> Iterator[None]:
-        """Other sampling parameters for a while, without loading the model again."""
-        config = self.engine._config
-        self.engine._config = config.model_copy(update={"sampling": config.sampling.model_copy(update=changes)})
-        yield
-        self.engine._config = config
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -66,7 +57,7 @@ def prompt(number: int, length: int = 12) -> list[int]:
 
 async def until(engine: VllmEngine, request_id: str, tokens: int) -> Generated:
     """Wait until a running completion has so many tokens."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = engine.snapshot([request_id]).get(request_id)
         if found is not None and len(found.tokens) >= tokens:
@@ -77,8 +68,8 @@ async def until(engine: VllmEngine, request_id: str, tokens: int) -> Generated:
 
 async def test_behaviour_logprobs_are_those_of_the_model_at_the_sampling_temperature(served: Served) -> None:
     for temperature in (1.0, 0.7):
-        with served.sampling(temperature=temperature):
-            made = await asyncio.gather(*[served.engine.generate(f"t{i}", prompt(i), i, 64) for i in range(8)])
+        sampling = SamplingParameters(64, temperature)
+        made = await asyncio.gather(*[served.engine.generate(f"t{i}", prompt(i), i, sampling) for i in range(8)])
         for i, completion in enumerate(made):
             expected = reference_logprobs(served.model, prompt(i), completion.tokens, temperature)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
@@ -88,24 +79,39 @@ async def test_behaviour_logprobs_are_those_of_the_model_at_the_sampling_tempera
 
 
 async def test_logprobs_under_top_k_are_those_of_the_truncated_distribution(served: Served) -> None:
-    with served.sampling(top_k=1):
-        made = await served.engine.generate("k", prompt(1), 1, 32)
+    made = await served.engine.generate("k", prompt(1), 1, SamplingParameters(32, top_k=1))
     np.testing.assert_allclose(made.logprobs, 0.0, atol=1e-6)
     assert_greedy(served.model, prompt(1), made.tokens)
 
 
-async def test_the_same_seed_gives_the_same_tokens_in_any_company(served: Served) -> None:
-    alone = await served.engine.generate("alone", prompt(3), 1234, 48)
-    crowd = await asyncio.gather(
-        *[served.engine.generate(f"c{i}", prompt(3) if i == 5 else prompt(i), 1234 if i == 5 else i, 48) for i in range(24)]
+async def test_completions_of_different_sampling_parameters_run_side_by_side(served: Served) -> None:
+    greedy, nucleus, plain = await asyncio.gather(
+        served.engine.generate("greedy", prompt(1), 1, SamplingParameters(32, temperature=0.0)),
+        served.engine.generate("nucleus", prompt(1), 1, SamplingParameters(24, temperature=0.6, top_p=0.9)),
+        served.engine.generate("plain", prompt(1), 1, SamplingParameters(16)),
     )
-    other = await served.engine.generate("other", prompt(3), 1235, 48)
+    assert_greedy(served.model, prompt(1), greedy.tokens)
+    assert (len(nucleus.tokens), len(plain.tokens)) == (24, 16)
+    expected = reference_logprobs(served.model, prompt(1), plain.tokens)
+    np.testing.assert_allclose(plain.logprobs, expected, atol=1e-4)
+    assert (nucleus.logprobs >= reference_logprobs(served.model, prompt(1), nucleus.tokens, 0.6) - 1e-4).all()
+
+
+async def test_the_same_seed_gives_the_same_tokens_in_any_company(served: Served) -> None:
+    alone = await served.engine.generate("alone", prompt(3), 1234, SamplingParameters(48))
+    crowd = await asyncio.gather(
+        *[
+            served.engine.generate(f"c{i}", prompt(3) if i == 5 else prompt(i), 1234 if i == 5 else i, SamplingParameters(48))
+            for i in range(24)
+        ]
+    )
+    other = await served.engine.generate("other", prompt(3), 1235, SamplingParameters(48))
     assert crowd[5].tokens.tolist() == alone.tokens.tolist()
     assert other.tokens.tolist() != alone.tokens.tolist()
 
 
 async def test_a_completion_ends_with_the_end_token_or_at_its_limit(served: Served) -> None:
-    made = await asyncio.gather(*[served.engine.generate(f"e{i}", prompt(i), i, 190) for i in range(64)])
+    made = await asyncio.gather(*[served.engine.generate(f"e{i}", prompt(i), i, SamplingParameters(190)) for i in range(64)])
     stopped = [completion for completion in made if completion.finish == "stop"]
     full = [completion for completion in made if completion.finish == "length"]
     assert stopped
@@ -116,13 +122,13 @@ async def test_a_completion_ends_with_the_end_token_or_at_its_limit(served: Serv
 
 
 async def test_a_completion_continues_from_a_prefix(served: Served) -> None:
-    with served.sampling(temperature=0.5):
-        running = asyncio.create_task(served.engine.generate("first", prompt(7), 7, 150))
-        await until(served.engine, "first", 10)
-        await served.engine.abort(["first"])
-        prefix = await running
-        assert prefix.finish == "aborted"
-        whole = await served.engine.generate("second", prompt(7), 7, 150, prefix)
+    sampling = SamplingParameters(150, temperature=0.5)
+    running = asyncio.create_task(served.engine.generate("first", prompt(7), 7, sampling))
+    await until(served.engine, "first", 10)
+    await served.engine.abort(["first"])
+    prefix = await running
+    assert prefix.finish == "aborted"
+    whole = await served.engine.generate("second", prompt(7), 7, sampling, prefix)
     made = len(prefix.tokens)
     assert 10 <= made < len(whole.tokens) <= 150
     assert whole.tokens[:made].tolist() == prefix.tokens.tolist()
@@ -134,7 +140,7 @@ async def test_a_completion_continues_from_a_prefix(served: Served) -> None:
 async def test_a_prefix_of_another_version_keeps_its_span(served: Served) -> None:
     tokens = np.array([9, 10, 11], dtype=np.int32)
     prefix = Generated(tokens, np.array([-1.0, -2.0, -3.0], dtype=np.float32), [Span(-3, 0, 2), Span(-2, 2, 3)], "aborted")
-    whole = await served.engine.generate("spans", prompt(2), 2, 8, prefix)
+    whole = await served.engine.generate("spans", prompt(2), 2, SamplingParameters(8), prefix)
     assert whole.spans == [Span(-3, 0, 2), Span(-2, 2, 3), Span(-1, 3, len(whole.tokens))]
     assert whole.logprobs[:3].tolist() == [-1.0, -2.0, -3.0]
 
@@ -142,13 +148,15 @@ async def test_a_prefix_of_another_version_keeps_its_span(served: Served) -> Non
 async def test_a_finished_or_full_prefix_is_returned_as_it_is(served: Served) -> None:
     tokens, logprobs, spans = np.array([9, EOS], dtype=np.int32), np.zeros(2, dtype=np.float32), [Span(0, 0, 2)]
     finished = Generated(tokens, logprobs, spans, "stop")
-    assert await served.engine.generate("done", prompt(2), 2, 8, finished) is finished
-    full = await served.engine.generate("full", prompt(2), 2, 2, Generated(tokens, logprobs, spans, "aborted"))
+    assert await served.engine.generate("done", prompt(2), 2, SamplingParameters(8), finished) is finished
+    full = await served.engine.generate(
+        "full", prompt(2), 2, SamplingParameters(2), Generated(tokens, logprobs, spans, "aborted")
+    )
     assert full == Generated(tokens, logprobs, spans, "length")
 
 
 async def test_a_snapshot_is_the_beginning_of_the_result(served: Served) -> None:
-    running = asyncio.create_task(served.engine.generate("s", prompt(4), 4, 150))
+    running = asyncio.create_task(served.engine.generate("s", prompt(4), 4, SamplingParameters(150)))
     partial = await until(served.engine, "s", 20)
     gauges = served.engine.gauges()
     whole = await running
@@ -164,7 +172,7 @@ async def test_a_snapshot_is_the_beginning_of_the_result(served: Served) -> None
 
 
 async def test_abort_returns_every_completion_with_its_tokens(served: Served) -> None:
-    running = [asyncio.create_task(served.engine.generate(f"a{i}", prompt(i), i, 190)) for i in range(48)]
+    running = [asyncio.create_task(served.engine.generate(f"a{i}", prompt(i), i, SamplingParameters(190))) for i in range(48)]
     await until(served.engine, "a0", 5)
     await served.engine.abort()
     made = await asyncio.gather(*running)
@@ -179,22 +187,22 @@ async def test_abort_returns_every_completion_with_its_tokens(served: Served) ->
 
 
 async def test_a_cancelled_completion_is_dropped(served: Served) -> None:
-    running = asyncio.create_task(served.engine.generate("x", prompt(4), 4, 190))
+    running = asyncio.create_task(served.engine.generate("x", prompt(4), 4, SamplingParameters(190)))
     await until(served.engine, "x", 2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert served.engine.snapshot() == {}
-    assert (await served.engine.generate("x", prompt(4), 4, 4)).finish == "length"
+    assert (await served.engine.generate("x", prompt(4), 4, SamplingParameters(4))).finish == "length"
 
 
 async def test_nothing_is_sampled_while_paused_and_the_tokens_stay_the_same(served: Served) -> None:
-    expected = await served.engine.generate("p", prompt(6), 6, 120)
-    running = asyncio.create_task(served.engine.generate("p", prompt(6), 6, 120))
+    expected = await served.engine.generate("p", prompt(6), 6, SamplingParameters(120))
+    running = asyncio.create_task(served.engine.generate("p", prompt(6), 6, SamplingParameters(120)))
     await until(served.engine, "p", 10)
     await served.engine.pause()
     before = served.engine.snapshot()["p"]
-    late = asyncio.create_task(served.engine.generate("late", prompt(8), 8, 4))
+    late = asyncio.create_task(served.engine.generate("late", prompt(8), 8, SamplingParameters(4)))
     await asyncio.sleep(0.3)
     assert len(served.engine.snapshot()["p"].tokens) == len(before.tokens)
     assert served.engine.gauges().waiting == 1
@@ -211,7 +219,11 @@ async def test_many_long_prefixes_are_prefilled_together(served: Served) -> None
     made = await asyncio.gather(
         *[
             served.engine.generate(
-                f"l{i}", prompt(i, 60), i, 160, Generated(tokens, np.zeros(150, np.float32), [Span(0, 0, 150)], "aborted")
+                f"l{i}",
+                prompt(i, 60),
+                i,
+                SamplingParameters(160),
+                Generated(tokens, np.zeros(150, np.float32), [Span(0, 0, 150)], "aborted"),
             )
             for i, tokens in enumerate(prefixes)
         ]
@@ -221,20 +233,20 @@ async def test_many_long_prefixes_are_prefilled_together(served: Served) -> None
 
 async def test_a_prompt_that_does_not_fit_fails_alone(served: Served) -> None:
     with pytest.raises(GenerationFailed, match="long"):
-        await served.engine.generate("long", prompt(1, 300), 1, 8)
-    assert (await served.engine.generate("fits", prompt(1), 1, 8)).finish in ("length", "stop")
+        await served.engine.generate("long", prompt(1, 300), 1, SamplingParameters(8))
+    assert (await served.engine.generate("fits", prompt(1), 1, SamplingParameters(8))).finish in ("length", "stop")
 
 
 async def test_a_stop_string_ends_a_completion(served: Served, tmp_path: Path) -> None:
-    expected = await served.engine.generate("plain", prompt(5), 5, 40)
+    expected = await served.engine.generate("plain", prompt(5), 5, SamplingParameters(40))
     make_model(tmp_path, tied=False)
     word = f"t{expected.tokens[20]}"
     first = expected.tokens.tolist().index(expected.tokens[20])
     engine = VllmEngine()
     await engine.start(make_config(tmp_path, sampling={"max_tokens": 192, "stop": [f"{word} "]}))
     try:
-        made = await engine.generate("stop", prompt(5), 5, 40)
-        late = asyncio.create_task(engine.generate("late", prompt(6), 6, 190))
+        made = await engine.generate("stop", prompt(5), 5, SamplingParameters(40, stop=(f"{word} ",)))
+        late = asyncio.create_task(engine.generate("late", prompt(6), 6, SamplingParameters(190)))
         await until(engine, "late", 2)
     finally:
         await engine.close()
@@ -244,7 +256,7 @@ async def test_a_stop_string_ends_a_completion(served: Served, tmp_path: Path) -
     assert made.tokens.tolist() == expected.tokens[: len(made.tokens)].tolist()
     assert len(made.tokens) - (first + 1) in (0, 1)  # the space belongs to the next token
     with pytest.raises(EngineDead):
-        await engine.generate("closed", prompt(5), 5, 4)
+        await engine.generate("closed", prompt(5), 5, SamplingParameters(4))
 
 
 OWNER = """
@@ -293,6 +305,24 @@ async def test_wrong_options_are_configuration_errors(tmp_path: Path) -> None:
         check_cpu_arguments(engine_arguments(chunked, gpu=False))
     with pytest.raises(ConfigError, match=r"generator\.engine"):
         make_engine(make_config(tmp_path, generator={"engine": "nowhere:Engine"}))
+
+
+async def test_a_float32_head_is_vllms_too(tmp_path: Path) -> None:
+    from vllm import AsyncEngineArgs
+
+    make_model(tmp_path, tied=False)
+    model = {"dtype": "bfloat16", "fp32_head": True}
+    config = make_config(tmp_path, model=model, generator={"engine_options": {"hf_overrides": {"tie_word_embeddings": False}}})
+    made = AsyncEngineArgs(**engine_arguments(config, gpu=False)).create_model_config()
+    assert (str(made.dtype), str(made.head_dtype)) == ("torch.bfloat16", "torch.float32")
+    assert made.hf_config.tie_word_embeddings is False
+    plain = AsyncEngineArgs(
+        **engine_arguments(make_config(tmp_path, model={"dtype": "bfloat16"}), gpu=False)
+    ).create_model_config()
+    assert str(plain.head_dtype) == "torch.bfloat16"
+    other = make_config(tmp_path, model=model, generator={"engine_options": {"hf_overrides": {"head_dtype": "model"}}})
+    with pytest.raises(ConfigError, match=r"head_dtype = 'model' contradicts model\.fp32_head = true"):
+        engine_arguments(other, gpu=False)
 
 
 async def test_engine_options_win(tmp_path: Path) -> None:

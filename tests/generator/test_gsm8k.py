@@ -47,13 +47,13 @@ def _completions(solution: str, gold: str) -> list[str]:
 async def test_all_gold_answers_are_right_and_their_neighbours_wrong(capsys: pytest.CaptureFixture[str]):
     solutions = _solutions()
     assert len(solutions) == 8792
-    pool = VerifierPool([Verifier(kind="math")], workers=2, source=FileSource(kind="jsonl", path="gsm8k.jsonl"))
+    pool = VerifierPool([Verifier(kind="math")], workers=2, sources=[FileSource(kind="jsonl", path="gsm8k.jsonl")])
 
     async def grade(solution: str) -> list[float]:
         match = re.search(PATTERN, solution)
         assert match is not None, solution
         gold = match[1]
-        return (await pool.score(_completions(solution, gold), gold))["math"]
+        return (await pool.score(_completions(solution, gold), gold, "main"))["math"]
 
     await pool.start()
     try:

@@ -18,8 +18,10 @@ from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
 from services.protocol.store import Store
-from services.runtime.service import Service, open_service
-from tests.harness import PlainTokenizer, small_config, ticket, wait_until
+from services.runtime.entry import open_service
+from services.runtime.service import Service
+from tests.harness import PlainTokenizer, buried, small_config, ticket, wait_until
+from tests.protocol import flow
 from tests.scripted import ScriptedEngine, scripted_logprobs, scripted_tokens
 
 STEPS, SLOTS = 4, 16
@@ -28,7 +30,7 @@ STEPS, SLOTS = 4, 16
 class CountingVerifier:
     """Scores by the answer: `break` fails, anything else gives 1 to the first completion."""
 
-    async def score(self, completions: list[str], answer: str) -> dict[str, list[float]]:
+    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
         if answer == "break":
             raise VerifierFailure("exact broke")
         return {"exact": [1.0] + [0.0] * (len(completions) - 1)}
@@ -44,6 +46,7 @@ async def generator(
         await service.store.create("config", "data", STEPS, SLOTS)
         fence = await service.store.attach_trainer()
         await service.store.publish(fence, 0)
+        service.say(phase="ready", version=0, world=1, sender=fence)
         engine = ScriptedEngine()
         await engine.start(config)
         engine.version = 0
@@ -102,6 +105,12 @@ async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server:
         engine.version = 5
         await service.store.resume("generator")
         await wait_until(lambda: "holds policy version 5" in loop.why_idle())
+        engine.version = -1
+        assert loop.why_idle().startswith("unsynced: no weights yet")
+        service.say(phase="loading")
+        assert loop.why_idle().startswith("loading: ")
+        service.say(phase="ready")
+        engine.version = 5
         assert (await service.store.audit())["headers"] == 0
         engine.version = 0
         service.bell.ring("version")
@@ -150,14 +159,14 @@ async def test_a_broken_verifier_is_retried_then_buried_with_its_reason(tmp_path
         await issue(service.store, ticket(0, answer="break"), ticket(1))
         running = asyncio.create_task(service.run(loop.work))
 
-        async def buried() -> bool:
+        async def failed() -> bool:
             return (await service.store.audit()).get("ledger:failed", 0) == 1
 
-        await wait_until(buried)
+        await wait_until(failed)
         await wait_until(lambda: _headers(service.store, 1))
         service.stop()
         await running
-        assert await service.store.dead_letters() == [("0-0", "exact broke")]
+        assert await buried(service.store) == [("0-0", "exact broke")]
         assert service.registry.get_sample_value("grpo_generator_failures_total", {"reason": "verifier"}) == 3
 
 
@@ -176,7 +185,7 @@ async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: Re
         await wait_until(lambda: _headers(service.store, 1))
         service.stop()
         await running
-        ((_, why),) = await service.store.dead_letters()
+        ((_, why),) = await buried(service.store)
         assert reason in why
         (item,) = await service.store.read_headers(fence, 10)
         assert item.header is not None
@@ -193,7 +202,7 @@ async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path,
         await wait_until(lambda: loop.rollouts)
 
         async def took_over() -> bool:
-            _, claims = await service.store.claim("thief", 0, 0.0, 1)
+            _, claims = await service.store.claim("thief", 0, await flow.sender(service.store), 0.0, 1)
             return bool(claims)
 
         await wait_until(took_over)
@@ -211,7 +220,7 @@ async def _never(_: object) -> None:
 async def test_a_full_redis_costs_no_attempt_and_no_completion(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.generator.loop.SUBMIT_AGAIN_S", 0.01)
+    monkeypatch.setattr("services.generator.lane.SUBMIT_AGAIN_S", 0.01)
     async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, engine):
         submit, refusals = service.store.submit, 3
 

@@ -164,7 +164,7 @@ def test_regex_escapes_the_answer():
 
 
 def test_a_task_s_scorer_needs_prompts_of_a_task():
-    with pytest.raises(ValueError, match=r"needs data\.source\.kind"):
+    with pytest.raises(ValueError, match=r"needs a source of kind \"reasoning_gym\", and \"main\" is \"jsonl\""):
         _verifier("reasoning_gym", FILE)
 
 
@@ -225,6 +225,7 @@ def test_names_and_weights():
     assert verifier_names(verifiers) == ["math", "regex", "regex-2"]
     scores = {"regex-2": [0.0, 1.0], "math": [1.0, 0.5], "regex": [1.0, 1.0]}
     assert combine(scores, verifiers) == [1.25, 0.25]  # 1 + 0.25 - 0; 0.5 + 0.25 - 0.5
+    assert combine({"regex-2": [0.0, 1.0], "math": [1.0, 0.5]}, verifiers) == [1.0, 0.0], "regex does not score this source"
 
 
 def test_every_kind_of_the_configuration_has_a_verifier():

@@ -50,7 +50,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     """A run configuration around the model in `folder`; `sections` overlay it."""
     tree: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": "float32", "max_tokens": 256},
-        "data": {"source": {"kind": "jsonl", "path": "prompts.jsonl"}, "max_prompt_tokens": 64},
+        "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
         "verifiers": [{"kind": "exact"}],
         "sampling": {"max_tokens": 192},
         "generator": {"max_num_seqs": 32, "cpu_kv_cache_mib": 64},

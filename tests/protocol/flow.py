@@ -10,7 +10,8 @@ import numpy as np
 
 from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan
-from services.protocol.store import Claim, Settlement, Store
+from services.protocol.records import TableRules
+from services.protocol.store import BufferedGroup, Claim, Settlement, Store
 from tests.harness import ticket
 
 GROUP_SIZE = 4
@@ -25,9 +26,9 @@ class Team:
     trainer: int
 
 
-async def start(store: Store, slots: int = 8, steps: int = 100, version: int = 0) -> Team:
+async def start(store: Store, slots: int = 8, steps: int = 100, version: int = 0, table: TableRules | None = None) -> Team:
     """Create a run, lead it, attach a trainer and publish the first version."""
-    await store.create("config", "dataset", steps, slots)
+    await store.create("config", "dataset", steps, slots, table)
     leader = await store.lead("leader-0:boot", 60.0)
     assert leader is not None
     team = Team(leader, await store.attach_trainer())
@@ -47,7 +48,14 @@ async def claim(
     store: Store, consumer: str, count: int = 1, version: int = 0, lease_s: float = 60.0, **options: Any
 ) -> list[Claim]:
     """Claim tickets."""
-    return (await store.claim(consumer, version, lease_s, count, **options))[1]
+    return (await store.claim(consumer, version, await sender(store), lease_s, count, **options))[1]
+
+
+async def sender(store: Store) -> int:
+    """Fence of the trainer whose weights are published."""
+    state = await store.state()
+    assert state is not None
+    return state.published_by
 
 
 def payload_bytes(claim: Claim) -> bytes:
@@ -66,6 +74,7 @@ def header(claim: Claim, oldest: int = 0, **fields: Any) -> Header:
         "payload": claim.payload, "payload_bytes": 100, "prompt_tokens": 2, "lengths": [2] * GROUP_SIZE,
         "rewards": [0.0, 1.0, 0.0, 1.0], "scores": {"exact": [0.0, 1.0, 0.0, 1.0]}, "truncated": [False] * GROUP_SIZE,
         "oldest": [oldest] * GROUP_SIZE, "newest": [oldest] * GROUP_SIZE, "generator": "g", "generate_s": 0.1, "score_s": 0.1,
+        "source": "main", "tool_tokens": [0] * GROUP_SIZE,
     }  # fmt: skip
     return Header(**{**given, **fields})
 
@@ -75,16 +84,16 @@ async def submit(store: Store, consumer: str, claim: Claim, oldest: int = 0) -> 
     return await store.submit(consumer, claim, header(claim, oldest), payload_bytes(claim), TTL_S)
 
 
-async def settle(store: Store, team: Team, action: str = "insert", capacity: int = 100, count: int = 100) -> int:
+async def settle(store: Store, team: Team, action: str = "insert", count: int = 100) -> int:
     """Settle all headers with one action."""
     items = await store.read_headers(team.leader, count)
     settlements = [
-        Settlement(item, action, item.header.seq, min(item.header.oldest))
+        Settlement(item, action, min(item.header.oldest))
         if item.header
         else Settlement(item, f"failed:corrupt header: {item.fault}")
         for item in items
     ]
-    return await store.settle(team.leader, settlements, capacity)
+    return await store.settle(team.leader, settlements)
 
 
 def plan(step: int, groups: Sequence[str], payloads: Sequence[str] = ()) -> tuple[StepPlan, list[RankPlan]]:
@@ -93,11 +102,9 @@ def plan(step: int, groups: Sequence[str], payloads: Sequence[str] = ()) -> tupl
     return StepPlan(step, list(groups), [], 1, len(rows), [len(rows)], [1.0], 2, 4, {}), [RankPlan(rows)]
 
 
-async def prepare(
-    store: Store, team: Team, step: int, groups: Sequence[str], stale: Sequence[str] = (), max_uses: int = 1
-) -> None:
+async def prepare(store: Store, team: Team, step: int, groups: Sequence[str], oldest_fresh: int = 0) -> None:
     """Prepare a step of these groups."""
-    await store.prepare(team.leader, *plan(step, groups), stale, max_uses)
+    await store.prepare(team.leader, *plan(step, groups), oldest_fresh, [1.0] * len(groups))
 
 
 async def buffer(store: Store, team: Team, count: int, oldest: int = 0) -> list[str]:
@@ -116,3 +123,8 @@ async def buffer(store: Store, team: Team, count: int, oldest: int = 0) -> list[
 async def counts(store: Store) -> dict[str, int]:
     """The audit without what is zero."""
     return {name: count for name, count in (await store.audit()).items() if count}
+
+
+async def oldest_groups(store: Store, count: int) -> list[BufferedGroup]:
+    """The first `count` groups of the table in order of issue."""
+    return await store.groups([name.decode() for name in await store.client.zrange(store.keys.replay_order, 0, count - 1)])

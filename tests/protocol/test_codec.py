@@ -73,7 +73,8 @@ def example() -> dict[type[msgspec.Struct], bytes]:
     spans = np.array([[0, 0, 0, 3], [1, 1, 0, 2]], np.int32)
     columns = (lengths, np.arange(5, dtype=np.int32), np.linspace(-2, 0, 5, dtype=np.float32), spans)
     header = Header(
-        "0-1", 1, 0, 1, "0-1.17", 99, 3, [3, 2], [0.5, 1.0], {"math": [0.5, 1.0]}, [False, True], [0, 1], [1, 1], "g0", 0.5, 0.1
+        "0-1", 1, 0, 1, "0-1.17", 99, 3, [3, 2], [0.5, 1.0], {"math": [0.5, 1.0]}, [False, True], [0, 1], [1, 1], "g0", 0.5, 0.1,
+        "main", [0, 0],
     )  # fmt: skip
     plan = StepPlan(3, ["0-1"], ["0-1"], 1, 1, [1], [5.0], 5, 11, {"reward/train/mean": 0.75})
     return {

@@ -17,11 +17,15 @@ from services.protocol.config.load import _models
 SMALLEST = """
 [model]
 path = "some/model"
-[data]
-source = { kind = "jsonl", path = "data.jsonl" }
+[[data.sources]]
+kind = "jsonl"
+path = "data.jsonl"
 [[verifiers]]
 kind = "exact"
 """
+
+ROWS = '{kind="jsonl", path="x"}'
+TASK = '{kind="reasoning_gym", name="task", task="gcd"}'
 
 
 @pytest.fixture
@@ -95,12 +99,24 @@ def test_an_unknown_key_is_refused_with_the_nearest_name_wherever_it_stands(
 
 
 def test_an_unknown_key_of_a_source_is_compared_with_what_that_source_knows(file: Path) -> None:
-    message = fault(file, "data.source.promt_field=q")
-    assert "data.source.promt_field = 'q' is not a known key; did you mean 'prompt_field'?" in message
+    message = fault(file, "data.sources.0.promt_field=q")
+    assert "data.sources.0.promt_field = 'q' is not a known key; did you mean 'prompt_field'?" in message
+
+
+def test_the_old_key_of_the_only_source_is_refused_with_what_to_write_instead(file: Path) -> None:
+    file.write_text(SMALLEST.replace("[[data.sources]]", "[data.source]"))
+    for message in (fault(file), fault(file, "data.source.path=x")):
+        assert "data.source is a list now, data.sources: write [[data.sources]] for [data.source]" in message
+
+
+def test_the_largest_reward_is_that_of_the_source_s_own_verifiers(file: Path) -> None:
+    verifiers = '[{kind="exact", weight=2}, {kind="math", weight=0.5, sources=["b"]}, {kind="regex", pattern="!", weight=-1}]'
+    config = settings(file, f'data.sources=[{ROWS}, {{name="b", {ROWS[1:]}]', f"verifiers={verifiers}")
+    assert [config.largest_reward(name) for name in ("main", "b")] == [2.0, 2.5]
 
 
 def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
-    assert "fleet.xyzzy = 1 is not a known key; valid: heartbeat_s, ttl_s" in fault(file, "fleet.xyzzy=1")
+    assert "fleet.xyzzy = 1 is not a known key; valid: heartbeat_s, scaling, ttl_s" in fault(file, "fleet.xyzzy=1")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +126,9 @@ def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
         ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
         ("run.name=a b", "run.name = 'a b': string should match pattern"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: input should be a finite number"),
-        ("loss.policy=ppo", "loss.policy = 'ppo': input should be 'grpo' or 'dapo'"),
+        ("loss.policy=ppo", "loss.policy = 'ppo': is none of grpo, dapo"),
         ("verifiers=[]", "verifiers = []: list should have at least 1 item"),
-        ("data.source.kind=csv", "'jsonl', 'parquet', 'reasoning_gym'"),
+        ("data.sources.0.kind=csv", "'jsonl', 'parquet', 'reasoning_gym'"),
         ("steps", "override 'steps' is not of the form section.key=value"),
         ("verifiers.7.weight=1", "'7' does not name a section or an entry"),
         ("model.path.deeper=1", "model.path is not a section"),
@@ -152,13 +168,38 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
         (["fleet.ttl_s=2", "fleet.heartbeat_s=1"], "fleet.ttl_s = 2.0 must be more than twice fleet.heartbeat_s = 1.0"),
         (["trainer.offload=true"], "trainer.offload needs trainer.zero_stage 1, 2 or 3"),
+        (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.ranks = 3 cannot be split into teams"),
+        (["model.fp32_head=true", "model.dtype=float32"], 'model.fp32_head has no effect with model.dtype = "float32"'),
+        (["reference.kind=none"], 'loss.kl_beta = 0.05 needs a reference policy, but reference.kind = "none": set "frozen"'),
+        (["reference.kind=polyak", "loss.kl_beta=0"], 'reference.kind = "polyak" has no effect with loss.kl_beta = 0'),
+        (["reference.every_steps=5"], 'have no effect with reference.kind = "frozen": remove them'),
+        (["optimizer.final_fraction=0.1"], 'has no effect with optimizer.schedule = "constant": set "linear" or "cosine"'),
+        (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "leaves no step of run.steps = 100"),
         (["trainer.mini_batches=17"], "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16"),
-        (["verifiers.0.kind=reasoning_gym"], 'kind "reasoning_gym" scores prompts of data.source.kind = "reasoning_gym"'),
+        (["verifiers.0.kind=reasoning_gym"], 'scores prompts of kind "reasoning_gym", and source "main" is "jsonl"'),
         (["verifiers.0.kind=regex"], 'kind "regex" needs `pattern`'),
         (["verifiers.0.extract=(open"], "is not a regular expression"),
         (["verifiers.0.extract=open"], "has no group; put the part that is the answer in parentheses"),
         (["verifiers.0.pattern=("], "is not a regular expression"),
-        (["data.source.answer_pattern=####.+"], "has no group"),
+        (["data.sources.0.answer_pattern=####.+"], "has no group"),
+        (["data.sources=[]"], "data.sources = []: list should have at least 1 item"),
+        (["data.sources.0.name=a b"], "data.sources.0.name = 'a b': string should match pattern"),
+        (["data.sources.0.weight=0"], "data.sources.0.weight = 0: input should be greater than 0"),
+        (["data.curriculum=easy_first"], "data.curriculum = 'easy_first': string should match pattern"),
+        ([f"data.sources=[{ROWS}, {ROWS}]"], 'two prompt sources have name = "main": give each a name of its own'),
+        (['verifiers.0.sources=["other"]'], 'verifiers.0.sources names "other", which is no prompt source; there are: main'),
+        (
+            [f'data.sources=[{ROWS}, {{name="b", {ROWS[1:]}]', 'verifiers.0.sources=["b"]'],
+            'no verifier scores the prompt source "main": add it to the `sources` of one',
+        ),
+        (
+            [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym"}, {kind="exact"}]'],
+            'source "main" is "jsonl": use "math", "exact" or "regex", or leave it out of verifiers.0.sources',
+        ),
+        (
+            ["filters.exclude_pass_rate=0.9", "verifiers.0.weight=-1"],
+            'filters.exclude_pass_rate = 0.9 has no meaning for the prompt source "main", whose largest reward is 0',
+        ),
     ],
 )
 def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path, overrides: list[str], message: str) -> None:
@@ -171,8 +212,13 @@ def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path,
         ["model.max_tokens=1536"], ["trainer.row_tokens=1536"], ["replay.capacity=16"], ["replay.max_uses=2"],
         ["loss.denominator=constant", "loss.denominator_tokens=100"], ["loss.correction_lower=2.0"], ["fleet.ttl_s=2.1"],
         ["trainer.mini_batches=16"], ["trainer.offload=true", "trainer.zero_stage=1"],
+        ["trainer.ranks=4", "trainer.sequence_parallel=2"], ["reference.kind=none", "loss.kl_beta=0"], ["loss.kl_beta=0"],
+        ["reference.kind=polyak", "reference.every_steps=5"], ["optimizer.schedule=cosine", "optimizer.warmup_steps=99"],
+        ["model.fp32_head=true"],
         ["verifiers.0.kind=regex", "verifiers.0.pattern=x"],
-        ["verifiers.0.kind=reasoning_gym", 'data.source={kind="reasoning_gym", task="basic_arithmetic"}'],
+        [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym", sources=["task"]}, {kind="exact"}]'],
+        ["data.curriculum=services.dataprep.curriculum:easy_first"], ["filters.exclude_pass_rate=1"],
+        ["verifiers.0.kind=reasoning_gym", 'data.sources=[{kind="reasoning_gym", task="basic_arithmetic"}]'],
     ],
 )  # fmt: skip
 def test_the_edge_of_every_rule_is_allowed(file: Path, overrides: list[str]) -> None:
@@ -183,7 +229,7 @@ def test_the_resolved_configuration_reads_back_equal_whatever_the_environment(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(
-        file, "data.source.answer_pattern='####\\s*(.+)'", 'sampling.stop=["\\n", "é"]', "generator.engine_options.a={b=[1,2]}"
+        file, "data.sources.0.answer_pattern='####\\s*(.+)'", 'sampling.stop=["\\n", "é"]', "generator.engine_options.a={b=[1,2]}"
     )  # fmt: skip
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(to_toml(config))
@@ -206,9 +252,13 @@ def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
     return {model}.union(*(sections(part) for part in inner))
 
 
+def leaves(model: type[BaseModel]) -> set[type[BaseModel]]:
+    return set().union(*(leaves(part) for part in model.__subclasses__())) or {model}
+
+
 def test_every_key_and_section_is_documented() -> None:
     found = sections(RunConfig)
-    assert found - {RunConfig} == set(Section.__subclasses__()) - {RunConfig}
+    assert found == leaves(Section)
     for section in found:
         assert section.__doc__, section
         assert section.model_config["extra"] == "forbid"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from services.protocol.errors import Fenced
@@ -23,7 +24,7 @@ def pod(name: str, boot: str = "b1", **fields: object) -> PodStatus:
 
 
 def sync_round(attempt: int, phase: str = "gather") -> Round:
-    return Round(attempt, 3, phase, {"g0:b1": 1}, 2, "gloo", "127.0.0.1", 1234, attempt)
+    return Round(attempt, 3, phase, {"g0:b1": 1}, 2, "gloo", "127.0.0.1", 1234, attempt, 1)
 
 
 async def test_members_are_those_heard_of_within_the_limit(any_store: Store) -> None:
@@ -75,6 +76,24 @@ async def test_acknowledgements_belong_to_one_attempt(any_store: Store) -> None:
     assert not await any_store.acknowledge("g0:b1", 1, "applied"), "of a round that is over"
     assert await any_store.round() == (sync_round(2), {})
     assert await any_store.acknowledge("g0:b1", 2, "ready")
+
+
+async def test_a_member_reads_of_a_round_what_concerns_it(any_store: Store) -> None:
+    team = await start(any_store)
+    assert await any_store.round_of("g0:b1") is None
+    await any_store.set_round(
+        team.trainer, msgspec.structs.replace(sync_round(1), members={"g0:b1": 1, "g1:b1": 2}, sender=team.trainer)
+    )
+    mine = await any_store.round_of("g1:b1")
+    assert mine is not None
+    assert mine.members == {"g1:b1": 2}
+    assert await any_store.round_of("g1:b1", mine) is mine, "nothing has changed"
+    await any_store.set_round(team.trainer, msgspec.structs.replace(mine, phase="join", members={"g0:b1": 1}))
+    left_out = await any_store.round_of("g1:b1", mine)
+    assert left_out is not None
+    assert (left_out.phase, left_out.members) == ("join", {})
+    await any_store.client.hset(any_store.keys.sync, mapping={"mark": b"x", "round": b"\xff"})
+    assert await any_store.round_of("g0:b1") is None, "foreign bytes end no loop"
 
 
 async def test_only_the_current_trainer_opens_rounds(any_store: Store) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.protocol.errors import Fenced
+from services.protocol.records import TableRules
 from services.protocol.store import Settlement, Store
+from tests.harness import buried
 from tests.protocol import flow
 from tests.protocol.flow import buffer, claim, counts, header, issue, payload_bytes, prepare, settle, start, submit
 
@@ -39,10 +41,10 @@ async def test_inserted_groups_stand_in_order_of_issue_whatever_the_order_of_arr
     for one in reversed(await claim(any_store, "g", 3)):
         assert await submit(any_store, "g", one)
     assert await settle(any_store, team) == 3
-    table = await any_store.oldest_groups(10)
+    table = await flow.oldest_groups(any_store, 10)
     assert [(g.group, g.uses, g.header.ticket) for g in table] == [(f"0-{i}", 0, f"0-{i}") for i in range(3)]
-    assert [g.group for g in await any_store.oldest_groups(2)] == ["0-0", "0-1"]
-    assert await any_store.outstanding() is None
+    assert [g.group for g in await flow.oldest_groups(any_store, 2)] == ["0-0", "0-1"]
+    assert (await any_store.survey(team.leader, 0, 5)).oldest_outstanding == -1
 
 
 async def test_a_repeated_settlement_changes_nothing(any_store: Store) -> None:
@@ -50,14 +52,14 @@ async def test_a_repeated_settlement_changes_nothing(any_store: Store) -> None:
     await finished(any_store, team, 2)
     items = await any_store.read_headers(team.leader, 10)
     settlements = [Settlement(item, "stale") for item in items]
-    assert await any_store.settle(team.leader, settlements, 10) == 2
+    assert await any_store.settle(team.leader, settlements) == 2
     before = await any_store.audit()
-    assert await any_store.settle(team.leader, settlements, 10) == 0
+    assert await any_store.settle(team.leader, settlements) == 0
     assert await any_store.audit() == before
     assert (before["slots_used"], before["ledger:stale"]) == (0, 2)
 
 
-@pytest.mark.parametrize("action", ["stale", "filtered:zero_std", "failed:rewards are not finite"])
+@pytest.mark.parametrize("action", ["stale", "filtered:zero", "failed:rewards are not finite"])
 async def test_a_dropped_group_counts_frees_its_slot_and_leaves_no_payload(any_store: Store, action: str) -> None:
     team = await start(any_store)
     await finished(any_store, team, 1)
@@ -65,16 +67,16 @@ async def test_a_dropped_group_counts_frees_its_slot_and_leaves_no_payload(any_s
     outcome = "failed" if action.startswith("failed") else action
     assert await counts(any_store) == {"ledger:issued": 1, f"ledger:{outcome}": 1, "ledger:syncs": 1}
     assert await stored(any_store) == 0
-    assert await any_store.dead_letters() == ([("0-0", "rewards are not finite")] if outcome == "failed" else [])
+    assert await buried(any_store) == ([("0-0", "rewards are not finite")] if outcome == "failed" else [])
 
 
 async def test_a_full_table_evicts_its_oldest_groups(any_store: Store) -> None:
-    team = await start(any_store, slots=12)
+    team = await start(any_store, slots=12, table=TableRules(capacity=4))
     for _ in range(4):
         await finished(any_store, team, 3)
-        await settle(any_store, team, capacity=4)
+        await settle(any_store, team)
         assert (await any_store.audit())["buffered"] <= 4
-    assert [g.group for g in await any_store.oldest_groups(100)] == ["0-8", "0-9", "0-10", "0-11"]
+    assert [g.group for g in await flow.oldest_groups(any_store, 100)] == ["0-8", "0-9", "0-10", "0-11"]
     assert await counts(any_store) == {
         "buffered": 4, "slots_used": 4, "ledger:issued": 12, "ledger:evicted": 8, "ledger:syncs": 1,
     }  # fmt: skip
@@ -83,11 +85,11 @@ async def test_a_full_table_evicts_its_oldest_groups(any_store: Store) -> None:
 
 async def test_evicting_a_group_that_was_trained_is_no_second_outcome(any_store: Store) -> None:
     """Its payload stays until a checkpoint covers the step that used it."""
-    team = await start(any_store)
+    team = await start(any_store, table=TableRules(capacity=2, max_uses=2))
     await buffer(any_store, team, 2)
-    await prepare(any_store, team, 0, ["0-0"], max_uses=2)
+    await prepare(any_store, team, 0, ["0-0"])
     await finished(any_store, team, 1)
-    assert await settle(any_store, team, capacity=2) == 1
+    assert await settle(any_store, team) == 1
     audit = await counts(any_store)
     assert "ledger:evicted" not in audit
     assert (audit["prepared"], audit["buffered"], audit["slots_used"]) == (1, 2, 3)
@@ -116,7 +118,7 @@ async def test_a_header_of_a_ticket_that_nobody_issued_becomes_a_dead_letter(any
     await any_store.client.xadd(any_store.keys.headers, {"nonsense": "1"})
     assert await settle(any_store, team) == 2
     assert await counts(any_store) == {"ledger:unknown_headers": 2, "ledger:syncs": 1}
-    assert len(await any_store.dead_letters()) == 2
+    assert len(await buried(any_store)) == 2
 
 
 async def test_a_superseded_leader_neither_reads_nor_settles(any_store: Store) -> None:
@@ -127,18 +129,19 @@ async def test_a_superseded_leader_neither_reads_nor_settles(any_store: Store) -
     new = await any_store.lead("leader-1:boot", 60.0)
     assert new is not None
     with pytest.raises(Fenced):
-        await any_store.settle(team.leader, [Settlement(items[0], "stale")], 10)
+        await any_store.settle(team.leader, [Settlement(items[0], "stale")])
     with pytest.raises(Fenced):
         await any_store.read_headers(team.leader, 1)
     assert [item.entry for item in await any_store.read_headers(new, 1)] == [items[0].entry], "its successor finds the header"
 
 
-async def test_swept_groups_are_stale_once(any_store: Store) -> None:
+async def test_groups_that_became_stale_are_dropped_at_the_next_look_once(any_store: Store) -> None:
     team = await start(any_store)
-    await buffer(any_store, team, 3)
-    assert await any_store.sweep(team.leader, ["0-0", "0-2", "0-9"]) == 2
-    assert await any_store.sweep(team.leader, ["0-0", "0-2"]) == 0, "as after a lost reply"
-    assert await any_store.sweep(team.leader, []) == 0
+    for version in (0, 1, 2):
+        await buffer(any_store, team, 1, oldest=version)
+    look = await any_store.survey(team.leader, 2, 5)
+    assert (look.stale, look.size, look.first) == (2, 1, (("0-2", 2),))
+    assert (await any_store.survey(team.leader, 2, 5)).stale == 0, "as after a lost reply"
     assert await counts(any_store) == {
         "buffered": 1, "slots_used": 1, "ledger:issued": 3, "ledger:stale": 2, "ledger:syncs": 1,
     }  # fmt: skip
@@ -146,4 +149,4 @@ async def test_swept_groups_are_stale_once(any_store: Store) -> None:
     await any_store.step_down("leader-0:boot")
     assert await any_store.lead("leader-1:boot", 60.0)
     with pytest.raises(Fenced):
-        await any_store.sweep(team.leader, ["0-1"])
+        await any_store.survey(team.leader, 9, 5)

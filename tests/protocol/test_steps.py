@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 
 from services.protocol import codec
-from services.protocol.errors import Fenced, OutOfOrder, StoreError
+from services.protocol.errors import Damaged, Fenced, OutOfOrder, StoreError
 from services.protocol.messages import Payload
+from services.protocol.records import TableRules
 from services.protocol.store import Store
+from tests.protocol import flow
 from tests.protocol.flow import buffer, counts, plan, prepare, start
 
 
 async def test_a_plan_is_read_back_whole_and_by_rank(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
-    (group,) = await any_store.oldest_groups(1)
+    (group,) = await flow.oldest_groups(any_store, 1)
     step, ranks = plan(0, ["0-0"], [group.header.payload])
     assert await any_store.plan(0) is None
-    await any_store.prepare(team.leader, step, ranks, [], 1)
+    await any_store.prepare(team.leader, step, ranks)
     assert await any_store.plan(0) == step
     assert await any_store.rank_plan(0, 0) == ranks[0]
     with pytest.raises(StoreError, match="step 0 was planned without rank 1: start as many ranks"):
@@ -39,22 +41,25 @@ async def test_steps_are_prepared_in_order(any_store: Store) -> None:
 async def test_preparing_the_very_same_plan_again_changes_nothing(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
-    await prepare(any_store, team, 0, ["0-0"], stale=["0-1"])
+    await prepare(any_store, team, 0, ["0-0"])
     before = await any_store.audit()
-    await prepare(any_store, team, 0, ["0-0"], stale=["0-1"])
+    await prepare(any_store, team, 0, ["0-0"])
     assert await any_store.audit() == before
-    assert (before["ledger:stale"], before["prepared"]) == (1, 1)
+    assert (before["buffered"], before["prepared"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("groups", "stale"), [(["0-9"], []), (["0-0"], ["0-9"]), (["0-0", "0-0"], []), (["0-0"], ["0-0"]), ([], ["0-1", "0-1"])]
+    ("groups", "oldest_fresh", "why"),
+    [(["0-9"], 0, "0-9 is not in the replay table"), (["0-0", "0-0"], 0, "0-0 is drawn twice"), (["0-0"], 1, "0-0 is stale")],
 )
-async def test_a_wrong_picture_of_the_table_is_refused_as_a_whole(any_store: Store, groups: list[str], stale: list[str]) -> None:
+async def test_a_wrong_picture_of_the_table_is_refused_as_a_whole(
+    any_store: Store, groups: list[str], oldest_fresh: int, why: str
+) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     before = await any_store.audit()
-    with pytest.raises(OutOfOrder, match="group 0-"):
-        await prepare(any_store, team, 0, groups, stale)
+    with pytest.raises(OutOfOrder, match=why):
+        await prepare(any_store, team, 0, groups, oldest_fresh)
     assert await any_store.audit() == before
 
 
@@ -115,17 +120,18 @@ async def test_a_newer_trainer_fences_the_older_off(any_store: Store) -> None:
 
 
 async def test_a_group_trains_max_uses_times_and_holds_its_slot_for_the_first(any_store: Store) -> None:
-    team = await start(any_store)
+    team = await start(any_store, table=TableRules(max_uses=2))
     await buffer(any_store, team, 2)
-    await prepare(any_store, team, 0, ["0-0", "0-1"], max_uses=2)
-    assert [(g.group, g.uses) for g in await any_store.oldest_groups(9)] == [("0-0", 1), ("0-1", 1)]
+    await prepare(any_store, team, 0, ["0-0", "0-1"])
+    assert [(g.group, g.uses) for g in await flow.oldest_groups(any_store, 9)] == [("0-0", 1), ("0-1", 1)]
     await any_store.commit(team.trainer, 0)
     await any_store.publish(team.trainer, 1)
     assert (await any_store.audit())["slots_used"] == 0
-    await prepare(any_store, team, 1, ["0-0"], stale=["0-1"], max_uses=2)
+    await prepare(any_store, team, 1, ["0-0"])
+    assert (await any_store.survey(team.leader, 1, 5)).stale == 1, "0-1 is too old for a second use"
     await any_store.commit(team.trainer, 1)
     await any_store.publish(team.trainer, 2)
-    assert await any_store.oldest_groups(9) == []
+    assert await flow.oldest_groups(any_store, 9) == []
     audit = await counts(any_store)
     assert (audit["ledger:trained"], audit.get("ledger:stale", 0), audit.get("slots_used", 0)) == (2, 0, 0)
     assert "ledger:doubled" not in audit
@@ -156,10 +162,10 @@ async def test_plans_and_payloads_stay_until_a_checkpoint_covers_them(any_store:
 
 
 async def test_a_group_used_twice_outlives_its_first_step(any_store: Store) -> None:
-    team = await start(any_store)
+    team = await start(any_store, table=TableRules(max_uses=2))
     await buffer(any_store, team, 1)
     for step in range(2):
-        await prepare(any_store, team, step, ["0-0"], max_uses=2)
+        await prepare(any_store, team, step, ["0-0"])
         await any_store.commit(team.trainer, step)
         await any_store.publish(team.trainer, step + 1)
     await any_store.checkpointed(team.trainer, 0)
@@ -167,20 +173,31 @@ async def test_a_group_used_twice_outlives_its_first_step(any_store: Store) -> N
     assert len(await keys_of(any_store, "payload")) == 1
     await any_store.checkpointed(team.trainer, 1)
     assert await any_store.retire() == 1
-    assert await keys_of(any_store, "step", "group", "payload", "replay") == []
+    assert await keys_of(any_store, "step", "group", "payload", "replay") == ["replay:state"]
 
 
-async def test_a_missing_payload_is_an_error_that_names_it(any_store: Store) -> None:
-    await start(any_store)
-    with pytest.raises(StoreError, match=r"payload 0-0\.1 is gone from Redis"):
-        await any_store.payloads(["0-0.1"])
+async def test_payloads_that_are_gone_or_changed_are_named_all_at_once(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    names = [group.header.payload for group in await flow.oldest_groups(any_store, 3)]
+    key = any_store.keys.payload(names[1])
+    data = bytearray(await any_store.client.get(key) or b"")
+    data[20] ^= 4  # somewhere in its tokens, which would still be tokens
+    await any_store.client.set(key, bytes(data))
+    await any_store.client.set(any_store.keys.payload(names[2]), codec.seal(b"no message"))
+    with pytest.raises(Damaged) as raised:
+        await any_store.payloads(["0-9.1", *names])
+    assert {name: why[:14] for name, why in raised.value.reasons.items()} == {
+        "0-9.1": "it is gone fro", names[1]: f"its {len(data)} bytes a"[:14], names[2]: "not a Payload:",
+    }  # fmt: skip
+    assert await any_store.payload(names[1]) is None
     assert await any_store.payloads([]) == {}
 
 
 async def test_payload_bytes_arrive_as_they_were_sent(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
-    (group,) = await any_store.oldest_groups(1)
+    (group,) = await flow.oldest_groups(any_store, 1)
     raw = await any_store.client.get(any_store.keys.payload(group.header.payload))
     assert raw is not None
-    assert codec.encode(codec.decode(raw, Payload)) == raw
+    assert codec.seal(codec.encode(codec.decode(codec.unseal(raw), Payload))) == raw

@@ -138,7 +138,7 @@ async def test_a_full_server_says_so_and_still_lets_work_drain(any_store: Store,
     """What adds is refused, what moves work on and frees memory is not."""
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 2)
-    (group,) = await any_store.oldest_groups(1)
+    (group,) = await flow.oldest_groups(any_store, 1)
     await flow.issue(any_store, team, 2)
     one, two = await flow.claim(any_store, "g", 2)
     await any_store.client.config_set("maxmemory", "1mb")
@@ -237,7 +237,7 @@ async def test_a_server_that_stays_away_is_an_error_in_the_end(tmp_path: Path, m
     await store.create("config", "data", 1, 1)
     server.kill()
     started = time.monotonic()
-    calls = (store.state(), store.audit(), store.outstanding_count(), store.oldest_groups(1))
+    calls = (store.state(), store.audit(), store.order(), store.groups(["0-1"]))
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(outcome, StoreError) and "cannot be reached" in str(outcome) for outcome in outcomes), outcomes
     assert time.monotonic() - started < 5

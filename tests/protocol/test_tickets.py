@@ -8,7 +8,7 @@ import pytest
 
 from services.protocol.errors import Fenced
 from services.protocol.store import Store
-from tests.harness import ticket
+from tests.harness import buried, ticket
 from tests.protocol import flow
 from tests.protocol.flow import claim, counts, header, issue, payload_bytes, settle, start, submit
 
@@ -16,7 +16,9 @@ from tests.protocol.flow import claim, counts, header, issue, payload_bytes, set
 async def test_issue_fills_free_slots_only_and_a_repeated_call_adds_nothing(any_store: Store) -> None:
     team = await start(any_store, slots=3)
     tickets = [ticket(seq) for seq in range(5)]
-    assert await any_store.issue(team.leader, 0, tickets) == 3
+    assert await any_store.issue(team.leader, 0, tickets) == 0, "all or none"
+    assert await any_store.issue(team.leader, 0, tickets[:3], b"the order", {"main": b"rows"}) == 3
+    assert await any_store.order() == (b"the order", {"main": b"rows"})
     assert await any_store.issue(team.leader, 0, tickets) == 0, "the cursor has moved on"
     assert await any_store.issue(team.leader, 3, tickets[3:]) == 0, "no slot is free"
     assert await counts(any_store) == {
@@ -159,7 +161,7 @@ async def test_a_ticket_that_fails_too_often_is_buried_with_its_reason_and_frees
         (one,) = await claim(any_store, "a")
         assert await any_store.fail("a", one, f"verifier broke, {attempt}", max_attempts=3) is (attempt == 3)
         assert not await any_store.fail("a", one, "again", max_attempts=3), "a repeated call has no second effect"
-    assert await any_store.dead_letters() == [("0-0", "verifier broke, 3")]
+    assert await buried(any_store) == [("0-0", "verifier broke, 3")]
     assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
 
 
@@ -169,7 +171,7 @@ async def test_a_ticket_whose_leases_keep_running_out_is_buried(any_store: Store
     for _ in range(3):
         assert len(await claim(any_store, "a", lease_s=0.0, max_expiries=2)) == 1
     assert await claim(any_store, "a", lease_s=0.0, max_expiries=2) == []
-    assert await any_store.dead_letters() == [("0-0", "its lease ran out 2 times: it may kill its generator")]
+    assert await buried(any_store) == [("0-0", "its lease ran out 2 times: it may kill its generator")]
 
 
 async def test_a_ticket_that_kills_its_only_generator_again_and_again_is_buried(any_store: Store) -> None:
@@ -208,7 +210,7 @@ async def test_claims_walk_through_all_expired_leases(any_store: Store) -> None:
     assert len(await claim(any_store, "dead", 50)) == 50
     scan, seen = "0-0", []
     for _ in range(20):
-        scan, claims = await any_store.claim("alive", 0, 0.0, 3, scan)
+        scan, claims = await any_store.claim("alive", 0, await flow.sender(any_store), 0.0, 3, scan)
         seen += [c.ticket_id for c in claims]
     assert set(seen) == {f"0-{i}" for i in range(50)}
 
@@ -221,5 +223,5 @@ async def test_corrupt_tickets_reach_the_claimer_without_a_ticket(any_store: Sto
     assert [(c.ticket_id, c.ticket) for c in bad] == [("0-9", None), ("0-10", None)]
     for one in bad:
         assert await any_store.fail("a", one, "its bytes are not a ticket", max_attempts=1)
-    assert [ticket for ticket, _ in await any_store.dead_letters()] == ["0-10", "0-9"]
+    assert [ticket for ticket, _ in await buried(any_store)] == ["0-10", "0-9"]
     assert await counts(any_store) == {"ledger:unknown_tickets": 2, "ledger:syncs": 1}, "nobody issued them: no slot comes free"

@@ -14,10 +14,12 @@ from services.console.redis_server import RedisServer
 from services.protocol.config import ConfigError
 from services.protocol.messages import PodStatus
 from services.protocol.store import Store
-from services.runtime.api import BODY_LIMIT_BYTES, serve
-from services.runtime.auth import api_token
+from services.runtime.api import serve
+from services.runtime.auth import Tokens, api_tokens
+from services.runtime.entry import open_service
+from services.runtime.guard import BODY_LIMIT_BYTES
 from services.runtime.loops import Loop
-from services.runtime.service import Service, open_service
+from services.runtime.service import Service
 from tests.harness import small_config
 
 TOKEN = {"Authorization": "Bearer test-token"}
@@ -34,7 +36,7 @@ async def service(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIte
 
 @pytest_asyncio.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with serve(service, "test-token") as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve(service, Tokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
         yield client
 
 
@@ -60,7 +62,7 @@ async def test_mutating_calls_need_the_token(http: httpx.AsyncClient, store: Sto
 
 async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Store) -> None:
     answer = await http.post("/v1/pause", headers=TOKEN, json={"why": "maintenance"})
-    assert answer.json() == {"role": "generator", "paused": True, "why": "maintenance"}
+    assert answer.json() == {"role": "generator", "paused": True, "mode": "keep", "why": "maintenance", "waiting_for": []}
     assert (await http.post("/v1/pause", headers=TOKEN, params={"role": "trainer"})).json()["role"] == "trainer"
     state = await store.state()
     assert state is not None
@@ -70,6 +72,23 @@ async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Stor
     state = await store.state()
     assert state is not None
     assert state.paused == {"trainer": "REST"}
+
+
+async def test_the_number_of_generators_is_a_wish_that_reaches_redis(http: httpx.AsyncClient, store: Store) -> None:
+    assert is_problem(await http.post("/v1/fleet/generators", json={"replicas": 3}), 401)
+    answer = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
+    assert (answer.status_code, answer.json()) == (200, {"replicas": 3, "why": "REST", "waiting_for": ["3 more generators"]})
+    await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 0, "why": "night"})
+    assert (await http.get("/v1/state")).json()["state"]["scale"] == {"wanted": 0, "why": "night", "most": None, "followed": None}
+    for wrong in ({"replicas": -1}, {}, {"replicas": "many"}):
+        assert is_problem(await http.post("/v1/fleet/generators", headers=TOKEN, json=wrong), 422)
+    await store.bound_generators(2)
+    refused = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
+    assert is_problem(refused, 409)
+    assert "more than the 2 that there are GPUs for" in refused.json()["detail"]
+    state = await store.state()
+    assert state is not None
+    assert state.scale.wanted == 0
 
 
 async def test_the_state_shows_run_and_pod(http: httpx.AsyncClient, store: Store) -> None:
@@ -94,7 +113,7 @@ async def test_liveness_is_that_of_the_loops(http: httpx.AsyncClient, service: S
 
 
 async def test_readiness_says_why_not(http: httpx.AsyncClient, service: Service) -> None:
-    assert (await http.get("/health/ready")).json() == {"ready": True, "why_not": ""}
+    assert (await http.get("/health/ready")).json() == {"ready": True, "phase": "ready", "why_not": ""}
     service.ready = lambda: "holds policy version 2, published is 3"
     answer = await http.get("/health/ready")
     assert (answer.status_code, answer.json()["why_not"]) == (503, "holds policy version 2, published is 3")
@@ -126,7 +145,7 @@ async def test_a_taken_port_is_an_error_with_its_remedy(service: Service, http: 
     taken = service.config.api.model_copy(update={"port": http.base_url.port})
     other = Service("generator", service.config.model_copy(update={"api": taken}), service.store, service.status)
     with pytest.raises(ConfigError, match=rf"api.port = {http.base_url.port} .* choose another, or 0"):
-        async with serve(other, "test-token"):
+        async with serve(other, Tokens("test-token")):
             pass
 
 
@@ -135,14 +154,14 @@ def test_no_token_is_an_error_not_an_open_door(tmp_path: Path, monkeypatch: pyte
     config = small_config(tmp_path)
     open_door = config.model_copy(update={"api": config.api.model_copy(update={"token_file": ""})})
     with pytest.raises(ConfigError, match=r"api\.token_file"):
-        api_token(open_door)
+        api_tokens(open_door)
     monkeypatch.setenv("GRPO_API_TOKEN", "from-environment")
-    assert api_token(open_door) == "from-environment"
-    assert api_token(config) == "test-token"
+    assert api_tokens(open_door) == Tokens("from-environment")
+    assert api_tokens(config) == Tokens("test-token")
 
 
 async def _until_ready(store: Store) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while [status.phase for status in await store.members(5.0)] != ["ready"]:
             await asyncio.sleep(0.01)
 
@@ -161,7 +180,7 @@ async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
         running = asyncio.create_task(service.run(work))
         await _until_ready(store)
         await store.finish("trained 4 of 4 steps")
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 30)
     assert await store.members(5.0) == []
 
 
@@ -170,6 +189,6 @@ async def test_a_pod_that_is_told_to_stop_waits_for_no_run(service: Service) -> 
     waiting = asyncio.create_task(service.created())
     await asyncio.sleep(0)
     service.stop()
-    assert not await asyncio.wait_for(waiting, 5)
+    assert not await asyncio.wait_for(waiting, 30)
     await service.view.refresh()
     assert await service.created()

@@ -86,11 +86,11 @@ async def test_the_view_follows_the_run(store: Store, bell: Bell) -> None:
     created = asyncio.create_task(view.created())
     await asyncio.sleep(0.01)
     await store.create("config", "data", 4, 8)
-    assert (await asyncio.wait_for(created, 5.0)).slots == 8
+    assert (await asyncio.wait_for(created, 30.0)).slots == 8
 
     async def becomes(condition: object) -> None:
         async with view.changed:
-            await asyncio.wait_for(view.changed.wait_for(condition), 5.0)  # type: ignore[arg-type]
+            await asyncio.wait_for(view.changed.wait_for(condition), 30.0)  # type: ignore[arg-type]
 
     await store.pause("generator", "lunch")
     await becomes(lambda: view.paused)

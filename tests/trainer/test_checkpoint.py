@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from services.trainer import folders
+from services.runtime import folders
+from services.runtime.checkpoints import LAYOUT
+from services.runtime.folders import FileRecord, FolderError, Manifest
 from services.trainer.checkpoint import CheckpointError, Checkpoints, Saved
-from services.trainer.folders import FileRecord, FolderError, Manifest
 from tests.trainer.rank_worker import Job, launch
 from tests.trainer.tiny import VOCABULARY, make_model, make_payloads, make_samples
 
@@ -30,14 +34,19 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, list[Any]]]:
     """What every job returned, one per rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
     payloads = make_payloads(groups=2, size=4)
     samples = make_samples(payloads)
 
     def resume(size: int, stage: int) -> Job:
-        sections = {"trainer": {"row_tokens": 128, "zero_stage": stage, "deterministic": True}}
+        sections = {
+            "trainer": {"row_tokens": 128, "zero_stage": stage, "deterministic": True},
+            "reference": {"kind": "polyak", "alpha": 0.3, "every_steps": 2},
+            "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1},
+            "run": {"steps": 4},
+        }
         arguments = {"model": tiny_model, "sections": sections, "payloads": payloads, "samples": samples}
         return "resume", arguments | {"layouts": LAYOUTS[size], "root": folder / f"resume-{size}-{stage}"}
 
@@ -53,15 +62,19 @@ def results(tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPat
     found: dict[Any, list[Any]] = {"folder": [folder]}
     for size, named in jobs.items():
         found |= dict(zip(named, launch(size, list(named.values()), folder / f"ranks-{size}"), strict=True))
-    return found
+    yield found
+    subprocess.run(["umount", "--lazy", folder / "small"], capture_output=True, check=False)  # what `failures` mounted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", STAGES)
 def test_resumed_equals_uninterrupted_to_the_bit(which: tuple[int, int], results: dict[Any, list[Any]]) -> None:
     for result in results[which]:
-        (weights, random, python), (again, random_again, python_again) = result["uninterrupted"], result["resumed"]
+        weights, reference, random, python = result["uninterrupted"]
+        again, reference_again, random_again, python_again = result["resumed"]
         assert all(torch.equal(again[name], value) for name, value in weights.items())
+        assert all(torch.equal(reference_again[name], value) for name, value in reference.items())
+        assert any(not torch.equal(reference[name], value) for name, value in weights.items())
         assert torch.equal(random, random_again)
         assert python == python_again
         first, second = ({k: v for k, v in one.items() if not k.startswith("time/")} for one in result["metrics"])
@@ -70,6 +83,8 @@ def test_resumed_equals_uninterrupted_to_the_bit(which: tuple[int, int], results
         assert result["saved"].step == 1
         assert result["saved"].read("snapshot") == b"of dataprep"
         assert result["saved"].manifest.facts["zero_stage"] == which[1]
+        files = {f"trainer/{kind}-{rank}.pt" for kind in ("state", "random", "reference") for rank in range(which[0])}
+        assert set(result["saved"].manifest.files) == {"snapshot", *files}
 
 
 @pytest.mark.slow
@@ -84,7 +99,7 @@ def test_latest_skips_what_is_damaged(results: dict[Any, list[Any]], tmp_path: P
     newest = checkpoints.latest()
     assert newest is not None
     assert newest.step == 2
-    victim = next(newest.folder.rglob("*model_states.pt"))
+    victim = next(newest.folder.rglob("state-*.pt"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
@@ -118,29 +133,63 @@ def test_export_loads_with_transformers(stage: int, results: dict[Any, list[Any]
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        ("not a folder", "Not a directory; free space or make it writable"),
-        ("disk full", "cannot be written: File too large; free space under"),
-        ("other stage", "was written with trainer.zero_stage = 0, this run has 2: set trainer.zero_stage back"),
+        ("not a folder", "checkpoint of step 1 was not written: rank 0: .*Not a directory; free space or make it writable"),
+        ("cannot begin", "File exists; free space or make it writable"),
+        ("beside", "checkpoint of step 4 was not written: rank 0: .*none/snapshot cannot be written: No such file"),
+        ("too large", "rank 1: .*state-1.pt cannot be written: File too large; free space there, raise the limit, or lower"),
+        ("newer", "was written by a newer version of this program .checkpoint layout 99, this one reads 2.: go on with that"),
+        ("older", "was written by an older version of this program .checkpoint layout 1"),
+        ("other run", "is of run 'b', this is run 'run': to begin from its weights, use its export"),
+        ("other model", "is of another model, .* whose parameters are not those of model.path"),
+        ("other type", "was written with model.dtype = 'bfloat16', this run has 'float32': set model.dtype back"),
+        ("file gone", "state-1.pt cannot be read: No such file or directory; bring the file back, or delete"),
+        ("half-written", "the checkpoint of step 7 in .* was never finished: .*complete are those of steps: 3"),
+        ("no such step", "the checkpoint of step 1 in .* is not there; complete are those of steps: 2, 3"),
+        ("part of it", r"cannot be restored: rank 0: .*state-\*.pt: .* elements of .* are missing"),
         ("other ranks", "trainer.ranks = 3, but 2 trainer ranks were started"),
-        ("unequal rows", "rank 1: step 0 has 1 rows per rank in mini-batches of [1], but there are 0 rows"),
+        ("unequal rows", r"rank 1: step 0 has 1 rows per rank in mini-batches of \[1\], but there are 0 rows"),
     ],
 )
 def test_failures_are_told_on_every_rank(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
     for messages in results["failures"]:
-        assert message in messages[failure]
+        assert re.search(message, messages[failure]), messages[failure]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("disk full", "checkpoint of step 2 was not written: .*No space left on device; free space there, .*checkpoint.keep"),
+        ("read-only", "Read-only file system; make it writable for this user, or set run.dir"),
+        ("read-only at the start", "Read-only file system; make it writable for this user, or set run.dir"),
+    ],
+)
+def test_a_real_disk_refuses(failure: str, message: str, results: dict[Any, list[Any]]) -> None:
+    if why := results["failures"][0]["mounted"] or results["failures"][0]["read-only mounted"]:
+        pytest.skip(f"nothing can be mounted here: {why}")
+    for messages in results["failures"]:
+        assert re.search(message, messages[failure]), messages[failure]
+        assert messages["found"] == "1"
+    assert results["failures"][0]["left on the full disk"] == "latest,step-00000001"
 
 
 @pytest.mark.slow
 def test_only_the_newest_are_kept_and_a_failed_one_changes_nothing(results: dict[Any, list[Any]]) -> None:
     assert results["failures"][0]["left"] == "latest,step-00000002,step-00000003"
-    assert (results["folder"][0] / "good" / "latest").read_text() == "step-00000003"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_taken_back_stays_there(results: dict[Any, list[Any]]) -> None:
+    assert results["failures"][0]["named"] == "step-00000002"
+    good = Checkpoints(results["folder"][0] / "good", keep=2)
+    assert ([saved.step for saved in good.complete()], good.named()) == ([2, 3], "step-00000003")
 
 
 def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:
     for name in ("step-00000012", "step-00000003"):
         partial = folders.begin(tmp_path / name)
         folders.write(partial / "snapshot", name.encode())
-        folders.finish(partial, tmp_path / name, Manifest(folders.digests(partial, 0, 1), {"step": int(name[5:])}))
+        folders.finish(partial, tmp_path / name, Manifest(folders.digests(partial, 0, 1), {"layout": LAYOUT}))
     (tmp_path / "step-abc").mkdir()
     (tmp_path / "step-00000009").mkdir()
     checkpoints = Checkpoints(tmp_path, keep=2)

@@ -45,6 +45,24 @@ def test_bfloat16_weights_get_float32_logprobs() -> None:
     torch.testing.assert_close(entropy, torch.full((2,), float(np.log(4))))
 
 
+def test_a_float32_head_rounds_neither_logits_nor_sums() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16().requires_grad_() for size in (6, 50))
+    exact = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+    targets = torch.randint(0, 50, (6,), generator=generator)
+    expected, _ = token_logprobs(*exact, targets, 0.7, 4)
+    expected.sum().backward()
+    logprobs, _ = token_logprobs(hidden, weight, targets, 0.7, 4, fp32=True)
+    logprobs.sum().backward()
+    assert torch.equal(logprobs, expected)
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad.bfloat16())
+    rounded, _ = token_logprobs(hidden, weight, targets, 0.7, 4)
+    assert (rounded - expected).abs().max() > 1e-3
+
+
 def test_no_token_has_a_gradient_of_zeros() -> None:
     hidden = torch.zeros(0, 4, requires_grad=True)
     weight = torch.ones(3, 4, requires_grad=True)
@@ -98,9 +116,14 @@ def test_changing_one_response_leaves_the_others_equal_to_the_bit(tiny_model: Pa
     assert not same[before.sample_of_token == 2].any()
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 50])
-def test_attention_equals_a_dense_block_diagonal_mask(window: int | None) -> None:
-    lengths = [1, 6, 2, 9, 4, 8]
+@pytest.mark.parametrize(
+    ("window", "lengths"),
+    [
+        *((window, [1, 6, 2, 9, 4, 8]) for window in (None, 1, 3, 50)),
+        *((window, [3, 300, 270, 129]) for window in (1, 20, 140, 299)),
+    ],
+)
+def test_attention_equals_a_dense_block_diagonal_mask(window: int | None, lengths: list[int]) -> None:
     total = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)

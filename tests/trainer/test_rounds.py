@@ -55,6 +55,58 @@ def test_epochs_only_grow_and_excluded_members_stay_out_until_the_next_round(
                 assert membership.choose(worlds) == worlds
 
 
+@given(MEMBERS)
+def test_every_rank_has_its_owner(worlds: dict[str, int]) -> None:
+    group = form(1, worlds)
+    for member, first in group.ranks.items():
+        assert group.owners(range(first, first + worlds[member])) == {member}
+    assert group.owners(range(1, group.world_size)) == set(worlds)
+
+
+@given(MEMBERS.filter(lambda worlds: len(worlds) > 1), st.integers(0, 100), st.data())
+def test_a_fault_that_always_strikes_with_the_same_members_leaves_others_a_group(
+    worlds: dict[str, int], epoch: int, data: st.DataObject
+) -> None:
+    """`together` cannot be in one group: one member that breaks every group, or two with no way between them."""
+    together = data.draw(st.sets(st.sampled_from(sorted(worlds)), min_size=1, max_size=2))
+    membership = Membership(epoch)
+    served, rounds = False, 0
+    while not served:
+        membership.begin()
+        rounds += 1
+        assert rounds < 40, "left to chance, a group of others comes soon"
+        for attempt in range(6):  # each but the first leaves half out
+            if not (chosen := membership.choose(worlds)):
+                break
+            group = membership.remake(chosen)
+            if not together <= set(group.ranks):
+                served = True
+                break
+            blamed = membership.suspects()
+            assert bool(blamed) == (attempt > 0)
+            membership.exclude(blamed)
+
+
 def test_an_answer_counts_for_its_phase_only() -> None:
-    acks = {"a": ("ready", ""), "b": ("present", ""), "c": ("failed", "why"), "stranger": ("ready", "")}
-    assert answered(acks, ["a", "b", "c", "d"], "pause") == ({"a"}, {"c"})
+    acks = {"a": ("ready", ""), "b": ("present", ""), "c": ("failed", "why"), "d": ("declined", "why"), "stranger": ("ready", "")}
+    answers = answered(acks, "abcde", "pause")
+    assert (answers.done, answers.failed, answers.declined) == ({"a"}, {"c"}, {"d"})
+
+
+def test_nobody_waits_for_a_member_that_declined_failed_or_is_gone() -> None:
+    acks = {"a": ("present", ""), "b": ("declined", "evaluates 3"), "c": ("failed", "why")}
+    assert answered(acks, "abcde", "gather").awaited("abcde", live="abcd") == {"d"}
+    assert answered(acks | {"d": ("declined", "")}, "abcde", "gather").awaited("abcde", live="abcd") == set()
+
+
+@given(MEMBERS, st.data())
+def test_a_round_goes_on_with_exactly_those_who_did_not_decline(worlds: dict[str, int], data: st.DataObject) -> None:
+    membership = Membership(epoch=0)
+    membership.begin()
+    declined = data.draw(st.sets(st.sampled_from(sorted(worlds))))
+    acks = {member: ("declined" if member in declined else "present", "") for member in worlds}
+    answers = answered(acks, worlds, "gather")
+    membership.exclude(set(worlds) - answers.done)
+    assert set(membership.choose(worlds)) == set(worlds) - declined
+    membership.begin()
+    assert membership.choose(worlds) == worlds, "a member declines a round, not those after it"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from services.protocol.config import RunConfig
+from services.protocol.config.loss import Loss
 from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
 
 VOCABULARY = 96
@@ -43,7 +44,7 @@ def make_config(model: Path, /, **sections: Mapping[str, Any]) -> RunConfig:
     """A float32 run on `model`; keyword arguments are laid over its sections."""
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32", "max_tokens": 256},
-        "data": {"source": {"kind": "jsonl", "path": "unused.jsonl"}, "max_prompt_tokens": 32},
+        "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 32},
         "sampling": {"temperature": 0.7, "max_tokens": 32},
         "trainer": {"row_tokens": 128, "logprob_chunk_tokens": 5, "step_timeout_s": 60.0},
         "loss": {"kl_beta": 0.1},
@@ -65,32 +66,38 @@ def make_payloads(groups: int, size: int, seed: int = 0) -> dict[str, Payload]:
             prompt=random.integers(0, VOCABULARY, random.integers(1, 9)).astype(np.int32),
             lengths=lengths,
             tokens=random.integers(0, VOCABULARY, count).astype(np.int32),
-            logprobs=random.normal(-4.5, 1.5, count).astype(np.float32),
+            logprobs=np.minimum(random.normal(-4.5, 1.5, count), 0).astype(np.float32),
             spans=np.zeros((0, 4), np.int32),
         )
     return payloads
 
 
-def make_samples(payloads: Mapping[str, Payload], masked: Sequence[int] = ()) -> list[Sample]:
-    """Every completion with an advantage of its own; those numbered in `masked` are not trained."""
+def make_samples(payloads: Mapping[str, Payload], masked: Sequence[int] = (), weights: Sequence[float] = ()) -> list[Sample]:
+    """Every completion with an advantage of its own; those numbered in `masked` are not trained. `weights` are the groups'."""
     samples = []
-    for name, payload in payloads.items():
+    for group, (name, payload) in enumerate(payloads.items()):
         for index, length in enumerate(payload.lengths):
-            number = len(samples)
-            trained = 0 if number in masked else int(length)
-            samples.append(Sample(name, index, float(np.float32((-1) ** number * (0.3 + 0.2 * number))), trained))
+            number, tools = len(samples), payload.tool_spans[payload.tool_spans[:, 0] == index]
+            trained = 0 if number in masked else int(length - (tools[:, 2] - tools[:, 1]).sum())
+            advantage = float(np.float32((-1) ** number * (0.3 + 0.2 * number)))
+            samples.append(Sample(name, index, advantage, trained, weights[group] if weights else 1.0))
     return samples
 
 
 def plan_of(
-    layout: Sequence[Sequence[Sequence[Sequence[int]]]], samples: Sequence[Sample], step: int = 0
+    layout: Sequence[Sequence[Sequence[Sequence[int]]]], samples: Sequence[Sample], step: int = 0, loss: Loss | None = None
 ) -> tuple[StepPlan, list[RankPlan]]:
     """Plans from numbers of samples, `layout[mini_batch][rank][row]`; short ranks get empty rows."""
+    loss = loss or Loss()
     rows_of: list[list[list[Sample]]] = [[] for _ in layout[0]]
-    sizes, denominators = [], []
+    sizes, denominators, tokens = [], [], []
     for mini_batch in layout:
         sizes.append(max(len(rows) for rows in mini_batch))
-        denominators.append(float(sum(samples[i].trained_tokens for rows in mini_batch for row in rows for i in row)))
+        trained = [samples[i] for rows in mini_batch for row in rows for i in row if samples[i].trained_tokens]
+        tokens.append(sum(sample.trained_tokens for sample in trained))
+        groups = {sample.payload for sample in trained}
+        counts = {"token": tokens[-1], "sequence": len(trained), "group": len(groups), "constant": loss.denominator_tokens}
+        denominators.append(float(counts[loss.denominator]))
         for rank, rows in enumerate(mini_batch):
             rows_of[rank] += [[samples[i] for i in row] for row in rows] + [[]] * (sizes[-1] - len(rows))
     plan = StepPlan(
@@ -101,7 +108,7 @@ def plan_of(
         rows_per_rank=sum(sizes),
         mini_batch_rows=sizes,
         denominators=denominators,
-        response_tokens=int(sum(denominators)),
+        response_tokens=sum(tokens),
         total_tokens=0,
         stats={},
     )

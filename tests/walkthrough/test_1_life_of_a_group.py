@@ -24,11 +24,11 @@ async def test_a_group_lives_in_exactly_one_place_at_a_time(store: Store) -> Non
     assert leader is not None
     await store.publish(trainer, 0)  # the fleet holds version 0: from now on tickets may be claimed
 
-    ticket = Ticket("0-7", seq=0, epoch=0, index=7, seed=1, prompt=[5, 6], answer="42", group_size=4)
+    ticket = Ticket("0-7", seq=0, epoch=0, index=7, seed=1, prompt=[5, 6], answer="42", group_size=4, source="main")
     assert await store.issue(leader, 0, [ticket]) == 1
     assert await where() == (["tickets"], 1)
 
-    _, (claim,) = await store.claim("generator-0", version=0, lease_s=10, count=8)
+    _, (claim,) = await store.claim("generator-0", version=0, sender=trainer, lease_s=10, count=8)
     assert claim.ticket == ticket
     assert await where() == (["tickets"], 1)  # under a lease, but still in the stream: the generator may die
 
@@ -37,10 +37,10 @@ async def test_a_group_lives_in_exactly_one_place_at_a_time(store: Store) -> Non
 
     (entry,) = await store.read_headers(leader, count=10)
     assert entry.header is not None
-    await store.settle(leader, [Settlement(entry, "insert", entry.header.seq, min(entry.header.oldest))], capacity=100)
+    await store.settle(leader, [Settlement(entry, "insert", min(entry.header.oldest))])
     assert await where() == (["buffered"], 1)
 
-    await store.prepare(leader, *plan(0, ["0-7"], [claim.payload]), stale=[], max_uses=1)
+    await store.prepare(leader, *plan(0, ["0-7"], [claim.payload]))
     assert await where() == (["prepared"], 1)
 
     rank = await store.rank_plan(step=0, rank=0)

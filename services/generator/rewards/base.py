@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from services.protocol.config.data import Verifier as VerifierConfig
+from services.protocol.config.data import verifier_names
 
 
 class VerifierFailure(Exception):
@@ -24,22 +25,12 @@ class Verifier(Protocol):
         ...
 
 
-def verifier_names(verifiers: Sequence[VerifierConfig]) -> list[str]:
-    """One name a verifier: its kind; the second of a kind is `kind-2`, and so on."""
-    seen: dict[str, int] = {}
-    names = []
-    for verifier in verifiers:
-        count = seen[verifier.kind] = seen.get(verifier.kind, 0) + 1
-        names.append(verifier.kind if count == 1 else f"{verifier.kind}-{count}")
-    return names
-
-
 def combine(scores: Mapping[str, Sequence[float]], verifiers: Sequence[VerifierConfig]) -> list[float]:
-    """Rewards [n]: the verifiers' scores, each times its weight, added up."""
-    columns = [[verifier.weight * score for score in scores[name]] for name, verifier in named(verifiers)]
+    """Rewards [n]: the scores of those of the run's verifiers that there are, each times its weight, added up."""
+    columns = [[verifier.weight * score for score in scores[name]] for name, verifier in named(verifiers) if name in scores]
     return [sum(row) for row in zip(*columns, strict=True)]
 
 
 def named(verifiers: Sequence[VerifierConfig]) -> list[tuple[str, VerifierConfig]]:
-    """Verifiers with their names."""
+    """The run's verifiers with their names."""
     return list(zip(verifier_names(verifiers), verifiers, strict=True))

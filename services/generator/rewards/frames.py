@@ -14,7 +14,7 @@ class Setup(msgspec.Struct, array_like=True):
     """First frame to a worker: the configuration, as `model_dump(mode="json")` gives it."""
 
     verifiers: list[dict[str, Any]]
-    source: dict[str, Any]
+    sources: list[dict[str, Any]]
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -28,10 +28,11 @@ class Job(msgspec.Struct, array_like=True):
 
     completions: list[str]
     answer: str
+    source: str
 
 
 class Verdict(msgspec.Struct, array_like=True):
-    """One verifier's scores of the group, in order of the verifiers; after one with an error the group is over."""
+    """One verifier's scores of the group, in order of the verifiers of its source; after one with an error the group is over."""
 
     scores: list[float]
     error: str = ""

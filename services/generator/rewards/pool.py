@@ -1,8 +1,8 @@
 """A pool of warm worker processes that score whole groups.
 
 `score` waits for: an idle worker. Unblocked by: another group's end, which every group reaches within its time limit, and by
-the replacement of a worker that died. Guarantees: a group gets the scores of all verifiers or one `VerifierFailure`; a worker
-that broke is replaced, in the background, before the next group gets it; the pool goes on.
+the replacement of a worker that died. Guarantees: a group gets the scores of all verifiers of its prompt source or one
+`VerifierFailure`; a worker that broke is replaced, in the background, before the next group gets it; the pool goes on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.generator.rewards.base import VerifierFailure, verifier_names
+from services.generator.rewards.base import VerifierFailure, named
 from services.generator.rewards.frames import Setup
 from services.generator.rewards.process import WorkerProcess
+from services.generator.rewards.scratch import sweep
 from services.protocol.config.data import Source
 from services.protocol.config.data import Verifier as VerifierConfig
 
@@ -31,14 +32,16 @@ class PoolCounts:
 
 
 class VerifierPool:
-    """Scores groups with all verifiers of a run on `workers` processes."""
+    """Scores groups with the verifiers of their prompt source, on `workers` processes. `sources`: all whose groups may come."""
 
-    def __init__(self, verifiers: Sequence[VerifierConfig], workers: int, source: Source) -> None:
-        self.names = verifier_names(verifiers)
+    def __init__(self, verifiers: Sequence[VerifierConfig], workers: int, sources: Sequence[Source]) -> None:
         self.counts = PoolCounts()
-        setup = Setup([verifier.model_dump(mode="json") for verifier in verifiers], source.model_dump(mode="json"))
-        limits = [(name, verifier.timeout_s) for name, verifier in zip(self.names, verifiers, strict=True)]
-        self._workers = [WorkerProcess(setup, limits) for _ in range(workers)]
+        setup = Setup([each.model_dump(mode="json") for each in verifiers], [each.model_dump(mode="json") for each in sources])
+        self._limits = {
+            source.name: [(name, verifier.timeout_s) for name, verifier in named(verifiers) if verifier.scores(source.name)]
+            for source in sources
+        }
+        self._workers = [WorkerProcess(setup, self._limits) for _ in range(workers)]
         self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
         self._replacing: set[asyncio.Task[None]] = set()
 
@@ -48,7 +51,11 @@ class VerifierPool:
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
     async def start(self) -> None:
-        """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a broken pattern."""
+        """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a broken pattern.
+
+        What workers of processes that were killed have left is swept first.
+        """
+        await asyncio.to_thread(sweep)
         outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -57,15 +64,17 @@ class VerifierPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def score(self, completions: list[str], answer: str) -> dict[str, list[float]]:
-        """Verifier name -> scores [n] in 0..1 of a group's completions. Raises `VerifierFailure`."""
+    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
+        """Name of each verifier of the source -> scores [n] in 0..1 of a group's completions. Raises `VerifierFailure`."""
+        if source not in self._limits:
+            raise VerifierFailure(f"the run has no prompt source {source!r}: its sources are {', '.join(self._limits)}")
         worker = await self._idle.get()
         started = time.monotonic()
         try:
             if not worker.alive:
                 self.counts.restarts += 1
                 await worker.start()
-            columns = await worker.score([_encodable(text) for text in completions], _encodable(answer))
+            return await worker.score([_encodable(text) for text in completions], _encodable(answer), source)
         except VerifierFailure:
             self.counts.failures += 1
             raise
@@ -73,7 +82,6 @@ class VerifierPool:
             self.counts.groups += 1
             self.counts.busy_s += time.monotonic() - started
             self._hand_back(worker)
-        return dict(zip(self.names, columns, strict=True))
 
     async def close(self) -> None:
         """End all workers. Calls of `score` still running fail."""

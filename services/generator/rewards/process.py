@@ -1,18 +1,19 @@
 """One worker process, seen from the pool: start it, let it score a group, end it.
 
 Guarantees: every exchange ends within its limit, with scores or with a `VerifierFailure`; after a failure of the process
-it is dead and reaped. One exchange at a time.
+it is dead and reaped, and its scratch folder gone. One exchange at a time. It inherits no secret from the environment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ import msgspec
 
 from services.generator.rewards.base import VerifierFailure
 from services.generator.rewards.frames import LENGTH, Hello, Job, Setup, Verdict, frame
+from services.generator.rewards.scratch import Scratch
 
 START_LIMIT_S = 120.0
 """Limit of a worker's start: seconds on an idle machine, tens while a model loads beside it."""
@@ -27,17 +29,23 @@ GRACE_S = 5.0
 """A worker ends itself at a call's limit; one that does not, because it is stopped or stuck, is killed so much later."""
 REAP_LIMIT_S = 1.0
 """A process whose end of the socket closed is gone within milliseconds; past this it is killed."""
+_SECRET = re.compile("^GRPO_|PASSWORD|SECRET|TOKEN$|_KEY$|CREDENTIAL")
+"""Environment variables that a worker does not inherit."""
 _ROOT = Path(__file__).resolve().parents[3]
 
 T = TypeVar("T")
 
 
 class WorkerProcess:
-    """A process that may be started again and again. `limits` are (verifier name, time limit of a call in seconds)."""
+    """A process that may be started again and again.
 
-    def __init__(self, setup: Setup, limits: Sequence[tuple[str, float]]) -> None:
+    `limits`: source -> its verifiers' (name, time limit of a call in seconds).
+    """
+
+    def __init__(self, setup: Setup, limits: Mapping[str, Sequence[tuple[str, float]]]) -> None:
         self._setup = setup
         self._limits = limits
+        self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -56,8 +64,9 @@ class WorkerProcess:
         """Start the process and wait until it is warm. Raises `VerifierFailure`."""
         await self.kill()
         ours, theirs = socket.socketpair()
+        self._scratch = Scratch()
         with theirs:
-            self._process = _spawn(theirs.fileno())
+            self._process = _spawn(theirs.fileno(), str(self._scratch.path))
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -69,20 +78,21 @@ class WorkerProcess:
             await self.kill()
             raise VerifierFailure(f"verifiers cannot be used: {hello.error}")
 
-    async def score(self, completions: list[str], answer: str) -> list[list[float]]:
-        """Scores [verifier][completion]. Raises `VerifierFailure`; is cancelled only at the price of the process."""
-        scores: list[list[float]] = []
-        allowed_s = sum(limit_s for _, limit_s in self._limits) * len(completions) + GRACE_S
+    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
+        """Verifier -> scores [n] of n completions. Raises `VerifierFailure`; is cancelled only at the price of the process."""
+        scores: dict[str, list[float]] = {}
+        limits = self._limits[source]
+        allowed_s = sum(limit_s for _, limit_s in limits) * len(completions) + GRACE_S
         try:
             async with asyncio.timeout(allowed_s):
-                await self._send(Job(completions, answer))
-                for name, _ in self._limits:
+                await self._send(Job(completions, answer, source))
+                for name, _ in limits:
                     verdict = await self._receive(Verdict)
                     if verdict.error:
                         raise VerifierFailure(f"verifier {name!r} broke: {verdict.error}")
-                    scores.append(verdict.scores)
+                    scores[name] = verdict.scores
         except (TimeoutError, EOFError, ConnectionError) as error:
-            name, limit_s = self._limits[min(len(scores), len(self._limits) - 1)]
+            name, limit_s = limits[min(len(scores), len(limits) - 1)]
             raise VerifierFailure(f"verifier {name!r}, limit {limit_s:g} s: {await self._end(error)}") from None
         except asyncio.CancelledError:
             await self.kill()  # its answer to this group would be taken for the next one's
@@ -98,6 +108,9 @@ class WorkerProcess:
         if process is not None:
             process.kill()
             await asyncio.to_thread(process.wait)
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None
 
     async def _end(self, error: Exception) -> str:
         """How the process ended, in words; it is dead afterwards."""
@@ -125,12 +138,13 @@ class WorkerProcess:
         return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
 
 
-def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
+def _spawn(descriptor: int, scratch: str) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    inherited = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return subprocess.Popen(
-        [sys.executable, "-m", "services.generator.rewards.worker", str(descriptor)],
-        env={**os.environ, **single_threaded, "PYTHONPATH": path},
+        [sys.executable, "-m", "services.generator.rewards.worker", str(descriptor), scratch],
+        env={**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

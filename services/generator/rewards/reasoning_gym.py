@@ -17,7 +17,9 @@ class ReasoningGymVerifier:
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
         if not isinstance(source, ReasoningGymSource):
-            raise ValueError(f'verifiers: kind "reasoning_gym" needs data.source.kind = "reasoning_gym", not "{source.kind}"')
+            raise ValueError(
+                f'verifiers: kind "reasoning_gym" needs a source of kind "reasoning_gym", and "{source.name}" is "{source.kind}"'
+            )
         self._extract = Extractor(config.extract)
         self._task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
         self._entry = lru_cache(maxsize=8)(decode_entry)

@@ -2,9 +2,11 @@
 
 Waits for: a frame from the pool. Unblocked by: the pool, or its death (end of the stream; a worker in mid-call is ended by
 its own alarm). Guarantees: no call lasts longer than its verifier's limit, since the kernel's timer ends the process even
-inside a C loop that never returns to Python; memory is limited, and under pressure this process is the first to go.
+inside a C loop that never returns to Python; memory is limited, and under pressure this process is the first to go. Once its
+verifiers are built it can reach no network, start no program, touch no other process and write in its scratch folder alone
+(confine.py, as far as the kernel knows how).
 
-Run as `python -m services.generator.rewards.worker FD`.
+Run as `python -m services.generator.rewards.worker FD SCRATCH`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import contextlib
 import logging
 import math
 import os
-import resource
 import signal
 import socket
 import sys
@@ -24,13 +25,12 @@ import msgspec
 from pydantic import TypeAdapter
 
 from services.generator.rewards.base import Verifier
+from services.generator.rewards.confine import confine, limit_resources
 from services.generator.rewards.frames import LENGTH, Hello, Job, Setup, Verdict, frame
 from services.generator.rewards.registry import build
 from services.protocol.config.data import Source
 from services.protocol.config.data import Verifier as VerifierConfig
 
-MEMORY_BYTES = 4 << 30
-"""Address space of a worker: several times what the libraries map, far below what a tower of powers would take."""
 PARENT_CHECK_S = 2.0
 """How often an idle worker makes sure its parent lives, should a copy of the pool's end of the socket live on elsewhere."""
 
@@ -38,14 +38,16 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument."""
+    """Serve the socket whose descriptor is the first argument; the second is a folder of this process's own."""
+    scratch = Path(sys.argv[2])
     _protect()
+    os.chdir(scratch)
     with socket.socket(fileno=int(sys.argv[1])) as pool, contextlib.suppress(ConnectionError):
         pool.settimeout(PARENT_CHECK_S)
-        _serve(pool, os.getppid())
+        _serve(pool, os.getppid(), scratch)
 
 
-def _serve(pool: socket.socket, parent: int) -> None:
+def _serve(pool: socket.socket, parent: int, scratch: Path) -> None:
     setup = _receive(pool, Setup, parent)
     if setup is None:
         return
@@ -54,9 +56,10 @@ def _serve(pool: socket.socket, parent: int) -> None:
     except Exception as error:  # whatever keeps a verifier from starting is told to the pool, which names it to the user
         pool.sendall(frame(Hello(_reason(error))))
         return
+    confine(scratch)  # from here on it reads what models wrote
     pool.sendall(frame(Hello()))
     while (job := _receive(pool, Job, parent)) is not None:
-        for verifier, limit_s in verifiers:
+        for verifier, limit_s in verifiers[job.source]:
             verdict = _judge(verifier, limit_s, job)
             pool.sendall(frame(verdict))
             if verdict.error:
@@ -67,16 +70,20 @@ def _protect() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the generator, which then closes its pool
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_resources()
     logging.disable(logging.WARNING)  # math-verify warns that its own time limit, which ours replaces, is off
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _build(setup: Setup) -> list[tuple[Verifier, float]]:
-    source = TypeAdapter(Source).validate_python(setup.source)
+def _build(setup: Setup) -> dict[str, list[tuple[Verifier, float]]]:
+    """Source -> its verifiers, each with the time limit of a call."""
+    sources = TypeAdapter(list[Source]).validate_python(setup.sources)
     configs = [VerifierConfig.model_validate(config) for config in setup.verifiers]
-    return [(build(config, source), config.timeout_s) for config in configs]
+    return {
+        source.name: [(build(config, source), config.timeout_s) for config in configs if config.scores(source.name)]
+        for source in sources
+    }
 
 
 def _judge(verifier: Verifier, limit_s: float, job: Job) -> Verdict:

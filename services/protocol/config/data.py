@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -21,7 +22,16 @@ def _pattern(text: str, groups: int = 0) -> str:
     return text
 
 
-class FileSource(Section):
+class NamedSource(Section):
+    """What every prompt source has."""
+
+    name: str = Field(default="main", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the source, unique in the run: verifiers and metrics call it so."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts, over the sum of all sources' weights."""
+
+
+class FileSource(NamedSource):
     """Prompts from a JSONL or parquet file, one row a prompt."""
 
     kind: Literal["jsonl", "parquet"]
@@ -41,7 +51,7 @@ class FileSource(Section):
         return _pattern(text, groups=1)
 
 
-class ReasoningGymSource(Section):
+class ReasoningGymSource(NamedSource):
     """Prompts made by a task of the reasoning-gym library; its own scorer is the verifier `reasoning_gym`."""
 
     kind: Literal["reasoning_gym"]
@@ -62,8 +72,8 @@ Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
 class Data(Section):
     """Where prompts come from and how they become tokens."""
 
-    source: Source
-    """The prompt source; `kind` is `jsonl`, `parquet` or `reasoning_gym`."""
+    sources: list[Source] = Field(min_length=1)
+    """The prompt sources; `kind` is `jsonl`, `parquet` or `reasoning_gym`. Several are mixed by their weights."""
     system_prompt: str = ""
     """System message put before every string prompt; empty: none."""
     user_template: str = "{prompt}"
@@ -73,13 +83,17 @@ class Data(Section):
     chat_template_options: dict[str, Any] = {}
     """Further variables for the chat template, e.g. `enable_thinking = false`."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt in tokens. A longer one is an error before the run starts, not a cut."""
+    """Longest prompt in tokens. No prompt is ever cut."""
+    long_prompts: Literal["error", "drop"] = "error"
+    """A prompt longer than that is an `error` before the run starts, or its row is left out (`drop`) and counted in the log."""
     shuffle: bool = True
-    """Permute the rows of each epoch, seeded by (run.seed, epoch)."""
+    """Permute the rows of each epoch of a source, seeded by (run.seed, epoch)."""
+    curriculum: str = Field(default="", pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")
+    """`package.module:function` that chooses and orders the rows of every epoch (docs/data.md); empty: their seeded order."""
 
 
 class Verifier(Section):
-    """One way to score a completion. The scores of all verifiers of a run add up, each times its weight."""
+    """One way to score a completion. The scores of all verifiers of a prompt source add up, each times its weight."""
 
     kind: Literal["math", "exact", "regex", "reasoning_gym"]
     """`math`: equal as mathematics; `exact`: equal text; `regex`: the pattern matches; `reasoning_gym`: the task's own scorer."""
@@ -92,6 +106,8 @@ class Verifier(Section):
     completion; empty: the whole completion."""
     pattern: str = ""
     """`regex`: the pattern; `{answer}` stands for the escaped gold answer."""
+    sources: list[str] = []
+    """Names of the prompt sources whose completions it scores; empty: all."""
 
     @field_validator("extract")
     @classmethod
@@ -103,3 +119,41 @@ class Verifier(Section):
     def _compiles(cls, text: str) -> str:
         _pattern(text.replace("{answer}", "answer"))
         return text
+
+    def scores(self, source: str) -> bool:
+        """Whether it scores completions of the prompt source of that name."""
+        return not self.sources or source in self.sources
+
+
+def verifier_names(verifiers: Sequence[Verifier]) -> list[str]:
+    """One name for each of the run's verifiers: its kind; the second of a kind is `kind-2`, and so on."""
+    seen: dict[str, int] = {}
+    names = []
+    for verifier in verifiers:
+        count = seen[verifier.kind] = seen.get(verifier.kind, 0) + 1
+        names.append(verifier.kind if count == 1 else f"{verifier.kind}-{count}")
+    return names
+
+
+def check_verifiers(verifiers: Sequence[Verifier], sources: Sequence[Source]) -> None:
+    """Raise ValueError unless the names of `sources`, all prompt sources of the run, are unique and each can be scored."""
+    kinds: dict[str, str] = {}
+    for source in sources:
+        if source.name in kinds:
+            raise ValueError(f'two prompt sources have name = "{source.name}": give each a name of its own')
+        kinds[source.name] = source.kind
+    for index, verifier in enumerate(verifiers):
+        for name in verifier.sources:
+            if name not in kinds:
+                raise ValueError(
+                    f'verifiers.{index}.sources names "{name}", which is no prompt source; there are: {", ".join(kinds)}'
+                )
+        for name, kind in kinds.items():
+            if verifier.kind == "reasoning_gym" and kind != "reasoning_gym" and verifier.scores(name):
+                raise ValueError(
+                    f'verifiers.{index}: kind "reasoning_gym" scores prompts of kind "reasoning_gym", and source "{name}" is '
+                    f'"{kind}": use "math", "exact" or "regex", or leave it out of verifiers.{index}.sources'
+                )
+    for name in kinds:
+        if not any(verifier.scores(name) for verifier in verifiers):
+            raise ValueError(f'no verifier scores the prompt source "{name}": add it to the `sources` of one')

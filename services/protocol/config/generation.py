@@ -33,8 +33,8 @@ class Generator(Section):
     """Generators that `grpo run` starts on this machine."""
     engine: str = "vllm"
     """`vllm`, or `package.module:Class` for an engine of your own (the interface is services/generator/engine.py)."""
-    max_concurrent_groups: int = Field(default=32, ge=1)
-    """Most tickets one generator holds at a time."""
+    max_concurrent_groups: int = Field(default=0, ge=0)
+    """Most tickets one generator holds at a time; how many it does hold below that follows its load. 0: no bound but the load."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences vLLM runs in one iteration."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -62,16 +62,51 @@ class Generator(Section):
 class Sync(Section):
     """Weight-sync rounds between the trainer and the generators."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """`nccl` on GPUs, `gloo` on CPUs; `auto` takes what the machine has."""
+    backend: Literal["auto", "gloo", "nccl", "filesystem"] = "auto"
+    """`nccl` on GPUs, `gloo` on CPUs; `auto` takes what the machine has. `filesystem` needs no network between trainer and
+    generators: weights pass through files in `sync.folder`."""
+    folder: str = ""
+    """With `filesystem`: a folder on a volume that trainer and generators share, for this run alone; empty: `weights` in the
+    run's folder."""
+    in_flight: Literal["keep", "drain", "abort"] = "keep"
+    """Completions under way when weights are applied: `keep` goes on with them under the new weights, their versions recorded by
+    token; `drain` lets them end first, starting none, for up to `drain_deadline_s`; `abort` begins them anew. With the last two
+    every completion is of one version."""
+    drain_deadline_s: float = Field(default=10.0, gt=0)
+    """With `drain`: completions that have not ended by then begin anew under the new weights."""
     host: str = ""
     """Address under which generators reach trainer rank 0; empty: the trainer's own host name, 127.0.0.1 in `grpo run`."""
-    bucket_mib: int = Field(default=256, ge=1)
-    """Weights are gathered and broadcast in buckets of about this size, in MiB."""
+    bucket_mib: int = Field(default=32, ge=1)
+    """Weights are gathered and broadcast in buckets of about this size, in MiB; one is filled while another is sent."""
+    verify: bool = True
+    """Whether generators compare checksums of what they received with the trainer's; a quarter of a gloo transfer."""
     join_deadline_s: float = Field(default=20.0, gt=0)
     """A member that has not joined and paused by then is left out of the round."""
     transfer_deadline_s: float = Field(default=120.0, gt=0)
     """A broadcast or an apply that takes longer breaks the group; the round goes on under a new epoch."""
+
+
+def check_sync(sync: Sync) -> None:
+    """Which combinations of keys of `[sync]` mean something."""
+    if sync.folder and sync.backend != "filesystem":
+        raise ValueError(
+            f'sync.folder = {sync.folder!r} has no effect with sync.backend = "{sync.backend}": remove it, or set "filesystem"'
+        )
+    if sync.in_flight != "drain":
+        if sync.drain_deadline_s != Sync().drain_deadline_s:
+            raise ValueError(
+                f'sync.drain_deadline_s has no effect with sync.in_flight = "{sync.in_flight}": remove it, or set "drain"'
+            )
+        return
+    limits = {"transfer_deadline_s": sync.transfer_deadline_s}
+    if sync.backend in ("auto", "nccl"):  # then members drain before they are ready
+        limits["join_deadline_s"] = sync.join_deadline_s
+    for name, limit_s in limits.items():
+        if sync.drain_deadline_s >= limit_s:
+            raise ValueError(
+                f"sync.drain_deadline_s = {sync.drain_deadline_s} leaves nothing of sync.{name} = {limit_s}: lower the one or "
+                "raise the other"
+            )
 
 
 class Fleet(Section):
@@ -81,3 +116,20 @@ class Fleet(Section):
     """How often a pod renews its record."""
     ttl_s: float = Field(default=10.0, gt=0)
     """A pod not heard of for so long counts as gone."""
+    scaling: Literal["wish", "kubectl", "hpa", "keda"] = "wish"
+    """Who decides how many generators there are: `wish`, whoever asks for a number (`grpo scale`); on a cluster `kubectl` alone,
+    where the chart has no scaler, or its autoscaler. Where no wish would be followed, it is refused."""
+
+    @property
+    def refusal(self) -> str:
+        """Why no number of generators can be asked for, and what to do; empty: it can."""
+        if self.scaling == "wish":
+            return ""
+        if self.scaling == "kubectl":
+            remedy = "use kubectl scale, or set scaler.enabled = true in the values of the chart"
+        else:
+            remedy = (
+                "set generator.autoscaling.minReplicas and maxReplicas in the values of the chart, or "
+                "generator.autoscaling.kind = none to scale by wish"
+            )
+        return f'fleet.scaling = "{self.scaling}": nobody follows a wish for generators here; {remedy}'

@@ -19,10 +19,17 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ValidationError
 
+from services.protocol.config.generation import Generator
 from services.protocol.config.root import RunConfig
+from services.protocol.config.training import Trainer
 
 ENV_PREFIX = "GRPO__"
 SOURCE_KINDS = ("jsonl", "parquet", "reasoning_gym")
+REPLACED = {
+    "data.source": "is a list now, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
+    "{ ... }, data.sources.0.KEY for data.source.KEY",
+}
+"""Keys of older versions, with what stands for them."""
 
 
 class ConfigError(ValueError):
@@ -62,9 +69,18 @@ def to_toml(config: RunConfig) -> str:
     return msgspec.toml.encode(config.model_dump(mode="json")).decode()
 
 
+CARRIED_OUT: dict[str, Any] = {
+    "redis": True, "api": True, "web": True, "tracking": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
+    "run": {"dir"},
+    "generator": set(Generator.model_fields) - {"engine", "engine_options"},
+    "trainer": set(Trainer.model_fields) - {"mini_batches", "deterministic"},
+}  # fmt: skip
+"""Keys that say how a run is carried out, and where; they may differ when it is taken up again."""
+
+
 def digest(config: RunConfig) -> str:
-    """SHA-256 (16 hex digits) of what the run is; where its services listen and Redis lives does not count."""
-    tree = config.model_dump(mode="json", exclude={"redis", "api"})
+    """SHA-256 (16 hex digits) of what the run is; how it is carried out does not count."""
+    tree = config.model_dump(mode="json", exclude=CARRIED_OUT)
     return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
 
 
@@ -107,6 +123,8 @@ def _explain(fault: Any) -> str:
     path = [str(part) for part in fault["loc"]]
     location = [part for part in path if part not in SOURCE_KINDS]
     key = ".".join(location) or "configuration"
+    if fault["type"] == "extra_forbidden" and key in REPLACED:
+        return f"{key} {REPLACED[key]}"
     if fault["type"] == "extra_forbidden":
         names = _valid_names(path[:-1])
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)

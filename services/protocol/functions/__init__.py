@@ -10,7 +10,10 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-_FILES = ("tickets", "replay", "steps", "control", "fleet")
+SHARED = ("prelude", "replay_table")
+"""Files whose helpers the others use."""
+
+FILES = ("tickets", "replay", "steps", "deadletters", "control", "fleet", "evaluation", "snapshot")
 
 
 @cache
@@ -19,8 +22,8 @@ def library() -> tuple[str, str]:
     folder = files(__name__)
     # Each file is a block of its own, so that its locals stay its own; later files may use the helpers that a shared
     # file leaves in the prelude only.
-    parts = [(folder / "prelude.lua").read_text(), (folder / "replay_table.lua").read_text()]
-    parts += [f"do\n{(folder / f'{name}.lua').read_text()}\nend" for name in _FILES]
+    parts = [(folder / f"{name}.lua").read_text() for name in SHARED]
+    parts += [f"do\n{(folder / f'{name}.lua').read_text()}\nend" for name in FILES]
     body = "\n".join(parts)
     name = f"grpo_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
     return name, f"#!lua name={name}\nlocal LIBRARY = '{name}'\n{body}"

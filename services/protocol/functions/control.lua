@@ -1,8 +1,8 @@
 -- Control: a run's identity, who leads, desired state, the end, and the count of everything.
 -- reads and writes: run, tickets, headers, outstanding, replay:*, step:<s>, ledger
 
--- args: wire version, config digest, data-set digest, steps, slots. Creates the run, or attaches to the same one.
--- Returns 1 when created, 0 when it existed; a different run under the name is refused.
+-- args: wire version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses. Creates the run, or attaches to the same one.
+-- Returns 1 when created, 0 when it existed; a different run under the name is refused. Desired state may be there before.
 register('create', function(prefix, args)
   local key = prefix .. ':run'
   local have = redis.call('HMGET', key, 'wire', 'config', 'dataset')
@@ -16,18 +16,22 @@ register('create', function(prefix, args)
   end
   redis.call('HSET', key, 'wire', args[1], 'config', args[2], 'dataset', args[3], 'steps', args[4], 'slots', args[5],
     'slots_used', 0, 'cursor', 0, 'published_version', -1, 'prepared_step', -1, 'committed_step', -1,
-    'checkpointed_step', -1, 'retired_step', -1, 'created_ms', now_ms())
+    'checkpointed_step', -1, 'retired_step', -1, 'last_epoch', -1,
+    'incarnation', math.floor(now_ms() / 1000), 'created_ms', now_ms())
+  redis.call('HSET', prefix .. ':replay:state', 'sampler', args[6], 'remover', args[7], 'capacity', args[8], 'max_uses', args[9])
   redis.call('XGROUP', 'CREATE', prefix .. ':tickets', 'generators', '0', 'MKSTREAM')
   redis.call('XGROUP', 'CREATE', prefix .. ':headers', 'dataprep', '0', 'MKSTREAM')
   ring(prefix, 'control')
   return 1
 end)
 
--- args: candidate, lease ms. Takes or renews the leadership of dataprep. Returns the fencing number, or 0: another leads.
+-- args: candidate, lease ms. Takes or renews the leadership of dataprep. Returns the fencing number, or 0: another leads, or the run is
+-- being restored.
 register('lead', function(prefix, args)
   local key, now = prefix .. ':run', now_ms()
-  local have = redis.call('HMGET', key, 'leader', 'leader_until_ms', 'leader_fence')
+  local have = redis.call('HMGET', key, 'leader', 'leader_until_ms', 'leader_fence', 'restoring')
   local mine = have[1] == args[1]
+  if have[4] then return 0 end
   if not mine and have[1] and tonumber(have[2]) > now then return 0 end
   redis.call('HSET', key, 'leader', args[1], 'leader_until_ms', now + tonumber(args[2]))
   if mine then return have[3] end
@@ -47,8 +51,17 @@ register('attach_trainer', function(prefix)
   return next_fences(prefix, 'trainer_fence', 1)[1]
 end)
 
--- args: field (`paused:<role>`, `stopping`, `finished`), value (who and why), or '' to clear. Desired state outlives every pod.
+-- args: field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `stopping`, `finished`, …), value (who and why), or '' to clear.
+-- Desired state outlives every pod. A run that is to go back to a checkpoint does not end. Optional: the fence of the trainer that says so.
 register('desire', function(prefix, args)
+  local refusal = args[3] and fenced(prefix, 'trainer_fence', args[3])
+  if refusal then return refusal end
+  if (args[1] == 'finished' or args[1] == 'stopping') and args[2] ~= '' then
+    local back = redis.call('HMGET', prefix .. ':run', 'restore', 'restoring')
+    if back[1] or back[2] then
+      return redis.error_reply('OUTOFORDER the run does not end, it goes back to step ' .. (back[1] or back[2]))
+    end
+  end
   if args[2] == '' then
     redis.call('HDEL', prefix .. ':run', args[1])
   else
@@ -60,6 +73,8 @@ end)
 
 -- no args. Counts every ticket in one instant. Returns {name, count, …}; the ledger's own fields follow as `ledger:<field>`.
 register('audit', function(prefix)
+  local refusal = redis.call('HEXISTS', prefix .. ':run', 'restoring') == 1 and busy(prefix)
+  if refusal then return refusal end
   local prepared = 0
   for step = number(prefix, 'committed_step') + 1, number(prefix, 'prepared_step') do
     prepared = prepared + #words(redis.call('HGET', prefix .. ':step:' .. step, 'fresh'))
@@ -68,8 +83,10 @@ register('audit', function(prefix)
     'tickets', redis.call('XLEN', prefix .. ':tickets'),
     'headers', redis.call('XLEN', prefix .. ':headers'),
     'outstanding', redis.call('ZCARD', prefix .. ':outstanding'),
-    'buffered', redis.call('ZCARD', prefix .. ':replay:order') - redis.call('SCARD', prefix .. ':replay:used'),
+    'buffered', tonumber(redis.call('HGET', prefix .. ':replay:state', 'uses:0')) or 0,
     'prepared', prepared,
+    'requeued', redis.call('LLEN', prefix .. ':requeued'),
+    'reissue', redis.call('ZCARD', prefix .. ':reissue'),
     'slots_used', number(prefix, 'slots_used'),
   }
   local unpublished = 0

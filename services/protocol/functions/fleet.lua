@@ -2,20 +2,27 @@
 -- reads and writes: run, tickets (its consumers)
 -- owns:             fleet        zset  member -> last heartbeat, ms
 --                   fleet:status hash  member -> PodStatus
---                   sync         hash  attempt; round; ack:<member> -> "<stage> <detail>"
+--                   fleet:claimers zset generators that share the training tickets -> last heartbeat, ms
+--                   sync         hash  attempt; round; mark "<fence> <attempt> <phase>"; ack:<member> -> "<stage> <detail>"
+--                   sync:ranks   hash  member of the round -> its first rank
+
+local function forget(prefix, member)
+  redis.call('ZREM', prefix .. ':fleet', member)
+  redis.call('ZREM', prefix .. ':fleet:claimers', member)
+  redis.call('HDEL', prefix .. ':fleet:status', member)
+end
 
 -- Members of the pod `name` are gone once a new process of it is there, however fresh their heartbeat.
 local function forget_former(prefix, name)
   for _, member in ipairs(redis.call('ZRANGE', prefix .. ':fleet', 0, -1)) do
     if string.match(member, '^(.*):') == name then
-      redis.call('ZREM', prefix .. ':fleet', member)
-      redis.call('HDEL', prefix .. ':fleet:status', member)
+      forget(prefix, member)
     end
   end
 end
 
--- args: member (`<pod>:<boot>`), status, ttl ms. Renews a heartbeat; a pod's former process and members silent for ten ttl are
--- forgotten.
+-- args: member (`<pod>:<boot>`), status, ttl ms, 1 if it shares the training tickets. Renews a heartbeat; a pod's former process and
+-- members silent for ten ttl are forgotten. Returns how many generators share the tickets.
 register('beat', function(prefix, args)
   local now = now_ms()
   if redis.call('HEXISTS', prefix .. ':fleet:status', args[1]) == 0 then
@@ -24,17 +31,20 @@ register('beat', function(prefix, args)
   end
   redis.call('ZADD', prefix .. ':fleet', now, args[1])
   redis.call('HSET', prefix .. ':fleet:status', args[1], args[2])
-  for _, gone in ipairs(redis.call('ZRANGE', prefix .. ':fleet', '-inf', now - 10 * tonumber(args[3]), 'BYSCORE')) do
-    redis.call('ZREM', prefix .. ':fleet', gone)
-    redis.call('HDEL', prefix .. ':fleet:status', gone)
+  if args[4] == '1' then
+    redis.call('ZADD', prefix .. ':fleet:claimers', now, args[1])
+  else
+    redis.call('ZREM', prefix .. ':fleet:claimers', args[1])
   end
-  return now
+  for _, gone in ipairs(redis.call('ZRANGE', prefix .. ':fleet', '-inf', now - 10 * tonumber(args[3]), 'BYSCORE')) do
+    forget(prefix, gone)
+  end
+  return redis.call('ZCOUNT', prefix .. ':fleet:claimers', now - tonumber(args[3]), '+inf')
 end)
 
 -- args: member, pod name. A pod leaves; its consumer goes too unless leases of it still have to expire.
 register('leave', function(prefix, args)
-  redis.call('ZREM', prefix .. ':fleet', args[1])
-  redis.call('HDEL', prefix .. ':fleet:status', args[1])
+  forget(prefix, args[1])
   if redis.call('EXISTS', prefix .. ':run') == 0 then return 1 end
   local pending = redis.call('XPENDING', prefix .. ':tickets', 'generators', '-', '+', 1, args[2])
   if #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', prefix .. ':tickets', 'generators', args[2]) end
@@ -53,15 +63,28 @@ register('members', function(prefix, args)
   return result
 end)
 
--- args: trainer fence, attempt, round. Opens or advances a round; a new attempt forgets the acknowledgements of the old.
+-- args: trainer fence, attempt, phase, round without its members, then member and first rank of each. Opens or advances a round; a
+-- new attempt forgets the acknowledgements of the old.
 register('round', function(prefix, args)
   local refusal = fenced(prefix, 'trainer_fence', args[1])
   if refusal then return refusal end
-  local key = prefix .. ':sync'
+  local key, ranks = prefix .. ':sync', prefix .. ':sync:ranks'
   if redis.call('HGET', key, 'attempt') ~= args[2] then redis.call('DEL', key) end
-  redis.call('HSET', key, 'attempt', args[2], 'round', args[3])
+  redis.call('HSET', key, 'attempt', args[2], 'round', args[4], 'mark', args[1] .. ' ' .. args[2] .. ' ' .. args[3])
+  redis.call('DEL', ranks)
+  for i = 5, #args, 2 do
+    redis.call('HSET', ranks, args[i], args[i + 1])
+  end
   ring(prefix, 'sync')
   return 1
+end)
+
+-- args: member, mark of the round it knows. Returns 1 while that is the round, otherwise {round, the member's first rank}, of which
+-- either may be nil: a fleet that read the ranks of all, each of its members, would read the square of its size.
+register('round_of', function(prefix, args)
+  local current = redis.call('HMGET', prefix .. ':sync', 'mark', 'round')
+  if current[1] == args[2] then return 1 end
+  return {current[2], redis.call('HGET', prefix .. ':sync:ranks', args[1])}
 end)
 
 -- args: member, attempt, stage, detail. Returns 0 when the round is over.

@@ -6,8 +6,11 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
+-- What no generator waits for goes on a channel of its own: many of them would each be told of every group and acknowledgement.
+local FOR_FEW = {acks = true, fleet = true, headers = true, replay = true, slots = true, steps = true}
+
 local function ring(prefix, topic)
-  redis.call('PUBLISH', prefix .. ':bell', topic)
+  redis.call('PUBLISH', prefix .. ':bell' .. (FOR_FEW[topic] and ':few' or ':all'), topic)
 end
 
 local function number(prefix, field)
@@ -46,11 +49,23 @@ local function free_slots(prefix, n)
   end
 end
 
--- Nil when the caller holds the fencing number `field` of the run, else the refusal to return.
+-- Why the state of dataprep must not be changed now, or nil: it is being copied or loaded (snapshot.lua). A copy whose maker is
+-- gone holds nobody up for longer than its lease.
+local function busy(prefix)
+  local run = prefix .. ':run'
+  local held = redis.call('HMGET', run, 'frozen_until_ms', 'restoring')
+  if held[2] then return redis.error_reply('BUSY the run is being taken back to step ' .. held[2]) end
+  if not held[1] then return end
+  if now_ms() < tonumber(held[1]) then return redis.error_reply('BUSY a snapshot is being taken') end
+  redis.call('HDEL', run, 'frozen_by', 'frozen_until_ms')
+end
+
+-- Nil when the caller holds the fencing number `field` of the run and may act, else the refusal to return.
 local function fenced(prefix, field, fence)
   if redis.call('HGET', prefix .. ':run', field) ~= fence then
     return redis.error_reply('FENCED ' .. field .. ' ' .. fence .. ' was superseded')
   end
+  if field == 'leader_fence' then return busy(prefix) end
 end
 
 -- A full server still takes what moves work on and so frees memory; only what adds to it (`grows`) is refused.
@@ -62,12 +77,34 @@ local function register(name, body, grows)
   }
 end
 
--- The last 10,000 dead letters or a little more are kept: the ledger counts them all.
-local function dead_letter(prefix, ticket, reason, body)
-  redis.call('XADD', prefix .. ':deadletter', 'MAXLEN', '~', 10000, '*', 'ticket', ticket, 'reason', reason, 'body', body)
+-- Bytes of a header, or of what goes with a dead letter: a group of thousands of completions has a header of a tenth of it.
+local ENTRY_BYTES = 1048576
+local REASON_BYTES = 4096
+
+-- Why the last 10,000 tickets that were dropped were: for those who ask after one (store/inspection.py).
+-- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
+--       drops:order zset  the same tickets by time
+local DROPS_KEPT = 10000
+
+local function remember_drop(prefix, ticket, outcome)
+  local drops, order, now = prefix .. ':drops', prefix .. ':drops:order', now_ms()
+  redis.call('HSET', drops, ticket, now .. ' ' .. outcome)
+  redis.call('ZADD', order, now, ticket)
+  if redis.call('ZCARD', order) > DROPS_KEPT then redis.call('HDEL', drops, redis.call('ZPOPMIN', order)[1]) end
+end
+
+-- The last 10,000 dead letters or a little more are kept: the ledger counts them all. `outcome` is what the ledger counts the
+-- ticket as: `failed`, or nothing for one that nobody issued.
+local function dead_letter(prefix, ticket, reason, body, outcome)
+  local entry = redis.call('XADD', prefix .. ':deadletter', 'MAXLEN', '~', 10000, '*', 'ticket', ticket, 'reason',
+    string.sub(reason, 1, REASON_BYTES), 'body', string.sub(body, 1, ENTRY_BYTES), 'outcome', outcome or 'unknown')
+  if outcome then remember_drop(prefix, ticket, outcome .. ' ' .. entry) end
 end
 
 local function bury(prefix, ticket, reason, body)
-  dead_letter(prefix, ticket, reason, body)
+  dead_letter(prefix, ticket, reason, body, 'failed')
   count(prefix, 'failed', 1)
 end
+
+-- Keys of an open evaluation round, `eval:<part>`: evaluation.lua owns them, a restore deletes them.
+local EVALUATION_PARTS = {'round', 'tickets', 'queue', 'claims', 'failures', 'expiries', 'volunteers', 'results'}

@@ -1,50 +1,73 @@
--- Replay: settle finished groups into the table.
+-- Replay: settle finished groups into the table, look at it before a step, change weights.
 -- reads and writes: run, headers, outstanding, ledger, deadletter, payload:<payload>, group:<group>, replay:*
+-- owns:             replay:gaps zset  filtered groups since the last step -> issue sequence
+--                   rates       hash  dataset row -> "<issue sequence> <pass rate> <1 if solved>" of the settled group that counts
 
--- By name of the remover: which group leaves a full table.
-local REMOVERS = {
-  fifo = function(prefix) return redis.call('ZRANGE', prefix .. ':replay:order', 0, 0)[1] end,
-}
+local SWEPT_TOGETHER = 500 -- stale groups dropped by one call: some milliseconds of the server's time
 
--- A table of `size` groups has `capacity` at most afterwards; returns its size.
-local function insert(prefix, group, payload, seq, oldest, header, size, capacity, remover)
-  while size >= capacity do
-    drop_group(prefix, remover(prefix), 'evicted')
-    size = size - 1
+-- Of a row's settled groups, the first issued that is solved counts, and if none is, the last issued: whatever order they settle
+-- in, the same one is left.
+local function keep_rate(prefix, row, seq, rate, solved)
+  local held = redis.call('HGET', prefix .. ':rates', row)
+  if held then
+    local held_seq, was = string.match(held, '^(%d+) %S+ (%d)$')
+    if was == '1' and solved ~= '1' then return end
+    if was == solved and (tonumber(held_seq) < seq) == (solved == '1') then return end
   end
-  redis.call('HSET', prefix .. ':group:' .. group, 'header', header, 'payload', payload, 'seq', seq, 'oldest', oldest, 'uses', 0)
-  redis.call('ZADD', prefix .. ':replay:order', seq, group)
-  redis.call('ZADD', prefix .. ':replay:version', oldest, group)
-  return size + 1
+  redis.call('HSET', prefix .. ':rates', row, string.format('%.0f', seq) .. ' ' .. rate .. ' ' .. solved)
 end
 
--- args: leader fence, capacity, remover, then of each header: entry, ticket, payload, action, sequence, oldest version, header.
+-- A table of `capacity` groups makes room first, so its size never exceeds it; a group that is there already is replaced.
+local function insert(t, group, payload, seq, oldest, header, weight, variate, victim)
+  if redis.call('ZSCORE', t.key .. 'order', group) then
+    leave_table(t, group)
+    local old = redis.call('HGET', t.prefix .. ':group:' .. group, 'payload')
+    if old ~= payload then redis.call('UNLINK', t.prefix .. ':payload:' .. old) end
+  end
+  while t.size >= t.capacity do drop_group(t, REMOVERS[t.remover](t, victim), 'evicted') end
+  redis.call('HSET', t.prefix .. ':group:' .. group, 'header', header, 'payload', payload, 'seq', seq, 'uses', 0)
+  enter_table(t, group, seq, oldest, weight, variate)
+end
+
+-- args: leader fence, then of each header: entry, ticket, payload, action, oldest version, header, weight, variate (Exp(1)), victim
+-- (uniform in 0..1), row, pass rate and whether that is solved ('' when they are not kept).
 -- Actions: `insert`; `failed:<reason>` buries; any other is the outcome to count (`stale`, `filtered:<reason>`).
 -- An entry that was settled before is passed over, which makes a repeated call harmless. Returns how many were settled.
 register('settle', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
-  local remover = REMOVERS[args[3]]
-  if not remover then return redis.error_reply('NOREMOVER there is no remover ' .. args[3]) end
-  local capacity, size, settled, outcomes = tonumber(args[2]), redis.call('ZCARD', prefix .. ':replay:order'), {}, {}
-  for i = 4, #args, 7 do
+  for i = 2, #args, 12 do
+    if args[i + 3] == 'insert' and not weight_of(args[i + 6]) then
+      return redis.error_reply('INVALID weight ' .. args[i + 6] .. ' of group ' .. args[i + 1] .. ' is not in 0..1e9')
+    end
+  end
+  local t, settled, outcomes = open_table(prefix), {}, {}
+  for i = 2, #args, 12 do
     local entry, ticket, payload, action = args[i], args[i + 1], args[i + 2], args[i + 3]
     if redis.call('XACK', prefix .. ':headers', 'dataprep', entry) == 1 then
       settled[#settled + 1] = entry
-      local known = redis.call('ZREM', prefix .. ':outstanding', ticket) == 1
+      local seq = tonumber(redis.call('ZSCORE', prefix .. ':outstanding', ticket)) -- what dataprep issued, whatever the header says
+      local known = seq ~= nil
+      redis.call('ZREM', prefix .. ':outstanding', ticket)
+      if known and args[i + 9] ~= '' then keep_rate(prefix, args[i + 9], seq, args[i + 10], args[i + 11]) end
       if known and action == 'insert' then
-        size = insert(prefix, ticket, payload, args[i + 4], args[i + 5], args[i + 6], size, capacity, remover)
+        insert(t, ticket, payload, seq, tonumber(args[i + 4]), args[i + 5], weight_of(args[i + 6]), tonumber(args[i + 7]),
+          tonumber(args[i + 8]))
       else
         if payload ~= '' then redis.call('UNLINK', prefix .. ':payload:' .. payload) end
         local reason = string.match(action, '^failed:(.*)')
         local outcome = not known and 'unknown_headers' or reason and 'failed' or action
         if not known or reason then
-          dead_letter(prefix, ticket, reason or 'header of a ticket that is not outstanding', args[i + 6])
+          dead_letter(prefix, ticket, reason or 'header of a ticket that is not outstanding', args[i + 5], known and 'failed')
+        else
+          remember_drop(prefix, ticket, action)
+          if string.match(action, '^filtered:') then redis.call('ZADD', t.key .. 'gaps', seq, ticket) end
         end
         outcomes[outcome] = (outcomes[outcome] or 0) + 1
       end
     end
   end
+  close_table(t)
   for outcome, n in pairs(outcomes) do
     count(prefix, outcome, n)
     if outcome ~= 'unknown_headers' then free_slots(prefix, n) end
@@ -75,16 +98,84 @@ register('read_headers', function(prefix, args)
   return result
 end)
 
--- args: leader fence, then groups. Drops groups of the table that have become stale. Returns how many were still there.
-register('sweep', function(prefix, args)
+-- Before a step: drop what is stale for it, then say what there is to decide on.
+-- args: leader fence, oldest version that is fresh, groups wanted, gaps to pass over. Of the gaps after those as many are told as
+-- there are slots: more cannot matter.
+-- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the gaps after those, {group, sequence, weight, …} that the
+-- sampler would draw first, sum of weights}.
+register('survey', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
-  local dropped = 0
-  for i = 2, #args do
-    if redis.call('ZSCORE', prefix .. ':replay:order', args[i]) then
-      drop_group(prefix, args[i], 'stale')
-      dropped = dropped + 1
+  local t = open_table(prefix)
+  local stale = redis.call('ZRANGEBYSCORE', t.key .. 'version', '-inf', '(' .. string.format('%.17g', tonumber(args[2]) * SHIFT),
+    'LIMIT', 0, SWEPT_TOGETHER)
+  for _, group in ipairs(stale) do drop_group(t, group, 'stale') end
+  if #stale > 0 then close_table(t) end
+  local wanted, passed, uses, gaps, first = tonumber(args[3]), tonumber(args[4]), {}, {}, {}
+  local state = redis.call('HGETALL', t.key .. 'state')
+  for i = 1, #state, 2 do
+    local times = string.match(state[i], '^uses:(%d+)$')
+    if times then
+      uses[#uses + 1] = tonumber(times)
+      uses[#uses + 1] = tonumber(state[i + 1])
     end
   end
-  return dropped
+  local found = redis.call('ZRANGE', t.key .. 'gaps', passed, passed + number(prefix, 'slots') - 1, 'WITHSCORES')
+  for i = 2, #found, 2 do gaps[#gaps + 1] = tonumber(found[i]) end
+  for _, group in ipairs(FIRST[t.sampler](t, wanted)) do
+    first[#first + 1] = group
+    first[#first + 1] = tonumber(redis.call('ZSCORE', t.key .. 'order', group))
+    first[#first + 1] = t.weighted and redis.call('ZSCORE', t.key .. 'weight', group) or '1'
+  end
+  local oldest = redis.call('ZRANGE', prefix .. ':outstanding', 0, 0, 'WITHSCORES')[2]
+  return {
+    {
+      'stale', #stale, 'size', t.size, 'outstanding', redis.call('ZCARD', prefix .. ':outstanding'),
+      'oldest_outstanding', oldest and tonumber(oldest) or -1, 'inserted', t.inserted, 'drawn', t.drawn,
+      'requeued', redis.call('LLEN', prefix .. ':requeued'), 'reissue', redis.call('ZCARD', prefix .. ':reissue'),
+    },
+    uses, gaps, first, string.format('%.17g', t.weighted and t.weight_sum or t.size),
+  }
+end)
+
+-- args: leader fence, issue sequence. Filtered groups up to it have had their place in a step that was not made.
+register('pass_over', function(prefix, args)
+  local refusal = fenced(prefix, 'leader_fence', args[1])
+  if refusal then return refusal end
+  return redis.call('ZREMRANGEBYSCORE', prefix .. ':replay:gaps', '-inf', args[2])
+end)
+
+-- args: trainer fence, then group and weight of each. Groups that are not in the table any more are passed over.
+-- Returns how many were there.
+register('reweigh', function(prefix, args)
+  local refusal = fenced(prefix, 'trainer_fence', args[1])
+  if refusal then return refusal end
+  for i = 3, #args, 2 do
+    if not weight_of(args[i]) then
+      return redis.error_reply('INVALID weight ' .. args[i] .. ' of group ' .. args[i - 1] .. ' is not in 0..1e9')
+    end
+  end
+  local t, there = open_table(prefix), 0
+  if not t.weighted then return 0 end
+  for i = 2, #args, 2 do
+    if redis.call('ZSCORE', t.key .. 'weight', args[i]) then
+      change_weight(t, args[i], weight_of(args[i + 1]))
+      there = there + 1
+    end
+  end
+  close_table(t)
+  return there
+end)
+
+-- Weights by recency grow with every version. From time to time all are multiplied by one factor, which changes no draw.
+-- args: leader fence, base it is now, base it becomes, factor. Returns how many groups were rescaled; 0 when it was done before.
+register('rescale', function(prefix, args)
+  local refusal = fenced(prefix, 'leader_fence', args[1])
+  if refusal then return refusal end
+  local t, factor = open_table(prefix), tonumber(args[4])
+  if (tonumber(redis.call('HGET', t.key .. 'state', 'base')) or 0) ~= tonumber(args[2]) then return 0 end
+  local there = scale_weights(t, factor)
+  close_table(t)
+  redis.call('HSET', t.key .. 'state', 'base', args[3])
+  return there
 end)

@@ -1,46 +1,66 @@
--- Steps: prepare, commit, publish, and retire what a checkpoint covers.
--- reads and writes: run, ledger, replay:*, departed, group:<group>, payload:<payload>
--- owns:             step:<s>        hash    plan; rank:<r>; groups; fresh (groups that train for the first time); departed
+-- Steps: prepare, commit, publish, take out what cannot be trained, and retire what a checkpoint covers.
+-- reads and writes: run, ledger, replay:*, deadletter, drops, departed, group:<group>, payload:<payload>
+-- owns:             step:<s>        hash    plan; rank:<r>; groups; fresh (groups that train for the first time); departed; gaps
+--                                           (filtered groups that had their place in it, and their sequences)
 --                   trained:<epoch> bitmap  dataset rows that were trained
 
--- args: leader fence, step, max uses, stale groups, groups, plan, then the plan of each rank. Group lists are separated by spaces.
--- Returns 1 when prepared, now or by an earlier call with this very plan; refused unless `step` follows the last prepared one
--- and the groups are in the table. Stale groups leave, drawn ones are counted as used.
+-- What `prepare` may not be asked: groups twice, groups that are not there, are stale, or are not those the clocks ring for.
+local function unfit(t, groups, oldest)
+  local seen = {}
+  for _, group in ipairs(groups) do
+    local version = redis.call('ZSCORE', t.key .. 'version', group)
+    if not version then return 'is not in the replay table', group end
+    if seen[group] then return 'is drawn twice', group end
+    if math.floor(tonumber(version) / SHIFT) < oldest then return 'is stale', group end
+    seen[group] = true
+  end
+  if t.clocked then
+    for _, group in ipairs(FIRST[t.sampler](t, #groups)) do
+      if not seen[group] then return 'rings before those that were drawn', group end
+    end
+  end
+end
+
+-- args: leader fence, step, oldest version that is fresh, groups, variates (Exp(1), one a group), sequence up to which filtered
+-- groups had their place in this step, plan, then the plan of each rank. Lists are separated by spaces.
+-- Returns 1 when prepared, now or by an earlier call with this very plan; refused unless `step` follows the last prepared one and
+-- the groups are fit. Uses are counted; who reached max_uses leaves.
 register('prepare', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
-  local step, max_uses = tonumber(args[2]), tonumber(args[3])
+  local step, plan = tonumber(args[2]), args[7]
   local key, prepared = prefix .. ':step:' .. step, number(prefix, 'prepared_step')
-  if prepared == step and redis.call('HGET', key, 'plan') == args[6] then return 1 end
+  if prepared == step and redis.call('HGET', key, 'plan') == plan then return 1 end
   if prepared ~= step - 1 then
     return redis.error_reply('OUTOFORDER step ' .. step .. ' does not follow prepared step ' .. prepared)
   end
-  local stale, groups, fresh, seen = words(args[4]), words(args[5]), {}, {}
-  for _, list in ipairs({stale, groups}) do
-    for _, group in ipairs(list) do
-      if seen[group] then return redis.error_reply('OUTOFORDER group ' .. group .. ' is drawn or dropped twice') end
-      if not redis.call('ZSCORE', prefix .. ':replay:order', group) then
-        return redis.error_reply('OUTOFORDER group ' .. group .. ' is not in the replay table')
-      end
-      seen[group] = true
-    end
+  local t, groups, variates, fresh = open_table(prefix), words(args[4]), words(args[5]), {}
+  if t.clocked and #variates ~= #groups then
+    return redis.error_reply('INVALID ' .. #variates .. ' variates for ' .. #groups .. ' groups whose clocks are to be wound')
   end
-  for _, group in ipairs(stale) do drop_group(prefix, group, 'stale') end
+  local why, group = unfit(t, groups, tonumber(args[3]))
+  if why then return redis.error_reply('OUTOFORDER group ' .. group .. ' ' .. why) end
   local departed = redis.call('LRANGE', prefix .. ':departed', 0, -1)
+  if t.clocked then ring_clocks(t, groups, variates) end
   for _, group in ipairs(groups) do
     local uses = redis.call('HINCRBY', prefix .. ':group:' .. group, 'uses', 1)
+    tally(t, uses - 1, -1)
+    tally(t, uses, 1)
     if uses == 1 then fresh[#fresh + 1] = group end
-    if uses >= max_uses then
-      leave_table(prefix, group)
+    if t.max_uses > 0 and uses >= t.max_uses then
+      leave_table(t, group)
       departed[#departed + 1] = group
-    else
-      redis.call('SADD', prefix .. ':replay:used', group)
     end
   end
-  redis.call('HSET', key, 'plan', args[6], 'groups', args[5], 'fresh', table.concat(fresh, ' '), 'departed',
+  t.drawn = t.drawn + #groups
+  close_table(t)
+  redis.call('HSET', key, 'plan', plan, 'groups', args[4], 'fresh', table.concat(fresh, ' '), 'departed',
     table.concat(departed, ' '))
-  for i = 7, #args do redis.call('HSET', key, 'rank:' .. (i - 7), args[i]) end
+  for i = 8, #args do redis.call('HSET', key, 'rank:' .. (i - 8), args[i]) end
   redis.call('DEL', prefix .. ':departed')
+  local gaps = redis.call('ZRANGE', t.key .. 'gaps', '-inf', args[6], 'BYSCORE', 'WITHSCORES')
+  if #gaps > 0 then redis.call('HSET', key, 'gaps', table.concat(gaps, ' ')) end
+  redis.call('ZREMRANGEBYSCORE', t.key .. 'gaps', '-inf', args[6])
   redis.call('HSET', prefix .. ':run', 'prepared_step', step)
   ring(prefix, 'steps')
   return 1
@@ -56,22 +76,94 @@ register('commit', function(prefix, args)
     return redis.error_reply('OUTOFORDER step ' .. step .. ' does not follow committed step ' .. committed)
   end
   local fresh = words(redis.call('HGET', prefix .. ':step:' .. step, 'fresh'))
+  local last_epoch = number(prefix, 'last_epoch')
   for _, group in ipairs(fresh) do
     local epoch, index = string.match(group, '^(%d+)-(%d+)$')
     if redis.call('SETBIT', prefix .. ':trained:' .. epoch, index, 1) == 1 then count(prefix, 'doubled', 1) end
+    last_epoch = math.max(last_epoch, tonumber(epoch))
   end
   count(prefix, 'trained', #fresh)
-  redis.call('HSET', prefix .. ':run', 'committed_step', step)
+  redis.call('HSET', prefix .. ':run', 'committed_step', step, 'last_epoch', last_epoch)
   ring(prefix, 'steps')
   return 1
 end)
 
--- args: trainer fence, version. The fleet holds `version`: slots of the steps it contains are given back.
+-- Takes groups out of a list in a step's hash. Returns those that were in it.
+local function without(key, field, groups)
+  local kept, gone = {}, {}
+  for _, group in ipairs(words(redis.call('HGET', key, field) or '')) do
+    local list = groups[group] and gone or kept
+    list[#list + 1] = group
+  end
+  if #gone > 0 then redis.call('HSET', key, field, table.concat(kept, ' ')) end
+  return gone
+end
+
+-- A group that cannot be trained leaves the table for good. `first`: the step that was to train it first, or nil when a step before
+-- has trained it, which stays its outcome.
+local function condemned(t, group, reason, first)
+  local prefix = t.prefix
+  local header = redis.call('HGET', prefix .. ':group:' .. group, 'header') or ''
+  if redis.call('ZSCORE', t.key .. 'order', group) then leave_table(t, group) end
+  redis.call('LREM', prefix .. ':departed', 0, group)
+  delete_group(prefix, group)
+  if not first then return dead_letter(prefix, group, reason, header) end
+  if first <= number(prefix, 'committed_step') then
+    local epoch, row = string.match(group, '^(%d+)-(%d+)$')
+    redis.call('SETBIT', prefix .. ':trained:' .. epoch, row, 0)
+    count(prefix, 'trained', -1)
+  end
+  if first >= number(prefix, 'published_version') then free_slots(prefix, 1) end
+  bury(prefix, group, reason, header)
+end
+
+-- args: trainer fence, the first step that is not in the trainer's weights, the last prepared one, number of groups, group and reason of
+-- each; then of each step from the first on that has any of them: step, its plan without them, number of ranks, plan of each.
+-- The groups cannot be trained: they become dead letters and leave every step to come. Refused when another step was prepared
+-- meanwhile. A repeated call finds them in no step, and changes nothing. Returns how many were buried.
+register('condemn', function(prefix, args)
+  local refusal = fenced(prefix, 'trainer_fence', args[1])
+  if refusal then return refusal end
+  local prepared, last = number(prefix, 'prepared_step'), 4 + 2 * tonumber(args[4])
+  if prepared ~= tonumber(args[3]) then return redis.error_reply('OUTOFORDER step ' .. prepared .. ' was prepared meanwhile') end
+  local bad, found, first, buried = {}, {}, {}, 0
+  for i = 5, last, 2 do bad[args[i]] = true end
+  for step = tonumber(args[2]), prepared do
+    local key = prefix .. ':step:' .. step
+    for _, group in ipairs(without(key, 'groups', bad)) do found[group] = true end
+    for _, group in ipairs(without(key, 'fresh', bad)) do first[group] = step end
+    without(key, 'departed', bad)
+  end
+  local at = last + 1
+  while at <= #args do
+    local key, ranks = prefix .. ':step:' .. args[at], tonumber(args[at + 2])
+    redis.call('HSET', key, 'plan', args[at + 1])
+    for rank = 1, ranks do redis.call('HSET', key, 'rank:' .. (rank - 1), args[at + 2 + rank]) end
+    at = at + 3 + ranks
+  end
+  local t = open_table(prefix)
+  for i = 5, last, 2 do
+    if found[args[i]] then
+      condemned(t, args[i], args[i + 1], first[args[i]])
+      buried = buried + 1
+    end
+  end
+  close_table(t)
+  if buried > 0 then ring(prefix, 'steps') end
+  return buried
+end)
+
+-- args: trainer fence, version. The fleet holds `version` of this trainer: slots of the steps it contains are given back. A trainer that
+-- trained a version again publishes its own, and generators that hold the other's claim nothing any more.
 -- Returns 1 when published now, 0 when it was before.
 register('publish', function(prefix, args)
   local refusal = fenced(prefix, 'trainer_fence', args[1])
   if refusal then return refusal end
   local version, published = tonumber(args[2]), number(prefix, 'published_version')
+  if version == published and redis.call('HGET', prefix .. ':run', 'published_by') ~= args[1] then
+    redis.call('HSET', prefix .. ':run', 'published_by', args[1])
+    ring(prefix, 'version')
+  end
   if version <= published then return 0 end
   if version > number(prefix, 'committed_step') + 1 then
     return redis.error_reply('OUTOFORDER version ' .. version .. ' contains steps that are not committed')
@@ -79,17 +171,18 @@ register('publish', function(prefix, args)
   for step = math.max(published, 0), version - 1 do
     free_slots(prefix, #words(redis.call('HGET', prefix .. ':step:' .. step, 'fresh')))
   end
-  redis.call('HSET', prefix .. ':run', 'published_version', version)
+  redis.call('HSET', prefix .. ':run', 'published_version', version, 'published_by', args[1])
   count(prefix, 'syncs', 1)
   ring(prefix, 'version')
   return 1
 end)
 
--- args: trainer fence, step. A checkpoint holds everything up to and including `step`.
+-- args: trainer fence, step. A checkpoint holds everything up to and including `step`; who asked for one before has it.
 register('checkpointed', function(prefix, args)
   local refusal = fenced(prefix, 'trainer_fence', args[1])
   if refusal then return refusal end
   redis.call('HSET', prefix .. ':run', 'checkpointed_step', args[2])
+  redis.call('HDEL', prefix .. ':run', 'checkpoint', 'checkpoint_failed')
   return 1
 end)
 

@@ -3,6 +3,8 @@
 -- owns:             claims   hash  stream entry -> "<consumer>|<fence>", the one who may submit
 --                   attempts hash  stream entry -> failures reported
 --                   expiries hash  stream entry -> leases that ran out
+--                   reissue  zset  tickets that a restore cut off, to be issued again -> issue sequence; they are outstanding too
+--                   order    hash  `state` of the prompt order, and `rows:<source>` of each source's epoch, int32
 -- A ticket's entry stays in the stream until it is submitted or buried, so it is always in exactly one place.
 
 local GROUP = 'generators'
@@ -52,39 +54,70 @@ local function survivors(prefix, entries, limit)
   return alive
 end
 
--- args: leader fence, cursor, then ticket id and body of each. Returns how many were issued: as many as slots are free;
--- 0 when the cursor has moved on, which makes a repeated call harmless.
+-- args: leader fence, cursor, order (state of the prompt order after these), how many of the first tickets come from `requeued`,
+-- number of epochs that begin, name and rows of each, then ticket id and body of each.
+-- Returns how many were issued: all, or 0 when the cursor has moved on, which makes a repeated call harmless; also 0 when there
+-- are fewer free slots, or the requeued tickets are others.
 register('issue', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
-  local cursor = number(prefix, 'cursor')
-  if cursor ~= tonumber(args[2]) then return 0 end
-  local free = number(prefix, 'slots') - number(prefix, 'slots_used')
-  local n = math.min(free, (#args - 2) / 2)
-  if n <= 0 then return 0 end
+  local cursor, requeued, epochs = number(prefix, 'cursor'), tonumber(args[4]), tonumber(args[5])
+  local first = 6 + 2 * epochs
+  local n = (#args - first + 1) / 2
+  if cursor ~= tonumber(args[2]) or n == 0 or n > number(prefix, 'slots') - number(prefix, 'slots_used') then return 0 end
+  for i = 1, requeued do
+    if redis.call('LINDEX', prefix .. ':requeued', i - 1) ~= args[first + 2 * (i - 1)] then return 0 end
+  end
+  for i = 1, n do
+    local id = args[first + 2 * (i - 1)]
+    local epoch, row = string.match(id, '^(%d+)-(%d+)$')
+    if redis.call('ZSCORE', prefix .. ':outstanding', id) or redis.call('GETBIT', prefix .. ':trained:' .. epoch, row) == 1 then
+      return redis.error_reply('OUTOFORDER ticket ' .. id .. ' was issued before')
+    end
+  end
   local places = {}
   for i = 1, n do
-    local id, body = args[1 + 2 * i], args[2 + 2 * i]
+    local id, body = args[first + 2 * (i - 1)], args[first + 2 * (i - 1) + 1]
     redis.call('XADD', prefix .. ':tickets', '*', 'ticket', id, 'body', body)
     places[2 * i - 1], places[2 * i] = cursor + i - 1, id
   end
   call_over(places, 'ZADD', prefix .. ':outstanding')
-  redis.call('HINCRBY', prefix .. ':run', 'cursor', n)
+  if requeued > 0 then redis.call('LTRIM', prefix .. ':requeued', requeued, -1) end
+  for i = 1, epochs do redis.call('HSET', prefix .. ':order', 'rows:' .. args[4 + 2 * i], args[5 + 2 * i]) end
+  redis.call('HSET', prefix .. ':order', 'state', args[3])
+  redis.call('HSET', prefix .. ':run', 'cursor', cursor + n)
   redis.call('HINCRBY', prefix .. ':run', 'slots_used', n)
-  count(prefix, 'issued', n)
+  count(prefix, 'issued', n - requeued)
   ring(prefix, 'tickets')
   return n
 end, true)
 
--- args: consumer, policy version held, lease ms, count, scan position, adopt (1: also own pending entries), max expiries.
+-- args: leader fence, then ticket id and body of each. Tickets that a restore cut off are issued again: under their old sequence, on the
+-- slots they hold. One that was issued again before is passed over, which makes a repeated call harmless. Returns how many were.
+register('issue_again', function(prefix, args)
+  local refusal = fenced(prefix, 'leader_fence', args[1])
+  if refusal then return refusal end
+  local issued = 0
+  for i = 2, #args, 2 do
+    if redis.call('ZREM', prefix .. ':reissue', args[i]) == 1 then
+      redis.call('XADD', prefix .. ':tickets', '*', 'ticket', args[i], 'body', args[i + 1])
+      issued = issued + 1
+    end
+  end
+  if issued > 0 then ring(prefix, 'tickets') end
+  return issued
+end, true)
+
+-- args: consumer, policy version held, fence of the trainer that sent it, lease ms, count, scan position, adopt (1: also own pending
+-- entries), max expiries.
 -- Order: own pending (after a restart), expired leases, new tickets. Nothing while generators are paused, the run ends or the
--- version is not the published one. Returns {scan position, entry, fence, ticket, body, …}. When the reply is lost, its
+-- weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}. When the reply is lost, its
 -- tickets are claimed again once their leases ran out.
 register('claim', function(prefix, args)
-  local consumer, version, lease_ms, wanted, scan, adopt = args[1], args[2], args[3], tonumber(args[4]), args[5], args[6]
+  local consumer, lease_ms, wanted, scan, adopt = args[1], args[4], tonumber(args[5]), args[6], args[7]
   local stream = prefix .. ':tickets'
-  local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'paused:generator', 'stopping', 'finished')
-  if state[1] ~= version or state[2] or state[3] or state[4] then return {scan} end
+  local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'published_by', 'paused:generator', 'stopping', 'finished')
+  if state[1] ~= args[2] or state[2] ~= args[3] or state[3] or state[4] or state[5] then return {scan} end
   local taken, looked_at = {}, {}
   local function take(entries)
     for _, entry in ipairs(entries) do taken[#taken + 1] = entry end
@@ -95,7 +128,7 @@ register('claim', function(prefix, args)
       if not looked_at[entry[1]] then once[#once + 1] = entry end
       looked_at[entry[1]] = true
     end
-    take(survivors(prefix, once, tonumber(args[7])))
+    take(survivors(prefix, once, tonumber(args[8])))
   end
   local function read(id)
     local reply = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', wanted - #taken, 'STREAMS', stream, id)
@@ -133,9 +166,10 @@ register('renew', function(prefix, args)
   return lost
 end)
 
--- args: consumer, entry, fence. Hands a ticket back unfinished; returns 0 when it was not held any more.
+-- args: consumer, entry, fence, tokens saved of it. Hands a ticket back unfinished; returns 0 when it was not held any more.
 register('release', function(prefix, args)
   if not owns(prefix, args[1], args[2], args[3]) then return 0 end
+  if args[4] ~= '0' then count(prefix, 'handed_back_tokens', args[4]) end
   hand_back(prefix, args[1], args[2])
   return 1
 end)
@@ -155,7 +189,7 @@ end)
 
 -- args: consumer, entry, fence, ticket, header of each group. The payloads were written before, with an expiry; the headers
 -- commit them. Returns of each: 1 when accepted, now or by an earlier call of the same claim; 0 when the ticket was not held
--- any more (counted, and the payload deleted); -1 when the payload is missing.
+-- any more (counted, and the payload deleted); -1 when the payload is missing; -2 when the header is larger than an entry may be.
 register('submit', function(prefix, args)
   local answers, done, partials = {}, {}, {}
   for i = 1, #args, 5 do
@@ -163,7 +197,9 @@ register('submit', function(prefix, args)
     local payload = ticket .. '.' .. args[i + 2]
     local key = prefix .. ':payload:' .. payload
     local answer = 1
-    if owns(prefix, args[i], entry, args[i + 2]) then
+    if #args[i + 4] > ENTRY_BYTES then
+      answer = -2
+    elseif owns(prefix, args[i], entry, args[i + 2]) then
       if redis.call('PERSIST', key) == 1 or redis.call('EXISTS', key) == 1 then
         redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', args[i + 4])
         redis.call('HDEL', prefix .. ':claims', entry)

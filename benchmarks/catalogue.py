@@ -1,0 +1,306 @@
+"""What the suite measures: every benchmark with its figures, their goals, and what would close a gap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BUDGET_S = 2400
+"""What all of them may take together on two cores; `planned_s` of each is what it took there, rounded up."""
+TOLERANCE = 0.25
+"""Share by which a ratio may be worse than the recorded one. Pairs measured in one run on a shared machine lie within a fifth of
+their median (docs/log.md: 0.80 to 1.01, 0.46 to 0.67, 3.7 to 4.7), so a quarter is no chance any more."""
+COUNTED = 0.05
+"""The same where the server counts: how many are handed over together makes a few per cent, a command more makes more."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a benchmark's last line."""
+
+    key: str
+    what: str
+    goal: float | None = None
+    better: Literal["higher", "lower"] = "higher"
+    ratio: bool = True
+    """Taken against something measured in the same run, or counted: these are gated, absolute figures never are."""
+    tolerance: float = TOLERANCE
+
+    def met(self, value: float) -> bool:
+        """Whether the goal, if there is one, is met."""
+        return self.goal is None or (value >= self.goal if self.better == "higher" else value <= self.goal)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Of a plot of the `curves` of a benchmark's last line."""
+
+    x: str
+    y: str
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command of the suite: `python benchmarks/NAME.py --json ARGUMENTS`."""
+
+    name: str
+    title: str
+    against: str
+    planned_s: int
+    figures: tuple[Figure, ...]
+    arguments: tuple[str, ...] = ()
+    script: str = ""
+    """Where it is not the name's."""
+    gap: str = ""
+    """What would close it where a goal is missed."""
+    axes: Axes | None = None
+    """Where its last line has curves."""
+
+    @property
+    def command(self) -> list[str]:
+        """What is run, after the interpreter."""
+        return [f"benchmarks/{self.script or self.name}.py", "--json", *self.arguments]
+
+
+REWARD = Axes("seconds from the first step", "mean reward of the last 5 steps")
+
+
+def _bound(bound: int) -> tuple[Figure, ...]:
+    """Of a run with that `admission.max_staleness`."""
+    side = f"staleness_{bound}"
+    gain = Figure(f"{side}.gain", f"bound {bound}: steps per second over those of bound 0") if bound else None
+    return (
+        *([gain] if gain else []),
+        Figure(f"{side}.to_reward_s", f"bound {bound}: seconds from the first step to the reward", None, "lower", ratio=False),
+        Figure(f"{side}.steps_per_s", f"bound {bound}: steps per second", ratio=False),
+        Figure(f"{side}.lag", f"bound {bound}: mean lag of trained tokens, in versions", None, "lower", ratio=False),
+        Figure(f"{side}.idle_share", f"bound {bound}: share of the cores idle", None, "lower", ratio=False),
+    )
+
+
+def _side(side: str, who: str) -> tuple[Figure, ...]:
+    """Of one side of the example."""
+    return (
+        Figure(f"{side}.to_reward_s", f"seconds from the first step to the reward, {who}", None, "lower", ratio=False),
+        Figure(f"{side}.steps_per_s", f"steps per second, {who}", ratio=False),
+        Figure(f"{side}.tokens_per_s", f"tokens generated per second, {who}", ratio=False),
+        Figure(f"{side}.trained_tokens_per_s", f"tokens trained per second, {who}", ratio=False),
+        Figure(f"{side}.idle_share", f"share of the cores idle, {who}", None, "lower", ratio=False),
+        Figure(f"{side}.peak_mib", f"peak memory, {who}, MiB", None, "lower", ratio=False),
+    )
+
+
+def _power(name: str, what: str) -> tuple[Figure, ...]:
+    """Of one cost that grows. Exponents near 0 have no share by which they may be worse; what they come to has."""
+    return (
+        Figure(f"{name}_exponent", f"exponent of {what}", None, "lower", ratio=False),
+        Figure(f"{name}_growth", f"{what}, at the largest size over that at the smallest", None, "lower"),
+    )
+
+
+SUITE = (
+    Benchmark(
+        "end_to_end",
+        "The example, end to end",
+        "TRL 1.16 `GRPOTrainer`: same model, prompts, reward, batch, loss and learning rate, transformers' `generate`",
+        450,
+        (
+            Figure("to_reward_ratio", "TRL's seconds from its first step to the reward, over ours", 1.5),
+            Figure("steps_ratio", "our steps per second over TRL's"),
+            Figure("whole_ratio", "TRL's seconds to the reward from the start of the command, over ours"),
+            Figure("memory_ratio", "peak memory of all our processes over TRL's one", better="lower"),
+            *_side("ours", "ours"),
+            *_side("trl", "TRL's"),
+        ),
+        ("--steps", "25", "--seeds", "0", "1", "2", "--target", "0.65"),
+        gap="On two cores generators and trainer share what one process of TRL has to itself, and the model is so small that a "
+        "step is mostly the cost of calls. Larger models, and a device for either side.",
+        axes=REWARD,
+    ),
+    Benchmark(
+        "staleness",
+        "Asynchrony pays",
+        "the same run with `admission.max_staleness` 0, 1, 2 and 4",
+        300,
+        (*_bound(0), *_bound(1), *_bound(2), *_bound(4)),
+        ("--staleness", "0", "1", "2", "4", "--steps", "25", "--target", "0.65"),
+        script="end_to_end",
+        axes=REWARD,
+    ),
+    Benchmark(
+        "overhead",
+        "Generation through the service",
+        "bare vLLM, same prompts and seeds, in the same process",
+        150,
+        (Figure("ratio", "tokens/s through claims, verifiers and Redis over bare vLLM", 0.9),),
+        gap="Verifiers and the loop share the cores with vLLM here; with a GPU they have cores of their own.",
+    ),
+    Benchmark(
+        "datapath",
+        "The data path",
+        "raw pipelined SET and GET of the same bytes",
+        60,
+        (
+            Figure("ratio", "groups/s from claim to commit over raw SET and GET", 0.5),
+            Figure("dataprep_us_per_group", "CPU of dataprep a group, µs", None, "lower", ratio=False),
+            Figure("calls_per_group", "functions called for a group: by how many go together", None, "lower"),
+            Figure("commands_per_group", "commands for a group, those inside functions too", None, "lower", tolerance=COUNTED),
+            Figure("wire_over_payload", "bytes in and out of Redis over the payload's", None, "lower", tolerance=COUNTED),
+        ),
+        gap="Each group is acknowledged, counted and written down as it is handed over; fewer commands in `submit` and `settle`.",
+    ),
+    Benchmark(
+        "stream",
+        "The data path against plain streams",
+        "a PipelineRL-style path: pickled groups, XADD and XREAD, one entry at a time",
+        90,
+        (
+            Figure("ratio", "groups/s over theirs", 5.0),
+            Figure("dataprep_ratio", "their CPU a group in the preprocessor over ours in dataprep"),
+            Figure("left_ratio", "bytes they leave in Redis over ours"),
+        ),
+        gap="The same as of the data path.",
+    ),
+    Benchmark(
+        "replay",
+        "The replay table",
+        "dm-reverb 0.14, 40 KB groups, N = 10,000",
+        240,
+        (
+            Figure("insert_each_ratio", "inserts, each acknowledged", 3),
+            Figure("insert_ratio", "inserts against Reverb's streams", 3),
+            Figure("sample_uniform_ratio", "draws with payloads, uniform", 2),
+            Figure("sample_prioritised_ratio", "draws with payloads, prioritised", 2),
+            Figure("draw_p50_ratio", "one draw of 64 when it is wanted, median latency", 0.5, "lower"),
+        ),
+        ("--limit-s", "180"),
+        gap="Reverb's streams keep nothing on a kill and acknowledge nothing; ours writes every group to an append-only file.",
+    ),
+    Benchmark(
+        "settling",
+        "Dataprep alone",
+        "its goals",
+        60,
+        (
+            Figure("headers_per_cpu_s", "headers settled per second of one core", 5000, ratio=False),
+            Figure("rss_mib", "memory with 100,000 groups in the table, MiB", 200, "lower", ratio=False),
+        ),
+        gap="Leaders of several tables: a header costs little beside its decoding.",
+    ),
+    Benchmark(
+        "snapshot",
+        "Snapshots",
+        "fetching the same payloads by the same client",
+        90,
+        (
+            Figure("index/longest_command_ms", "longest command, 100,000 groups, index alone, ms", 50, "lower", ratio=False),
+            Figure("whole/longest_command_ms", "the same with payloads, ms", 50, "lower", ratio=False),
+            Figure("restore/longest_command_ms", "the same of a restore, ms", 50, "lower", ratio=False),
+            Figure("read_ratio", "seconds of a snapshot with payloads over fetching them", None, "lower"),
+        ),
+        gap="Smaller pieces a command.",
+    ),
+    Benchmark(
+        "sync",
+        "Weight sync",
+        "a bare `torch.distributed` broadcast of the same bytes, gloo, 100 MB",
+        60,
+        (
+            *(
+                Figure(f"100mb_{n}.bandwidth_ratio", f"bytes/s of a whole round, `sync.verify = false`, {n} receivers", 0.8)
+                for n in (1, 2, 4)
+            ),
+            *(
+                Figure(f"100mb_{n}.verified_bandwidth_ratio", f"the same with checksums, the default, {n} receivers", 0.8)
+                for n in (1, 2, 4)
+            ),
+            *(
+                Figure(f"100mb_{n}.pause_share", f"pause of a generator over the round without them, {n} receivers", 0.3, "lower")
+                for n in (1, 2, 4)
+            ),
+            *(
+                Figure(f"100mb_{n}.verified_{key}", f"{what}, with checksums, {n} receivers, s", None, "lower", ratio=False)
+                for key, what in (("first_s", "the first round of a group"), ("round_s", "a round"), ("pause_s", "its pause"))
+                for n in (1, 2, 4)
+            ),
+        ),
+        gap="Members hold all weights before they apply them, which is a copy after the last byte: 0.14 of a round. Trainer and "
+        "receivers share two cores with the broadcast itself (docs/sync.md).",
+    ),
+    Benchmark(
+        "growth",
+        "Growth",
+        "itself, smaller: 1 to 1,000 simulated generators, 1,000 to 1,000,000 groups in a prioritised table, 1 to 64 ranks",
+        300,
+        (
+            *_power("fleet.ticket", "the server's CPU for a ticket, by generators"),
+            *_power("fleet.round", "the server's CPU for a round without weights, by generators"),
+            *_power("table.settle", "the server's time to settle a group, by groups in the table"),
+            *_power("table.draw", "the server's time to draw a group, by groups in the table"),
+            *_power("ranks.plan", "time to plan a step, by ranks"),
+            Figure("1000.ticket_cpu_us", "CPU of Redis for a ticket, 1,000 generators, µs", None, "lower", ratio=False),
+            Figure("1000.claim_p99_ms", "a claim, 1,000 generators, p99, ms", None, "lower", ratio=False),
+            Figure("1000.round_s", "a round without weights, 1,000 generators, s", None, "lower", ratio=False),
+        ),
+        axes=Axes("size over the smallest", "cost over that at the smallest", log=True),
+    ),
+    Benchmark(
+        "recovery",
+        "Recovery",
+        "a run that nothing happens to: its weights, to the bit",
+        240,
+        (
+            Figure("astray", "tickets lost, doubled, skipped, leaked or dropped", 0, "lower"),
+            *(
+                Figure(f"{kind}.recovery_s", f"kill -9 of {what} to a steady run, s", None, "lower", ratio=False)
+                for kind, what in (
+                    ("generator", "a generator"), ("dataprep", "the leading dataprep"), ("trainer", "the trainer"),
+                    ("redis", "Redis"), ("console", "`grpo run` with all it started"),
+                )
+            ),
+        ),
+        gap="There is no such ticket to be: a fault of ours, which `python -m tests.faults` finds again by its seed.",
+    ),
+    Benchmark(
+        "cold_start",
+        "Cold start of a generator",
+        "the start of its process; real vLLM, beside a run at work",
+        120,
+        (
+            Figure("registered_s", "its first heartbeat, s", None, "lower", ratio=False),
+            Figure("loaded_s", "its engine can take weights, s", None, "lower", ratio=False),
+            Figure("synced_s", "it holds the published weights, s", None, "lower", ratio=False),
+            Figure("token_s", "it samples its first tokens, s", None, "lower", ratio=False),
+            Figure("group_s", "its first group is settled, s", None, "lower", ratio=False),
+            Figure("registered_to_group_s", "from registered to that, s", None, "lower", ratio=False),
+        ),
+    ),
+    Benchmark(
+        "trainer",
+        "An optimizer step",
+        "TRL 1.16 on the same batch, the faster of its settings",
+        150,
+        (
+            Figure("tokens_per_s_ratio", "tokens/s over TRL's", 1.5),
+            Figure("peak_memory_ratio", "memory of the step over TRL's", 0.7, "lower"),
+        ),
+        ("--completions", "8", "--micro-batches", "2", "--repeats", "2"),
+        gap="Attention over packed rows without flash-attn moves every row once; on a GPU it does not.",
+    ),
+    Benchmark(
+        "observing",
+        "Being watched",
+        "a run that nobody watches",
+        60,
+        (
+            Figure("hung_share_of_a_second", "a tracker that hangs, over a step of one second", 0.01, "lower", ratio=False),
+            Figure("group_us", "everything counted of a group, µs", None, "lower", ratio=False),
+            Figure("trace_off_us", "spans of a group without tracing, µs", None, "lower", ratio=False),
+            Figure("trace_on_us", "spans of a group with tracing, µs", None, "lower", ratio=False),
+            Figure("scrape_ms", "one read of a generator's metrics, ms", None, "lower", ratio=False),
+        ),
+        gap="No step waits for a tracker: what is beyond the goal is the machine's noise.",
+    ),
+)  # fmt: skip
+"""In the order run: what wants a quiet machine most comes first."""

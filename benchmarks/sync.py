@@ -1,0 +1,291 @@
+"""What a weight-sync round costs, beside a bare broadcast of the same bytes.
+
+    python benchmarks/sync.py --json
+
+Everything is real but the model and the engines: a server, the trainer's rounds and sender, one process for each generator that
+follows the rounds and copies what it receives into a model of its own, with torch in one thread here and there. Rounds take
+turns with broadcasts by `torch.distributed` of the same bytes to the same processes on the same backend (gloo), one buffer at a
+time of the size of a bucket, each time into the same memory.
+For every size and number of receivers: `round_s`, `bytes_per_s` and `bandwidth_ratio` of a whole round with a group that
+stands, from its opening to the last acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a
+generator over the round (goal: at most 0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and
+`join`; these with `sync.verify = false`, and `verified_` each of them with checksums. The last line is one JSON object; its
+figures are named `<MB>mb_<receivers>.<figure>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # `python benchmarks/sync.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import arguments, bare_run, report, run
+from services.console.redis_server import RedisServer
+from services.generator.metrics import GeneratorMetrics
+from services.generator.weights import WeightFollower
+from services.protocol.config import RunConfig, load, to_toml
+from services.protocol.store import Store
+from services.runtime import logs
+from services.runtime.bell import Bell
+from services.runtime.entry import open_service
+from services.runtime.loops import Loop
+from services.runtime.portal import Portal
+from services.runtime.processes import free_port
+from services.trainer.sync import SyncRounds
+from services.trainer.weights import WeightSender
+from tests.scripted import ScriptedEngine
+
+WIDTH = 1024  # of the model's square matrices: 4 MiB each
+
+
+class TimedEngine(ScriptedEngine):
+    """Copies what it received into a model of its own, in the pause, and tells how long each pause was."""
+
+    async def pause(self) -> None:
+        self._since = time.monotonic()
+        await super().pause()
+
+    async def receive(self, version: int) -> None:
+        assert self._staged is not None
+        await asyncio.to_thread(self._load, self._staged)
+        self._staged, self.version = None, version
+
+    def _load(self, staged: dict[str, torch.Tensor]) -> None:
+        for name, weight in staged.items():
+            self.weights.setdefault(name, torch.zeros_like(weight)).copy_(weight)
+
+    async def resume(self) -> None:
+        await super().resume()
+        print(json.dumps({"version": self.version, "pause_s": time.monotonic() - self._since}), flush=True)
+
+
+async def follow(config: RunConfig, name: str) -> None:
+    """A generator that does nothing but follow rounds, and take part in bare broadcasts for each line on its input."""
+    torch.set_num_threads(1)
+    logs.configure(config.run.name, name)  # to standard error: the pauses are told on the output
+    engine = TimedEngine()
+    await engine.start(config)
+    async with open_service("generator", config, name) as service:
+
+        async def work(loop: Loop) -> None:
+            loop.limit_s = float("inf")
+            await service.created()
+            service.say(phase="unsynced", world=engine.world)
+            await asyncio.to_thread(_bare_receiver)
+
+        service.add_loop("weights", WeightFollower(service, engine, GeneratorMetrics(service.registry)).follow)
+        await service.run(work)
+
+
+def _bare_receiver() -> None:
+    given = json.loads(sys.stdin.readline())
+    dist.init_process_group("gloo", **given)
+    buffers: dict[int, torch.Tensor] = {}
+    while line := sys.stdin.readline():
+        _bare(json.loads(line), buffers)
+    dist.destroy_process_group()
+
+
+def _bare(sizes: list[int], buffers: dict[int, torch.Tensor]) -> None:
+    """Broadcast buffers of these sizes in bytes; over when everybody has everything."""
+    for i, nbytes in enumerate(sizes):
+        if i not in buffers:
+            buffers[i] = torch.zeros(nbytes, dtype=torch.uint8)
+        dist.broadcast(buffers[i], 0)
+    dist.barrier()
+
+
+class Receivers:
+    """Processes of this file that follow the rounds."""
+
+    def __init__(self, config: RunConfig, folder: Path, count: int) -> None:
+        (folder / "resolved.toml").write_text(to_toml(config))
+        command = [sys.executable, __file__, "--config", str(folder / "resolved.toml"), "--member"]
+        with (folder / "members.log").open("ab") as said:
+            self.processes = [
+                subprocess.Popen(
+                    [*command, f"generator-{i}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+                )
+                for i in range(count)
+            ]
+
+    def tell(self, what: Callable[[int], Any]) -> None:
+        """A line to each."""
+        for i, process in enumerate(self.processes):
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(what(i)) + "\n")
+            process.stdin.flush()
+
+    def pauses(self, version: int) -> list[float]:
+        """How long each was paused for `version`, in seconds."""
+        said = []
+        for process in self.processes:
+            assert process.stdout is not None
+            said.append(json.loads(process.stdout.readline()))
+        assert {line["version"] for line in said} == {version}
+        return [line["pause_s"] for line in said]
+
+    def end(self) -> None:
+        """Let them end by themselves, and see that they do."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..., SyncRounds]]]:
+    """A run that nobody trains; the last makes its rounds, of a sender and what sends with it."""
+    portal = Portal()
+    store = portal.call(Store.connect(config.redis.url, config.run.name, Path(config.redis.password_file).read_text()))
+    portal.call(store.create("config", "data", config.run.steps, config.slots))
+    fence = portal.call(store.attach_trainer())
+    bell = Bell()
+    listening = portal.start(bell.listen(store))
+
+    def rounds(sender: WeightSender, send: Callable[[], None]) -> SyncRounds:
+        return SyncRounds(config, store, bell, portal, fence, sender, send, lambda: None)
+
+    try:
+        yield portal, store, rounds
+    finally:
+
+        async def end() -> None:
+            listening.cancel()
+            await asyncio.sleep(0)
+            await store.delete_run()
+            await store.close()
+
+        portal.call(end())
+        portal.close()
+
+
+def measure_one(config: RunConfig, folder: Path, megabytes: int, count: int, repeats: int) -> dict[str, list[float]]:
+    """Figures of rounds that bring `megabytes` of weights to `count` receivers, first without checksums and then with them."""
+    torch.set_num_threads(1)  # what two processes with all cores each do to each other is not the question
+    layers = max(1, round(megabytes * 1e6 / (4 * WIDTH * (WIDTH + 1))))
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    figures: dict[str, list[float]] = {}
+    with trainer_side(config) as (portal, store, rounds):
+        receivers = Receivers(config, folder, count)
+        try:
+            address = f"tcp://127.0.0.1:{free_port()}"
+            receivers.tell(lambda i: {"init_method": address, "world_size": count + 1, "rank": i + 1})
+            dist.init_process_group("gloo", init_method=address, world_size=count + 1, rank=0)
+            while len(portal.call(store.members(config.fleet.ttl_s))) < count:
+                time.sleep(0.05)
+            for verify in (False, True):
+                sync = config.sync.model_copy(update={"verify": verify})
+                sender = WeightSender(config.model_copy(update={"sync": sync}), model, 0)
+                try:
+                    found = _rounds(rounds, sender, receivers, repeats, (repeats + 2) * verify)
+                finally:
+                    sender.close_group()
+                figures |= {f"verified_{name}" if verify else name: values for name, values in found.items()}
+            return figures
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            receivers.end()
+
+
+def _rounds(
+    rounds: Callable[..., SyncRounds], sender: WeightSender, receivers: Receivers, repeats: int, version: int
+) -> dict[str, list[float]]:
+    """Figures of a group's rounds, in turns with bare broadcasts; `version` is its first."""
+    sizes = [bucket.nbytes for bucket in sender.manifest.buckets]
+    buffers: dict[int, torch.Tensor] = {}
+    spent: list[float] = []
+
+    def send() -> None:
+        started = time.perf_counter()
+        sender.send()
+        spent.append(time.perf_counter() - started)
+
+    count, standing = len(receivers.processes), rounds(sender, send)
+    first = standing.run(version)
+    assert len(first.members) == count
+    receivers.pauses(version)
+    figures: dict[str, list[float]] = {"first_s": [first.total_s]}
+    for repeat in range(repeats + 1):
+        version += 1
+        receivers.tell(lambda _: sizes)
+        started = time.perf_counter()
+        _bare(sizes, buffers)
+        bare_s = time.perf_counter() - started
+        took = standing.run(version)
+        assert (len(took.members), took.attempts) == (count, 1), took
+        longest = max(receivers.pauses(version))
+        if repeat == 0:  # the first of both fills memory
+            continue
+        for name, value in {
+            "round_s": took.total_s,
+            "bytes_per_s": sender.manifest.nbytes / took.total_s,
+            "bandwidth_ratio": bare_s / took.total_s,
+            "bare_bytes_per_s": sender.manifest.nbytes / bare_s,
+            "pause_share": longest / took.total_s,
+            "pause_s": longest,
+            "send_share": spent[-1] / took.total_s,
+        }.items():
+            figures.setdefault(name, []).append(value)
+    return figures
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Every size with every number of receivers, one after the other."""
+    server = RedisServer(folder)
+    server.start()
+    samples: dict[str, list[float]] = {}
+    try:
+        config = bare_run(
+            folder, server, "run.name=sync", "sync.backend=gloo", "sync.host=127.0.0.1", f"sync.bucket_mib={options.bucket_mib}"
+        )
+        for megabytes in options.megabytes:
+            for count in options.receivers:
+                found = await asyncio.to_thread(measure_one, config, folder, megabytes, count, options.repeats)
+                samples |= {f"{megabytes}mb_{count}.{name}": values for name, values in found.items()}
+                if not options.json:
+                    shown = ", ".join(f"{name} {sorted(values)[len(values) // 2]:.3g}" for name, values in found.items())
+                    print(f"{megabytes} MB to {count}: {shown}", flush=True)
+    finally:
+        server.stop()
+    report({"benchmark": "sync", "threads": torch.get_num_threads(), "bucket_mib": options.bucket_mib}, samples)
+
+
+def main() -> int:
+    """Parse the command line and run; with `--member` a receiver."""
+    parser = arguments(__doc__)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[100], help="sizes of the weights")
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="numbers of receiving processes")
+    parser.add_argument("--bucket-mib", type=int, default=32, help="sync.bucket_mib")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of each")
+    parser.add_argument("--member", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.member:
+        asyncio.run(follow(load(options.config, [], environ=dict(os.environ)), options.member))
+        return 0
+    return run(measure, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

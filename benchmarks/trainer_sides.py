@@ -1,0 +1,244 @@
+"""The two sides of benchmarks/trainer.py, each in a process of its own: `python benchmarks/trainer_sides.py ours|trl JOB.json`.
+
+A side loads the model, says `{"base_mib": …}`, and for every line on its standard input does one optimizer step and answers
+`{"seconds": …, "cpu_s": …, "peak_mib": …, "gradient_norm": …}`: wall and processor seconds of forward, loss, backward,
+clipping and optimizer. It imports nothing of the other's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+
+LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
+CLIP_LOW, CLIP_HIGH = 0.2, 0.272
+
+
+class Said:
+    """The way back to the benchmark: standard output is for answers alone, whatever libraries print goes to standard error."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def say(self, **answer: float) -> None:
+        self._out.write(json.dumps(answer) + "\n")
+        self._out.flush()
+
+
+class Memory:
+    """Resident memory of this process, and its peak since `reset`, by the kernel's own high-water mark."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self.base_mib = self._read("VmRSS")
+
+    def reset(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+
+    def peak_mib(self) -> float:
+        return self._read("VmHWM")
+
+    def _read(self, field: str) -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+def read_batch(path: str) -> dict[str, Any]:
+    """What benchmarks/trainer.py wrote; `prompts` becomes one array a completion."""
+    batch = dict(np.load(path))
+    ends = np.cumsum(batch["prompt_lengths"])
+    batch["prompts"] = [batch["prompts"][end - length : end] for end, length in zip(ends, batch["prompt_lengths"], strict=True)]
+    return batch
+
+
+def ours(job: dict[str, Any], said: Said) -> None:
+    """Our policy on one rank: ZeRO 0, float32, packed rows, one mini-batch."""
+    import torch
+
+    from services.dataprep.packing import fewest_rows, pack
+    from services.protocol.config import RunConfig
+    from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
+    from services.trainer import batches
+    from services.trainer.policy import Policy
+    from services.trainer.ranks import World
+
+    torch.set_num_threads(job["threads"])
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": job["model"], "dtype": "float32", "max_tokens": 4096},
+            "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 64},
+            "sampling": {"max_tokens": job["max_tokens"], "group_size": job["group_size"]},
+            "trainer": {"row_tokens": job["row_tokens"], "logprob_chunk_tokens": job["chunk_tokens"]},
+            "loss": {"policy": "dapo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "kl_beta": 0.0},
+            "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_GRAD_NORM},
+            "verifiers": [{"kind": "math"}],
+        }
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    policy = Policy(config, World(port=port))
+    batch = read_batch(job["batch"])
+    lengths, ends = batch["lengths"], np.cumsum(batch["lengths"])
+    prompts, size = batch["prompts"], job["group_size"]
+    sizes = [len(prompts[i]) + int(lengths[i]) for i in range(len(lengths))]
+    packed = pack(sizes, job["row_tokens"], fewest_rows(sizes, job["row_tokens"]))
+
+    def rows(behaviour: np.ndarray) -> tuple[list[batches.Row], StepPlan]:
+        payloads = {}
+        for group in range(len(lengths) // size):
+            mine = slice(group * size, (group + 1) * size)
+            tokens = slice(int(ends[mine][0] - lengths[mine][0]), int(ends[mine][-1]))
+            payloads[f"0-{group}.1"] = Payload(
+                prompts[mine][0], lengths[mine], batch["tokens"][tokens], behaviour[tokens], np.zeros((0, 4), np.int32)
+            )
+        samples = [
+            Sample(f"0-{i // size}.1", i % size, float(batch["advantages"][i]), int(lengths[i])) for i in range(len(lengths))
+        ]
+        count = int(lengths.sum())
+        plan = StepPlan(0, [], [], 1, len(packed), [len(packed)], [float(count)], count, sum(sizes), {})
+        ranked = RankPlan([[samples[i] for i in row] for row in packed])
+        built = batches.build(ranked, payloads, vocabulary=policy.vocabulary, row_tokens=job["row_tokens"])
+        return built, plan
+
+    # Behaviour logprobs are the policy's own, as they nearly are in a run: TRL without vLLM has no train/infer correction.
+    first, plan = rows(np.zeros(int(lengths.sum()), np.float32))
+    behaviour = np.zeros(int(lengths.sum()), np.float32)
+    with torch.no_grad():
+        for row, numbers in zip(first, packed, strict=True):
+            found = policy.engine.module(row.input_ids, row.positions, row.packing, row.predictors, row.targets)[0].numpy()
+            at = 0
+            for i in numbers:
+                behaviour[ends[i] - lengths[i] : ends[i]] = found[at : at + lengths[i]]
+                at += int(lengths[i])
+    given, plan = rows(behaviour)
+    del first
+    memory = Memory()
+    said.say(base_mib=memory.base_mib)
+    for _ in sys.stdin:
+        memory.reset()
+        started, cpu = time.perf_counter(), time.process_time()
+        metrics = policy.train(given, plan).metrics
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        phases = {name: metrics[f"time/train/{name}_s"] for name in ("forward", "backward", "step")}
+        said.say(seconds=seconds, cpu_s=cpu_s, peak_mib=memory.peak_mib(), gradient_norm=metrics["gradient/train/norm"], **phases)
+
+
+def trl(job: dict[str, Any], said: Said) -> None:
+    """TRL's GRPOTrainer in its own training loop, given the same completions by a rollout function."""
+    import torch
+    import trl.trainer.utils as trl_utils  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(job["threads"])
+    if job["compact"]:
+        trl_utils._use_triton = lambda device: True  # read where the LM head chooses its positions, and nowhere else
+    batch = read_batch(job["batch"])
+    ends = np.cumsum(batch["lengths"])
+    prompts = [prompt.tolist() for prompt in batch["prompts"]]
+    completions = [batch["tokens"][end - length : end].tolist() for end, length in zip(ends, batch["lengths"], strict=True)]
+    count = len(completions)
+
+    def rollout(asked: list[Any], trainer: Any) -> dict[str, Any]:
+        assert len(asked) == count
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": None}
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return batch["rewards"].tolist()
+
+    class Steps(TrainerCallback):
+        """Times what lies between the beginning and the end of a step, without the making of its inputs."""
+
+        made_s = made_cpu_s = 0.0
+
+        def wait(self, control: Any) -> None:
+            if not sys.stdin.readline():
+                control.should_training_stop = True
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            said.say(base_mib=memory.base_mib)
+            self.wait(control)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            memory.reset()
+            self.made_s = self.made_cpu_s = 0.0
+            self.started, self.cpu = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds = time.perf_counter() - self.started - self.made_s
+            cpu_s = time.process_time() - self.cpu - self.made_cpu_s
+            self.answer = {"seconds": seconds, "cpu_s": cpu_s, "peak_mib": memory.peak_mib()}
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "grad_norm" in logs:
+                said.say(**self.answer, gradient_norm=float(logs["grad_norm"]))
+                self.wait(control)
+
+    class Timed(GRPOTrainer):
+        """Says how long the inputs of a step took to make: that is no part of the comparison."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            started, cpu = time.perf_counter(), time.process_time()
+            made = super()._generate_and_score_completions(inputs)
+            steps.made_s += time.perf_counter() - started
+            steps.made_cpu_s += time.process_time() - cpu
+            return made
+
+    steps = Steps()
+    arguments = GRPOConfig(
+        output_dir=job["folder"],
+        per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=count // job["micro_batch"],
+        num_generations=job["group_size"],
+        max_completion_length=job["max_tokens"],
+        max_steps=10_000,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=MAX_GRAD_NORM,
+        loss_type="dapo",
+        epsilon=CLIP_LOW,
+        epsilon_high=CLIP_HIGH,
+        beta=0.0,
+        temperature=1.0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
+    trainer = Timed(
+        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "t2"}] * count),
+        processing_class=AutoTokenizer.from_pretrained(job["model"]),
+        rollout_func=rollout,
+        callbacks=[steps],
+    )
+    memory = Memory()
+    trainer.train()
+
+
+if __name__ == "__main__":
+    said = Said()  # before anything is imported that prints
+    {"ours": ours, "trl": trl}[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text()), said)

@@ -1,0 +1,120 @@
+"""Write charts/values.schema.json: the schema of values.yaml, and of `config` that of the configuration itself.
+
+`python charts/make_schema.py`; a test holds that the file is what this makes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.protocol.config import RunConfig
+
+HERE = Path(__file__).parent
+CHART_SETS = {
+    "run": ("dir",), "redis": ("url", "password_file", "users_dir", "ca_file", "appendfsync"),
+    "sync": ("host",), "trainer": ("ranks",),
+    "generator": ("count",), "fleet": ("scaling",), "api": (), "web": (),
+}  # fmt: skip
+"""Keys of the configuration that the chart writes itself; of a section without any, all."""
+
+Schema = dict[str, Any]
+
+ANY_LIST: Schema = {"type": "array", "items": {"type": "object"}}
+TEXT: Schema = {"type": "string"}
+QUANTITY: Schema = {"type": ["string", "integer"], "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$"}
+AMOUNTS: Schema = {"type": "object", "additionalProperties": QUANTITY}
+TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
+SHARE: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
+
+COMMON: dict[str, Schema] = {
+    "resources": {
+        "type": "object", "additionalProperties": False, "properties": {"requests": AMOUNTS, "limits": AMOUNTS},
+    },
+    "env": {"type": "object", "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}, "additionalProperties": TEXT},
+    "podLabels": TEXTS, "podAnnotations": TEXTS, "nodeSelector": TEXTS,
+    "tolerations": ANY_LIST, "affinity": {"type": "object"}, "metrics": ANY_LIST, "pullSecrets": ANY_LIST, "labels": TEXTS,
+    "apiFrom": ANY_LIST, "redisFrom": ANY_LIST, "externalRedis": ANY_LIST, "externalRedisPorts": ANY_LIST,
+    "nodeCIDRs": {"type": "array", "items": {"type": "string", "pattern": r"^[0-9a-fA-F.:]+/[0-9]+$"}},
+    "size": QUANTITY, "sharedMemory": QUANTITY, "maxUnavailable": SHARE, "maxSurge": SHARE,
+    "accessMode": {"enum": ["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]},
+    "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+}  # fmt: skip
+"""By name of the key, wherever it stands."""
+
+OF_PATH: dict[str, Schema] = {
+    "accelerator": {"enum": ["nvidia", "none"]},
+    "apiPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
+    "generator.replicas": {"type": "integer", "minimum": 0},
+    "tls.issuer.kind": {"enum": ["Issuer", "ClusterIssuer"]},
+    "generator.autoscaling.kind": {"enum": ["none", "hpa", "keda"]},
+    "generator.autoscaling.minReplicas": {"type": "integer", "minimum": 0},
+    "preload.repository": {"type": "string"},
+    "redis.appendfsync": {"enum": ["always", "everysec"]},
+    "redis.maxMemoryMiB": {"type": "integer", "minimum": 64},
+    "redis.external.url": {"type": "string", "pattern": "^$|^rediss?://[^@/]+(/[0-9]+)?$"},
+    "trainer.masterPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
+    "security.user": {"type": "integer", "minimum": 1},
+}
+"""By path, where the default alone says too little."""
+
+
+def of_value(value: Any, path: tuple[str, ...]) -> Schema:
+    """The schema of a default of values.yaml."""
+    named = OF_PATH.get(".".join(path)) or COMMON.get(path[-1] if path else "")
+    if named:
+        return named
+    if isinstance(value, dict):
+        properties = {key: of_value(below, (*path, key)) for key, below in value.items()}
+        return {"type": "object", "additionalProperties": False, "properties": properties}
+    if isinstance(value, bool):
+        return {"type": "boolean"}
+    if isinstance(value, int):
+        return {"type": "integer", "minimum": 1}
+    assert isinstance(value, str), f"{'.'.join(path)} = {value!r} needs an entry in OF_PATH or COMMON"
+    return TEXT
+
+
+def of_config() -> tuple[Schema, dict[str, Schema]]:
+    """The schema of `config`, and the definitions it refers to."""
+    tree = RunConfig.model_json_schema(ref_template="#/$defs/{model}")
+    definitions = tree.pop("$defs")
+    for section, keys in CHART_SETS.items():
+        if section not in tree["properties"]:
+            continue
+        if not keys:
+            del tree["properties"][section]
+            continue
+        definition = definitions[tree["properties"][section]["$ref"].rpartition("/")[2]]
+        for key in keys:
+            del definition["properties"][key]
+    tree, definitions = _plain(tree), _plain(definitions)
+    referred = json.dumps([tree, definitions])
+    return tree, {name: below for name, below in definitions.items() if f'"#/$defs/{name}"' in referred}
+
+
+def _plain(tree: Any) -> Any:
+    """Without what only readers of the model need: defaults, titles, and the word of OpenAPI for unions."""
+    if isinstance(tree, dict):
+        kept = {key: _plain(below) for key, below in tree.items() if key not in ("default", "discriminator")}
+        return {key: below for key, below in kept.items() if not (key == "title" and isinstance(below, str))}
+    return [_plain(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def make() -> str:
+    """The file."""
+    values = yaml.safe_load((HERE / "values.yaml").read_text(encoding="utf-8"))
+    config, definitions = of_config()
+    schema = of_value({key: value for key, value in values.items() if key != "config"}, ())
+    schema["properties"]["config"] = config
+    schema["properties"]["global"] = {"type": "object"}  # Helm's own
+    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "grpo", **schema, "$defs": definitions}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    (HERE / "values.schema.json").write_text(make(), encoding="utf-8")

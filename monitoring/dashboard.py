@@ -1,0 +1,150 @@
+"""The Grafana dashboard: an overview by hand, then a row for every room with a panel for every metric that it declares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from monitoring import declared
+from services.runtime.metrics import Declared
+
+SCOPE = 'run=~"$run"'
+UNITS = {"bytes": "bytes", "ratio": "percentunit", "seconds": "s"}
+WIDTH, HEIGHT, COLUMNS = 8, 7, 24
+TITLES = {
+    "run": "The run", "dataprep": "Dataprep", "generator": "Generators", "trainer": "Trainer", "tracker": "Trackers",
+    "pod": "All pods",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart: PromQL expressions with the legend of each."""
+
+    title: str
+    targets: tuple[tuple[str, str], ...]
+    help: str
+    unit: str = "short"
+
+
+def _step(*names: str) -> tuple[tuple[str, str], ...]:
+    return tuple((f'max by (run) (grpo_trainer_step_metric{{{SCOPE}, name="{name}"}})', name) for name in names)
+
+
+OVERVIEW = (
+    Panel("Steps", (
+        (f"max by (run, mark) (grpo_run_done_steps{{{SCOPE}}})", "{{mark}}"), (f"max by (run) (grpo_run_steps{{{SCOPE}}})", "of"),
+    ), "How far the run is."),
+    Panel("Reward", _step("reward/gen/mean", "reward/train/mean"), "Mean reward of what was generated and of what was trained."),
+    Panel("Tokens", (
+        (f"sum by (run) (rate(grpo_generator_sampled_tokens_total{{{SCOPE}}}[$__rate_interval]))", "sampled"),
+        (f"sum by (run) (rate(grpo_trainer_tokens_total{{{SCOPE}}}[$__rate_interval]))", "trained"),
+    ), "Tokens a second: completions sampled, prompts and completions trained."),
+    Panel("What the trainer does", (
+        (f"sum by (run, phase) (rate(grpo_trainer_phase_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{phase}}"),
+    ), "Shares of its time.", "percentunit"),
+    Panel("Why no step is made", (
+        (f"sum by (run, why) (rate(grpo_dataprep_wait_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{why}}"),
+    ), "Shares of dataprep's time: `ahead` means that the trainer is what the run waits for, `groups` that generators are.",
+        "percentunit"),
+    Panel("Staleness", (
+        *_step("staleness/trained/mean", "staleness/trained/max"),
+        (f"max by (run) (grpo_dataprep_lag_bound_steps{{{SCOPE}}})", "bound"),
+    ), "Steps between the weights that sampled and the step that trains."),
+    Panel("Tickets", ((f"max by (run, place) (grpo_run_tickets{{{SCOPE}}})", "{{place}}"),), "Where tickets are."),
+    Panel("Slots", (
+        (f"max by (run) (grpo_run_used_slots{{{SCOPE}}})", "used"), (f"max by (run) (grpo_run_slots{{{SCOPE}}})", "slots"),
+    ), "Tickets that may be under way."),
+    Panel("Fleet", (
+        (f"max by (run, kind) (grpo_run_pods{{{SCOPE}}})", "{{kind}}"),
+        (f"max by (run) (grpo_run_wanted_generators{{{SCOPE}}})", "generators wanted"),
+    ), "Pods that are heard of."),
+    Panel("Redis' memory", (
+        (f"max by (run) (grpo_redis_used_memory_bytes{{{SCOPE}}})", "used"),
+        (f"max by (run) (grpo_redis_memory_limit_bytes{{{SCOPE}}})", "limit"),
+    ), "0: it has no limit.", "bytes"),
+)  # fmt: skip
+
+
+def panel_of(metric: Declared) -> Panel:
+    """The chart of one metric: of a counter its rate, of a histogram two quantiles."""
+    by, legend = (f"run, pod, {metric.label}", f"{{{{pod}}}} {{{{{metric.label}}}}}") if metric.label else ("run, pod", "{{pod}}")
+    unit, name = UNITS.get(metric.unit, "short"), metric.name
+    match metric.kind:
+        case "counter":
+            rate = f"sum by ({by}) (rate({name}{{{SCOPE}}}[$__rate_interval]))"
+            return Panel(_title(name), ((rate, legend),), f"{metric.help} A second.", "percentunit" if unit == "s" else unit)
+        case "gauge":
+            return Panel(_title(name), ((f"max by ({by}) ({name}{{{SCOPE}}})", legend),), metric.help, unit)
+        case _:
+            own = f"run, {metric.label}, le" if metric.label else "run, le"
+            rate = f"sum by ({own}) (rate({name}_bucket{{{SCOPE}}}[$__rate_interval]))"
+            shown = f"{{{{{metric.label}}}}} " if metric.label else ""
+            targets = tuple((f"histogram_quantile({q}, {rate})", f"{shown}{text}") for q, text in ((0.5, "half"), (0.99, "99 %")))
+            return Panel(_title(name), targets, metric.help, unit)
+
+
+def _title(name: str) -> str:
+    words = name.removeprefix("grpo_").removesuffix("_total").split("_")
+    return " ".join(words).capitalize()
+
+
+def panels() -> Iterator[tuple[str, list[Panel]]]:
+    """Every row with its panels."""
+    yield "Overview", list(OVERVIEW)
+    for room in declared.ROOMS:
+        yield TITLES[room], [panel_of(metric) for metric in declared.of(room)]
+
+
+def as_json() -> str:
+    """The dashboard as Grafana imports it."""
+    made: list[dict[str, Any]] = []
+    top = 0
+    for title, row in panels():
+        head = {"type": "row", "title": title, "collapsed": title != "Overview", "gridPos": _place(0, top, COLUMNS, 1)}
+        charts = [
+            _chart(panel, _place(i * WIDTH % COLUMNS, top + 1 + i * WIDTH // COLUMNS * HEIGHT, WIDTH, HEIGHT))
+            for i, panel in enumerate(row)
+        ]
+        made += [head, *charts] if title == "Overview" else [head | {"panels": charts}]
+        top += 1 + (-(-len(row) * WIDTH // COLUMNS) * HEIGHT if title == "Overview" else 0)
+    flat = [each for panel in made for each in (panel, *panel.get("panels", ()))]
+    for number, panel in enumerate(flat, 1):
+        panel["id"] = number
+    board = {
+        "title": "grpo", "uid": "grpo", "description": "Made by `python -m monitoring` of what the services declare.",
+        "tags": ["grpo"], "schemaVersion": 39, "editable": True, "refresh": "30s", "time": {"from": "now-3h", "to": "now"},
+        "templating": {"list": [_source(), _runs()]}, "panels": made,
+    }  # fmt: skip
+    return json.dumps(board, indent=1) + "\n"
+
+
+def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": width, "h": height}
+
+
+def _chart(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${source}"}
+    return {
+        "type": "timeseries", "title": panel.title, "description": panel.help, "datasource": source, "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": {"fillOpacity": 5, "showPoints": "never"}}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": source, "expr": expression, "legendFormat": legend}
+            for i, (expression, legend) in enumerate(panel.targets)
+        ],
+    }  # fmt: skip
+
+
+def _source() -> dict[str, Any]:
+    return {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+
+
+def _runs() -> dict[str, Any]:
+    return {
+        "name": "run", "type": "query", "label": "Run", "datasource": {"type": "prometheus", "uid": "${source}"},
+        "query": {"query": "label_values(grpo_run_steps, run)", "refId": "runs"}, "refresh": 2, "sort": 1, "multi": True,
+        "includeAll": True, "current": {"text": "All", "value": "$__all"},
+    }  # fmt: skip

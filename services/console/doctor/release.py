@@ -1,0 +1,59 @@
+"""Looks at a release on a cluster, from one of its pods: whether the services are there, and whether they are reached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from services.console.client import ApiError, Client
+from services.console.doctor import Finding, fault, note, ok, told
+from services.console.printable import printable
+from services.protocol.config import RunConfig
+from services.protocol.errors import StoreError
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime.auth import redis_login
+
+NEEDED = ("dataprep", "trainer", "generator")
+MOST_PODS = 64  # that are asked one by one; of a fleet of hundreds, Prometheus tells who cannot be reached
+
+
+async def services(config: RunConfig) -> AsyncIterator[Finding]:
+    """Whether each kind of service is up, and answers where it says that it is."""
+    try:
+        store = await Store.connect(config.redis.url, config.run.name, redis_login(config, "console"))
+        try:
+            state = await store.state()
+            pods = sorted(await store.members(config.fleet.ttl_s), key=lambda pod: pod.name)
+        finally:
+            await store.close()
+    except StoreError as error:
+        yield told("services", error)
+        return
+    if state is None:
+        yield note("run", f"{config.run.name} does not exist yet", "see the log of dataprep, which makes it")
+    elif state.finished:
+        yield ok("run", f"{config.run.name} has finished: {printable(state.finished)}")
+    else:
+        yield ok("run", f"{config.run.name}: {state.committed_step + 1} of {state.steps} steps are trained")
+    for finding in _missing(pods, over=bool(state and state.finished)):
+        yield finding
+    asked = [pod for pod in pods if pod.url][:MOST_PODS]
+    for finding in await asyncio.gather(*(asyncio.to_thread(_answer, config, pod) for pod in asked)):
+        yield finding
+
+
+def _missing(pods: Iterable[PodStatus], over: bool) -> list[Finding]:
+    there = {pod.kind for pod in pods}
+    missing = [kind for kind in NEEDED if kind not in there and not over]
+    return [note(kind, "none has told of itself yet", "kubectl get pods, and the log of one that restarts") for kind in missing]
+
+
+def _answer(config: RunConfig, pod: PodStatus) -> Finding:
+    what = f"{pod.kind} {pod.name}"
+    try:
+        with Client(pod.url, "", config.api.ca_file, config.api.server_name) as client:
+            ready = client.ready()
+    except ApiError as error:
+        return fault(what, printable(str(error)), "a NetworkPolicy between pods, or a certificate without api.server_name")
+    return ok(what, f"ready at {pod.url}") if ready.ready else note(what, f"not ready: {printable(ready.why_not)}")

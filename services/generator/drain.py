@@ -1,0 +1,50 @@
+"""Have the generator of this pod drain, and wait until it has: `python -m services.generator.drain`.
+
+A cluster calls it before it ends the pod (docs/kubernetes.md).
+Waits for: the generator. Unblocked by: its end, after `generator.drain_s` and a little; one that does not answer is not waited
+for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import httpx
+
+from services.protocol.config import ConfigError, RunConfig
+from services.runtime.auth import api_tokens
+from services.runtime.entry import EXIT_OK, arguments, report
+
+LOOK_S = 0.2
+ANSWER_LIMIT_S = 5.0
+BEYOND_S = 10.0  # after the drain: submitting what is finished, a sync round that counts on the pod, leaving the fleet
+
+
+def drain(config: RunConfig, base_url: str) -> None:
+    """Ask, and wait until nobody answers any more."""
+    deadline = time.monotonic() + config.generator.drain_s + BEYOND_S
+    headers = {"Authorization": f"Bearer {api_tokens(config).operate}"}
+    with httpx.Client(base_url=base_url, timeout=ANSWER_LIMIT_S, verify=False) as http:  # this pod itself, by its loopback
+        try:
+            http.post("/v1/drain", headers=headers).raise_for_status()
+            while time.monotonic() < deadline:
+                http.get("/health/live")
+                time.sleep(LOOK_S)
+        except httpx.TransportError:
+            return  # it is gone
+
+
+def main() -> int:
+    """Drain this pod; the exit code."""
+    try:
+        config = arguments("generator").config
+        scheme = "https" if config.api.certificate_file else "http"
+        drain(config, f"{scheme}://127.0.0.1:{config.api.port}")
+    except (ConfigError, httpx.HTTPStatusError) as error:
+        return report(error)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What an unprivileged process can give up for good: the network, other processes, files outside one folder, memory, descriptors.
+
+Guarantees: what is given up is given up by every thread, and by whatever the process starts; where a kernel does not know a
+measure the others hold, and `confine` says which do. Linux on x86-64 and AArch64; elsewhere the limits of resources alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import struct
+from pathlib import Path
+
+MEMORY_BYTES = 4 << 30
+"""Address space: several times what the libraries map, far below what a tower of powers would take."""
+FILE_BYTES = 16 << 20  # a scratch file; nothing that scores needs a larger one
+OPEN_FILES = 256
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+_FORBIDDEN = {  # asm/unistd_64.h, asm-generic/unistd.h: sockets, other programs, other processes, namespaces, kernel interfaces
+    "x86_64": (
+        *(41, 42, 43, 49, 50, 53, 288), *(59, 322), *(62, 101, 200, 234, 310, 311, 424, 434, 438), *(165, 272, 308),
+        *(250, 321, 323, 425, 426, 427),
+    ),
+    "aarch64": (
+        *(198, 199, 200, 201, 202, 203, 242), *(221, 281), *(117, 129, 130, 131, 270, 271, 424, 434, 438), *(40, 97, 268),
+        *(219, 280, 282, 425, 426, 427),
+    ),
+}  # fmt: skip
+_PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1  # linux/seccomp.h
+_LOAD, _EQUALS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # linux/bpf_common.h: BPF_LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, RET|K
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # linux/seccomp.h; refused with EPERM
+_X32 = 0x40000000  # bit of the numbers of a second system call table
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_LANDLOCK_RULE_PATH_BENEATH = 1
+_WRITING = 0b1_1111_1111_0010  # linux/landlock.h, first version: everything but execute, read_file and read_dir
+_O_PATH = 0o10000000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def limit_resources() -> None:
+    """Bound memory, files and their size; leave no core behind."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
+
+
+def confine(scratch: Path) -> list[str]:
+    """Give up all but reading, and writing in `scratch`, for good; the measures that hold: `files`, `calls`."""
+    machine = platform.machine()
+    if machine not in _ARCHITECTURES or _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        return []
+    held = ["files"] if _write_only_in(scratch) else []  # first: the filter refuses nothing that this needs, but may later
+    return [*held, "calls"] if _filter_calls(machine) else held
+
+
+def _filter_calls(machine: str) -> bool:
+    """Refuse system calls, in all threads (seccomp)."""
+    program = [(_LOAD, 0, 0, 4), (_EQUALS, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    checks = [(_AT_LEAST, _X32), *((_EQUALS, number) for number in _FORBIDDEN[machine])]
+    for i, (test, number) in enumerate(checks):
+        program.append((test, len(checks) - i, 0, number))  # past the other checks and the permission
+    program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    described = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    done = _libc.syscall(_SECCOMP[machine], _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, described)
+    return done == 0
+
+
+def _write_only_in(folder: Path) -> bool:
+    """Refuse to write, make or delete files elsewhere (landlock)."""
+    attributes = ctypes.create_string_buffer(struct.pack("Q", _WRITING), 8)
+    rules = _libc.syscall(_LANDLOCK_CREATE, attributes, 8, 0)
+    if rules < 0:
+        return False
+    place = os.open(folder, _O_PATH | os.O_CLOEXEC)
+    try:
+        beneath = ctypes.create_string_buffer(struct.pack("<Qi", _WRITING, place), 12)
+        added = _libc.syscall(_LANDLOCK_ADD, rules, _LANDLOCK_RULE_PATH_BENEATH, beneath, 0)
+        return added == 0 and _libc.syscall(_LANDLOCK_RESTRICT, rules, 0) == 0
+    finally:
+        os.close(place)
+        os.close(rules)

@@ -1,0 +1,10 @@
+"""What vllm_logging.json names: the processes that vLLM starts read that file, so that they log as the service does."""
+
+from __future__ import annotations
+
+import os
+
+from services.runtime import logs
+
+LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING").upper()
+formatter = logs.inherited_formatter

@@ -1,0 +1,112 @@
+"""A run on a Redis Cluster: whole on the master that owns the slot of its hash tag, to which every connection leads.
+
+Guarantees: the owner is looked for anew at each connect; what a node answers that does not own the slot, or must not serve it
+now, ends the connection as a loss of it would, so the client's retry rule sees a run through failover and moved slots. While a
+slot moves no function runs on half of its keys: the key that functions are called with never exists, so the old owner sends
+callers on (ASK), who wait for the new one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+
+ELSEWHERE = frozenset(["MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "NOREPLICAS"])
+"""First words of refusals that another node, or the same a little later, would not make."""
+
+Address = tuple[str, int]
+
+
+def in_cluster(info: Mapping[str, Any]) -> bool:
+    """Whether a server is a node of a Cluster, by its reply to INFO; Redis and Valkey name the field differently."""
+    return "cluster" in (info.get("redis_mode"), info.get("server_mode"))
+
+
+class Elsewhere(ConnectionError):
+    """A node said that it is not the one that serves the run now. To retry as a lost connection."""
+
+
+class Owner:
+    """The master that owns the slot of `key`, as the nodes of its Cluster tell; `settings` are those of connections of `kind`."""
+
+    def __init__(self, kind: type[aioredis.Connection], settings: dict[str, Any], key: str) -> None:
+        self._kind, self._settings = kind, {**settings, "retry": Retry(NoBackoff(), 0)}
+        self._slot = key_slot(key.encode())
+        self._given: Address = (settings.get("host", "localhost"), int(settings.get("port", 6379)))
+        self._nodes = {self._given}
+
+    async def find(self) -> Address:
+        """Where that master listens. Asks nodes in no order: one that is cut off from the others misleads once, not always.
+
+        Raises `ConnectionError` when none can tell, and what a node says that refuses to.
+        """
+        failures: list[RedisError] = []
+        for node in random.sample(sorted(self._nodes), len(self._nodes)):
+            try:
+                masters = await self._masters(node)
+            except (ConnectionError, TimeoutError) as error:
+                failures.append(error)
+                continue
+            for first, last, master in masters:
+                if first <= self._slot <= last and master:
+                    return master
+                if first <= self._slot <= last:
+                    failures.append(Elsewhere("its nodes are to be named by host and have none: set cluster-announce-hostname"))
+                    break
+            else:
+                failures.append(Elsewhere(f"{node[0]}:{node[1]} knows no master of slot {self._slot}"))
+        raise failures[-1]
+
+    async def _masters(self, node: Address) -> list[tuple[int, int, Address | None]]:
+        """Ranges of slots with their master, as `node` sees them; remembers whom it names, replicas too."""
+        settings: dict[str, Any] = {**self._settings, "host": node[0], "port": node[1]}
+        connection = self._kind(**settings)
+        try:
+            await connection.connect()
+            await connection.send_command("CLUSTER", "SLOTS")
+            ranges: Any = await connection.read_response()
+        finally:
+            await connection.disconnect(nowait=True)
+        found = [(first, last, [_address(each, node) for each in nodes]) for first, last, *nodes in ranges]
+        if found:  # a node that was reset knows nobody
+            self._nodes = {self._given, *(each for _, _, nodes in found for each in nodes if each)}
+        return [(first, last, nodes[0]) for first, last, nodes in found]
+
+
+def _address(node: list[Any], asked: Address) -> Address | None:
+    """Of an entry of CLUSTER SLOTS; a node that knows no name of its own is where it was asked. None: it should have a name, and
+    has none yet."""
+    host = (node[0] or b"").decode()
+    return None if host == "?" else (host or asked[0], int(node[1]))
+
+
+class ToOwner(aioredis.Connection):
+    """A connection to the owner."""
+
+    def __init__(self, *, owner: Owner, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._owner = owner
+
+    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        """Connect, if it is not; whoever calls tries again, as then the owner may be another."""
+        if not self.is_connected:
+            self.host, self.port = await self._owner.find()
+        await super().connect_check_health(check_health, retry_socket_connect=False)
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """The next reply; `Elsewhere` for what the owner would not say."""
+        try:
+            return await super().read_response(*args, **options)
+        except ResponseError as error:
+            word = error.status_code or str(error).partition(" ")[0]
+            if word not in ELSEWHERE:
+                raise
+            await self.disconnect(nowait=True)
+            raise Elsewhere(f"{word} {str(error).removeprefix(word).lstrip()}") from None

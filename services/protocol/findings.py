@@ -1,0 +1,133 @@
+"""What a look into a run finds: values read from Redis for people, who decide nothing by them.
+
+Guarantees: bytes that are no message are a missing value here, never an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from services.protocol.messages import Header, RankPlan, StepPlan, Ticket
+
+TICKET_ID = re.compile(r"[0-9]{1,9}-[0-9]{1,9}", re.ASCII)  # as functions/deadletters.lua has it: rows fit a bitmap
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """An entry of the dead-letter stream."""
+
+    id: str
+    ticket: str
+    reason: str
+    failed: bool
+    """The ledger counts its ticket as failed; False: nobody had issued it."""
+    body: bytes
+    """The ticket or header that failed, or whatever came in its place."""
+
+    @property
+    def at_s(self) -> float:
+        """When, Unix seconds of the server."""
+        return int(self.id.partition("-")[0]) / 1000
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """What `requeue` made of a dead letter."""
+
+    id: str
+    ticket: str
+    refusal: str
+    """Why it was left as it is; empty: its ticket waits to be issued again."""
+
+
+@dataclass(frozen=True)
+class TableState:
+    """The replay table as a whole."""
+
+    sampler: str
+    remover: str
+    capacity: int
+    max_uses: int
+    size: int
+    weight_sum: float | None
+    """None: its groups have no weights."""
+    inserted: int
+    drawn: int
+    uses: dict[int, int]
+    """Times drawn -> groups of the table."""
+    next_step: int
+    """The step that is prepared next."""
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """What Redis keeps of a group that was settled."""
+
+    group: str
+    payload: str
+    uses: int
+    header: Header | None
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A group in the replay table."""
+
+    record: GroupRecord
+    weight: float | None
+
+
+@dataclass(frozen=True)
+class Drop:
+    """How a ticket ended without being trained."""
+
+    outcome: str
+    """`stale`, `evicted`, `filtered:<why>` or `failed`."""
+    dead_letter: str
+    """Its dead letter, of one that failed."""
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Everything that names a ticket, in one instant."""
+
+    ticket: str
+    outstanding: int | None
+    """Issue sequence, while it is issued and not settled."""
+    requeued: bool
+    record: GroupRecord | None
+    in_table: bool
+    weight: float | None
+    trained: bool
+    drop: Drop | None
+    kept_steps: range
+    """Steps whose plans are kept."""
+    committed_step: int
+
+
+@dataclass(frozen=True)
+class IssuedTicket:
+    """A ticket that is waiting or being generated."""
+
+    ticket: Ticket | None
+    consumer: str
+    """Who holds it, or empty."""
+    fence: int
+    idle_s: float
+    """Since its lease was last renewed."""
+    attempts: int
+    """Failures reported."""
+    expiries: int
+    """Leases that ran out."""
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step that was prepared and is not retired."""
+
+    plan: StepPlan
+    fresh: frozenset[str]
+    """Groups that train for the first time."""
+    ranks: list[RankPlan]

@@ -1,0 +1,214 @@
+-- Evaluation: rounds with tickets of their own, each sampled by one policy version.
+-- reads and writes: run (evaluated_version, evaluation_abandoned, claim_fence), fleet, fleet:status, evaluations, ledger
+-- owns, while a round is open and no longer:
+--   eval:round      hash  version; total; opened_ms; started_ms, finished_ms: first volunteer, last result; fault
+--   eval:tickets    hash  ticket -> body
+--   eval:queue      zset  ticket without a result -> when it may be claimed, ms; below the clock of any server: now
+--   eval:claims     hash  ticket -> "<member>|<fence>", the one who may submit
+--   eval:failures   hash  ticket -> failures reported
+--   eval:expiries   hash  ticket -> leases that ran out
+--   eval:volunteers zset  member that stays on the version -> when it was admitted, ms
+--   eval:results    hash  ticket -> header
+-- A set of tickets that is known from the start needs no stream: a queue by time gives the order of claims, their leases and
+-- what is left, and leaves no consumers behind.
+
+local function part(prefix, name)
+  return prefix .. ':eval:' .. name
+end
+
+local function owns(prefix, member, ticket, fence)
+  return redis.call('HGET', part(prefix, 'claims'), ticket) == member .. '|' .. fence
+end
+
+local function alive(prefix, member, since)
+  local heard = redis.call('ZSCORE', prefix .. ':fleet', member)
+  return heard and tonumber(heard) >= since
+end
+
+local function hand_back(prefix, ticket)
+  redis.call('ZADD', part(prefix, 'queue'), 'XX', 0, ticket)
+  redis.call('HDEL', part(prefix, 'claims'), ticket)
+  ring(prefix, 'evaluation')
+end
+
+-- Counts a failure or an expiry of a ticket; at the limit the round cannot be completed any more, and says why.
+local function fails(prefix, counter, ticket, limit, reason)
+  if redis.call('HINCRBY', part(prefix, counter), ticket, 1) < tonumber(limit) then return false end
+  redis.call('HSETNX', part(prefix, 'round'), 'fault', 'ticket ' .. ticket .. ': ' .. reason)
+  ring(prefix, 'evaluation')
+  return true
+end
+
+-- Generators that go on for training while `member` and the volunteers evaluate.
+local function trainers_left(prefix, member, since)
+  local left = 0
+  for _, other in ipairs(redis.call('ZRANGE', prefix .. ':fleet', since, '+inf', 'BYSCORE')) do
+    if other ~= member and not redis.call('ZSCORE', part(prefix, 'volunteers'), other) then
+      local read, status = pcall(cjson.decode, redis.call('HGET', prefix .. ':fleet:status', other) or '')
+      local training = read and type(status) == 'table' and status.kind == 'generator' and status.phase ~= 'draining'
+      if training and type(status.world) == 'number' and status.world > 0 then left = left + 1 end
+    end
+  end
+  return left
+end
+
+-- args: leader fence, version, then ticket id and body of each. Returns 1 when the round of `version` is open, now or by an
+-- earlier call; 0 when another is, or the version was dealt with before.
+register('eval_open', function(prefix, args)
+  local refusal = fenced(prefix, 'leader_fence', args[1])
+  if refusal then return refusal end
+  local version = redis.call('HGET', part(prefix, 'round'), 'version')
+  if version then return version == args[2] and 1 or 0 end
+  if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
+  local queue, bodies = {}, {}
+  for i = 3, #args, 2 do
+    queue[#queue + 1], queue[#queue + 2] = i, args[i]
+    bodies[#bodies + 1], bodies[#bodies + 2] = args[i], args[i + 1]
+  end
+  call_over(queue, 'ZADD', part(prefix, 'queue'))
+  call_over(bodies, 'HSET', part(prefix, 'tickets'))
+  redis.call('HSET', part(prefix, 'round'), 'version', args[2], 'total', #queue / 2, 'opened_ms', now_ms())
+  redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
+  ring(prefix, 'evaluation')
+  return 1
+end, true)
+
+-- args: leader fence, version, rounds. The rounds up to `version` were due and can no longer be held; they are counted.
+register('eval_skip', function(prefix, args)
+  local refusal = fenced(prefix, 'leader_fence', args[1])
+  if refusal then return refusal end
+  if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
+  redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
+  count(prefix, 'evaluations_skipped', args[3])
+  return 1
+end)
+
+-- args: member, version it holds, fence of the trainer that sent it, ttl ms, max generators, min training generators. Returns 1 when the
+-- member is to stay on these weights and evaluate, now or by an earlier call; else 0, and whatever it was before, it is no volunteer now.
+register('eval_volunteer', function(prefix, args)
+  local member, version, now = args[1], args[2], now_ms()
+  local volunteers, since = part(prefix, 'volunteers'), now - tonumber(args[4])
+  local run = redis.call('HMGET', prefix .. ':run', 'steps', 'stopping', 'finished', 'trainer_fence')
+  local held = redis.call('HGET', part(prefix, 'round'), 'version') == version and run[4] == args[3]
+  if not held or run[2] or run[3] then
+    redis.call('ZREM', volunteers, member)
+    return 0
+  end
+  if redis.call('ZSCORE', volunteers, member) then return 1 end
+  local hopeless = redis.call('HEXISTS', part(prefix, 'round'), 'fault') == 1
+  if hopeless or redis.call('ZCOUNT', part(prefix, 'queue'), '-inf', now) == 0 then return 0 end
+  if version ~= run[1] then -- after the last version nothing is left to train
+    local evaluating = 0
+    for _, other in ipairs(redis.call('ZRANGE', volunteers, 0, -1)) do
+      if alive(prefix, other, since) then evaluating = evaluating + 1 end
+    end
+    if evaluating >= tonumber(args[5]) or trainers_left(prefix, member, since) < tonumber(args[6]) then return 0 end
+  end
+  redis.call('ZADD', volunteers, now, member)
+  redis.call('HSETNX', part(prefix, 'round'), 'started_ms', now)
+  return 1
+end)
+
+-- args: member, version, lease ms, count, max expiries. Returns {1, ticket, fence, body, …}, or {0} when this member
+-- has no part in an open round of the version. When the reply is lost, its tickets are claimed again once their leases ran out.
+register('eval_claim', function(prefix, args)
+  local member, now = args[1], now_ms()
+  local round = redis.call('HMGET', part(prefix, 'round'), 'version', 'fault')
+  local run = redis.call('HMGET', prefix .. ':run', 'paused:generator', 'stopping', 'finished')
+  if round[1] ~= args[2] or round[2] or run[2] or run[3] then return {0} end
+  if not redis.call('ZSCORE', part(prefix, 'volunteers'), member) then return {0} end
+  if run[1] then return {1} end
+  local found = redis.call('ZRANGE', part(prefix, 'queue'), '-inf', now, 'BYSCORE', 'LIMIT', 0, args[4])
+  local reply, fences = {1}, next_fences(prefix, 'claim_fence', #found)
+  for i, ticket in ipairs(found) do
+    local held = redis.call('HEXISTS', part(prefix, 'claims'), ticket) == 1
+    local reason = 'its lease ran out ' .. args[5] .. ' times: it may kill its generator'
+    if held and fails(prefix, 'expiries', ticket, args[5], reason) then return {0} end
+    redis.call('ZADD', part(prefix, 'queue'), now + tonumber(args[3]), ticket)
+    redis.call('HSET', part(prefix, 'claims'), ticket, member .. '|' .. fences[i])
+    reply[#reply + 1] = ticket
+    reply[#reply + 1] = fences[i]
+    reply[#reply + 1] = redis.call('HGET', part(prefix, 'tickets'), ticket)
+  end
+  return reply
+end)
+
+-- args: member, lease ms, then ticket and fence of each. Renews the leases still held; returns the tickets that are lost.
+register('eval_renew', function(prefix, args)
+  local until_ms, lost = now_ms() + tonumber(args[2]), {}
+  for i = 3, #args, 2 do
+    if owns(prefix, args[1], args[i], args[i + 1]) then
+      redis.call('ZADD', part(prefix, 'queue'), 'XX', until_ms, args[i])
+    else
+      lost[#lost + 1] = args[i]
+    end
+  end
+  return lost
+end)
+
+-- args: member, ticket, fence, header. Returns 1 when accepted, now or by an earlier call of the same claim; 0 when the ticket
+-- was not held any more.
+register('eval_submit', function(prefix, args)
+  local member, ticket, fence, header = unpack(args)
+  if not owns(prefix, member, ticket, fence) then return 0 end
+  if redis.call('HSETNX', part(prefix, 'results'), ticket, header) == 1 then
+    redis.call('ZREM', part(prefix, 'queue'), ticket)
+    redis.call('HSET', part(prefix, 'round'), 'finished_ms', now_ms())
+    ring(prefix, 'evaluation')
+  end
+  return 1
+end, true)
+
+-- args: member, ticket, fence, max attempts, reason. Hands a ticket back after a failure. Returns 1 when it was one
+-- too many, upon which the round is to be abandoned; 0 when handed back; -1 when it was not held any more.
+register('eval_fail', function(prefix, args)
+  local member, ticket, fence, limit, reason = unpack(args)
+  if not owns(prefix, member, ticket, fence) then return -1 end
+  if fails(prefix, 'failures', ticket, limit, reason) then return 1 end
+  hand_back(prefix, ticket)
+  return 0
+end)
+
+-- args: member, then ticket and fence of each that it hands back. The member stays on no version any more.
+register('eval_resign', function(prefix, args)
+  for i = 2, #args, 2 do
+    if owns(prefix, args[1], args[i], args[i + 1]) then hand_back(prefix, args[i]) end
+  end
+  return redis.call('ZREM', part(prefix, 'volunteers'), args[1])
+end)
+
+-- args: ttl ms. Returns {evaluated version, last round abandoned and why}, and of an open round also {version, total, results,
+-- live volunteers, started ms, finished ms, now ms, fault}.
+register('eval_look', function(prefix, args)
+  local run = redis.call('HMGET', prefix .. ':run', 'evaluated_version', 'evaluation_abandoned')
+  local reply = {run[1] or '-1', run[2] or ''}
+  local round = redis.call('HMGET', part(prefix, 'round'), 'version', 'total', 'started_ms', 'finished_ms', 'fault')
+  if not round[1] then return reply end
+  local volunteers, now = 0, now_ms()
+  for _, member in ipairs(redis.call('ZRANGE', part(prefix, 'volunteers'), 0, -1)) do
+    if alive(prefix, member, now - tonumber(args[1])) then volunteers = volunteers + 1 end
+  end
+  local results = redis.call('HLEN', part(prefix, 'results'))
+  for _, value in ipairs({round[1], round[2], results, volunteers, round[3] or 0, round[4] or 0, now, round[5] or ''}) do
+    reply[#reply + 1] = value
+  end
+  return reply
+end)
+
+-- args: leader fence, version, reason, record. Ends the round: with a record it is reported, without one it was
+-- abandoned for the reason. Returns 1, or 0 when the round was ended before; no key of it is left either way.
+register('eval_close', function(prefix, args)
+  local refusal = fenced(prefix, 'leader_fence', args[1])
+  if refusal then return refusal end
+  if redis.call('HGET', part(prefix, 'round'), 'version') ~= args[2] then return 0 end
+  if args[4] ~= '' then
+    redis.call('XADD', prefix .. ':evaluations', 'MAXLEN', '~', 10000, '*', 'm', args[4])
+    count(prefix, 'evaluations', 1)
+  else
+    redis.call('HSET', prefix .. ':run', 'evaluation_abandoned', 'version ' .. args[2] .. ': ' .. args[3])
+    count(prefix, 'evaluations_abandoned', 1)
+  end
+  for _, name in ipairs(EVALUATION_PARTS) do redis.call('UNLINK', part(prefix, name)) end
+  ring(prefix, 'evaluation')
+  return 1
+end)

@@ -1,0 +1,134 @@
+"""Metrics of groups by their headers, and of what a step trains on (`…/train/…`). No clock, no Redis.
+
+Guarantees: every key is in docs/metrics.md; with several prompt sources a key is also given for each of them, with the source's
+name before the last part.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from services.protocol.messages import Header
+
+SOLVED_TOLERANCE = 1e-8
+"""A completion is solved if its reward is at most so far below the largest (docs/semantics.md, Eval)."""
+
+SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
+"""Bins of a group's solve rate in percent: none, above 0 up to 25, …, above 75 and below 100, all."""
+_UP_TO = (0.0, 0.25, 0.5, 0.75)
+
+
+def trained(
+    headers: Sequence[Header],
+    step: int,
+    uses: Sequence[int],
+    sources: Mapping[str, float],
+    weights: Sequence[float] | None = None,
+) -> dict[str, float]:
+    """Metrics of the groups of a step, nothing without a group. Staleness = step - oldest version, of a completion.
+
+    Of each group: `uses`, how often it was trained before, and its importance weight if they are on.
+    `sources` as for `GroupSums`.
+    """
+    if not headers:
+        return {}
+    lag = step - np.concatenate([header.oldest for header in headers])
+    tokens = np.concatenate([header.lengths for header in headers])
+    mixed = np.concatenate([np.not_equal(header.oldest, header.newest) for header in headers])
+    seen = GroupSums(sources)
+    for header in headers:
+        seen.add(header)
+    record = seen.metrics("train") | {
+        "staleness/trained/mean": float(np.average(lag, weights=tokens)),
+        "staleness/trained/max": float(lag.max()),
+        "staleness/trained/p99": float(np.percentile(lag, 99)),
+        "staleness/trained/off_policy_share": float(np.average(lag > 0, weights=tokens)),
+        "staleness/trained/mixed_share": float(mixed.mean()),
+        "replay/train/uses_mean": float(np.mean(uses)),
+        "replay/train/replayed_share": float(np.mean(np.greater(uses, 0))),
+    }
+    if weights is not None:
+        record |= {"replay/train/weight_min": float(min(weights)), "replay/train/weight_mean": float(np.mean(weights))}
+    return record
+
+
+def is_trained(name: str) -> bool:
+    """Whether a metric is one of what a step trains on."""
+    return name.split("/")[1:2] in (["train"], ["trained"])
+
+
+class GroupSums:
+    """Sums over all groups and, with several sources, over those of each."""
+
+    def __init__(self, sources: Mapping[str, float]) -> None:
+        """`sources`: name of every prompt source and the largest reward its completions can earn."""
+        self.all = _Groups()
+        self._largest = sources
+        self._of = {name: _Groups() for name in sources} if len(sources) > 1 else {}
+
+    def add(self, header: Header) -> None:
+        """Count a group."""
+        largest = self._largest.get(header.source, math.inf)
+        self.all.add(header, largest)
+        if header.source in self._of:
+            self._of[header.source].add(header, largest)
+
+    def metrics(self, scope: str) -> dict[str, float]:
+        """By name; nothing without a group."""
+        record = self.all.metrics(scope)
+        for name, groups in self._of.items():
+            record |= groups.metrics(f"{scope}/{name}")
+        return record
+
+
+class _Groups:
+    """Running sums over groups and their completions."""
+
+    def __init__(self) -> None:
+        self.groups = self.constant = self.completions = self.tokens = self.tool_tokens = self.truncated = 0
+        self.shortest, self.longest = math.inf, 0
+        self.solve_rates = [0] * len(SOLVE_RATES)
+        self.scores: dict[str, float] = {}  # of verifiers that every group has: a generator says which it has
+        # Rewards less the first one: their squares keep the digits of a small spread around a large mean.
+        self.first, self.rewards, self.squares = 0.0, 0.0, 0.0
+
+    def add(self, header: Header, largest: float) -> None:
+        rewards, size = header.rewards, len(header.rewards)
+        if not self.groups:
+            self.first, self.scores = rewards[0], dict.fromkeys(header.scores, 0.0)
+        self.groups += 1
+        self.completions += size
+        self.constant += max(rewards) == min(rewards)
+        offsets = [reward - self.first for reward in rewards]
+        self.rewards += sum(offsets)
+        self.squares += sum([offset * offset for offset in offsets])
+        self.tokens += sum(header.lengths)
+        self.tool_tokens += sum(header.tool_tokens)
+        self.truncated += sum(header.truncated)
+        self.shortest = min(self.shortest, *header.lengths)
+        self.longest = max(self.longest, *header.lengths)
+        self.scores = {name: total + sum(header.scores[name]) for name, total in self.scores.items() if name in header.scores}
+        solved = sum([reward >= largest - SOLVED_TOLERANCE for reward in rewards])
+        self.solve_rates[bisect_left(_UP_TO, solved / size) if solved < size else -1] += 1
+
+    def metrics(self, scope: str) -> dict[str, float]:
+        """By name; nothing without a group."""
+        if not self.groups:
+            return {}
+        mean = self.rewards / self.completions
+        return {
+            f"reward/{scope}/mean": self.first + mean,
+            f"reward/{scope}/std": math.sqrt(max(0.0, self.squares / self.completions - mean * mean)),
+            f"reward/{scope}/zero_std_share": self.constant / self.groups,
+            **{f"reward/{scope}/{name}": total / self.completions for name, total in self.scores.items()},
+            **{f"solve_rate/{scope}/{b}": n / self.groups for b, n in zip(SOLVE_RATES, self.solve_rates, strict=True)},
+            f"length/{scope}/mean": self.tokens / self.completions,
+            f"length/{scope}/min": float(self.shortest),
+            f"length/{scope}/max": float(self.longest),
+            f"length/{scope}/stop_share": 1.0 - self.truncated / self.completions,
+            f"tokens/{scope}/tool_share": self.tool_tokens / self.tokens,
+        }

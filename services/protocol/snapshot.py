@@ -1,0 +1,196 @@
+"""A snapshot: what a checkpoint holds of dataprep's state, as a file of messages. Pure, but for reading and writing that file.
+
+Guarantees: reading any bytes gives the messages or raises `SnapshotError`; nothing is executed; neither side holds more than a
+message of some hundred groups in memory.
+
+A file is one `Head`, then `Groups`, `Rows` and `Letters`; each message has its length before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.protocol import codec
+
+LAYOUT = 1
+"""Of the file. A reader refuses what is newer."""
+
+LENGTH_BYTES = 8
+LARGEST = 1 << 32
+
+
+class SnapshotError(Exception):
+    """A snapshot cannot be read or does not fit the run: the message says why."""
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """A group in the replay table, or in a step that was prepared and not trained."""
+
+    name: str
+    seq: int
+    fields: dict[str, bytes]  # of its hash: header, payload, seq, uses
+    payload: bytes | None  # None: payloads were not saved
+    version: float | None  # score of replay:version; None: the group has left the table
+    weight: float | None = None
+    clock: float | None = None
+    idle: float | None = None
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Everything that is small. Steps after `step` are prepared and not trained."""
+
+    layout: int
+    step: int  # the last committed
+    run: dict[str, str]
+    ledger: dict[str, int]
+    outstanding: dict[str, int]  # ticket -> issue sequence: neither settled nor lost
+    requeued: list[str]
+    evaluating: bool  # whether an evaluation round was open
+    order: dict[str, bytes]
+    table: dict[str, str]  # replay:state
+    gaps: dict[str, int]
+    trained: dict[int, bytes]  # epoch -> bitmap
+    plans: dict[int, dict[str, bytes]]  # step -> its hash
+    departed: list[str]  # groups that these steps need and that have left the table since
+    whole: bool  # payloads are saved too
+
+
+class _Layout(msgspec.Struct, frozen=True):
+    layout: int
+
+
+class Groups(msgspec.Struct, frozen=True, tag="groups"):
+    """Some of the groups, in order of issue."""
+
+    groups: list[Group]
+
+
+class Rows(msgspec.Struct, frozen=True, tag="rows"):
+    """Some fields of the hash `key`."""
+
+    key: str  # rates | drops
+    fields: dict[str, bytes]
+
+
+class Letters(msgspec.Struct, frozen=True, tag="letters"):
+    """Some dead letters, oldest first: entry and its fields."""
+
+    entries: list[tuple[str, dict[str, bytes]]]
+
+
+Piece = Groups | Rows | Letters
+
+
+class Writer:
+    """Writes a snapshot to `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def add(self, message: Head | Piece) -> None:
+        """Append a message. Raises `OSError`."""
+        body = codec.encode(message)
+        self._file.write(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+
+    def close(self) -> None:
+        """Close the file; whoever owns its folder forces it to disk."""
+        self._file.close()
+
+
+class Snapshot:
+    """A snapshot file: its head, and its pieces one by one."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `SnapshotError` for a file that cannot be used."""
+        self.path = path
+        self.head = self._head()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything after the head."""
+        messages = self._messages()
+        next(messages)
+        for body in messages:
+            yield self._read(body, Piece)
+
+    def _head(self) -> Head:
+        body = next(self._messages(), None)
+        if body is None:
+            raise SnapshotError(f"{self.path} is empty")
+        layout = self._read(body, _Layout).layout  # first, as a newer head may not fit ours
+        if layout > LAYOUT:
+            raise SnapshotError(f"{self.path} has layout {layout}, this program reads up to {LAYOUT}: use a newer one")
+        return self._read(body, Head)
+
+    def _read(self, body: bytes, kind: Any) -> Any:
+        try:
+            return codec.decode(body, kind)
+        except codec.CorruptMessage as error:
+            raise SnapshotError(f"{self.path} is damaged: {error}") from None
+
+    def _messages(self) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                while length := file.read(LENGTH_BYTES):
+                    size = int.from_bytes(length, "little")
+                    body = file.read(size) if len(length) == LENGTH_BYTES and size <= LARGEST else b""
+                    if not body or len(body) < size:
+                        raise SnapshotError(f"{self.path} is damaged: it ends within a message")
+                    yield body
+        except OSError as error:
+            raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """What a run goes back to."""
+
+    fields: dict[str, int]
+    """Of the run's hash."""
+    ledger: dict[str, int]
+    table: dict[str, str]
+    gaps: dict[str, int]
+    reissue: dict[str, int]
+    """Tickets to be issued again -> issue sequence: what was under way, and finished groups whose payload is not there."""
+    plans: dict[int, dict[str, bytes]]
+    whole: bool
+    """Groups and plans are put back; else the table begins empty."""
+
+
+def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], keep_plans: bool) -> Restoration:
+    """What to make of a snapshot.
+
+    `untrained`: groups in the table that no step has drawn -> issue sequence; `planned`: groups of prepared steps that train for
+    the first time. `keep_plans`: whether those steps can be trained as they were planned.
+    With payloads and plans everything is put back. Else the table begins empty and no step is prepared: groups that were trained
+    are done, the others are generated again, in their old order, and the counters of a rate limiter go back to what was trained.
+    """
+    whole = head.whole and (keep_plans or not head.plans)
+    table, gaps, ledger, reissue = dict(head.table), dict(head.gaps), dict(head.ledger), dict(head.outstanding)
+    held = len(untrained) + len(planned)
+    if not whole:
+        reissue |= untrained | planned
+        held = 0
+        table = {name: value for name, value in table.items() if not name.startswith("uses:")}
+        table |= dict.fromkeys(("now", "idle_now", "weight_sum", "weight_rest"), "0")
+        drawn = sum(len(plan["groups"].split()) for plan in head.plans.values())
+        table["inserted"] = str(int(table.get("inserted", "0")) - len(untrained) - len(planned))
+        table["drawn"] = str(int(table.get("drawn", "0")) - drawn)
+        for plan in head.plans.values():  # filtered groups that had their place in it
+            words = plan.get("gaps", b"").decode().split()
+            gaps |= {words[i]: int(words[i + 1]) for i in range(0, len(words), 2)}
+    plans = head.plans if whole else {}
+    evaluated = int(head.run.get("evaluated_version", "-1"))
+    if head.evaluating and evaluated > head.step:
+        evaluated -= 1  # its round was open, or opened ahead: it is held again
+    fields = {
+        "cursor": int(head.run["cursor"]), "slots_used": len(reissue) + held, "last_epoch": int(head.run["last_epoch"]),
+        "evaluated_version": evaluated, "prepared_step": max(plans, default=head.step), "published_version": head.step + 1,
+        "committed_step": head.step, "checkpointed_step": head.step, "retired_step": head.step,
+    }  # fmt: skip
+    ledger["reissued"] = ledger.get("reissued", 0) + len(reissue)
+    return Restoration(fields, ledger, table, gaps, reissue, plans, whole)

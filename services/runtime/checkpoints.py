@@ -1,0 +1,140 @@
+"""The checkpoints of a run as they lie in its folder: `<root>/step-00000012/`, the state after training step 12, and the pointer
+`<root>/latest`.
+
+Guarantees: what is listed as complete has a manifest and was written to its end; nothing here writes or deletes; a checkpoint
+that this program cannot take up is refused with the reason, never passed over for an older one.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.runtime import folders
+from services.runtime.folders import FolderError, Manifest
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT = "dataprep.msgpack"
+"""File of a checkpoint with dataprep's state."""
+
+LAYOUT = 2
+"""Of the files in a checkpoint; 1 was DeepSpeed's own, which only as many ranks at the same ZeRO stage could load."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read: the message names the path, the reason and the remedy."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    folder: Path
+    step: int  # the last training step in its weights, which are version step + 1
+    manifest: Manifest
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(record.size_bytes for record in self.manifest.files.values())
+
+    @property
+    def written_s(self) -> float:
+        """When it was written, Unix seconds."""
+        return float(self.manifest.facts.get("time_s", 0.0))
+
+    @property
+    def refusal(self) -> str:
+        """Why this program cannot take it up, or empty."""
+        layout = self.manifest.facts.get("layout", 1)
+        if layout == LAYOUT:
+            return ""
+        age = "a newer" if layout > LAYOUT else "an older"
+        return (
+            f"{self.folder} was written by {age} version of this program (checkpoint layout {layout}, this one reads {LAYOUT}): "
+            "go on with that version, or start a new run from its export"
+        )
+
+    def read(self, name: str) -> bytes:
+        """A file that lies beside the state. Raises `CheckpointError`."""
+        try:
+            return (self.folder / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read: {error.strerror}") from error
+
+    def verify(self) -> None:
+        """Compare every byte with the manifest. Raises `CheckpointError`."""
+        try:
+            folders.verify(self.folder, self.manifest)
+        except FolderError as error:
+            raise CheckpointError(
+                f"{error}; bring the file back, or delete {self.folder} to go on from the one before"
+            ) from error
+
+
+class CheckpointFolder:
+    """The checkpoints in one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def complete(self) -> list[Saved]:
+        """Complete checkpoints, oldest step first; their files are not read."""
+        found = []
+        for folder in self.root.glob("step-*"):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and (folder / folders.MANIFEST).exists():
+                try:
+                    found.append(Saved(folder, int(number), folders.read_manifest(folder)))
+                except FolderError as error:
+                    logger.warning("checkpoint ignored: %s", error)
+        return sorted(found, key=lambda saved: saved.step)
+
+    def unfinished(self) -> list[Path]:
+        """Folders of checkpoints that are being written, or were left half-written or half-deleted."""
+        marked = self.root.glob(f"step-*{folders.PARTIAL}")
+        bare = (path for path in self.root.glob("step-*") if path.name[5:].isdigit() and not (path / folders.MANIFEST).exists())
+        return sorted({*marked, *bare})
+
+    def named(self) -> str:
+        """Name of the checkpoint that `latest` names, or empty."""
+        try:
+            return (self.root / "latest").read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def latest(self) -> Saved | None:
+        """The checkpoint that `latest` names, or else the last before it, that is undamaged: every byte is compared.
+
+        Those of later steps, which a run that was taken back left behind, come last.
+        Raises `CheckpointError` when that one is of another version of this program.
+        """
+        number = self.named().removeprefix("step-")
+        named = int(number) if number.isdigit() else sys.maxsize
+        for candidate in sorted(self.complete(), key=lambda one: (one.step <= named, one.step), reverse=True):
+            if candidate.refusal:
+                raise CheckpointError(candidate.refusal)
+            try:
+                candidate.verify()
+                return candidate
+            except CheckpointError as error:
+                logger.warning("checkpoint skipped: %s", error)
+        return None
+
+    def at(self, step: int) -> Saved:
+        """The checkpoint of a step, every byte compared. Raises `CheckpointError` when there is none that can be taken up."""
+        complete = self.complete()
+        for saved in complete:
+            if saved.step == step:
+                if saved.refusal:
+                    raise CheckpointError(saved.refusal)
+                saved.verify()
+                return saved
+        name = f"step-{step:08d}"
+        half = any(path.name.split(".")[0] == name for path in self.unfinished())
+        why = f"was never finished: it has no {folders.MANIFEST}" if half else "is not there"
+        there = ", ".join(str(saved.step) for saved in complete) or "none"
+        raise CheckpointError(f"the checkpoint of step {step} in {self.root} {why}; complete are those of steps: {there}")

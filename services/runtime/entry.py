@@ -1,0 +1,141 @@
+"""Entry of a service process: its command line, its service opened and closed, errors made exit codes.
+
+Guarantees: SIGTERM sets the service's `stopping`; a failure that no retry can mend exits with a code and one line (EXIT_* below).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from services.protocol.config import RunConfig, load_resolved
+from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime import logs
+from services.runtime.api import serve
+from services.runtime.auth import api_tokens, redis_login
+from services.runtime.loops import FATAL, Broken
+from services.runtime.service import Service
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
+CONFIG_ENV = "GRPO_CONFIG"
+REST_LOOK_S = 2.0  # how often a pod whose run is over looks whether it goes on
+
+
+@contextlib.asynccontextmanager
+async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator[Service]:
+    """A service with its store connected, its REST endpoints up and SIGTERM handled."""
+    tokens = api_tokens(config)
+    store = await Store.connect(config.redis.url, config.run.name, redis_login(config, kind))
+    status = PodStatus(
+        kind=kind, name=name, boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="",
+        phase="starting", version=-1, world=0, gauges={},
+    )  # fmt: skip
+    service = Service(kind, config, store, status)
+    signals, loop = (signal.SIGTERM, signal.SIGINT), asyncio.get_running_loop()
+    with contextlib.suppress(ValueError, RuntimeError):  # only the main thread may handle signals; the trainer does its own
+        for sig in signals:
+            loop.add_signal_handler(sig, service.stop)
+    try:
+        async with serve(service, tokens) as url:
+            service.say(url=url)
+            yield service
+    finally:
+        await asyncio.to_thread(service.tracing.close)
+        for sig in signals:
+            loop.remove_signal_handler(sig)
+        await store.close()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How a service process is started: the resolved configuration and the pod's name."""
+
+    config: RunConfig
+    name: str
+    path: str = ""  # of the configuration
+    stay: bool = False  # stay, idle, when the run is over: on a cluster, where whoever exits is started again
+
+
+def arguments(kind: str, argv: list[str] | None = None) -> Arguments:
+    """Parse a service's command line; environment GRPO_CONFIG and GRPO_POD stand in for the options."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=f"The {kind} service of a run.")
+    parser.add_argument(
+        "--config", default=os.environ.get(CONFIG_ENV), help=f"resolved configuration (TOML); default ${CONFIG_ENV}"
+    )
+    parser.add_argument(
+        "--name", default=os.environ.get("GRPO_POD", socket.gethostname()), help="name of this pod; default $GRPO_POD"
+    )
+    parser.add_argument(
+        "--stay", action="store_true", help="when the run is over, stay and wait for it to be taken back to a checkpoint"
+    )
+    options = parser.parse_args(argv)
+    if not options.config:
+        parser.error(f"--config or {CONFIG_ENV} is required")
+    return Arguments(load_resolved(options.config), options.name, options.config, options.stay)
+
+
+async def rest(kind: str, given: Arguments) -> bool:
+    """With `--stay`: while the run is over, serve the endpoints and do nothing. True: told to end; False: there is work to do.
+
+    A pod whose run has ended exits, is started again, and rests: the memory of its engine or its ranks is free.
+    """
+    if not given.stay or not await _over(kind, given.config):
+        return False
+    async with open_service(kind, given.config, given.name) as service:
+        while (state := await service.view.refresh()) and state.finished:
+            service.ready = partial("the run has finished: {}".format, state.finished)
+            if service.stopping.is_set():
+                return True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(service.stopping.wait(), REST_LOOK_S)
+        return service.stopping.is_set()
+
+
+def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str] | None = None) -> int:
+    """Entry of a service process: set up logs, run `work`, turn errors into one line and an exit code."""
+    try:
+        given = arguments(kind, argv)
+        logs.configure(given.config.run.name, given.name)
+        asyncio.run(_live(kind, given, work))
+    except KeyboardInterrupt:
+        return EXIT_OK
+    except (*FATAL, StoreError) as error:
+        return report(error)
+    return EXIT_OK
+
+
+async def _over(kind: str, config: RunConfig) -> bool:
+    store = await Store.connect(config.redis.url, config.run.name, redis_login(config, kind))
+    try:
+        state = await store.state()
+    finally:
+        await store.close()
+    return state is not None and bool(state.finished)
+
+
+async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitable[None]]) -> None:
+    if not await rest(kind, given):
+        await work(given)
+
+
+def report(error: BaseException) -> int:
+    """Print an error a person can act on; the exit code for it. Only EXIT_FAILED is worth another try."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, Broken):
+        return EXIT_FAILED
+    if isinstance(error, Fenced | OutOfOrder):
+        return EXIT_FAILED  # out of step with the run: a new process reads it anew
+    redis = isinstance(error, StoreError) and not isinstance(error, DifferentRun)
+    return EXIT_REDIS if redis else EXIT_CONFIG

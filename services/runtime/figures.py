@@ -1,0 +1,73 @@
+"""Numbers as people read them, and what is worked out from the steps' metrics for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+REWARD = "reward/train/mean"
+LAG_MEAN, LAG_MAX = "staleness/trained/mean", "staleness/trained/max"
+GENERATED, TRAINED = "throughput/generated/tokens_per_s", "throughput/trained/tokens_per_s"
+LENGTH, STEP_S = "length/train/mean", "time/step_s"
+NOTHING = "–"  # shown where a value is missing
+RECENT_STEPS = 20  # steps that the time left is judged by
+
+
+def number(row: Mapping[str, float], key: str, form: str = ".2f") -> str:
+    """A value of a step in Python's format `form`, or a dash where it is missing."""
+    value = row.get(key)
+    return NOTHING if value is None else format(value, form)
+
+
+def duration(seconds: float | None) -> str:
+    """4.2 s, 3:07 or 2:03:07."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def left_s(rows: Sequence[Mapping[str, float]], steps: int) -> float | None:
+    """Seconds to the last step at the pace of the last `RECENT_STEPS`; None before two steps are known."""
+    times = [row["time_s"] for row in rows[-RECENT_STEPS - 1 :] if "time_s" in row]
+    if len(times) < 2:
+        return None
+    return max(0.0, (times[-1] - times[0]) / (len(times) - 1) * (steps - 1 - rows[-1]["step"]))
+
+
+def average_rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
+    """Mean of a rate over the run's time: each step counts by the time since the one before.
+
+    A pause of the run (a stop overnight) would drown the rest, so no step counts more than ten times the median.
+    """
+    spans = [
+        (later["time_s"] - earlier["time_s"], later[key]) for earlier, later in pairwise(rows) if {key, "time_s"} <= later.keys()
+    ]
+    if not spans:
+        return next((row[key] for row in rows if key in row), None)
+    limit_s = 10 * sorted(span for span, _ in spans)[len(spans) // 2]
+    weights = [min(max(span, 0.0), limit_s) for span, _ in spans]
+    total = sum(weights)
+    return sum(weight * rate for weight, (_, rate) in zip(weights, spans, strict=True)) / total if total else spans[-1][1]
+
+
+def evaluation_line(record: Mapping[str, float]) -> str:
+    """An evaluation round in one line: pass@k of every source."""
+    passed = [(key.removeprefix("eval/"), value) for key, value in sorted(record.items()) if "/pass@" in key]
+    shown = "  ".join(f"{name.replace('/', ' ')} {value:.3f}" for name, value in passed if not name.startswith("all/"))
+    return f"evaluation of version {record['eval/version']:.0f}: {shown}  took {duration(record.get('eval/wall_s'))}"
+
+
+def step_line(row: Mapping[str, float], steps: int, left: float | None) -> str:
+    """A step in one line, for a log or a pipe."""
+    return (
+        f"step {int(row['step']) + 1}/{steps}  reward {number(row, REWARD, '.3f')}  "
+        f"lag {number(row, LAG_MEAN)} (max {number(row, LAG_MAX, '.0f')})  generated {number(row, GENERATED, ',.0f')} tok/s  "
+        f"trained {number(row, TRAINED, ',.0f')} tok/s  length {number(row, LENGTH, '.1f')}  "
+        f"took {duration(row.get(STEP_S))}  left {duration(left)}"
+    )

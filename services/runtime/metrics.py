@@ -1,0 +1,132 @@
+"""Prometheus metrics as declarations: what every service counts, with unit and help, and every value that a label can have.
+
+Guarantees: a metric has at most one label of its own, whose values are listed where it is declared, or bounded by what the
+declaration names, and every listed one shows from the start; alert rules, the dashboard and docs/operating.md are made of the
+same declarations (monitoring/). Beside its own label every metric carries `run` and `pod`, which are added when it is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import Metric
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+"""Buckets of durations: from a call of Redis to a long completion."""
+
+Unit = Literal["", "bytes", "groups", "ratio", "seconds", "spans", "steps", "tickets", "tokens"]
+
+disable_created_metrics()  # a second series for each, which nobody reads
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One metric. `name` is as Prometheus shows it, so that of a counter ends in `_total`."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: Unit
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    """Of the label, all of them. None with a label: as many as `bound` says."""
+    bound: str = ""
+    buckets: tuple[float, ...] = ()
+
+    def make(self, registry: CollectorRegistry) -> Any:
+        """The metric; with listed values, one a value by its name."""
+        labels = (self.label,) if self.label else ()
+        match self.kind:
+            case "counter":
+                made = Counter(self.name.removesuffix("_total"), self.help, labels, registry=registry)
+            case "gauge":
+                made = Gauge(self.name, self.help, labels, registry=registry)
+            case "histogram":
+                made = Histogram(self.name, self.help, labels, buckets=self.buckets, registry=registry)
+        return {value: made.labels(value) for value in self.values} if self.values else made
+
+
+def counter(name: str, unit: Unit, help: str) -> Any:
+    """A `Counter`. These functions return what the attribute will be, as dataclasses' `field` does."""
+    return Declared(name, "counter", unit, help)
+
+
+def counters(name: str, unit: Unit, help: str, label: str, values: Sequence[str]) -> Any:
+    """A `Counter` for every value of `label`."""
+    return Declared(name, "counter", unit, help, label, tuple(values))
+
+
+def gauge(name: str, unit: Unit, help: str) -> Any:
+    """A `Gauge`."""
+    return Declared(name, "gauge", unit, help)
+
+
+def gauges(name: str, unit: Unit, help: str, label: str, values: Sequence[str]) -> Any:
+    """A `Gauge` for every value of `label`."""
+    return Declared(name, "gauge", unit, help, label, tuple(values))
+
+
+def histogram(name: str, unit: Unit, help: str, buckets: Sequence[float] = SECONDS) -> Any:
+    """A `Histogram`."""
+    return Declared(name, "histogram", unit, help, buckets=tuple(buckets))
+
+
+def histograms(name: str, unit: Unit, help: str, label: str, values: Sequence[str], buckets: Sequence[float] = SECONDS) -> Any:
+    """A `Histogram` for every value of `label`."""
+    return Declared(name, "histogram", unit, help, label, tuple(values), buckets=tuple(buckets))
+
+
+def bounded(kind: Literal["counter", "gauge"], name: str, unit: Unit, help: str, label: str, bound: str) -> Any:
+    """A family whose label has the values that `bound` names; `labels(value)` makes one."""
+    return Declared(name, kind, unit, help, label, bound=bound)
+
+
+def declarations(metrics: type[Metrics]) -> dict[str, Declared]:
+    """The metrics of a class by attribute, in the order in which they are declared."""
+    return {name: value for name, value in vars(metrics).items() if isinstance(value, Declared)}
+
+
+class Metrics:
+    """What a part of a process counts. A subclass declares its metrics as class attributes; an instance has made them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        for name, declared in declarations(type(self)).items():
+            setattr(self, name, declared.make(registry))
+
+
+class PhaseClock:
+    """Notes how long each of the phases lasted that something is in, one after the other.
+
+    `notes`: what takes the seconds of a phase. Phases that it does not name are not noted; "" is one of them.
+    """
+
+    def __init__(self, notes: Mapping[str, Callable[[float], object]]) -> None:
+        self._notes, self._phase, self._since = notes, "", time.monotonic()
+
+    def enter(self, phase: str) -> None:
+        """The phase so far ends, or goes on."""
+        now = time.monotonic()
+        if note := self._notes.get(self._phase):
+            note(now - self._since)
+        self._phase, self._since = phase, now
+
+
+class _Labelled:
+    """A registry whose samples carry further labels."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample._replace(labels={**sample.labels, **self._labels}) for sample in metric.samples]
+            yield metric
+
+
+def exposition(registry: CollectorRegistry, **labels: str) -> bytes:
+    """All metrics in Prometheus' text format, with `labels` on every sample."""
+    return generate_latest(_Labelled(registry, labels))  # pyright: ignore[reportArgumentType]: it collects, which is all that is asked

@@ -1,0 +1,36 @@
+"""Whether the trackers that a run asks for can be used here: told before the run starts, without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+from collections.abc import Mapping
+
+from services.protocol.config import ConfigError, RunConfig
+
+WANDB_HOST = "api.wandb.ai"
+
+
+def check_tracking(config: RunConfig, environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a tracker whose package is missing, and for W&B online without a key."""
+    tracking = config.tracking
+    for name in tracking.trackers:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # None: a folder of that name, as W&B itself leaves in working directories
+            raise ConfigError(
+                f"tracking.{name} = {getattr(tracking, name)!r} needs the package {name}, which is not installed: "
+                "pip install 'grpo[tracking]', or remove the key"
+            )
+    if tracking.wandb_mode == "online" and not environ.get("WANDB_API_KEY") and not _logged_in(environ):
+        raise ConfigError(
+            'tracking.wandb_mode = "online" needs a key: set WANDB_API_KEY, run `wandb login`, or set '
+            'tracking.wandb_mode = "offline" and send the files later with `wandb sync`'
+        )
+
+
+def _logged_in(environ: Mapping[str, str]) -> bool:
+    """Whether `wandb login` left a key, in the file where it does."""
+    try:
+        return netrc.netrc(environ.get("NETRC")).authenticators(WANDB_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

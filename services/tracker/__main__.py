@@ -1,0 +1,46 @@
+"""Start a tracker pod: it follows the run's records in Redis and gives them to the trackers of `tracking`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from functools import partial
+
+from services.protocol.config import ConfigError
+from services.runtime.entry import Arguments, main, open_service
+from services.runtime.loops import Loop
+from services.runtime.tracking import check_tracking
+
+WRITE_LIMIT_S = 120.0  # a tracker that takes longer over a batch turns the pod's liveness red
+
+
+async def track(given: Arguments) -> None:
+    """The whole life of the pod: from the run's creation to its end."""
+    from services.tracker.follower import Follower, show_backlog
+    from services.tracker.metrics import TrackerMetrics
+
+    config = given.config
+    check_tracking(config, os.environ)
+    if not config.tracking.trackers:
+        raise ConfigError("no tracker is asked for: set tracking.tensorboard or tracking.wandb, or start no tracker pod")
+    async with open_service("tracker", config, given.name) as service:
+        folder = service.folder / "tracking"
+        metrics = TrackerMetrics(service.registry)
+        followers = [
+            Follower(name, config, service.store, folder, service.stopping, metrics) for name in config.tracking.trackers
+        ]
+        for follower in followers:
+            service.add_loop(follower.name, follower.follow, WRITE_LIMIT_S)
+        service.add_loop("backlog", partial(show_backlog, service.store, followers, metrics))
+        service.say(phase="ready")
+
+        async def until_done(loop: Loop) -> None:
+            loop.limit_s = float("inf")
+            await asyncio.gather(*(follower.done.wait() for follower in followers))
+
+        await service.run(until_done)
+
+
+if __name__ == "__main__":
+    sys.exit(main("tracker", track))

@@ -1,0 +1,45 @@
+"""TensorBoard's event files, by its own record format and messages; TensorFlow is not needed.
+
+Guarantees: what was written is in the file when `write` returns; every opening begins a file of its own, which TensorBoard reads
+after the earlier ones.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
+from tensorboard.summary.writer.record_writer import RecordWriter  # pyright: ignore
+
+from services.tracker.tracker import Record
+
+
+class EventFiles:
+    """A folder for `tensorboard --logdir`."""
+
+    durable = True
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"  # read in the order of their names
+        self._records = RecordWriter(path.open("wb"))
+        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+
+    def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
+        """One event a record: a scalar for every metric, at its step, or at the policy version that was evaluated."""
+        for number, records in (("step", steps), ("eval/version", rounds)):
+            for record in records:
+                values = [Summary.Value(tag=name, simple_value=value) for name, value in record.items() if name != number]
+                event = Event(
+                    wall_time=record.get("time_s", time.time()), step=int(record[number]), summary=Summary(value=values)
+                )
+                self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()

@@ -1,0 +1,183 @@
+"""Brings the records of a run to one tracker.
+
+Guarantees: every recorded step and evaluation round reaches the tracker, in order, however often tracker or process die in
+between; what a death may have cut off is written again, so a step may be there twice, with the same values. A tracker that
+fails is logged once and tried again; nobody but this follower waits for it.
+
+Waits for: the streams `metrics` and `evaluations` of Redis, which keep what the tracker has not taken; the tracker.
+Unblocked by: `LOOK_S`; the end of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from services.protocol.config import RunConfig
+from services.protocol.errors import StoreError
+from services.protocol.store import Store
+from services.runtime.loops import Loop
+from services.tracker.metrics import TrackerMetrics
+from services.tracker.tracker import Record, Tracker
+from services.tracker.trackers import open_tracker
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0  # how late a step may come to its tracker
+RETRY_S = 10.0  # a tracker that failed is left alone so long
+BACKLOG_S = 2.0  # between looks at the last step recorded
+BATCH = 1000  # records at a time, some hundred KB
+
+
+class Position(msgspec.Struct):
+    """What a tracker has for good, in a file beside its own: the last step and the last evaluated version. -1: none."""
+
+    identity: str  # of the run, for trackers that know runs by one
+    step: int = -1
+    evaluated: int = -1
+    step_incarnation: int = 0  # of the run, at that step; one that was taken back to a checkpoint records steps anew
+    evaluated_incarnation: int = 0
+
+
+class Follower:
+    """Follows a run for the tracker `name`, which writes under `folder`."""
+
+    def __init__(
+        self, name: str, config: RunConfig, store: Store, folder: Path, stopping: asyncio.Event, metrics: TrackerMetrics
+    ) -> None:
+        self.name, self.done, self.metrics = name, asyncio.Event(), metrics
+        self.taken = -1
+        """The last step that the tracker took."""
+        self._config, self._store, self._folder, self._stopping = config, store, folder, stopping
+        self._tracker: Tracker | None = None
+        self._failing = False
+
+    async def follow(self, loop: Loop) -> None:
+        """Follow the run until it ends, or `stopping`, and everything recorded by then was tried once more."""
+        position, steps_after, rounds_after, written = self._position(), "-", "-", False
+        self.taken = position.step
+        while True:
+            last = self._stopping.is_set()  # asked before the look: whatever was recorded by then is taken
+            try:
+                steps = await self._store.metrics(steps_after, BATCH)
+                rounds = await self._store.evaluations(rounds_after, BATCH)
+            except StoreError:
+                if last:
+                    break  # Redis has gone before us
+                raise
+            written = await self._write(position, [record for _, record in steps], [record for _, record in rounds])
+            loop.progress()
+            if not written:  # what the tracker took and has not for good is to be read again
+                position, steps_after, rounds_after = self._position(), "-", "-"
+            else:
+                steps_after = steps[-1][0] if steps else steps_after
+                rounds_after = rounds[-1][0] if rounds else rounds_after
+                if max(len(steps), len(rounds)) == BATCH:
+                    continue
+            if last:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S if written else RETRY_S):
+                    await self._stopping.wait()
+        if not written:
+            log.warning("records may wait in Redis, for when the run goes on", tracker=self.name, written_to_step=position.step)
+        await self._close(position)
+        self.done.set()
+
+    async def _write(self, position: Position, steps: list[Record], rounds: list[Record]) -> bool:
+        """Write what is new, and move `position`. False: the tracker failed."""
+        steps = _after(position.step, position.step_incarnation, "step", steps)
+        rounds = _after(position.evaluated, position.evaluated_incarnation, "eval/version", rounds)
+        if not steps and not rounds:
+            return True
+        started = time.monotonic()
+        try:
+            await asyncio.to_thread(self._hand_over, position.identity, steps, rounds)
+        except Exception as error:  # whatever a tracker's package raises: it is no reason to lose a record
+            if not self._failing:
+                log.warning(
+                    "tracker failed, it is tried again", tracker=self.name, every_s=RETRY_S, error=str(error), exc_info=True
+                )
+            self._failing = True
+            self.metrics.failures[self.name].inc()
+            await self._close(position)
+            return False
+        if self._failing:
+            log.info("tracker works again", tracker=self.name)
+        self._failing = False
+        self.metrics.write_s[self.name].observe(time.monotonic() - started)
+        self.metrics.written[self.name].inc(len(steps) + len(rounds))
+        if steps:
+            position.step, position.step_incarnation = int(steps[-1]["step"]), _incarnation(steps[-1])
+        if rounds:
+            position.evaluated, position.evaluated_incarnation = int(rounds[-1]["eval/version"]), _incarnation(rounds[-1])
+        self.taken = position.step
+        if self._tracker is not None and self._tracker.durable:
+            self._save(position)
+        return True
+
+    def _hand_over(self, identity: str, steps: list[Record], rounds: list[Record]) -> None:
+        if self._tracker is None:
+            self._tracker = open_tracker(self.name, self._config, self._folder, identity)
+        self._tracker.write(steps, rounds)
+
+    async def _close(self, position: Position) -> None:
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            try:
+                await asyncio.to_thread(tracker.close)
+                self._save(position)
+            except Exception as error:  # as above; it may be broken already
+                log.warning("tracker could not be closed", tracker=self.name, error=str(error))
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self.name}.json"
+
+    def _position(self) -> Position:
+        if not self._path.exists():
+            self._save(Position(secrets.token_hex(4)))
+        return msgspec.json.decode(self._path.read_bytes(), type=Position)
+
+    def _save(self, position: Position) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        fresh = self._path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(msgspec.json.encode(position))
+        fresh.replace(self._path)
+
+
+async def show_backlog(store: Store, followers: Sequence[Follower], metrics: TrackerMetrics, loop: Loop) -> None:
+    """The loop that shows how far trackers are behind, those too that hang."""
+    while True:
+        recorded = await store.last_recorded_step()
+        for follower in followers:
+            metrics.backlog[follower.name].set(max(0, recorded - follower.taken))
+        loop.progress()
+        await asyncio.sleep(BACKLOG_S)
+
+
+def _after(last: int, incarnation: int, key: str, records: list[Record]) -> list[Record]:
+    """Records numbered by `key` after `last`, each number once: a step trained again after a crash is recorded again. A later
+    incarnation of the run begins at a number of its own."""
+    new: list[Record] = []
+    for record in records:
+        if (now := _incarnation(record)) < incarnation:
+            continue  # a late word of what was undone
+        if now > incarnation:
+            incarnation, last = now, int(record[key]) - 1
+        if record[key] > last:
+            new.append(record)
+            last = int(record[key])
+    return new
+
+
+def _incarnation(record: Record) -> int:
+    return int(record.get("run/incarnation", 0))

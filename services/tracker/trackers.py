@@ -1,0 +1,19 @@
+"""Which trackers there are. Each imports its own library when it is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.protocol.config import RunConfig
+from services.tracker.tracker import Tracker
+
+
+def open_tracker(name: str, config: RunConfig, folder: Path, identity: str) -> Tracker:
+    """The tracker `name`, which writes under `folder`; `identity` is the run's, the same after every restart."""
+    if name == "tensorboard":
+        from services.tracker.event_files import EventFiles
+
+        return EventFiles(folder / name)
+    from services.tracker.wandb_run import WandbRun
+
+    return WandbRun(config, folder, identity)  # it makes a folder `wandb` in there

@@ -1,0 +1,49 @@
+"""A run at Weights & Biases, online or as files for `wandb sync`.
+
+Guarantees: a run that is continued goes on under its own identity. W&B's own process writes or sends the records, and forgets
+some if this one is killed; so all that were not brought to an end in order are given to it again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("WANDB_SILENT", "true")  # its lines are none of the log's; what goes wrong it raises
+import wandb  # pyright: ignore
+
+from services.protocol.config import RunConfig
+from services.tracker.tracker import Record
+
+
+class WandbRun:
+    """One life of a run: steps over `step`, evaluation rounds over `eval/version`."""
+
+    durable = False
+
+    def __init__(self, config: RunConfig, folder: Path, identity: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=config.tracking.wandb,
+            name=config.run.name,
+            id=identity,
+            mode=config.tracking.wandb_mode,
+            resume="allow" if config.tracking.wandb_mode == "online" else None,
+            dir=folder,
+            config=config.model_dump(mode="json", exclude={"redis", "api"}),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
+            ),
+        )
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("eval/*", step_metric="eval/version")
+
+    def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
+        """Log every record."""
+        for record in (*steps, *rounds):
+            self._run.log(record)
+
+    def close(self) -> None:
+        """Wait until W&B has written or sent everything."""
+        self._run.finish()

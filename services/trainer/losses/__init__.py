@@ -1,0 +1,15 @@
+"""The loss of a training step, from policy losses to what is reported.
+
+Guarantees: the value is the sum over the given tokens divided by the given denominator and depends on nothing else, so
+losses of rows add up, and the gradient of a step is the same however tokens are spread over rows, micro-batches and
+ranks. What acts per sequence acts per response, of which a row holds several, each whole. Tokens with a non-finite behaviour
+logprob contribute nothing.
+"""
+
+from services.trainer.losses.correction import correct, counted
+from services.trainer.losses.custom import check, find
+from services.trainer.losses.kl import reference_kl
+from services.trainer.losses.objective import LossOutput, compute
+from services.trainer.losses.tokens import PolicyTerm, Tokens
+
+__all__ = ["LossOutput", "PolicyTerm", "Tokens", "check", "compute", "correct", "counted", "find", "reference_kl"]

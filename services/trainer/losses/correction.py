@@ -1,0 +1,69 @@
+"""The train/infer correction: importance weights of tokens between the policy that generated and the one that trains.
+
+d = clamp(old - mu, +-10), rho = exp(d). The weight is rho between two bounds, truncated importance sampling (Yao et al.
+2025); masks make it 0 where rho is no longer to be trusted. A token of weight 0 is still one of the denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.protocol.config.loss import Loss
+from services.trainer.losses.tokens import Tokens, response_mean
+
+MAX_LOG_CORRECTION = 10.0
+"""Bound of |old - mu| before exp: e^10 = 22026 is far above any sensible weight bound and far below overflow."""
+
+EDGE = 1e-6
+"""A ratio may miss the bound of a mask by this share of it: bounds belong to what is kept, and rho comes out of float32."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Of R tokens; no gradient."""
+
+    ratio: Tensor  # [R] rho
+    weights: Tensor  # [R] factor of the policy loss
+    clipped: Tensor  # [R] bool, the weight is one of the bounds
+    dropped: Tensor  # [R] bool, a mask made the weight 0
+
+
+def counted(behaviour: Tensor) -> Tensor:
+    """Which tokens take part, bool like `behaviour`: those whose behaviour logprob is finite."""
+    return behaviour.isfinite()
+
+
+def log_ratio(old: Tensor, behaviour: Tensor) -> Tensor:
+    """d, [R]."""
+    return (old - behaviour).clamp(-MAX_LOG_CORRECTION, MAX_LOG_CORRECTION)
+
+
+@torch.no_grad()
+def correct(tokens: Tokens, config: Loss) -> Correction:
+    """Weights of tokens that all have a finite behaviour logprob.
+
+    Masks: of tokens by rho (IcePop), of whole responses by the geometric mean of rho over the response (the sequence mask
+    of DeepSeek-V3.2, on the ratio), and of tokens with sign(d) A > 0 in responses where the mean of |rho - 1| / 2, which
+    estimates the total variation between old and mu, exceeds its bound (after VACO, Honari et al. 2026).
+    """
+    d = log_ratio(tokens.old, tokens.behaviour)
+    rho = d.exp()
+    dropped = torch.zeros_like(rho, dtype=torch.bool)
+    if config.correction_token_mask:
+        dropped |= _outside(rho, config.correction_token_mask)
+    if config.correction_sequence_mask:
+        dropped |= _outside(response_mean(d, tokens.samples).exp(), config.correction_sequence_mask)
+    if config.correction_variation_mask:
+        variation = response_mean((rho - 1).abs() / 2, tokens.samples)
+        dropped |= (variation > config.correction_variation_mask) & (d.sign() * tokens.advantages > 0)
+    truncated = rho.clamp(config.correction_lower, config.correction_upper)
+    return Correction(rho, truncated.masked_fill(dropped, 0.0), (truncated != rho) & ~dropped, dropped)
+
+
+def _outside(ratio: Tensor, bounds: Sequence[float]) -> Tensor:
+    lower, upper = bounds
+    return (ratio < lower * (1 - EDGE)) | (ratio > upper * (1 + EDGE))

@@ -1,0 +1,117 @@
+"""A trainer pod of a cluster: the ranks of one node, as one process. `python -m services.trainer.node`
+
+The environment says which node this is: GRPO_NODE of GRPO_NODES, and where rank 0 is: MASTER_ADDR, MASTER_PORT. The ranks of
+`trainer.ranks` are shared out evenly, so that a node's are neighbours.
+
+Guarantees: a rank that fails takes the others of its node with it, and the exit code is its own; those of other nodes fail in
+their next collective, so all meet anew. No rank outlives this process.
+Waits for: the ranks, SIGTERM. Unblocked by: a tick of `TICK_S`; once told to end, by GRPO_STOP_S at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.protocol.config import ConfigError
+from services.protocol.errors import StoreError
+from services.runtime import logs
+from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, report, rest
+from services.runtime.loops import FATAL
+from services.runtime.units import PodPlan, Unit, UnitPlan, rank_environment
+
+TICK_S = 0.1
+NAME_LIMIT_S = 120.0  # then the ranks start, and say what they miss
+STOP_S = 30.0  # without GRPO_STOP_S: rank 0 finishes its step and saves
+LAST_WORDS_S = 5.0  # in which the other ranks may say why they fail too
+
+
+@dataclass(frozen=True)
+class Node:
+    """Which of the nodes this is."""
+
+    index: int
+    count: int
+    host: str  # of rank 0
+    stop_s: float
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Node:
+        """Raises `ConfigError` for values that are none."""
+        try:
+            node = cls(
+                int(environ.get("GRPO_NODE", "0")), int(environ.get("GRPO_NODES", "1")),
+                environ.get("MASTER_ADDR", "127.0.0.1"), float(environ.get("GRPO_STOP_S", STOP_S)),
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"GRPO_NODE, GRPO_NODES and GRPO_STOP_S are numbers: {error}") from None
+        if not 0 <= node.index < node.count:
+            raise ConfigError(f"GRPO_NODE = {node.index} is none of GRPO_NODES = {node.count} nodes: they count from 0")
+        return node
+
+    def plan(self, ranks: int, given: Arguments, path: str) -> UnitPlan:
+        """This node's share of the ranks."""
+        if ranks % self.count:
+            raise ConfigError(f"trainer.ranks = {ranks} cannot be shared out evenly to GRPO_NODES = {self.count}: set a multiple")
+        local = ranks // self.count
+        pods = []
+        for i in range(local):
+            rank = self.index * local + i
+            name = given.name if i == 0 else f"{given.name}.{i}"
+            argv = (sys.executable, "-m", "services.trainer", "--config", path, "--name", name)
+            pods.append(PodPlan(name, argv, rank_environment(rank, i, ranks, self.host)))
+        return UnitPlan("trainer", tuple(pods), stop_s=self.stop_s)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Keep this node's ranks until they end; the exit code."""
+    try:
+        given = arguments("trainer", argv)
+        logs.configure(given.config.run.name, given.name)
+        unit = Unit(Node.from_environment(os.environ).plan(given.config.trainer.ranks, given, given.path))
+        if asyncio.run(rest("trainer", given)):
+            return EXIT_OK
+    except (*FATAL, StoreError) as error:
+        return report(error)
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, lambda *_: unit.terminate())
+    try:
+        _await_name(unit)
+        unit.start(os.environ)
+        return _see_through(unit)
+    finally:
+        unit.kill()
+
+
+def _await_name(unit: Unit) -> None:
+    """Wait until MASTER_ADDR is a known name; a cluster makes it known a moment after the pod of rank 0 has begun."""
+    host, deadline = unit.plan.pods[0].environ["MASTER_ADDR"], time.monotonic() + NAME_LIMIT_S
+    while time.monotonic() < deadline and unit.asked == float("inf"):
+        try:
+            socket.gethostbyname(host)
+            return
+        except OSError:
+            time.sleep(1.0)
+
+
+def _see_through(unit: Unit) -> int:
+    """Wait until every rank has ended, or one has failed; the exit code."""
+    while unit.alive and not unit.overdue and not any(unit.codes):
+        time.sleep(TICK_S)
+    if unit.overdue:
+        return EXIT_FAILED
+    deadline = time.monotonic() + LAST_WORDS_S
+    while unit.alive and time.monotonic() < deadline:
+        time.sleep(TICK_S)
+    failed = next((code for code in unit.codes if code), EXIT_OK)
+    return failed if failed >= 0 else 128 - failed  # of a signal, as a shell says it
+
+
+if __name__ == "__main__":
+    sys.exit(main())

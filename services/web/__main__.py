@@ -1,0 +1,27 @@
+"""Start the web console as a pod of a run. It goes on when the run is over, until it is told to end."""
+
+from __future__ import annotations
+
+import sys
+
+from services.runtime.entry import Arguments, main, open_service
+from services.runtime.loops import Loop
+
+
+async def show_run(given: Arguments) -> None:
+    """The whole life of the pod."""
+    from services.web.serving import add_console, at_its_port
+
+    async with open_service("web", at_its_port(given.config), given.name) as service:
+        service.stays = True
+        watch = add_console(service)
+        service.say(phase="ready")
+
+        async def follow(loop: Loop) -> None:
+            await watch.follow(service.stopping, loop)
+
+        await service.run(follow)
+
+
+if __name__ == "__main__":
+    sys.exit(main("web", show_run))

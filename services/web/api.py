@@ -1,0 +1,143 @@
+"""What the page asks for beyond the endpoints that other services have too: live figures, what its charts draw, and who it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, HTTPException, Query, Response
+from fastapi.security import HTTPAuthorizationCredentials
+from pydantic import BaseModel
+
+from services.protocol.config import RunConfig
+from services.runtime.guard import BEARER, Scope, scope_of
+from services.runtime.inspection import MAX_PAGE
+from services.runtime.inspection.ledger import OUTCOMES, PLACES
+from services.runtime.service import Service
+from services.web import series
+from services.web.feed import EventResponse, Feed, Full
+from services.web.watch import Watch
+
+
+class Step(BaseModel):
+    """A step of the list."""
+
+    step: int
+    metrics: dict[str, float | None]
+
+
+class Steps(BaseModel):
+    """A page of the steps that were trained, the last one first."""
+
+    total: int
+    steps: list[Step]
+    next: int | None
+    """Where the next page begins: its `before`."""
+
+
+class Series(BaseModel):
+    """What charts draw: columns as long as `steps`."""
+
+    revision: float
+    """Changes when steps were taken back: what was drawn before does not stand any more."""
+    steps: list[int]
+    columns: dict[str, list[float | None]]
+
+
+class Rounds(BaseModel):
+    """Evaluation rounds, the last one first."""
+
+    rounds: list[dict[str, float | None]]
+
+
+class Bearer(BaseModel):
+    """Who asks."""
+
+    scope: Scope
+
+
+class About(BaseModel):
+    """What does not change while the page is open."""
+
+    run: str
+    facts: dict[str, Any]
+    places: dict[str, str]
+    outcomes: dict[str, str]
+
+
+def console_router(service: Service, watch: Watch) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter(prefix="/v1/console", tags=["console"], dependencies=[service.app.state.reader])
+
+    @router.get("/about")
+    async def about() -> About:
+        """The run's name, the keys of its configuration that figures are read against, and the words of the ledger."""
+        return About(run=service.config.run.name, facts=_facts(service.config), places=PLACES, outcomes=OUTCOMES)
+
+    @router.get("/live", response_class=EventResponse, status_code=200)
+    async def live() -> Response:
+        """Server-sent events: `frame`, the run as it stands, once a second; `bye`, the last one, when the server ends."""
+        return EventResponse(_subscribe(watch.feed))
+
+    @router.get("/series")
+    async def charted(points: Annotated[int, Query(ge=1, le=series.MOST_POINTS)] = 400) -> Series:
+        """The charted metrics of all steps, in so many points at most."""
+        await watch.look()
+        steps, columns = await asyncio.to_thread(series.drawn, dict(watch.steps.rows), points)
+        return Series(revision=watch.steps.incarnation, steps=steps, columns=columns)
+
+    @router.get("/steps")
+    async def steps(
+        before: Annotated[int, Query(ge=0, le=2**31)] = 2**31, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50
+    ) -> Steps:
+        """Steps before `before`, the last one first."""
+        await watch.look()
+        found = sorted((step for step in watch.steps.rows if step < before), reverse=True)
+        page = [Step(step=step, metrics=_named(watch.steps.rows[step])) for step in found[:limit]]
+        return Steps(total=len(watch.steps.rows), steps=page, next=page[-1].step if len(found) > limit else None)
+
+    @router.get("/evaluations")
+    async def evaluations(limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100) -> Rounds:
+        """Evaluation rounds that were completed, the last one first."""
+        await watch.look()
+        found = [watch.rounds.rows[version] for version in sorted(watch.rounds.rows, reverse=True)[:limit]]
+        return Rounds(rounds=found)
+
+    @router.get("/scope")
+    async def scope(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> Bearer:
+        """What the bearer of the token that came along may do. 401: nothing, where reading needs a token."""
+        return Bearer(scope=scope_of(service.app.state.tokens, given.credentials) if given else "")
+
+    return router
+
+
+def _subscribe(feed: Feed) -> Any:
+    try:
+        return feed.subscribe()
+    except Full as error:
+        raise HTTPException(503, str(error)) from None
+
+
+def _named(row: Any) -> dict[str, float | None]:
+    return dict(zip(series.CHARTED, series.plain(row), strict=True))
+
+
+def _facts(config: RunConfig) -> dict[str, Any]:
+    """Keys that figures are read against, as `section.key`."""
+    admission, evaluation = config.admission, config.evaluation
+    return msgspec.to_builtins(
+        {
+            "model.path": config.model.path,
+            "run.steps": config.run.steps,
+            "admission.max_staleness": admission.max_staleness,
+            "admission.prompts_per_step": admission.prompts_per_step,
+            "sampling.group_size": config.sampling.group_size,
+            "generator.count": config.generator.count,
+            "advantage.kind": config.advantage.kind,
+            "replay.capacity": config.replay.capacity,
+            "checkpoint.every_steps": config.checkpoint.every_steps,
+            "evaluation.every_steps": evaluation.every_steps,
+            "sync.backend": config.sync.backend,
+        }
+    )

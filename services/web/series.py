@@ -1,0 +1,53 @@
+"""The metrics that the page draws: one row of numbers a step, drawn in as many points as a chart has room for. Pure.
+
+Guarantees: a value that is missing or not finite is None; of many steps in one point the mean is shown, but of a metric that is
+itself a largest value the largest.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+CHARTED = (
+    "time_s", "reward/train/mean", "reward/train/std", "reward/gen/mean", "reward/train/zero_std_share",
+    "staleness/trained/mean", "staleness/trained/max", "throughput/generated/tokens_per_s", "throughput/trained/tokens_per_s",
+    "length/train/mean", "length/gen/mean", "tokens/train/sum", "entropy/train/mean", "logprob_gap/train/mean",
+    "gradient/train/norm", "replay/buffer/groups", "fleet/generators", "time/step_s", "time/train_s", "time/sync_s",
+    "time/transfer_s", "sync/attempts", "checkpoint/failed",
+)  # fmt: skip
+"""Metrics that are kept of every step (docs/metrics.md): some 200 bytes a step in memory."""
+LARGEST = frozenset({"staleness/trained/max", "sync/attempts", "checkpoint/failed"})
+MOST_POINTS = 2000
+
+
+def keep(record: Mapping[str, Any]) -> array[float]:
+    """The charted metrics of a step's record; NaN where there is none."""
+    values = (record.get(key) for key in CHARTED)
+    return array("d", (math.nan if value is None else float(value) for value in values))
+
+
+def plain(row: Iterable[float]) -> list[float | None]:
+    """Numbers as JSON has them."""
+    return [value if math.isfinite(value) else None for value in row]
+
+
+def drawn(rows: Mapping[int, array[float]], points: int) -> tuple[list[int], dict[str, list[float | None]]]:
+    """Steps and columns of `points` points at most; a point of several steps stands at the last of them."""
+    steps = sorted(rows)
+    if not steps:
+        return [], {key: [] for key in CHARTED}
+    width = max(1, math.ceil(len(steps) / max(1, points)))
+    table = np.frombuffer(b"".join(rows[step] for step in steps)).reshape(len(steps), len(CHARTED))  # [steps, metrics]
+    table = np.pad(table, ((0, -len(steps) % width), (0, 0)), constant_values=np.nan).reshape(-1, width, len(CHARTED))
+    known = np.isfinite(table)
+    with np.errstate(invalid="ignore"):  # of none the mean is 0 / 0, and the largest is none
+        mean = np.where(known, table, 0.0).sum(1) / known.sum(1)
+    largest = np.where(known, table, -np.inf).max(1)
+    shown = np.where([key in LARGEST for key in CHARTED], largest, mean)
+    columns = {key: plain(column) for key, column in zip(CHARTED, shown.T.tolist(), strict=True)}
+    return [*steps[width - 1 : -1 : width], steps[-1]], columns

@@ -1,0 +1,70 @@
+"""The console of a run, served: as a pod of its own (`python -m services.web`), or for as long as `grpo web` runs.
+
+Guarantees: looking changes nothing in the run; what changes it goes through the guarded endpoints that other services have too.
+Waits for: the signal to end. Unblocked by: SIGTERM or Ctrl-C, within `END_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from services.protocol.config import RunConfig
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime.api import serve
+from services.runtime.auth import api_tokens
+from services.runtime.endpoints import checkpoints, run
+from services.runtime.loops import Loop, end_tasks
+from services.runtime.service import Service
+from services.web.api import console_router
+from services.web.pages import Pages
+from services.web.watch import Watch
+
+END_S = 5.0  # for the last look and the last frame
+
+
+def at_its_port(config: RunConfig) -> RunConfig:
+    """The configuration of a pod whose endpoints are where the page is to be."""
+    return config.model_copy(update={"api": config.api.model_copy(update={"host": config.web.host, "port": config.web.port})})
+
+
+def add_console(service: Service) -> Watch:
+    """Add the page and all it asks for to a service's app."""
+    watch = Watch(service.store, service.config.fleet.ttl_s)
+    run.add_routes(service)
+    checkpoints.add_routes(service)
+    service.app.include_router(console_router(service, watch))
+    service.app.mount("/", Pages(), name="page")
+    return watch
+
+
+async def show(config: RunConfig, store: Store, say: Callable[[str], None], until: asyncio.Event) -> None:
+    """Serve the console of a run until `until`, without being one of its pods; `say` is told the address."""
+    config = at_its_port(config)
+    status = PodStatus(
+        kind="web", name="web", boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="", phase="ready",
+        version=-1, world=0, gauges={},
+    )  # fmt: skip
+    service = Service("web", config, store, status)
+    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service), until):
+        say(url)
+        await until.wait()
+
+
+@contextlib.asynccontextmanager
+async def _watching(service: Service, watch: Watch, until: asyncio.Event) -> AsyncIterator[None]:
+    async def follow(loop: Loop) -> None:
+        await watch.follow(until, loop)
+
+    loop = service.add_loop("watch", follow)
+    task = asyncio.create_task(loop.supervise())
+    try:
+        yield
+        await asyncio.wait([task], timeout=END_S)
+    finally:
+        await end_tasks([task])

@@ -1,0 +1,102 @@
+// A chart of metrics over steps: uPlot draws it, the words around it are ours.
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { NOTHING } from "./format.js";
+import { theme, useStore } from "./state.js";
+
+const HEIGHT = 150;
+const hovering = window.uPlot?.sync("steps"); // one cursor for all charts of a page
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const last = (column) => {
+  for (let i = column.length - 1; i >= 0; i -= 1) if (column[i] !== null) return column[i];
+  return null;
+};
+
+const axisNumber = (value) => (Math.abs(value) >= 1e4 ? `${Number((value / 1000).toPrecision(3))}k` : String(Number(value.toPrecision(6))));
+
+function options(lines, width, x) {
+  const axis = { stroke: colour("--muted"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  return {
+    width,
+    height: HEIGHT,
+    legend: { show: false },
+    padding: [8, 6, 0, 0],
+    cursor: { sync: { key: hovering?.key }, points: { size: 6 }, drag: { x: false, y: false } },
+    scales: { x: { time: false }, y: { range: (_, low, high) => yRange(lines, low, high) } },
+    axes: [
+      { ...axis, size: 26, space: 60, values: (_, marks) => marks.map((mark) => (Number.isInteger(mark) ? mark : "")) },
+      { ...axis, size: 46, space: 28, values: (_, marks) => marks.map(axisNumber) },
+    ],
+    series: [
+      { label: x },
+      ...lines.map((line) => ({
+        label: line.label,
+        stroke: colour(line.colour),
+        width: line.dash ? 1.2 : 1.6,
+        dash: line.dash,
+        points: { show: line.dots ?? false, size: 4 },
+        spanGaps: true,
+      })),
+    ],
+  };
+}
+
+// From 0 where the values allow it, with a little room above; a line that never moves is drawn in the middle.
+function yRange(lines, low, high) {
+  if (low === null || high === null) return [0, 1];
+  const most = Math.max(high, ...lines.map((line) => line.bound ?? -Infinity));
+  const room = (most - low || Math.abs(most) || 1) * 0.08;
+  return [low >= 0 ? 0 : low - room, most + room];
+}
+
+// `lines`: {label, values, colour, dash, dots, bound}.
+export function Chart({ title, unit = "", xs, lines, show, x = "step" }) {
+  const place = useRef(null);
+  const plot = useRef(null);
+  const [at, setAt] = useState(null);
+  const mode = useStore(theme);
+  const shape = lines.map((line) => line.label).join("|") + mode;
+
+  useEffect(() => {
+    if (!place.current || !xs.length) return undefined;
+    const width = () => Math.max(120, place.current.clientWidth);
+    const drawn = new window.uPlot(
+      { ...options(lines, width(), x), hooks: { setCursor: [(self) => setAt(self.cursor.idx ?? null)] } },
+      [xs, ...lines.map((line) => line.values)],
+      place.current,
+    );
+    plot.current = drawn;
+    const resized = new ResizeObserver(() => drawn.setSize({ width: width(), height: HEIGHT }));
+    resized.observe(place.current);
+    return () => {
+      resized.disconnect();
+      drawn.destroy();
+      plot.current = null;
+    };
+  }, [shape, xs.length > 0]);
+
+  useEffect(() => {
+    plot.current?.setData([xs, ...lines.map((line) => line.values)]);
+  }, [xs, lines]);
+
+  const shown = at !== null && at < xs.length;
+  const words = lines.map((line) => `${line.label} ${show(last(line.values))}`).join(", ");
+  return html`<figure class="chart">
+    <figcaption>
+      <span class="chart-title">${title}${unit && html`<span class="unit"> ${unit}</span>`}</span>
+      <span class="chart-at">${shown ? `${x} ${xs[at]}` : ""}</span>
+      <span class="legend">
+        ${lines.map(
+          (line) => html`<span class="key" key=${line.label}>
+            <i class=${`swatch ${line.dash ? "dashed" : ""}`} data-colour=${line.colour.replace("--line-", "")}></i>${line.label}
+            <b>${show(shown ? (line.values[at] ?? null) : last(line.values)) ?? NOTHING}</b>
+          </span>`,
+        )}
+      </span>
+    </figcaption>
+    ${xs.length
+      ? html`<div class="plot" role="img" aria-label=${`${title}, ${xs.length} points to ${x} ${xs[xs.length - 1]}. Last: ${words}.`} ref=${place}></div>`
+      : html`<p class="empty">Nothing to draw yet: the first step has not been recorded.</p>`}
+  </figure>`;
+}

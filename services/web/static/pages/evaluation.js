@@ -1,0 +1,76 @@
+// Evaluation rounds: held-out prompts, each round by one policy version.
+import { useAnswer } from "../api.js";
+import { Chart } from "../chart.js";
+import { count, duration, fixed, percent, plain } from "../format.js";
+import { Ago, Answer, Badge, Empty, Facts, Meter, Page, Panel, Table } from "../parts.js";
+import { version } from "../run.js";
+import { html, useMemo } from "../vendor/htm-preact.js";
+import { waiting } from "./waiting.js";
+
+const MOST = 100;
+const ALL = "all";
+
+const passes = (round) => Object.keys(round).filter((key) => /^eval\/.+\/pass@\d+$/.test(key)).sort();
+
+// "eval/gsm8k/pass@8" -> "gsm8k pass@8"; of a run with one source only that is told, not the same again as "all".
+const named = (key) => plain(key.replace(/^eval\//, "").replace(/\/(pass@)/, " $1"));
+
+function keysOf(rounds) {
+  const keys = [...new Set(rounds.flatMap(passes))].sort();
+  const sources = new Set(keys.map((key) => key.split("/").slice(1, -1).join("/")).filter((source) => source !== ALL));
+  return sources.size > 1 ? keys : keys.filter((key) => !key.startsWith(`eval/${ALL}/`));
+}
+
+function Open({ evaluation, every }) {
+  const { round, abandoned, dealt_with: dealtWith } = evaluation;
+  if (!every) return html`<${Panel} title="Now"><${Empty}>This run has no evaluation: evaluation.every_steps is 0.<//><//>`;
+  return html`<${Panel} title="Now">
+    <${Facts}
+      of=${[
+        round && ["Evaluating", html`${version(round.version)} <${Badge} kind=${round.fault ? "bad" : "good"}>${round.fault ? "cannot be completed" : round.started ? "at work" : "waits for a generator"}<//>`],
+        round && ["Prompts", html`${count(round.done)} of ${count(round.total)} <${Meter} value=${round.done} of=${round.total} label="Prompts answered" />`],
+        round && ["Generators", count(round.volunteers)],
+        round && ["So far", duration(round.wall_s)],
+        round?.fault && ["Fault", html`<span class="bad-text">${plain(round.fault)}</span>`],
+        !round && ["Open round", "none"],
+        ["Every", `${count(every)} steps, and the last one`],
+        ["Last dealt with", version(dealtWith)],
+        abandoned && ["Last abandoned", html`<span class="warn-text">${plain(abandoned)}</span>`],
+      ]}
+    />
+  <//>`;
+}
+
+function Rounds({ rounds }) {
+  const keys = keysOf(rounds);
+  const lines = useMemo(() => {
+    const oldest = [...rounds].reverse();
+    return {
+      xs: oldest.map((round) => round["eval/version"]),
+      of: keys.slice(0, 4).map((key, i) => ({ label: named(key), values: oldest.map((round) => round[key] ?? null), colour: `--line-${i + 1}`, dots: true })),
+    };
+  }, [rounds]);
+  const columns = [
+    { head: "Version", num: true, cell: (round) => version(round["eval/version"]) },
+    ...keys.map((key) => ({ head: named(key), num: true, cell: (round) => fixed(round[key], 3) })),
+    { head: "Reward", num: true, cell: (round) => fixed(round[`eval/${ALL}/reward`], 3) },
+    { head: "Length", num: true, title: "mean tokens", cell: (round) => fixed(round[`eval/${ALL}/length`], 1) },
+    { head: "Cut off", num: true, cell: (round) => percent(round[`eval/${ALL}/truncated`], 1) },
+    { head: "Took", num: true, cell: (round) => duration(round["eval/wall_s"]) },
+    { head: "When", num: true, cell: (round) => html`<${Ago} at=${round.time_s} />` },
+  ];
+  return html`${rounds.length > 0 && html`<div class="charts one"><${Chart} title="pass@k" unit="share of prompts" x="version" xs=${lines.xs} lines=${lines.of} show=${(v) => fixed(v, 3)} /></div>`}
+    <${Panel} title="Completed rounds" note=${rounds.length === MOST ? `the last ${MOST}` : ""}>
+      <${Table} label="Completed rounds" columns=${columns} rows=${rounds} rowKey=${(round) => round["eval/version"]} empty="No round has been completed yet." />
+    <//>`;
+}
+
+export function EvaluationPage({ frame, about }) {
+  const answer = useAnswer(`v1/console/evaluations?limit=${MOST}`, 0, frame ? `${frame.rounds.revision}/${frame.rounds.count}` : null);
+  const unready = waiting("Evaluation", frame);
+  if (unready) return unready;
+  return html`<${Page} title="Evaluation" lead="Held-out prompts beside training, each round by one policy version alone.">
+    ${frame.evaluation && html`<${Open} evaluation=${frame.evaluation} every=${about?.facts["evaluation.every_steps"]} />`}
+    <${Answer} of=${answer}>${(data) => html`<${Rounds} rounds=${data.rounds} />`}<//>
+  <//>`;
+}

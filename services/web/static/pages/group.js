@@ -1,0 +1,87 @@
+// One group: where it is or how it ended, its prompt, and each completion with what was made of it.
+import { useAnswer } from "../api.js";
+import { count, duration, fixed, percent, plain, range, short, signed } from "../format.js";
+import { Answer, Badge, Facts, Name, Page, Pager, Panel, Passage } from "../parts.js";
+import { choose, link, route, useStore } from "../state.js";
+import { html } from "../vendor/htm-preact.js";
+
+const PAGE = 16;
+const PLACES = { replay: "good", drawn: "good", trained: "good", failed: "bad", dropped: "warn", requeued: "warn" };
+
+const Tokens = ({ passage, label }) => {
+  if (!passage) return html`<p class="empty">Its tokens are gone.</p>`;
+  return html`<${Passage} label=${label} text=${passage.text ?? passage.token_ids.join(" ")} />`;
+};
+
+// Which policy version sampled which tokens, as a bar and in words.
+function Spans({ completion }) {
+  const { spans, length } = completion;
+  if (!spans.length) return html`<p class="spans note">versions ${range(completion.oldest, completion.newest)}</p>`;
+  const words = spans.map((span) => `v${span.version}: tokens ${span.start} to ${span.end - 1}`).join(", ");
+  return html`<div class="spans">
+    <div class="span-bar" role="img" aria-label=${`Policy versions: ${words}`}>
+      ${spans.map((span, i) => html`<i key=${i} class=${`shade-${i % 4}`} title=${`v${span.version}, tokens ${span.start} to ${span.end - 1}`} style=${{ flexGrow: Math.max(1, span.end - span.start) }}></i>`)}
+    </div>
+    <p class="note">${spans.map((span, i) => html`<span class="span-key" key=${i}><i class=${`swatch shade-${i % 4}`}></i>v${span.version} <span>${span.start}–${span.end - 1}</span></span>`)} of ${count(length)} tokens</p>
+  </div>`;
+}
+
+function Advantage({ value, most }) {
+  if (value === null) return html`<span>–</span>`;
+  const share = most > 0 ? Math.min(1, Math.abs(value) / most) : 0;
+  return html`<span class="advantage"><span class="balance" aria-hidden="true"><i class=${value < 0 ? "loss" : "gain"} style=${{ width: `${50 * share}%` }}></i></span>${signed(value)}</span>`;
+}
+
+const Completion = ({ completion, most }) =>
+  html`<article class="completion" aria-label=${`Completion ${completion.index}`}>
+    <h3>Completion ${completion.index}${completion.truncated && html` <${Badge} kind="warn">cut off<//>`}</h3>
+    <dl class="figures">
+      <div><dt>Reward</dt><dd>${short(completion.reward)}</dd></div>
+      <div><dt>Advantage</dt><dd><${Advantage} value=${completion.advantage} most=${most} /></dd></div>
+      ${Object.entries(completion.scores).map(([verifier, score]) => html`<div key=${verifier}><dt title="unweighted score of a verifier, 0 to 1">${plain(verifier)}</dt><dd>${short(score)}</dd></div>`)}
+      <div><dt>Length</dt><dd>${count(completion.length)} tokens</dd></div>
+      ${completion.tool_tokens > 0 && html`<div><dt>Of tools</dt><dd>${count(completion.tool_tokens)} tokens</dd></div>`}
+    </dl>
+    <${Spans} completion=${completion} />
+    <${Tokens} passage=${completion.passage} label=${`Text of completion ${completion.index}`} />
+  </article>`;
+
+const facts = (found) => [
+  ["Place", html`<${Badge} kind=${PLACES[found.place] ?? "calm"}>${found.place}<//> ${plain(found.where)}`],
+  found.holder && ["Held by", `${plain(found.holder.consumer)}, claim ${found.holder.fence}, lease renewed ${duration(found.holder.idle_s)} ago`],
+  (found.attempts > 0 || found.expiries > 0) && ["So far", `${found.attempts} failures, ${found.expiries} expired leases`],
+  found.ended_at && ["Ended", html`${plain(found.outcome)}, <time datetime=${found.ended_at}>${new Date(found.ended_at).toLocaleString()}</time>`],
+  found.dead_letter && ["Dead letter", html`<a href=${link("deadletters", found.dead_letter)}>${found.dead_letter}</a>`],
+  found.steps.length > 0 && ["Steps", found.steps.map((step, i) => html`${i > 0 && ", "}<a key=${step.step} href=${link("steps", step.step)}>${step.step}</a> (${step.committed ? "trained" : "prepared"})`)],
+  found.seq !== null && ["Issued as", `number ${count(found.seq)}`],
+  found.uses !== null && ["Uses", count(found.uses)],
+  found.weight !== null && ["Sampling weight", `${short(found.weight)}${found.probability === null ? "" : `, chance ${percent(found.probability, 2)}`}`],
+  found.source !== null && ["Source", html`<${Name}>${found.source}<//>`],
+  found.generator !== null && ["Made by", `${plain(found.generator)} in ${duration(found.generate_s)}, scored in ${duration(found.score_s)}`],
+  found.answer !== null && ["Gold answer", html`<${Name}>${found.answer}<//>`],
+];
+
+export function GroupPage({ path }) {
+  const { query } = useStore(route);
+  const offset = Number(query.get("offset")) || 0;
+  const answer = useAnswer(`v1/groups/${encodeURIComponent(path[1])}?limit=${PAGE}&offset=${offset}`);
+  return html`<${Page} title=${`Group ${plain(path[1])}`} lead="One prompt, its completions, and what was made of them.">
+    <${Answer} of=${answer}>
+      ${(found) => {
+        const most = Math.max(0, ...found.completions.map((completion) => Math.abs(completion.advantage ?? 0)));
+        const rewards = found.completions.map((completion) => completion.reward).filter((reward) => reward !== null);
+        const mean = rewards.length ? `mean reward ${fixed(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 3)}` : "";
+        const last = offset + found.completions.length;
+        return html`<${Panel} title="Where it is"><${Facts} of=${facts(found)} />${found.notes.map((note) => html`<p class="fault" key=${note}>${plain(note)}</p>`)}<//>
+          ${found.prompt && html`<${Panel} title="Prompt" note=${`${count(found.prompt.tokens)} tokens`}><${Tokens} passage=${found.prompt} label="Text of the prompt" /><//>`}
+          ${found.completions.length > 0 &&
+          html`<${Panel} title="Completions" note=${`${count(found.size)}${found.completions.length === found.size && mean ? `, ${mean}` : ""}`} kind="bare">
+            ${found.completions.map((completion) => html`<${Completion} key=${completion.index} completion=${completion} most=${most} />`)}
+            ${(offset > 0 || last < found.size) &&
+            html`<${Pager} label="Pages of completions" back=${offset > 0 && (() => choose({ offset: String(Math.max(0, offset - PAGE) || "") }))}
+              next=${last < found.size && (() => choose({ offset: String(offset + PAGE) }))}>${count(offset)} to ${count(last - 1)} of ${count(found.size)}<//>`}
+          <//>`}`;
+      }}
+    <//>
+  <//>`;
+}

@@ -1,0 +1,163 @@
+"""Looks at the run for everybody who watches it: once a second, and not at all while nobody does.
+
+Guarantees: one look at a time, whoever asks; a look that fails leaves the last one in place and says since when.
+Waits for: Redis, `LOOK_LIMIT_S` at most, and somebody to watch. Unblocks: the pages, through the feed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from services.protocol.errors import StoreError
+from services.protocol.messages import Round
+from services.protocol.store import RunState, Store
+from services.protocol.store.evaluation import EvaluationState
+from services.runtime.figures import left_s
+from services.runtime.history import EVALUATED, STEP, History
+from services.runtime.loops import Loop, end_tasks
+from services.runtime.observe import LOOK_LIMIT_S, Member, Observer
+from services.web import series
+from services.web.feed import Feed
+
+LOOK_EVERY_S = 1.0
+LOOP_LIMIT_S = 30.0  # of one round of the loop: several times what its looks may take
+PODS_SHOWN = 250  # of a frame, some 100 KB
+RECENT = 21  # steps that the time left is judged by
+_TIME = series.CHARTED.index("time_s")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is looked at beside the observer's look."""
+
+    evaluation: EvaluationState | None = None
+    round: Round | None = None
+    acknowledged: dict[str, tuple[str, str]] = field(default_factory=dict)
+    dead_letters: int = 0
+
+
+class Watch:
+    """The run as last seen, and the feed of it."""
+
+    def __init__(self, store: Store, ttl_s: float) -> None:
+        self.feed = Feed()
+        self.steps: History[array[float]] = History(STEP, series.keep)
+        self.rounds: History[dict[str, Any]] = History(EVALUATED, dict)
+        self._store, self._ttl_s = store, ttl_s
+        self._observer = Observer(store, ttl_s)
+        self._seen, self._looked_at, self._fault = Seen(), 0.0, ""
+        self._once = asyncio.Lock()
+        self._looked = float("-inf")
+
+    async def follow(self, stopping: asyncio.Event, loop: Loop) -> None:
+        """Look while somebody watches, until told to stop; then once more, so that pages know how it stood."""
+        loop.limit_s = float("inf")  # silence is no fault while nobody watches
+        while not stopping.is_set():
+            await self._wait(stopping)
+            loop.progress()
+            loop.limit_s = LOOP_LIMIT_S
+            await self.look()
+            await self.feed.publish("frame", self.frame())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), LOOK_EVERY_S)
+            loop.limit_s = float("inf")
+        if self.feed.watchers:
+            await self.look()
+            await self.feed.publish("bye", self.frame())
+        await self.feed.close()
+
+    async def _wait(self, stopping: asyncio.Event) -> None:
+        async def told() -> None:
+            await stopping.wait()
+
+        tasks = [asyncio.create_task(self.feed.watched()), asyncio.create_task(told())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_tasks(tasks)
+
+    async def look(self) -> None:
+        """Look now, unless that was done half a look ago."""
+        async with self._once:
+            if time.monotonic() - self._looked < LOOK_EVERY_S / 2:
+                return
+            looks = await self._observer.look_to_the_end()
+            self._fault = self._observer.fault
+            try:
+                async with asyncio.timeout(LOOK_LIMIT_S):
+                    if not self._fault:
+                        round, acknowledged = await self._store.round()
+                        evaluation = await self._store.evaluation(self._ttl_s)
+                        self._seen = Seen(evaluation, round, acknowledged, await self._store.dead_letter_count())
+                        self._looked_at = time.time()
+            except (StoreError, RedisError, OSError, TimeoutError) as error:
+                self._fault = str(error) or "no answer"
+            for look in looks:
+                for record in look.records:
+                    self.steps.add(record)
+                for record in look.evaluations:
+                    self.rounds.add(record)
+            self._looked = time.monotonic()
+
+    def frame(self) -> bytes:
+        """The run as last seen, as JSON."""
+        state, last = self._observer.last.state, next(reversed(self.steps.rows), -1)
+        return msgspec.json.encode(
+            {
+                "at": time.time(),
+                "looked_at": self._looked_at,
+                "fault": self._fault,
+                "state": None if state is None else _state(state),
+                "fleet": _fleet(self._observer.last.members),
+                "sync": {
+                    "round": self._seen.round,
+                    "acknowledged": [
+                        {"member": member, "stage": stage, "detail": detail}
+                        for member, (stage, detail) in sorted(self._seen.acknowledged.items())
+                    ],
+                },
+                "evaluation": self._seen.evaluation,
+                "dead_letters": self._seen.dead_letters,
+                "steps": {
+                    "revision": self.steps.incarnation,
+                    "count": len(self.steps.rows),
+                    "last": last,
+                    "left_s": None if state is None else self._left_s(state.steps),
+                },
+                "rounds": {"revision": self.rounds.incarnation, "count": len(self.rounds.rows)},
+            }
+        )
+
+    def _left_s(self, steps: int) -> float | None:
+        recent = sorted(islice(reversed(self.steps.rows), RECENT))
+        return left_s([{"step": step, "time_s": self.steps.rows[step][_TIME]} for step in recent], steps)
+
+
+def _state(state: RunState) -> dict[str, Any]:
+    """The run's state without what only programs compare."""
+    fields = {name: value for name, value in vars(state).items() if name not in ("dataset", "config")}
+    return {**fields, "checkpoint": state.checkpoint.partition(" ")[2], "ended": state.ended}
+
+
+def _fleet(members: list[Member]) -> dict[str, Any]:
+    """The pods, the first `PODS_SHOWN` of them one by one."""
+    phases = Counter((member.status.kind, member.status.phase) for member in members)
+    versions = Counter(member.status.version for member in members if member.status.kind == "generator")
+    rate = sum(member.status.gauges.get("tokens_per_s", 0.0) for member in members)
+    return {
+        "total": len(members),
+        "phases": [{"kind": kind, "phase": phase, "pods": pods} for (kind, phase), pods in sorted(phases.items())],
+        "versions": [{"version": version, "pods": pods} for version, pods in sorted(versions.items(), reverse=True)],
+        "tokens_per_s": rate,
+        "pods": [{**msgspec.to_builtins(member.status), "age_s": member.age_s} for member in members[:PODS_SHOWN]],
+    }

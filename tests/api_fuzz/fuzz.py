@@ -1,0 +1,87 @@
+"""The fuzzer: every endpoint in turn, until the time is over, valid and invalid requests with and without the right token."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import requests
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from tests.api_fuzz.world import ENDLESS
+
+CHECKS = [
+    content_type_conformance, not_a_server_error, response_headers_conformance, response_schema_conformance,
+    status_code_conformance, unsupported_method,
+]  # fmt: skip
+ROUND = 20  # requests to an endpoint in a turn
+LONGEST_WAIT_S = 0.05
+
+SESSION = requests.Session()
+HEADERS = ({}, {"Authorization": "Bearer read-token"}, {"Authorization": "Bearer operate-token"})
+
+
+def fuzz(urls: dict[str, str], seconds: float, seed: int = 0) -> Counter[str]:
+    """Send requests to services by kind; how many answers there were of each status.
+
+    Raises on the first that is not as described, and on every 5xx.
+    """
+    schemas = {kind: schemathesis.openapi.from_url(f"{url}/openapi.json") for kind, url in urls.items()}
+    operations = [
+        (kind, found.ok())
+        for kind, schema in schemas.items()
+        for found in schema.get_all_operations()
+        if isinstance(found, Ok) and found.ok().path != ENDLESS
+    ]
+    answers = Counter[str]()
+    deadline = time.monotonic() + seconds
+    turn = 0
+    while time.monotonic() < deadline:
+        for kind, operation in operations:
+            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+                _turn(operation, mode, urls[kind], seed + turn, deadline, answers)
+                turn += 1
+    return answers
+
+
+def _turn(operation: Any, mode: GenerationMode, url: str, seed: int, deadline: float, answers: Counter[str]) -> None:
+    if time.monotonic() > deadline:
+        return
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=ROUND, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],
+    )  # fmt: skip
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        query = case.query or {}
+        if "wait_s" in query:
+            try:
+                long = float(query["wait_s"]) > LONGEST_WAIT_S
+            except (TypeError, ValueError):
+                long = False
+            if long:
+                query["wait_s"] = LONGEST_WAIT_S
+        for headers in HEADERS:
+            answer = case.call(base_url=url, headers=headers, session=SESSION)
+            answers[str(answer.status_code)] += 1
+            if answer.status_code >= 500 and not operation.path.startswith("/health"):
+                raise AssertionError(f"{operation.label}: {answer.status_code} {answer.text}\n{case.as_curl_command(headers)}")
+            case.validate_response(answer, checks=CHECKS)
+
+    with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # no request to this endpoint can be wrong
+        send()

@@ -1,0 +1,77 @@
+"""The endpoints of every kind of service on real sockets, over one run with something of everything in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from services.console.redis_server import RedisServer
+from services.generator.api import add_routes as add_generator
+from services.generator.loop import RolloutLoop
+from services.generator.metrics import GeneratorMetrics
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime.api import serve
+from services.runtime.auth import Tokens
+from services.runtime.endpoints.checkpoints import add_routes as add_trainer
+from services.runtime.endpoints.run import add_routes as add_dataprep
+from services.runtime.service import Service
+from services.web.serving import add_console
+from tests.harness import PlainTokenizer, save_tokenizer_folder, small_config
+from tests.protocol import flow
+from tests.rounds_world import AnyVerifier
+from tests.scripted import ScriptedEngine
+
+KINDS = ("generator", "dataprep", "trainer", "tracker", "web")
+ENDLESS = "/v1/console/live"  # a stream of events: an answer that does not end
+TOKENS = Tokens("operate-token", "read-token")
+
+
+def add_routes(service: Service) -> None:
+    """Those of the service's own kind; a tracker has none."""
+    match service.kind:
+        case "generator":
+            given = (ScriptedEngine(), PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
+            add_generator(service, RolloutLoop(service, *given))  # type: ignore[arg-type]
+        case "dataprep":
+            add_dataprep(service)
+        case "trainer":
+            add_trainer(service)
+        case "web":
+            add_console(service)
+
+
+async def fill(store: Store) -> None:
+    """Groups in every place: issued, claimed, settled, planned, trained, buried."""
+    team = await flow.start(store, steps=100, slots=40)
+    await flow.buffer(store, team, 6)
+    await flow.prepare(store, team, 0, ["0-0", "0-1"])
+    await store.commit(team.trainer, 0)
+    await store.record({"step": 0.0, "reward/train/mean": 0.5})
+    await flow.issue(store, team, 4)
+    (claim,) = await flow.claim(store, "g", 1)
+    await store.fail("g", claim, "verifier broke", max_attempts=1)
+
+
+@contextlib.asynccontextmanager
+async def endpoints(folder: Path, server: RedisServer, run: str) -> AsyncIterator[dict[str, tuple[str, FastAPI]]]:
+    """Address and app by kind of service."""
+    config = small_config(folder, server, f"run.name={run}")
+    save_tokenizer_folder(folder / "model")
+    async with contextlib.AsyncExitStack() as stack:
+        found = {}
+        for kind in KINDS:
+            store = await Store.connect(server.url, run, server.password)
+            stack.push_async_callback(store.close)
+            if kind == KINDS[0]:
+                await fill(store)
+                stack.push_async_callback(store.delete_run)
+            status = PodStatus(kind, f"{kind}-0", "b00t", "here", 1, "", "ready", 0, 1, {"tokens_per_s": 1.5})
+            service = Service(kind, config, store, status)
+            url = await stack.enter_async_context(serve(service, TOKENS))
+            add_routes(service)
+            found[kind] = url, service.app
+        yield found

@@ -1,0 +1,151 @@
+"""`grpo checkpoints` lists what lies in a run's folder, and `grpo checkpoint` asks for one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.console.__main__ import main
+from services.console.redis_server import RedisServer
+from services.protocol.config import digest, to_toml
+from services.protocol.store import Store
+from services.runtime import folders
+from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder
+from services.runtime.folders import Manifest
+from services.runtime.inspection.checkpoints import kept_until
+from tests.harness import small_config
+
+
+def _write(root: Path, step: int, **facts: Any) -> Path:
+    final = root / f"step-{step:08d}"
+    partial = folders.begin(final)
+    folders.write(partial / "state", b"x" * 100)
+    given = {"step": step, "layout": LAYOUT, "ranks": 2, "zero_stage": 3, "time_s": 1e9 + step}
+    folders.finish(partial, final, Manifest(folders.digests(partial, 0, 1), given | facts))
+    folders.replace(root / "latest", final.name.encode())
+    return final
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with the checkpoints of steps 3 and 7, and one that was left half-written."""
+    config = small_config(tmp_path, None, "run.steps=20", "checkpoint.every_steps=4", "checkpoint.keep=2")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(config))
+    for step in (3, 7):
+        _write(folder / "checkpoints", step)
+    (folders.begin(folder / "checkpoints" / "step-00000011") / "state").write_bytes(b"half")
+    return folder
+
+
+def _listed(run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[int, dict[str, Any]]]:
+    code = main(["checkpoints", str(run), "--json", *options])
+    return code, {one["step"]: one for one in json.loads(capsys.readouterr().out)["checkpoints"]}
+
+
+def test_listed_with_what_matters(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = _listed(run, capsys)
+    assert code == 0
+    assert {step: (one["complete"], one["latest"], one["kept_until"]) for step, one in found.items()} == {
+        3: (True, False, 11),
+        7: (True, True, 15),
+        11: (False, False, None),
+    }
+    assert (found[7]["bytes"], found[7]["ranks"], found[7]["zero_stage"], found[7]["written_s"]) == (100, 2, 3, 1e9 + 7)
+    assert "left half-written" in found[11]["problem"]
+    assert main(["checkpoints", str(run)]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "of which 2 are kept" in table
+    assert "latest, complete" in table
+
+
+def test_damage_is_found_by_verify_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-00000003" / "state").write_bytes(b"y" * 100)
+    assert _listed(run, capsys)[0] == 0
+    code, found = _listed(run, capsys, "--verify")
+    assert code == 1
+    assert "differs from the SHA-256" in found[3]["problem"]
+    assert found[7]["problem"] == ""
+
+
+def test_a_newer_version_s_is_listed_and_never_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(run / "checkpoints", 9, layout=LAYOUT + 1)
+    code, found = _listed(run, capsys)
+    assert (code, found[9]["latest"]) == (1, True)
+    assert "written by a newer version" in found[9]["problem"]
+    with pytest.raises(CheckpointError, match="written by a newer version of this program"):
+        CheckpointFolder(run / "checkpoints").latest()
+    with pytest.raises(CheckpointError, match="written by a newer version of this program"):
+        CheckpointFolder(run / "checkpoints").at(9)
+
+
+def test_one_step_is_found_or_named_as_missing(run: Path) -> None:
+    found = CheckpointFolder(run / "checkpoints")
+    assert found.at(3).read("state") == b"x" * 100
+    with pytest.raises(CheckpointError, match=r"step 5 in .* is not there; complete are those of steps: 3, 7"):
+        found.at(5)
+    with pytest.raises(CheckpointError, match=r"step 11 in .* was never finished: it has no manifest\.json"):
+        found.at(11)
+    (run / "checkpoints" / "step-00000003" / "state").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory; bring the file back, or delete"):
+        found.at(3)
+
+
+def test_how_long_one_is_kept(tmp_path: Path) -> None:
+    config = small_config(tmp_path, None, "run.steps=20", "checkpoint.every_steps=4", "checkpoint.keep=3")
+    assert [kept_until(config, 7, age) for age in (0, 1, 2)] == [19, 15, 11]
+    assert [kept_until(config, 8, age) for age in (0, 1, 2)] == [19, 15, 11]
+    assert [kept_until(config, 15, age) for age in (0, 1, 2)] == [None, None, 19]
+    assert kept_until(config, 19, 2) is None
+
+
+def test_no_run_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(tmp_path / "none")]) == 2
+    assert "no run" in capsys.readouterr().err
+
+
+def test_asking_for_one(server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import asyncio
+
+    config = small_config(tmp_path, server, "run.name=asked")
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(config))
+
+    async def with_store(act: Any) -> Any:
+        store = await Store.connect(server.url, "asked", server.password)
+        try:
+            return await act(store)
+        finally:
+            await store.close()
+
+    async def fail_soon(store: Store) -> int:
+        """A trainer that cannot write, while the command waits."""
+        waiting = asyncio.create_task(asyncio.to_thread(main, ["checkpoint", str(folder), "--wait"]))
+        while not waiting.done():
+            await store.checkpoint_failed(f"step 0, attempt {time.time()}: disk full")
+            await asyncio.sleep(0.05)
+        return await waiting
+
+    async def write_soon(store: Store) -> int:
+        waiting = asyncio.create_task(asyncio.to_thread(main, ["checkpoint", str(folder), "--wait"]))
+        await asyncio.sleep(0.1)
+        await store.checkpointed(await store.attach_trainer(), 0)
+        return await waiting
+
+    asyncio.run(with_store(lambda store: store.create(digest(config), "dataset", config.run.steps, config.slots)))
+    try:
+        assert main(["checkpoint", str(folder)]) == 0
+        assert "a checkpoint of step 0 or the one that is being trained will be written" in capsys.readouterr().out
+        assert asyncio.run(with_store(fail_soon)) == 1
+        assert "disk full" in capsys.readouterr().err
+        assert asyncio.run(with_store(write_soon)) == 0
+        assert main(["checkpoint", str(folder)]) == 0
+        assert capsys.readouterr().out.splitlines() == ["run asked: checkpoint of step 0 is written"] * 2
+    finally:
+        asyncio.run(with_store(lambda store: store.delete_run()))

@@ -1,0 +1,102 @@
+"""The typed client against real endpoints of every kind: each endpoint has a method, each answer its model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.routing import APIRoute
+
+from services.console.__main__ import main
+from services.console.client import ApiError, Client
+from services.console.redis_server import RedisServer
+from services.runtime.portal import Portal
+from tests.api_fuzz.world import endpoints
+
+OPERATE = "operate-token"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Iterator[dict[str, str]]:
+    """Address by kind of service."""
+    portal = Portal()
+    world = endpoints(tmp_path_factory.mktemp("served"), server, "served")
+    found = portal.call(world.__aenter__())
+    source = inspect.getsource(Client)
+    for _, app in found.values():
+        for route in app.routes:
+            if isinstance(route, APIRoute) and not route.path.startswith("/v1/console/"):  # the page's own
+                assert f'"{route.path.partition("{")[0]}' in source, f"the client has no method for {route.path}"
+    yield {kind: url for kind, (url, _) in found.items()}
+    portal.call(world.__aexit__(None, None, None))
+    portal.close()
+
+
+def test_every_endpoint_by_its_method(served: dict[str, str]) -> None:
+    with Client(served["generator"], OPERATE) as pod:
+        assert pod.live().alive
+        assert pod.ready().ready
+        assert "# HELP" in pod.metrics()
+        assert pod.state().pod.kind == "generator"
+        wanted = pod.pause(mode="drain", why="night", who="tester")
+        assert (wanted.role, wanted.mode, wanted.why, wanted.waiting_for) == ("generator", "drain", "tester: night", [])
+        state = pod.state().state
+        assert state is not None
+        assert state.pause_modes == {"generator": "drain"}
+        assert not pod.resume().paused
+        assert pod.scale(2, "more").replicas == 2
+        assert pod.drain().draining
+    with Client(served["dataprep"], OPERATE) as data:
+        assert data.pause_run("abort", why="night").desired == "paused"
+        assert data.resume_run().desired == "running"
+        assert data.ledger()["ledger:issued"] == data.audit().issued == 10
+        assert data.buffer(limit=2).size == 4
+        assert len(data.group("0-0").completions) == 4
+        assert data.step(0).step == 0
+        (letter,) = data.dead_letters().letters
+        assert data.dead_letter(letter.id).ticket == letter.ticket
+        assert [one.id for one in data.requeue([letter.id]).requeued] == [letter.id]
+        assert data.requeue("all").requeued == []
+        with pytest.raises(ApiError, match="nothing is known of ticket 0-99") as refused:
+            data.group("0-99")
+        assert refused.value.status == 404
+    with Client(served["trainer"], OPERATE) as trainer:
+        assert trainer.checkpoints().checkpoints == []
+        assert trainer.checkpoint("now", wait_s=0.1).saved is False
+        with pytest.raises(ApiError, match="is not there"):
+            trainer.restore(3)
+
+
+def test_what_a_token_may_not_and_who_is_not_there(served: dict[str, str]) -> None:
+    with Client(served["tracker"], "read-token") as reader:
+        assert reader.state().run == "served"
+        with pytest.raises(ApiError, match="this token may look, and change nothing") as refused:
+            reader.pause("trainer")
+        assert refused.value.status == 403
+    with Client(served["tracker"]) as nobody, pytest.raises(ApiError, match="needs a bearer token"):
+        nobody.state()
+    with Client(served["tracker"], OPERATE) as client, pytest.raises(ApiError, match="a tracker is not paused"):
+        client.pause()
+    with Client("http://127.0.0.1:1", OPERATE) as away, pytest.raises(ApiError, match="is the service running"):
+        away.ready()
+
+
+def test_grpo_steers_by_the_endpoints(
+    served: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token").write_text(OPERATE)
+    given = ["--api", served["dataprep"], "--token-file", str(tmp_path / "token")]
+    assert main(["pause", "--mode", "abort", "--wait", "0.2", *given]) == 0
+    assert capsys.readouterr().out == "generator, dataprep, trainer paused\n"
+    with Client(served["dataprep"], OPERATE) as client:
+        state = client.state().state
+    assert state is not None
+    assert state.pause_modes == {"generator": "abort", "dataprep": "keep", "trainer": "keep"}
+    assert main(["resume", *given]) == main(["scale", "generators", "3", *given]) == 0
+    assert main(["pause", *given[:2]]) == 2
+    assert "no token: give --token-file" in capsys.readouterr().err
+    assert main(["stop", "--api", served["trainer"], *given[2:]]) == 2
+    assert "Not Found" in capsys.readouterr().err

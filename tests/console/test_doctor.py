@@ -1,0 +1,180 @@
+"""`grpo doctor`: what is wrong is found, and each fault says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from services.console.__main__ import main
+from services.console.doctor import Finding, gathered, machine, server, work
+from services.console.doctor.server import Asked, judge
+from services.console.redis_server import RedisServer
+from services.protocol.acl import GRANTS
+from services.protocol.config import RunConfig, load, to_toml
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime.entry import CONFIG_ENV
+from tests.harness import save_tokenizer_folder, small_config
+
+
+def only(findings: Any, what: str) -> Finding:
+    (found,) = (one for one in findings if one.what == what)
+    return found
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Of a run on this machine, whose model is a tokenizer and an empty file of weights."""
+    save_tokenizer_folder(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 320}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    return small_config(tmp_path)
+
+
+def test_a_machine_that_is_well_and_one_whose_data_is_gone(
+    tmp_path: Path, config: RunConfig, server: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command whole, with its exit codes."""
+    exec(machine._ASK_TORCH, {})  # in this process, which has torch anyway: importing it takes seconds
+    assert json.loads(capsys.readouterr().out).keys() == {"torch", "cuda", "gpus"}
+    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
+    file = tmp_path / "run.toml"
+    assert main(["doctor", str(file)]) == 0
+    assert "nothing would keep this run from starting here" in capsys.readouterr().out
+    (tmp_path / "data.jsonl").unlink()
+    url = server.url.replace("//", f"//:{server.password}@")
+    assert main(["doctor", str(file), "--json", "--redis-url", url]) == 1
+    out = capsys.readouterr().out
+    assert server.password not in out
+    report = json.loads(out)
+    faults = [one for one in report["findings"] if one["state"] == "fault"]
+    assert [one["what"] for one in faults] == ["data source main"]
+    assert faults[0]["remedy"]
+    assert {"Redis", "Redis: durability", "Redis: memory", "clock", "disk", "model"} <= {
+        one["what"] for one in report["findings"]
+    }
+    assert main(["doctor", str(tmp_path / "nothing.toml")]) == 2
+
+
+async def test_a_redis_that_evicts_or_is_not_there_is_a_fault(config: RunConfig, server_: RedisServer) -> None:
+    with redis.Redis(port=server_.port, password=server_.password) as admin:
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            found = [one async for one in server.server(config, server_.url, server_.password)]
+        finally:
+            admin.config_set("maxmemory-policy", "noeviction")
+    assert "allkeys-lru" in only(found, "Redis").detail
+    assert "noeviction" in only(found, "Redis").remedy
+    (gone,) = [one async for one in server.server(config, "redis://127.0.0.1:1/0", "")]
+    assert (gone.state, bool(gone.remedy)) == ("fault", True)
+
+
+@pytest.fixture(name="server_")
+def _server_(server: RedisServer) -> RedisServer:
+    return server
+
+
+def test_what_a_server_says_is_judged(config: RunConfig) -> None:
+    well = {"redis_version": "7.0.15", "aof_enabled": 1, "used_memory": 10**6, "total_system_memory": 16 * 2**30}
+    assert {one.state for one in judge(Asked(well, 0.0005, 0.01), config)} == {"ok"}
+    assert only(judge(Asked({**well, "aof_enabled": 0}, 0.0005, 0.0), config), "Redis: durability").state == "fault"
+    full = {**well, "aof_last_write_status": "err", "used_memory": 2**30, "maxmemory": 2**30}
+    alone = judge(Asked({**well, "redis_mode": "cluster", "connected_slaves": 0}, 0.0005, 0.0), config)
+    assert only(alone, "Redis: Cluster").state == "note"
+    found = judge(Asked(full, 0.05, -42.0), config)
+    assert only(found, "Redis: disk").state == only(found, "Redis: memory").state == only(found, "clock").state == "fault"
+    assert "-42.000 s" in only(found, "clock").detail
+    assert only(found, "Redis: distance").state == "note"
+    assert all(one.remedy for one in found if one.state == "fault")
+
+
+def test_work_that_is_not_there(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(work.model(config), "model").state == "ok"
+    (tmp_path / "model" / "config.json").unlink()
+    assert "config.json" in only(work.model(config), "model").detail
+    (tmp_path / "data.jsonl").write_text('{"question": "?", "answer": "!"}\n')
+    found = only(work.data(config), "data source main")
+    assert (found.state, found.remedy) == ("fault", "set prompt_field and answer_field; there: answer, question")
+    (tmp_path / "data.jsonl").write_text("no json\n")
+    assert "cannot be read as jsonl" in only(work.data(config), "data source main").detail
+    monkeypatch.setattr(work.importlib.util, "find_spec", lambda name: None)
+    math = load(tmp_path / "run.toml", ['verifiers.0.kind="math"'], environ={})
+    assert only(work.verifiers(math), "verifier math").remedy == "pip install 'grpo[generator]'"
+    (tmp_path / "cert").write_text("no certificate")
+    api = config.api.model_copy(update={"certificate_file": str(tmp_path / "cert"), "key_file": str(tmp_path / "cert")})
+    assert only(work.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"
+
+
+def test_a_machine_that_is_not_well(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": "13", "gpus": []})
+    assert only(machine.gpus(config, {"CUDA_VISIBLE_DEVICES": "0,1"}), "GPUs").state == "fault"
+    monkeypatch.setattr(machine, "_torch", lambda: {"error": "no module named torch"})
+    assert only(machine.gpus(config, {"CUDA_VISIBLE_DEVICES": ""}), "torch").state == "fault"
+    assert only(machine.network(config, {}), "network").state == "ok"
+    found = [*machine.network(config, {"NCCL_SOCKET_IFNAME": "nosuch0"})]
+    assert (found[0].state, found[0].remedy) == ("fault", "set or unset NCCL_SOCKET_IFNAME")
+    away = config.model_copy(update={"sync": config.sync.model_copy(update={"host": "192.0.2.1"})})
+    assert only(machine.network(away, {}), "network").state == "fault"
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
+    assert only(machine.disk(config), "disk").state == only(machine.shared_memory(config, 0), "shared memory").state == "fault"
+
+
+def test_a_look_that_breaks_is_a_finding_and_the_others_are_made() -> None:
+    def broken() -> list[Finding]:
+        raise RuntimeError("the driver crashed")
+
+    found = gathered([("GPUs", broken), ("disk", lambda: [Finding("disk", "ok", "fine")])])
+    assert [(one.what, one.state) for one in found] == [("GPUs", "fault"), ("disk", "ok")]
+    assert "the driver crashed" in found[0].detail
+
+
+async def test_a_release_is_looked_at_from_one_of_its_pods(
+    tmp_path: Path, config: RunConfig, server: RedisServer, store: Store, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Not the pod, but what all share; a service that says where it is and is not reached there is a fault."""
+    (tmp_path / "run.toml").write_text(to_toml(small_config(tmp_path, server, f"run.name={store.keys.name}")))
+
+    async def look() -> tuple[int, dict[str, dict[str, str]]]:
+        code = await asyncio.to_thread(main, ["doctor", "--cluster", "--json"])
+        return code, {one["what"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+    assert await asyncio.to_thread(main, ["doctor", "--cluster"]) == 2
+    monkeypatch.setenv(CONFIG_ENV, str(tmp_path / "run.toml"))
+    code, found = await look()
+    assert (code, found["run"]["state"], found["generator"]["state"]) == (0, "note", "note")
+    assert not {"disk", "GPUs", "shared memory"} & found.keys()
+    await store.create("config", "data", 4, 8)
+    away = PodStatus("generator", "generator-0", "b", "here", 1, "http://127.0.0.1:1", "ready", 0, 1, {})
+    await store.beat(away, 10.0)
+    code, found = await look()
+    assert (code, found["run"]["state"]) == (1, "ok")
+    assert found["generator generator-0"]["remedy"].startswith("a NetworkPolicy")
+    assert "generator" not in found
+
+
+async def test_users_that_are_let_in_are_named(tmp_path: Path, config: RunConfig) -> None:
+    guarded = RedisServer(tmp_path / "redis", run="small")
+    await asyncio.to_thread(guarded.start)
+    try:
+        redis_section = config.redis.model_copy(update={"users_dir": str(guarded.users)})
+        guarded_config = config.model_copy(update={"redis": redis_section})
+        found = [one async for one in server.server(guarded_config, guarded.url, guarded.password)]
+        assert only(found, "Redis: users").detail == f"let in: {', '.join(GRANTS)}"
+        (guarded.users / "trainer").write_text("wrong")
+        (guarded.users / "tracker").unlink()  # as in a pod, which has its own alone
+        found = [one async for one in server.server(guarded_config, guarded.url, "")]
+        assert only(found, "Redis: user trainer").state == "fault"
+        assert "tracker" not in only(found, "Redis: users").detail
+        for path in guarded.users.iterdir():
+            path.unlink()
+        found = [one async for one in server.server(guarded_config, guarded.url, guarded.password)]
+        assert only(found, "Redis: users").state == "fault"
+    finally:
+        await asyncio.to_thread(guarded.stop)

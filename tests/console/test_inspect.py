@@ -1,0 +1,636 @@
+"""`grpo inspect` and `grpo replay requeue` on a real Redis: what is shown, and that nothing shown can harm a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from services.console import inspect_verbs as verbs
+from services.console.__main__ import main
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.folder import RunFolder
+from services.console.printable import printable, safe_json
+from services.console.redis_server import RedisServer
+from services.protocol import codec
+from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
+from services.protocol.records import TableRules
+from services.protocol.store import Claim, Settlement, Store
+from services.runtime.inspection import NotFound
+from services.runtime.inspection.buffer import look_at_buffer
+from services.runtime.inspection.group import look_at_group
+from services.runtime.inspection.text import TextReader
+from tests.harness import save_tokenizer_folder, small_config
+from tests.protocol import flow
+from tests.protocol.flow import claim, header, issue, prepare, settle, start, submit
+
+PRIORITIZED = TableRules("prioritized", "lowest_priority", 100, 2)
+NASTY = "say \x1b[2J\x1b]0;owned\x07 [bold red]5[/] \u202e\x9b31m\n2"
+Show = Callable[..., Awaitable[tuple[int, str]]]
+
+
+@pytest.fixture
+def run(store: Store, server: RedisServer, tmp_path: Path) -> Path:
+    """The folder of a run that lies in `store`."""
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    save_tokenizer_folder(tmp_path / "model")
+    folder = RunFolder.of(config)
+    folder.write(config)
+    return folder.path
+
+
+@pytest.fixture
+def show(run: Path, capsys: pytest.CaptureFixture[str]) -> Show:
+    """Call a verb on the run; its exit code and what it printed."""
+
+    async def call(verb: Callable[..., Awaitable[int]], *arguments: Any, as_json: bool = False) -> tuple[int, str]:
+        code = await verb(str(run), "", *arguments, as_json)
+        return code, capsys.readouterr().out
+
+    return call
+
+
+async def tell(show: Show, verb: Callable[..., Awaitable[int]], *arguments: Any) -> Any:
+    """The same as values."""
+    code, text = await show(verb, *arguments, as_json=True)
+    assert code == EXIT_OK
+    return json.loads(text)
+
+
+def tokens(run: Path, text: str) -> list[int]:
+    return Tokenizer.from_file(str(run.parent / "model" / "tokenizer.json")).encode(text).ids
+
+
+async def write(store: Store, run: Path, claimed: Claim, prompt: str, completions: Sequence[str], **fields: Any) -> None:
+    """Submit a group of these texts, in two versions each."""
+    ids = [tokens(run, text) for text in completions]
+    lengths = [len(one) for one in ids]
+    flat = np.array([token for one in ids for token in one], np.int32)
+    spans = np.array([(i, v, v, v + 1 if v == 0 else n) for i, n in enumerate(lengths) for v in (0, 1)], np.int32)
+    payload = Payload(
+        np.array(tokens(run, prompt), np.int32), np.array(lengths, np.int32), flat, np.zeros(len(flat), np.float32), spans
+    )
+    given = {"lengths": lengths, "newest": [1] * len(ids)} | fields
+    assert await store.submit("generator-1", claimed, header(claimed, **given), codec.encode(payload), 60)
+
+
+async def one_group(store: Store, run: Path, prompt: str = "say 5", texts: Sequence[str] = ("5", "6", "five", NASTY)) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    (claimed,) = await claim(store, "generator-1")
+    await write(store, run, claimed, prompt, [f"{text}!" for text in texts], rewards=[1.0, 0.0, 0.0, 0.0])
+    await settle(store, team)
+
+
+async def weighted_table(store: Store, weights: Sequence[float]) -> flow.Team:
+    """A prioritised table with one group a weight, named 0-0 on, the oldest version of group i being i // 2."""
+    team = await start(store, slots=len(weights), table=PRIORITIZED)
+    await issue(store, team, len(weights))
+    for i, one in enumerate(await claim(store, "g", len(weights))):
+        assert await submit(store, "g", one, oldest=i // 2)
+    items = await store.read_headers(team.leader, len(weights))
+    settlements = [
+        Settlement(item, "insert", min(item.header.oldest), weight, 1.0)
+        for item, weight in zip(items, weights, strict=True)
+        if item.header
+    ]
+    assert await store.settle(team.leader, settlements) == len(weights)
+    return team
+
+
+async def test_the_buffer_shows_sizes_weights_and_probabilities(store: Store, show: Show) -> None:
+    team = await weighted_table(store, [1.0, 2.0, 5.0, 0.0])
+    await prepare(store, team, 0, ["0-2"])
+    found = await tell(show, verbs.buffer, "order", False, 0, 20)
+    assert (found["size"], found["capacity"], found["sampler"], found["remover"], found["max_uses"]) == (
+        4, 100, "prioritized", "lowest_priority", 2,
+    )  # fmt: skip
+    assert (found["weight_sum"], found["uses"], found["inserted"], found["drawn"]) == (8.0, {"0": 3, "1": 1}, 4, 1)
+    assert found["next_step"] == 1
+    rows = found["groups"]
+    assert [(row["group"], row["seq"], row["oldest"], row["lag"], row["uses"], row["weight"]) for row in rows] == [
+        ("0-0", 0, 0, 1, 0, 1.0), ("0-1", 1, 0, 1, 0, 2.0), ("0-2", 2, 1, 0, 1, 5.0), ("0-3", 3, 1, 0, 0, 0.0),
+    ]  # fmt: skip
+    assert [row["probability"] for row in rows] == [0.125, 0.25, 0.625, 0.0]
+    assert (rows[0]["reward_mean"], rows[0]["reward_std"], rows[0]["length_mean"]) == (0.5, 0.5, 2.0)
+    assert (rows[0]["source"], rows[0]["generator"]) == ("main", "g")
+    _, text = await show(verbs.buffer, "order", False, 0, 20)
+    for expected in ("4 of 100", "3 used 0×, 1 used 1×", "62.500%", "0.5 ± 0.5", "prioritized, lowest_priority"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("sort", "reverse", "offset", "limit", "expected"),
+    [
+        ("order", False, 1, 2, ["0-1", "0-2"]),
+        ("order", True, 0, 3, ["0-5", "0-4", "0-3"]),
+        ("version", True, 0, 2, ["0-5", "0-4"]),
+        ("weight", False, 0, 3, ["0-3", "0-0", "0-5"]),
+        ("weight", True, 0, 1, ["0-2"]),
+        ("order", False, 99, 5, []),
+    ],
+)
+async def test_pages_of_the_buffer_are_sorted(
+    store: Store, show: Show, sort: str, reverse: bool, offset: int, limit: int, expected: list[str]
+) -> None:
+    await weighted_table(store, [1.0, 4.0, 9.0, 0.0, 5.0, 2.0])
+    found = await tell(show, verbs.buffer, sort, reverse, offset, limit)
+    assert [row["group"] for row in found["groups"]] == expected
+
+
+async def test_a_page_costs_the_same_whatever_the_size_of_the_table(store: Store) -> None:
+    """Counted in commands and in bytes that the server sends: a page of 5 out of 50 and out of 1,000 groups."""
+
+    async def cost() -> tuple[int, int]:
+        before: Any = await store.client.info("stats")
+        await look_at_buffer(store, "order", 20, 5)
+        after: Any = await store.client.info("stats")
+        return tuple(after[name] - before[name] for name in ("total_commands_processed", "total_net_output_bytes"))  # type: ignore[return-value]
+
+    await weighted_table(store, [1.0] * 50)
+    small = await cost()
+    await store.delete_run()
+    await weighted_table(store, [1.0] * 1000)
+    large = await cost()
+    assert large[0] == small[0]
+    assert large[1] < 1.1 * small[1]
+
+
+async def test_a_table_without_weights_has_none_to_sort_by(store: Store, show: Show) -> None:
+    team = await start(store)
+    await flow.buffer(store, team, 2)
+    (row, _) = (await tell(show, verbs.buffer, "order", False, 0, 20))["groups"]
+    assert (row["weight"], row["probability"]) == (None, None)
+    with pytest.raises(
+        ConsoleError, match=r"no weights to sort by: replay.sampler is 'fifo'.*sort by order or version"
+    ) as caught:
+        await show(verbs.buffer, "weight", False, 0, 20)
+    assert caught.value.code == EXIT_CONFIG
+
+
+async def test_a_header_that_is_none_spoils_one_row_only(store: Store, show: Show) -> None:
+    team = await start(store)
+    await flow.buffer(store, team, 2)
+    await store.client.hset(store.keys.group("0-0"), "header", b"\xc1 no header")  # type: ignore[misc]
+    rows = (await tell(show, verbs.buffer, "order", False, 0, 20))["groups"]
+    assert [row["readable"] for row in rows] == [False, True]
+    assert "its header cannot be read" in (await show(verbs.buffer, "order", False, 0, 20))[1]
+    assert "its header cannot be read" in (await show(verbs.group, "0-0", 0, 16))[1]
+
+
+async def test_a_group_is_shown_as_text_with_scores_advantages_and_versions(store: Store, run: Path, show: Show) -> None:
+    await one_group(store, run)
+    found = await tell(show, verbs.group, "0-0", 0, 16)
+    assert (found["place"], found["prompt"]["text"], found["uses"], found["size"]) == ("replay", "say 5", 0, 4)
+    first = found["completions"][0]
+    assert (first["passage"]["text"], first["reward"], first["truncated"]) == ("5!", 1.0, False)
+    assert first["scores"] == {"exact": 0.0}
+    assert first["advantage"] == pytest.approx(0.75 / np.sqrt(3 / 16))  # (1 - 1/4) over the population std of 1, 0, 0, 0
+    assert first["spans"] == [{"version": 0, "start": 0, "end": 1}, {"version": 1, "start": 1, "end": first["length"]}]
+    assert [one["passage"]["text"] for one in found["completions"]][3] == f"{NASTY}!"
+    _, text = await show(verbs.group, "0-0", 0, 16)
+    for expected in (
+        "in the replay table",
+        "say 5",
+        "0: reward 1  advantage 1.732  exact 0",
+        "versions 0 [0, 1), 1 [1,",
+        "five!",
+    ):
+        assert expected in text
+
+
+async def test_completions_come_in_pages(store: Store, run: Path, show: Show) -> None:
+    await one_group(store, run)
+    found = await tell(show, verbs.group, "0-0", 1, 2)
+    assert ([one["index"] for one in found["completions"]], found["size"], found["offset"]) == ([1, 2], 4, 1)
+    assert "completions 1 to 2 of 4" in (await show(verbs.group, "0-0", 1, 2))[1]
+
+
+async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show: Show) -> None:
+    """A prompt, completions, a dead letter's reason and a generator's name with escape sequences, markup and bidi marks."""
+    team = await start(store, slots=4)
+    await issue(store, team, 2)
+    one, two = await claim(store, NASTY, 2)
+    assert await store.fail(NASTY, two, NASTY, max_attempts=1)
+    (letter,) = await store.dead_letters()
+    held = await show(verbs.group, one.ticket_id, 0, 16)
+    ids = tokens(run, NASTY)
+    payload = Payload(
+        np.array(ids, np.int32), np.full(4, len(ids), np.int32), np.array(ids * 4, np.int32), np.zeros(4 * len(ids), np.float32),
+        np.array([(i, 0, 0, len(ids)) for i in range(4)], np.int32),
+    )  # fmt: skip
+    nasty = header(one, lengths=[len(ids)] * 4, scores={NASTY: [0.0] * 4}, generator=NASTY, source=NASTY)
+    assert await store.submit(NASTY, one, nasty, codec.encode(payload), 60)
+    await settle(store, team)
+    shown = [
+        held,
+        await show(verbs.group, one.ticket_id, 0, 16),
+        await show(verbs.buffer, "order", False, 0, 20),
+        await show(verbs.dead_letters, 20, ""),
+        await show(verbs.dead_letter, letter.id),
+        await show(verbs.requeue, [letter.id], False, ""),
+        await show(verbs.group, one.ticket_id, 0, 16, as_json=True),
+        await show(verbs.dead_letters, 20, "", as_json=True),
+    ]
+    for _, text in shown:
+        assert all(c.isprintable() or c == "\n" for c in text), text
+    assert "\\e[2J" in shown[1][1]
+    assert "[bold red]5[/]" in shown[1][1], "markup is shown, not followed"
+    assert json.loads(shown[6][1])["completions"][0]["passage"]["text"] == NASTY
+
+
+def test_escapes_are_those_of_python_and_json() -> None:
+    assert printable("a\x1b\n\t\x9b\u202e\U000e0001ü漢\ud800") == "a\\e\\n\\t\\x9b\\u202e\\U000e0001ü漢\\ud800"
+    assert printable("a\n\x00b", keep_lines=True) == "a\n\\x00b"
+    for text in ("ü漢 \x7f\x9b\u202e\U000e0001", NASTY):
+        encoded = safe_json(msgspec.json.encode(text).decode())
+        assert encoded.isprintable()
+        assert json.loads(encoded) == text
+
+
+async def test_without_a_tokenizer_there_are_token_ids_and_a_reason(store: Store, run: Path, show: Show) -> None:
+    await one_group(store, run)
+    (run.parent / "model" / "tokenizer.json").unlink()
+    found = await tell(show, verbs.group, "0-0", 0, 1)
+    assert found["prompt"] == {
+        "tokens": len(found["prompt"]["token_ids"]),
+        "text": None,
+        "token_ids": found["prompt"]["token_ids"],
+    }
+    assert "has no tokenizer.json on this machine" in found["notes"][0]
+    (run.parent / "model" / "tokenizer.json").write_text("{}")
+    assert "is not a tokenizer" in (await show(verbs.group, "0-0", 0, 1))[1]
+
+
+async def test_a_run_whose_folder_is_elsewhere_shows_what_redis_has(
+    store: Store, server: RedisServer, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await one_group(store, run)
+    monkeypatch.setenv("GRPO_REDIS_PASSWORD", server.password)
+    assert await verbs.group(store.keys.name, server.url, "0-0", 0, 1, True) == EXIT_OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["completions"][0]["advantage"], found["completions"][0]["reward"]) == (None, 1.0)
+    assert found["completions"][0]["passage"]["token_ids"] == tokens(run, "5!")
+    assert len(found["notes"]) == 2
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xc1",
+        codec.encode([1, 2]),
+        codec.encode(Payload(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0, np.float32), np.zeros((0, 4), np.int32))),
+        codec.encode(
+            Payload(
+                np.zeros((2, 2), np.int32), np.array([-1, 3, 0, 0], np.int32), np.zeros(2, np.float32), np.zeros(2, np.float32),
+                np.zeros((1, 3), np.int32),
+            )
+        ),
+        codec.encode(
+            Payload(
+                np.array([-5, 2**31 - 1], np.int32), np.array([1, 1, 0, 0], np.int32), np.array([-1, 9_999_999], np.int32),
+                np.zeros(2, np.float32), np.array([[9, 9, 9, 9]], np.int32),
+            )
+        ),
+    ],
+)  # fmt: skip
+async def test_tokens_that_make_no_sense_are_said_to(store: Store, run: Path, show: Show, payload: bytes) -> None:
+    await one_group(store, run)
+    (name,) = [key async for key in store.client.scan_iter(match="*:payload:*")]
+    await store.client.set(name, codec.seal(payload))
+    code, text = await show(verbs.group, "0-0", 0, 16)
+    assert code == EXIT_OK
+    assert "its tokens do not fit" in text or "its tokens are gone" in text or "9999999" in text
+
+
+async def place(store: Store, ticket: str) -> tuple[str, str]:
+    found = await look_at_group(store, ticket, TextReader(None), "standard")
+    return found.place, found.where
+
+
+async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
+    """One ticket from issue to the checkpoint that covers its step, others to each of the other ends."""
+    team = await start(store, slots=12)
+    with pytest.raises(NotFound, match="nothing is known of ticket 0-0: it was not issued yet"):
+        await place(store, "0-0")
+    await issue(store, team, 8)
+    assert (await place(store, "0-7"))[0] == "waiting"
+    claims = await claim(store, "generator-7", 7)
+    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    assert (found.place, found.answer, found.seq) == ("generating", "0", 0)
+    assert found.holder is not None
+    assert (found.holder.consumer, found.holder.fence) == ("generator-7", claims[0].fence)
+    assert found.prompt is not None
+    assert found.prompt.token_ids == [5, 6, 7]
+    for one in claims[:6]:
+        await submit(store, "generator-7", one)
+    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    assert (found.place, len(found.completions), found.completions[1].advantage) == ("finished", 4, pytest.approx(1.0))
+    items = await store.read_headers(team.leader, 100)
+    for item, action in zip(items, ["insert"] * 3 + ["filtered:solved", "stale", "failed:rewards are not finite"], strict=True):
+        await store.settle(team.leader, [Settlement(item, action)])
+    assert await place(store, "0-0") == ("replay", "in the replay table")
+    assert await place(store, "0-3") == (
+        "dropped", "dropped: every completion earned the largest reward, so there is nothing to learn from it",
+    )  # fmt: skip
+    assert (await look_at_group(store, "0-4", TextReader(None), None)).outcome == "stale"
+    (letter,) = await store.dead_letters()
+    assert await place(store, "0-5") == ("failed", f"failed: see dead letter {letter.id}")
+    await store.requeue([letter.id])
+    assert (await place(store, "0-5"))[0] == "requeued"
+    await prepare(store, team, 0, ["0-0"])
+    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    assert (found.place, found.trained, [(step.step, step.committed) for step in found.steps]) == ("drawn", False, [(0, False)])
+    await store.commit(team.trainer, 0)
+    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    assert (found.place, found.outcome, [(step.step, step.committed) for step in found.steps]) == (
+        "drawn",
+        "trained",
+        [(0, True)],
+    )
+    assert len(found.completions) == 4
+    await store.publish(team.trainer, 1)
+    await store.checkpointed(team.trainer, 0)
+    await store.retire()
+    assert (await place(store, "0-0"))[0] == "trained"
+
+
+async def test_a_ticket_between_two_places_is_said_to_move(store: Store) -> None:
+    """It is issued, but in neither stream: a settlement came between the reads."""
+    team = await start(store)
+    await issue(store, team, 1)
+    await store.client.xtrim(store.keys.tickets, 0)
+    assert (await place(store, "0-0"))[0] == "moving"
+
+
+async def test_a_header_with_empty_columns_is_shown(store: Store) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    (one,) = await claim(store, "g")
+    nothing: dict[str, Any] = {name: [] for name in ("rewards", "truncated", "newest", "tool_tokens")}
+    assert await store.submit("g", one, header(one, **nothing), flow.payload_bytes(one), 60)
+    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    assert (found.place, found.completions[3].reward, found.completions[3].length) == ("finished", None, 2)
+    assert "no advantages: its header has no rewards" in found.notes
+
+
+async def test_an_evicted_group_says_so(store: Store) -> None:
+    team = await start(store, table=TableRules(capacity=1))
+    await flow.buffer(store, team, 2)
+    assert await place(store, "0-0") == ("dropped", "dropped: evicted from a full replay table before it was trained")
+
+
+async def test_a_replayed_group_names_all_its_steps(store: Store, show: Show) -> None:
+    team = await start(store, table=TableRules(max_uses=3))
+    await flow.buffer(store, team, 2)
+    for step, groups in enumerate((["0-0"], ["0-1"], ["0-0"])):
+        await prepare(store, team, step, groups)
+    await store.commit(team.trainer, 0)
+    found = await tell(show, verbs.group, "0-0", 0, 16)
+    assert (found["place"], found["uses"], [step["step"] for step in found["steps"]]) == ("replay", 2, [0, 2])
+    assert "0 (committed), 2 (prepared)" in (await show(verbs.group, "0-0", 0, 16))[1]
+
+
+@pytest.mark.parametrize("ticket", ["", "17", "0-", "a-b", "0-17.5", "-1-2", "0-99999999999", "0-1 0-2", "٠-١"])
+async def test_what_is_no_ticket_is_an_error_of_one_line(store: Store, show: Show, ticket: str) -> None:
+    await start(store)
+    with pytest.raises(ConsoleError, match=r"is not a ticket: they are named <epoch>-<row>, e\.g\. 0-17") as caught:
+        await show(verbs.group, ticket, 0, 16)
+    assert caught.value.code == EXIT_CONFIG
+
+
+async def two_ranks(store: Store) -> flow.Team:
+    """Step 0 trains on 0-0 and 0-1 over two ranks, step 1 on 0-0 again, with importance weights and a masked completion."""
+    team = await start(store, table=TableRules(max_uses=2))
+    names = await flow.buffer(store, team, 2)
+    payloads = [(await store.group_records([name]))[name].payload for name in names]
+    rows = [
+        [[Sample(payloads[0], i, i - 1.5, 2, 0.5) for i in range(4)], []],
+        [[Sample(payloads[1], i, 1.0, 2 if i else 0, 1.0) for i in range(3)], [Sample(payloads[1], 3, -1.0, 2, 1.0)]],
+    ]
+    plan = StepPlan(0, names, names, 2, 2, [2], [14.0], 14, 32, {"reward/train/mean": 0.5})
+    await store.prepare(team.leader, plan, [RankPlan(rank) for rank in rows])
+    again = StepPlan(1, names[:1], [], 1, 1, [1], [8.0], 8, 16, {})
+    await store.prepare(team.leader, again, [RankPlan([rows[0][0]])])
+    return team
+
+
+async def test_a_step_shows_its_groups_and_how_rows_are_filled(store: Store, show: Show) -> None:
+    await two_ranks(store)
+    found = await tell(show, verbs.step, 0, 0, 100)
+    plan = found["plan"]
+    assert (found["state"], plan["size"], plan["fresh"], plan["denominators"], plan["response_tokens"]) == (
+        "prepared", 2, 2, [14.0], 14,
+    )  # fmt: skip
+    assert plan["advantage"] == {"min": -1.5, "mean": 0.25, "max": 1.5}
+    assert plan["weight"] == {"min": 0.5, "mean": 0.75, "max": 1.0}
+    assert [(r["rows"], r["empty"], r["responses"], r["tokens"], r["fill"]) for r in plan["ranks"]] == [
+        (2, 1, 4, 16, 16 / 256), (2, 0, 4, 16, 16 / 512),
+    ]  # fmt: skip
+    first, second = plan["groups"]
+    assert (first["group"], first["fresh"], first["uses"], first["lag"], first["weight"]) == ("0-0", True, 2, 0, 0.5)
+    assert (second["responses"], second["masked"], second["trained_tokens"]) == (4, 1, 6)
+    assert plan["stats"] == {"reward/train/mean": 0.5}
+    replayed = (await tell(show, verbs.step, 1, 0, 100))["plan"]["groups"]
+    assert [(row["fresh"], row["lag"]) for row in replayed] == [(False, 1)]
+    _, text = await show(verbs.step, 0, 0, 1)
+    for expected in ("2: 2 fresh, 0 replayed", "2 rows a rank over 14", "groups 0 to 0 of 2", "-1.5 / 0.25 / 1.5"):
+        assert expected in text
+
+
+async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> None:
+    team = await two_ranks(store)
+    for step in range(2):
+        await store.commit(team.trainer, step)
+        await store.publish(team.trainer, step + 1)
+        await store.record({"step": float(step), "reward/train/mean": 0.25 + step})
+    await store.checkpointed(team.trainer, 0)
+    await store.retire()
+    found = await tell(show, verbs.step, 0, 0, 100)
+    assert (found["state"], found["plan"], found["record"]["reward/train/mean"]) == ("retired", None, 0.25)
+    _, text = await show(verbs.step, 0, 0, 100)
+    assert "a checkpoint covers it and its plan is deleted" in text
+    assert "reward/train/mean  0.25" in text
+    assert (await tell(show, verbs.step, 1, 0, 100))["record"]["reward/train/mean"] == 1.25
+
+
+@pytest.mark.parametrize(("step", "message"), [(2, "step 2 is not prepared: the last is step 1"), (9, "step 9 is not prepared")])
+async def test_a_step_that_is_not_prepared_is_an_error(store: Store, show: Show, step: int, message: str) -> None:
+    await two_ranks(store)
+    with pytest.raises(ConsoleError, match=message):
+        await show(verbs.step, step, 0, 100)
+
+
+async def test_the_record_of_a_step_is_found_whatever_happened_since(store: Store) -> None:
+    """3,000 steps; at 2,000 the trainer went back to 1,995; evaluations report between; entries share milliseconds."""
+    steps = [*range(2000), *range(1995, 3000)]
+    async with store.client.pipeline(transaction=False) as pipe:
+        for i, step in enumerate(steps):
+            record = {"step": float(step), "n": float(i)}
+            pipe.xadd(store.keys.metrics, {"m": msgspec.json.encode(record)}, id=f"{1000 + i // 3}-{2 * (i % 3) + 1}")
+            if i % 500 == 7:
+                pipe.xadd(
+                    store.keys.metrics,
+                    {"m": msgspec.json.encode({"eval/accuracy": 0.5})},
+                    id=f"{1000 + i // 3}-{2 * (i % 3) + 2}",
+                )
+        await pipe.execute()
+    for step in (0, 1, 2, 7, 8, 499, 1234, 1994, 1995, 1999, 2000, 2998, 2999):
+        record = await store.step_record(step)
+        assert record is not None
+        assert record["step"] == step
+        assert record["n"] in [i for i, s in enumerate(steps) if s == step]
+    assert await store.step_record(3000) is None
+
+
+async def test_the_ledger_is_the_audits(store: Store, show: Show) -> None:
+    team = await start(store)
+    await flow.buffer(store, team, 2)
+    found = await tell(show, verbs.ledger)
+    assert (found["issued"], found["places"]["buffered"], found["lost"]) == (2, 2, 0)
+    assert "in the replay table, never trained" in (await show(verbs.ledger))[1]
+
+
+async def bury(store: Store, team: flow.Team, reasons: Sequence[str]) -> list[str]:
+    """Dead letters, oldest first."""
+    await issue(store, team, len(reasons))
+    for one, reason in zip(await claim(store, "g", len(reasons)), reasons, strict=True):
+        assert await store.fail("g", one, reason, max_attempts=1)
+    return [letter.id for letter in reversed(await store.dead_letters(len(reasons)))]
+
+
+async def test_dead_letters_come_in_pages_and_whole(store: Store, show: Show) -> None:
+    team = await start(store)
+    ids = await bury(store, team, ["one broke", "two broke", "three broke"])
+    page = await tell(show, verbs.dead_letters, 2, "")
+    assert ([row["id"] for row in page["letters"]], page["total"], page["next"]) == ([ids[2], ids[1]], 3, ids[1])
+    rest = await tell(show, verbs.dead_letters, 2, page["next"])
+    assert ([row["reason"] for row in rest["letters"]], rest["next"]) == (["one broke"], None)
+    assert f"more with --before {ids[1]}" in (await show(verbs.dead_letters, 2, ""))[1]
+    found = await tell(show, verbs.dead_letter, ids[0])
+    assert (found["kind"], found["fields"]["id"], found["fields"]["prompt"]) == ("ticket", "0-0", [5, 6, 7])
+    assert "answer  " in (await show(verbs.dead_letter, ids[0]))[1]
+
+
+@pytest.mark.parametrize("body", [b"", b"\x00\xff\x1b[2J", b"x" * 100_000])
+async def test_a_body_that_is_no_message_is_shown_as_digits(store: Store, show: Show, body: bytes) -> None:
+    await start(store)
+    id = (await store.client.xadd(store.keys.deadletter, {"ticket": b"\xff\x1b", "reason": "?", "body": body})).decode()
+    found = await tell(show, verbs.dead_letter, id)
+    assert (found["kind"], bytes.fromhex(found["hex"]), found["failed"]) == ("bytes", body, False)
+    _, text = await show(verbs.dead_letter, id)
+    assert len(text) < 2000
+
+
+async def test_a_header_with_numbers_that_are_none_is_shown(store: Store, show: Show) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    (one,) = await claim(store, "g")
+    bad = header(one, rewards=[float("nan"), float("inf"), 0.0, 1.0], scores={"exact": [float("nan")]})
+    assert await store.submit("g", one, bad, flow.payload_bytes(one), 60)
+    waiting = await tell(show, verbs.group, "0-0", 0, 16)
+    assert waiting["completions"][0]["reward"] is None
+    assert any("rewards must be finite" in note for note in waiting["notes"])
+    await settle(store, team, "failed:rewards are not finite")
+    (letter,) = await store.dead_letters()
+    found = await tell(show, verbs.dead_letter, letter.id)
+    assert (found["kind"], found["fields"]["rewards"]) == ("header", [None, None, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("id", ["nothing", "5-", "99999999999999999999999-0"])
+async def test_an_id_that_is_none_is_an_error(store: Store, show: Show, id: str) -> None:
+    await start(store)
+    for verb, arguments in ((verbs.dead_letter, (id,)), (verbs.dead_letters, (20, id))):
+        with pytest.raises(ConsoleError, match="is not the id of a dead letter"):
+            await show(verb, *arguments)
+    with pytest.raises(ConsoleError, match="there is no dead letter 5-5: it was requeued, or trimmed"):
+        await show(verbs.dead_letter, "5-5")
+
+
+async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> None:
+    team = await start(store)
+    ids = await bury(store, team, ["math broke", "math broke", "its lease ran out", "out of memory"])
+    code, text = await show(verbs.requeue, [ids[0], "7-7"], False, "")
+    assert (code, "1 requeued, 1 refused" in text, "there is no such dead letter" in text) == (EXIT_OK, True, True)
+    found = await tell(show, verbs.requeue, [], False, "math")
+    assert ([row["ticket"] for row in found["requeued"]], found["refused"]) == (["0-1"], [])
+    found = await tell(show, verbs.requeue, [], True, "")
+    assert {row["ticket"] for row in found["requeued"]} == {"0-2", "0-3"}
+    assert await show(verbs.requeue, [], True, "") == (
+        EXIT_OK,
+        f"no dead letters\nrun {store.keys.name}: 0 requeued, 0 refused\n",
+    )
+    assert (await show(verbs.requeue, ["7-7"], False, ""))[0] == EXIT_FAILED
+    assert (await store.audit())["requeued"] == 4
+
+
+@pytest.mark.parametrize(("ids", "everything", "reason"), [([], False, ""), (["1-1"], True, ""), (["1-1"], False, "x")])
+async def test_requeue_wants_one_way_to_choose(store: Store, show: Show, ids: list[str], everything: bool, reason: str) -> None:
+    with pytest.raises(ConsoleError, match="give either ids of dead letters"):
+        await show(verbs.requeue, ids, everything, reason)
+
+
+async def test_a_run_that_is_over_refuses_a_requeue(store: Store, show: Show) -> None:
+    team = await start(store)
+    ids = await bury(store, team, ["broke"])
+    await store.finish("trained 4 of 4 steps")
+    with pytest.raises(ConsoleError, match=r"issues no more tickets \(trained 4 of 4 steps\)"):
+        await show(verbs.requeue, ids, False, "")
+    assert await store.dead_letter_count() == 1
+
+
+def test_the_command_line_reaches_every_verb(server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"t-{uuid.uuid4().hex[:12]}"
+    config = small_config(tmp_path, server, f"run.name={name}")
+    folder = RunFolder.of(config)
+    folder.write(config)
+
+    async def begin() -> str:
+        store = await Store.connect(server.url, name, server.password)
+        team = await start(store)
+        await flow.buffer(store, team, 1)
+        await prepare(store, team, 0, ["0-0"])
+        (id,) = await bury(store, team, ["broke"])
+        await store.close()
+        return id
+
+    async def end() -> None:
+        store = await Store.connect(server.url, name, server.password)
+        await store.delete_run()
+        await store.close()
+
+    def grpo(*arguments: str) -> tuple[int, str, str]:
+        code = main([*arguments, "--run", str(folder.path)])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    id = asyncio.run(begin())
+    try:
+        for arguments, expected in (
+            (("inspect", "buffer", "--sort", "version", "--reverse", "--limit", "3", "--offset", "0"), "fifo, fifo"),
+            (("inspect", "group", "0-0"), "left the replay table after use"),
+            (("inspect", "step", "0"), "0, prepared"),
+            (("inspect", "ledger"), "dead letters"),
+            (("inspect", "deadletter"), "broke"),
+            (("inspect", "deadletter", id), "ticket, "),
+            (("replay", "requeue", "--reason", "broke"), "1 requeued, 0 refused"),
+        ):
+            code, text, errors = grpo(*arguments)
+            assert (code, errors) == (0, ""), arguments
+            assert expected in text, arguments
+            if arguments[0] == "inspect":
+                assert json.loads(grpo(*arguments, "--json")[1]) if arguments[-1] != id else True
+        code, _, errors = grpo("inspect", "group", "3-3")
+        assert (code, errors.startswith(f"error: run {name}: nothing is known of ticket 3-3"), errors.count("\n")) == (2, True, 1)
+        assert grpo("inspect", "step", "-1")[0] == 2
+        assert grpo("inspect", "buffer", "--sort", "colour")[0] == 2
+    finally:
+        asyncio.run(end())

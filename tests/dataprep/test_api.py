@@ -1,0 +1,156 @@
+"""Dataprep's endpoints over a real socket and a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from services.console.redis_server import RedisServer
+from services.protocol.messages import PodStatus
+from services.protocol.store import Store
+from services.runtime.api import serve
+from services.runtime.auth import Tokens
+from services.runtime.endpoints.run import add_routes
+from services.runtime.service import Service
+from tests.harness import save_tokenizer_folder, small_config
+from tests.protocol import flow
+from tests.protocol.flow import buffer, claim, header, issue, payload_bytes, prepare, settle, start
+
+TOKEN = {"Authorization": "Bearer test-token"}
+
+
+@pytest_asyncio.fixture
+async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """The endpoints of a dataprep pod, without its loops."""
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    save_tokenizer_folder(tmp_path / "model")
+    status = PodStatus("dataprep", "dataprep-0", "b00t", "here", 1, "", "standby", -1, 0, {})
+    service = Service("dataprep", config, store, status)
+    async with serve(service, Tokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
+        add_routes(service)
+        yield client
+
+
+async def bury(store: Store, team: flow.Team, count: int) -> list[str]:
+    """Dead letters, the last first."""
+    await issue(store, team, count)
+    for one in await claim(store, "g", count):
+        assert await store.fail("g", one, "verifier broke", max_attempts=1)
+    return [letter.id for letter in await store.dead_letters(count)]
+
+
+def is_problem(answer: httpx.Response, status: int, detail: str) -> bool:
+    body = answer.json()
+    return (
+        answer.status_code == body["status"] == status
+        and answer.headers["content-type"] == "application/problem+json"
+        and detail in body["detail"]
+    )
+
+
+async def test_the_buffer_comes_in_pages(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    await buffer(store, team, 5)
+    found = (await http.get("/v1/buffer", params={"limit": 2, "offset": 1, "reverse": True})).json()
+    assert (found["size"], found["sampler"], found["offset"]) == (5, "fifo", 1)
+    assert [group["group"] for group in found["groups"]] == ["0-3", "0-2"]
+    assert is_problem(await http.get("/v1/buffer", params={"sort": "weight"}), 404, "no weights to sort by")
+    assert is_problem(await http.get("/v1/buffer", params={"sort": "colour"}), 422, "sort")
+    assert is_problem(await http.get("/v1/buffer", params={"limit": 501}), 422, "limit")
+    assert is_problem(await http.get("/v1/buffer", params={"offset": -1}), 422, "offset")
+
+
+async def test_a_group_is_shown_with_its_text_and_its_place(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    await buffer(store, team, 1)
+    found = (await http.get("/v1/groups/0-0", params={"limit": 2})).json()
+    assert (found["place"], found["size"], len(found["completions"])) == ("replay", 4, 2)
+    assert [one["advantage"] for one in found["completions"]] == pytest.approx([-1.0, 1.0])
+    assert found["prompt"]["text"] == "<|end|><|system|>"  # tokens 1 and 2 of the tiny tokenizer
+    assert is_problem(await http.get("/v1/groups/0-9"), 404, "nothing is known of ticket 0-9")
+    assert is_problem(await http.get("/v1/groups/nine"), 404, "is not a ticket")
+    assert is_problem(await http.get("/v1/groups/0-0", params={"limit": 65}), 422, "limit")
+
+
+async def test_a_step_is_shown_or_said_not_to_be_there(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    await buffer(store, team, 2)
+    await prepare(store, team, 0, ["0-0", "0-1"])
+    found = (await http.get("/v1/steps/0", params={"limit": 1, "offset": 1})).json()
+    assert (found["state"], found["plan"]["size"], found["record"]) == ("prepared", 2, None)
+    assert [group["group"] for group in found["plan"]["groups"]] == ["0-1"]
+    assert is_problem(await http.get("/v1/steps/1"), 404, "step 1 is not prepared: the last is step 0")
+    for none in ("minus", "-1", "99999999999999999999"):
+        assert is_problem(await http.get(f"/v1/steps/{none}"), 422, "n")
+
+
+async def test_dead_letters_are_listed_shown_and_put_back(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    ids = await bury(store, team, 3)
+    first = (await http.get("/v1/deadletters", params={"limit": 2})).json()
+    assert ([row["id"] for row in first["letters"]], first["next"], first["total"]) == (ids[:2], ids[1], 3)
+    rest = (await http.get("/v1/deadletters", params={"limit": 2, "before": first["next"]})).json()
+    assert ([row["id"] for row in rest["letters"]], rest["next"]) == (ids[2:], None)
+    found = (await http.get(f"/v1/deadletters/{ids[0]}")).json()
+    assert (found["kind"], found["fields"]["answer"], found["hex"]) == ("ticket", "2", None)
+    assert is_problem(await http.get("/v1/deadletters/5-5"), 404, "there is no dead letter 5-5")
+    assert is_problem(await http.get("/v1/deadletters", params={"before": "x"}), 404, "is not the id of a dead letter")
+    answer = (await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"ids": [ids[0], "5-5"]})).json()
+    assert ([row["ticket"] for row in answer["requeued"]], [row["id"] for row in answer["refused"]]) == (["0-2"], ["5-5"])
+    answer = (await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"all": True})).json()
+    assert (len(answer["requeued"]), answer["refused"]) == (2, [])
+    assert (await store.audit())["requeued"] == 3
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"ids": []}, {"ids": ["1-1"], "all": True}, {"all": False}, {"everything": True}, {"ids": ["1-1"] * 1001}, []]
+)
+async def test_a_requeue_says_which_ones(http: httpx.AsyncClient, store: Store, body: object) -> None:
+    team = await start(store)
+    await bury(store, team, 1)
+    assert is_problem(await http.post("/v1/deadletters/requeue", headers=TOKEN, json=body), 422, "body")
+    assert await store.dead_letter_count() == 1
+
+
+async def test_a_requeue_needs_the_token_and_a_run_that_goes_on(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    await bury(store, team, 1)
+    assert is_problem(await http.post("/v1/deadletters/requeue", json={"all": True}), 401, "bearer token")
+    await store.finish("trained 4 of 4 steps")
+    over = await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"all": True})
+    assert is_problem(over, 409, "the run is over: trained 4 of 4 steps")
+    assert await store.dead_letter_count() == 1
+
+
+async def test_numbers_that_are_none_are_null(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    (one,) = await claim(store, "g")
+    bad = header(one, rewards=[float("nan"), float("inf"), 0.0, 1.0])
+    assert await store.submit("g", one, bad, payload_bytes(one), 60)
+    assert (await http.get("/v1/groups/0-0")).json()["completions"][1]["reward"] is None
+    await settle(store, team, "failed:rewards are not finite")
+    (letter,) = await store.dead_letters()
+    assert (await http.get(f"/v1/deadletters/{letter.id}")).json()["fields"]["rewards"] == [None, None, 0.0, 1.0]
+
+
+async def test_the_endpoints_are_documented(http: httpx.AsyncClient) -> None:
+    """Every field of every answer says what it is."""
+    spec = (await http.get("/openapi.json")).json()
+    for path in ("/v1/buffer", "/v1/groups/{id}", "/v1/steps/{n}", "/v1/deadletters", "/v1/deadletters/{id}"):
+        answer = spec["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert "$ref" in answer
+    described = spec["components"]["schemas"]
+    for name in ("Buffer", "BufferGroup", "Group", "Completion", "Step", "Plan", "StepGroup", "DeadLetters", "DeadLetterBody"):
+        bare = [field for field, of in described[name]["properties"].items() if "description" not in of and "$ref" not in of]
+        assert bare in ([], ["step"])  # the number of a step says itself
+
+
+async def test_the_ledger_counts_places(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    await buffer(store, team, 2)
+    assert (await http.get("/v1/ledger")).json()["buffered"] == 2

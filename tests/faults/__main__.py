@@ -1,0 +1,81 @@
+"""`python -m tests.faults`: break real runs at random and audit them. Exit code 1 with the first violation and its seed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from math import inf
+from pathlib import Path
+
+from services.protocol.config import load
+from tests.faults.campaign import Outcome, campaign
+from tests.faults.kinds import Shape, chosen, sequence
+from tests.faults.mutants import MUTANTS, copy_code
+from tests.faults.report import result, table
+from tests.faults.run_under_test import PROFILES, Setting
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a campaign; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--faults", type=int, default=20, help="how many to apply")
+    parser.add_argument("--seed", type=int, default=0, help="of the sequence of faults")
+    parser.add_argument("--kinds", default="", help="comma-separated kinds or verbs; default: all")
+    parser.add_argument(
+        "--profile", choices=PROFILES, default="fifo", help="kind of run: replay fifo or prioritized, or two ranks"
+    )
+    parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
+    parser.add_argument("--appendfsync", choices=("always", "everysec"), default="always")
+    parser.add_argument("--mutant", choices=MUTANTS, default="", help="run code in which this guard is removed")
+    parser.add_argument("--steps", type=int, default=150, help="of each run; faults that are left go to the next")
+    parser.add_argument("--generators", type=int, default=3)
+    parser.add_argument("--token-s", type=float, default=0.06, help="seconds the scripted engine takes for a token")
+    parser.add_argument("--minutes", type=float, default=inf, help="no fault comes later, the last run comes to its end")
+    parser.add_argument("--folder", type=Path, help="keep everything here; default: a temporary folder")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = parser.parse_args(argv)
+
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    code = folder / "code"
+    copy_code(code, options.mutant)
+    setting = Setting(
+        folder.resolve(), code.resolve(), options.profile, options.engine, options.steps, options.generators, options.token_s,
+        options.appendfsync,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries say as they are imported is no part of the result
+        config = load(setting.write("shape"), environ={})
+    shape = Shape(config.generator.count, config.trainer.ranks)
+    try:
+        kinds = chosen(options.kinds, shape)
+    except ValueError as error:
+        parser.error(str(error))
+    started = time.monotonic()
+
+    def tell(text: str) -> None:
+        print(f"{time.monotonic() - started:7.1f} {text}", file=sys.stderr, flush=True)
+
+    outcome, faults = Outcome(), sequence(options.seed, options.faults, kinds, shape)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # either way nothing is left running
+    try:
+        asyncio.run(campaign(setting, faults, tell, outcome, 60 * options.minutes))
+    except KeyboardInterrupt:
+        outcome.violations.append("interrupted: the last run is not judged")
+    facts = {name: getattr(options, name) for name in ("seed", "profile", "engine", "appendfsync", "mutant")}
+    found = result(outcome, **facts, kinds=list(kinds))
+    print(json.dumps(found, indent=2) if options.json else table(found), flush=True)
+    if outcome.violations:
+        again = shlex.join(["python", "-m", "tests.faults", *(argv if argv is not None else sys.argv[1:])])
+        print(f"violated: {outcome.violations[0]} (seed {options.seed}; logs in {folder}; again: {again})", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

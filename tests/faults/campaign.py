@@ -1,0 +1,170 @@
+"""Faults in sequence, each after the run is steady again from the one before; run after run until all have been applied.
+
+Guarantees: a run is let finish by itself and is judged as a whole (verdict.py); the first violation ends the campaign; nothing
+it started is left when it returns.
+Waits for: the moment of a fault, the steady state after it. Unblocked by: looks of the watcher; no wait is without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from services.console.errors import EXIT_OK
+from services.runtime.loops import end_tasks
+from tests.faults.kinds import ENDS, Fault
+from tests.faults.run_under_test import RunUnderTest, Setting, run_calmly
+from tests.faults.strike import Strike
+from tests.faults.verdict import Verdict, judge
+from tests.faults.watcher import LOOK_S, Watcher
+
+MOMENT_LIMIT_S = 5.0  # how long a phase is waited for: not every run passes through it again
+LAST_STEPS = 8  # no fault comes in the last of a run: the run could end before it is steady again
+STEADY_LIMIT_S = {"scripted": 120.0, "vllm": 300.0}
+END_LIMIT_S = {"scripted": 240.0, "vllm": 900.0}
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A fault that was applied, and what it cost."""
+
+    fault: Fault
+    run: str
+    victim: str
+    recovery_s: float | None
+    """From the end of the fault to the steady state; None where the next one came before that, or the run ended."""
+
+
+@dataclass
+class Outcome:
+    """What a campaign came to."""
+
+    applied: list[Applied] = field(default_factory=list)
+    missed: int = 0
+    """Faults for which there was no victim, or no call whose reply could be lost."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
+
+
+async def campaign(
+    setting: Setting, faults: Iterable[Fault], tell: Callable[[str], None], outcome: Outcome, limit_s: float = inf
+) -> None:
+    """Apply `faults` to runs of `setting`, none after `limit_s`; what comes of it is put into `outcome` as it comes."""
+    left, started = deque(faults), time.monotonic()
+    comparable, calm, number = setting.profile != "replay" and setting.engine == "scripted", None, 0
+    while left and not outcome.violations and time.monotonic() - started < limit_s:
+        run, before = RunUnderTest(setting, f"faults-{number}"), len(outcome.applied)
+        watcher = Watcher(run)
+        watcher.tell = tell
+        number += 1
+        try:
+            await _Attack(run, watcher, left, outcome, tell, started + limit_s).carry_out()
+        finally:
+            await run.close()
+            await watcher.close()
+            outcome.wall_s = time.monotonic() - started
+        outcome.violations += watcher.violations
+        if not watcher.violations:
+            if comparable and calm is None:  # not before it is needed: most of what can go wrong shows earlier
+                calm = await run_calmly(setting, "calm")
+            verdict = await judge(run, watcher, calm)
+            outcome.verdicts.append(verdict)
+            outcome.violations += verdict.violations
+            tell(f"{run.name}: {verdict}")
+        if len(outcome.applied) == before and not outcome.violations:
+            outcome.violations.append(f"{run.name} ended before any fault could be applied: give it more --steps")
+
+
+class _Attack:
+    """The faults of one run."""
+
+    def __init__(
+        self, run: RunUnderTest, watcher: Watcher, left: deque[Fault], outcome: Outcome, tell: Callable[[str], None],
+        deadline: float,
+    ) -> None:  # fmt: skip
+        """No fault is applied after `deadline`, a monotonic time."""
+        self.run, self.watcher, self.left, self.outcome, self.tell = run, watcher, left, outcome, tell
+        self.deadline, self.limit_s = deadline, STEADY_LIMIT_S[run.setting.engine]
+        self._strike = Strike(run, watcher, self.limit_s)
+
+    async def carry_out(self) -> None:
+        """Start the run, apply faults while it has steps left, and see it to its end."""
+        await self.run.open()
+        helpers = [asyncio.create_task(self.watcher.follow()), asyncio.create_task(self.run.keep_standby())]
+        try:
+            if await self._steady(-1, {}) is None:
+                return
+            while self.left and not self._nearly_over() and not self.watcher.violations:
+                await self._one(self.left.popleft())
+            await self._end()
+        finally:
+            await end_tasks(helpers)
+            for helper in helpers:
+                if not helper.cancelled():
+                    helper.result()
+
+    def _nearly_over(self) -> bool:
+        return time.monotonic() > self.deadline or self.watcher.last.committed >= self.run.setting.steps - LAST_STEPS
+
+    async def _one(self, fault: Fault) -> None:
+        await self._moment(fault)
+        if self.watcher.violations:
+            return
+        before = {name: pod.boot for name, pod in self.watcher.last.pods.items()}
+        self.tell(f"{self.run.name} step {self.watcher.last.committed} {fault}")
+        victim = self._strike.victim(fault)
+        if not await self._strike.carry_out(fault, victim):
+            self.outcome.missed += 1
+            return
+        ended = time.monotonic()
+        # A console's end is that of all pods, and rank 0 speaks for its crew.
+        pod = "trainer-0" if fault.target in ("console", "trainer") else victim
+        new = {pod: before.get(pod, "")} if fault.verb in ENDS and fault.target != "redis" else {}
+        recovery_s = None
+        if not (self.left and self.left[0].hurried):
+            steady = await self._steady((await self.watcher.look()).committed, new)
+            recovery_s = None if steady is None else steady - ended
+        self.outcome.applied.append(Applied(fault, self.run.name, victim, recovery_s))
+
+    async def _moment(self, fault: Fault) -> None:
+        """Wait for the phase, then the delay."""
+        who, _, phase = fault.phase.partition(" ")
+        deadline = time.monotonic() + MOMENT_LIMIT_S
+        while phase and self.watcher.last.phase(who) != phase and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+            await self.watcher.look()
+        await asyncio.sleep(fault.delay_s)
+
+    async def _steady(self, committed: int, replaced: dict[str, str]) -> float | None:
+        """When every pod was heard of again, those `replaced` as new processes, and a step was committed after `committed`; None
+        when that was not to be, which is a violation unless the run is over."""
+        since = deadline = time.monotonic()
+        deadline += self.limit_s
+        while time.monotonic() < deadline and not self.watcher.violations:
+            await asyncio.sleep(LOOK_S)
+            look = self.watcher.last
+            if (code := self.run.ended) is not None:
+                if code != EXIT_OK:
+                    self.watcher.violation(f"grpo run ended with exit code {code}: {self.run.last_line}")
+                return None
+            old = [name for name, boot in replaced.items() if name not in look.pods or look.pods[name].boot == boot]
+            why = look.missing(self.run.pods) or (f"{old[0]} is the process it was" if old else "")
+            if look.at > since and (look.finished or (not why and look.committed > committed)):
+                return look.at
+        if not self.watcher.violations:
+            why = why or f"no step was committed after {committed}"
+            self.watcher.violation(f"not steady within {self.limit_s:g} s: {why}")
+        return None
+
+    async def _end(self) -> None:
+        """The run comes to its end by itself, and the command with it."""
+        deadline = time.monotonic() + END_LIMIT_S[self.run.setting.engine]
+        while self.run.ended is None and time.monotonic() < deadline and not self.watcher.violations:
+            await asyncio.sleep(LOOK_S)
+        if not self.watcher.violations and self.run.ended != EXIT_OK:
+            self.watcher.violation(f"grpo run did not end well, exit code {self.run.ended}: {self.run.last_line}")

@@ -1,0 +1,167 @@
+"""What can go wrong, and the sequence of faults of a seed. Pure.
+
+Guarantees: the same seed, number, kinds and shape of the run give the same sequence; kinds are dealt like cards, so each has
+its share of the whole to within one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+VERBS = {
+    "kill": ("generator", "dataprep", "trainer", "console", "redis"),  # SIGKILL
+    "stop": ("generator", "dataprep", "trainer", "console", "redis"),  # SIGSTOP, and SIGCONT after a while
+    "term": ("generator", "dataprep", "trainer", "console", "redis"),  # SIGTERM
+    "drop": ("generator", "dataprep", "trainer"),  # CLIENT KILL of all connections of a pod
+    "cut": ("generator", "dataprep", "trainer"),  # nothing passes between a pod and Redis for a while
+    "lose": ("generator", "dataprep", "trainer"),  # a call takes effect, its reply is lost with the connection
+    "pause": ("redis",),  # CLIENT PAUSE
+    "twin": ("trainer",),  # the trainer is stopped, another takes its place, and it wakes
+}
+"""Verb -> what it is done to."""
+
+KINDS = tuple(f"{verb}-{target}" for verb, targets in VERBS.items() for target in targets)
+ENDS = ("kill", "term", "twin")
+"""Verbs after which the victim is a new process."""
+CALLS = {
+    "generator": ("claim", "submit", "renew", "beat", "acknowledge"),
+    "dataprep": ("issue", "settle", "prepare", "survey", "lead"),
+    "trainer": ("commit", "publish", "checkpointed", "round", "retire"),
+}
+"""Functions whose reply may be lost."""
+
+TRAINER = ("training", "syncing", "saving", "waiting for data")
+ROUND = ("gather", "join", "pause", "transfer")
+RECOVERY = ("starting", "loading", "catching up", "unsynced", "standby", "syncing")
+LONGEST_STOP_S, LONGEST_PAUSE_S = 8.0, 4.0
+LONGEST_DELAY_S = 2.0
+HURRIED = 0.15  # share of faults that come while the run still recovers from the one before
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a run consists of."""
+
+    generators: int
+    ranks: int
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds that it can suffer: a second trainer is one process, so it cannot take the place of two ranks."""
+        return KINDS if self.ranks == 1 else tuple(kind for kind in KINDS if kind != "twin-trainer")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of the sequence."""
+
+    number: int
+    kind: str
+    victim: str
+    """Pod, `leader`, `standby`, `console` or `redis`."""
+    delay_s: float
+    """Seconds to wait first; with a phase, after that has been seen."""
+    phase: str
+    """`<who> <phase>` to wait for, who a pod or `round`; empty: none."""
+    duration_s: float
+    """Of stop, cut and pause."""
+    call: str
+    """Of lose: the function."""
+    hurried: bool
+    """It does not wait until the run is steady after the fault before."""
+
+    @property
+    def verb(self) -> str:
+        """What is done."""
+        return self.kind.partition("-")[0]
+
+    @property
+    def target(self) -> str:
+        """To what kind of victim."""
+        return self.kind.partition("-")[2]
+
+    def __str__(self) -> str:
+        words = [f"{self.number}:", self.verb, self.victim]
+        words += [f"for {self.duration_s:.1f} s"] if self.duration_s else []
+        words += [f"reply of {self.call}"] if self.call else []
+        words += [f"at {self.phase!r}"] if self.phase else []
+        return " ".join([*words, f"after {self.delay_s:.2f} s", *(["hurried"] if self.hurried else [])])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return asdict(self)
+
+
+def chosen(names: str, shape: Shape) -> tuple[str, ...]:
+    """The kinds that a comma-separated list names, each by its whole name or its verb; empty: all. Raises `ValueError`."""
+    if not names:
+        return shape.kinds
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if not any(name in (kind, kind.partition("-")[0]) for kind in shape.kinds):
+            raise ValueError(f"--kinds: {name!r} is no kind of fault here; there are: {', '.join(shape.kinds)}")
+    return tuple(kind for kind in shape.kinds if kind in wanted or kind.partition("-")[0] in wanted)
+
+
+def sequence(seed: int, count: int, kinds: Sequence[str], shape: Shape) -> Iterator[Fault]:
+    """The faults of a seed, in order."""
+    dice = random.Random(seed)
+    deck: list[str] = []
+    for number in range(count):
+        if not deck:
+            deck = list(kinds)
+            dice.shuffle(deck)
+        yield _fault(dice, number, deck.pop(), shape)
+
+
+def _fault(dice: random.Random, number: int, kind: str, shape: Shape) -> Fault:
+    # Every fault takes the same number of draws, so that a change to one leaves those after it alone.
+    verb, _, target = kind.partition("-")
+    which, late, share, long, hurry, call, moment = (dice.random() for _ in range(7))
+    hurried = number > 0 and hurry < HURRIED and verb != "twin"
+    phase = _phase(moment, shape, hurried) if late < 0.5 or hurried else ""
+    durations = {"stop": LONGEST_STOP_S, "cut": LONGEST_STOP_S, "pause": LONGEST_PAUSE_S}
+    return Fault(
+        number=number,
+        kind=kind,
+        victim=_victim(which, target, shape),
+        delay_s=round(share * (0.05 if phase else LONGEST_DELAY_S), 3),
+        phase=phase,
+        duration_s=round(0.2 + long * (durations[verb] - 0.2), 2) if verb in durations else 0.0,
+        call=_pick(call, CALLS[target]) if verb == "lose" else "",
+        hurried=hurried,
+    )
+
+
+def _victim(roll: float, target: str, shape: Shape) -> str:
+    match target:
+        case "generator":
+            return f"generator-{int(roll * shape.generators)}"
+        case "trainer":
+            return f"trainer-{int(roll * shape.ranks)}"
+        case "dataprep":
+            return "leader" if roll < 0.75 else "standby"
+        case _:
+            return target
+
+
+def _phase(roll: float, shape: Shape, hurried: bool) -> str:
+    if hurried:
+        pods = ["trainer-0", "dataprep-0", *(f"generator-{i}" for i in range(shape.generators))]
+        return _pick(roll, [f"{pod} {phase}" for phase in RECOVERY for pod in pods if _says(pod, phase)])
+    return _pick(roll, [*(f"trainer-0 {phase}" for phase in TRAINER), *(f"round {phase}" for phase in ROUND)])
+
+
+def _says(pod: str, phase: str) -> bool:
+    """Whether a pod of this kind is ever in the phase."""
+    only = {"catching up": "trainer", "syncing": "trainer", "unsynced": "generator", "standby": "dataprep"}
+    return (
+        phase == "starting" or (phase == "loading" and not pod.startswith("dataprep")) or only.get(phase) == pod.partition("-")[0]
+    )
+
+
+def _pick(roll: float, of: Sequence[str]) -> str:
+    return of[int(roll * len(of))]

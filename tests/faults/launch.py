@@ -1,0 +1,53 @@
+"""`grpo run` whose pods reach Redis through a proxy each: `python -m tests.faults.launch` takes grpo's command line.
+
+FAULTS_PROXIES names the ports, `{"generator-0": 40001, …}`. Every pod reads a configuration of its own, which differs in
+`redis.url` alone; that of a pod which the run itself does not start is written beside them, for whoever starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from services.console import run
+from services.console.__main__ import main
+from services.console.plan import plan_units
+from services.protocol.config import RunConfig, to_toml
+from services.runtime.units import PodPlan, UnitPlan
+
+_places: dict[str, Path] = {}  # pod -> its own configuration
+
+
+def proxied(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[UnitPlan]:
+    """The real plan, with each pod's own configuration."""
+    if not _places:  # the launcher asks again and again, and pods are reading
+        _places.update(_own_places(config, path.parent / "pods"))
+
+    def own_place(pod: PodPlan) -> PodPlan:
+        place = str(_places[pod.name])
+        argv = tuple(place if word == str(path) else word for word in pod.argv)
+        return replace(pod, argv=argv, environ={**pod.environ, "GRPO_CONFIG": place})
+
+    return [replace(unit, pods=tuple(map(own_place, unit.pods))) for unit in plan_units(config, path, gpus)]
+
+
+def _own_places(config: RunConfig, folder: Path) -> dict[str, Path]:
+    folder.mkdir(exist_ok=True)
+    places = {}
+    for name, port in json.loads(os.environ["FAULTS_PROXIES"]).items():
+        own = config.model_copy(update={"redis": config.redis.model_copy(update={"url": f"redis://127.0.0.1:{port}/0"})})
+        place, partial = folder / f"{name}.toml", folder / f"{name}.new"
+        partial.write_text(to_toml(own))
+        partial.replace(place)
+        places[name] = place
+    return places
+
+
+if __name__ == "__main__":
+    real = run.run
+    run.run = lambda options: real(options, proxied)
+    sys.exit(main())

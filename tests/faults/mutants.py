@@ -1,0 +1,44 @@
+"""The code that a run under test runs: a copy of `services`, whole or with one guard removed.
+
+Guarantees: runs do not see what becomes of the working tree meanwhile; a guard that is no longer there, word for word, is an
+error and no silent pass.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+MUTANTS = {
+    "fencing": (
+        "services/protocol/functions/prelude.lua",
+        "  if redis.call('HGET', prefix .. ':run', field) ~= fence then\n",
+        "  if false then\n",
+    ),
+    "commit": (
+        "services/protocol/functions/steps.lua",
+        "  if step <= committed then return 0 end\n  if step ~= committed + 1 or step > number(prefix, 'prepared_step') then\n",
+        "  if step > number(prefix, 'prepared_step') then\n",
+    ),
+    "submit": (
+        "services/protocol/functions/tickets.lua",
+        "  return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence\n",
+        "  return true\n",
+    ),
+}
+"""Name -> file, the guard, and what stands in its place."""
+
+
+def copy_code(to: Path, mutant: str = "") -> None:
+    """Copy `services` to `to/services`. Raises `LookupError` when the guard of `mutant` is not there exactly once."""
+    shutil.copytree(ROOT / "services", to / "services", ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant:
+        name, guard, without = MUTANTS[mutant]
+        text = (to / name).read_text()
+        if text.count(guard) != 1:
+            raise LookupError(
+                f"mutant {mutant}: {name} holds its guard {text.count(guard)} times; write the guard anew:\n{guard}"
+            )
+        (to / name).write_text(text.replace(guard, without))

@@ -1,0 +1,154 @@
+"""What a run under test must keep to at every instant, and what its pods are doing.
+
+Guarantees: reads only; what it holds against the run it saw in one atomic read. It looks past the proxies, some twenty times a
+second, and audits five times a second; while Redis is away it sees nothing.
+Waits for: Redis. Unblocked by: a look every `LOOK_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from redis.exceptions import RedisError
+
+from services.console.audit import assess
+from services.protocol.errors import StoreError
+from services.protocol.messages import PodStatus, Round
+from services.protocol.store import RunState, Store
+from tests.faults.run_under_test import RunUnderTest
+
+LOOK_S = 0.05
+AUDIT_EVERY_S = 0.2
+HEARD_S = 1.0  # a pod is there that beat its heart within five of its periods
+ANSWER_S = 2.0  # a look that takes longer is given up: Redis is away
+
+
+@dataclass(frozen=True)
+class Look:
+    """The run at one moment."""
+
+    at: float
+    state: RunState | None = None
+    pods: dict[str, PodStatus] = field(default_factory=dict)
+    round: Round | None = None
+
+    @property
+    def committed(self) -> int:
+        """The last step committed, -1: none."""
+        return self.state.committed_step if self.state else -1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end."""
+        return bool(self.state and self.state.finished)
+
+    def phase(self, who: str) -> str:
+        """What a pod, or `round`, says it does; empty: it is not heard of."""
+        if who == "round":
+            return self.round.phase if self.round else ""
+        return self.pods[who].phase if who in self.pods else ""
+
+    def dataprep(self, phase: str) -> str:
+        """The dataprep pod in `phase`, or empty."""
+        return next((pod.name for pod in self.pods.values() if pod.kind == "dataprep" and pod.phase == phase), "")
+
+    def missing(self, pods: list[str]) -> str:
+        """Why the run is not steady, but for its progress; empty: it is."""
+        for name in pods:
+            phase = self.phase(name)
+            if phase in ("", "starting", "loading", "unsynced", "draining", "restoring", "catching up"):
+                return f"{name} is {phase or 'not heard of'}"
+        return "" if self.dataprep("leading") else "no dataprep leads"
+
+
+class Watcher:
+    """Looks at `run` until closed. `violations` is what it was caught at, the first one first."""
+
+    def __init__(self, run: RunUnderTest) -> None:
+        self.run = run
+        self.last = Look(0.0)
+        self.violations: list[str] = []
+        self.plans: dict[int, list[str]] = {}
+        self.audits, self.looks, self.max_lag, self.max_slots = 0, 0, 0, 0
+        self.went_back = 0  # how often the last step committed was one before, where that is allowed
+        self.may_go_back = False
+        self._checkpointed, self._attempt = -1, 0
+        self._audited = 0.0
+        self._store: Store | None = None
+        self._looking = asyncio.Lock()
+        self.tell: Callable[[str], None] = lambda _: None
+
+    def violation(self, what: str) -> None:
+        """Hold something against the run, once."""
+        if what not in self.violations:
+            self.violations.append(what)
+            self.tell(f"VIOLATION: {what}")
+
+    async def follow(self) -> None:
+        """Look again and again."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> Look:
+        """Look now; the last look when Redis is away."""
+        async with self._looking:  # one after the other, else an older look would be judged after a newer one
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    if self._store is None:
+                        self._store = await self.run.store()
+                    await self._look(self._store)
+            except (StoreError, RedisError, OSError, TimeoutError):
+                await self.close()
+        return self.last
+
+    async def close(self) -> None:
+        """Close the connection; the next look opens another, to where Redis is by then."""
+        store, self._store = self._store, None
+        if store is not None:
+            await store.close()
+
+    async def _look(self, store: Store) -> None:
+        state = await store.state()
+        members = await store.members(HEARD_S)
+        current, _ = await store.round()
+        if state is not None:
+            self._judge(state, current)
+            if time.monotonic() - self._audited > AUDIT_EVERY_S:
+                self._audited = time.monotonic()
+                await self._audit(store, state)
+        self.last = Look(time.monotonic(), state, {status.name: status for status in members}, current)
+        self.looks += 1
+
+    def _judge(self, state: RunState, current: Round | None) -> None:
+        if state.committed_step < self.last.committed:
+            self.went_back += 1
+            if not self.may_go_back:
+                self.violation(f"committed_step went back from {self.last.committed} to {state.committed_step}")
+        attempt = current.attempt if current else 0
+        if not self.may_go_back:
+            if state.checkpointed_step < self._checkpointed:
+                self.violation(f"checkpointed_step went back from {self._checkpointed} to {state.checkpointed_step}")
+            if attempt < self._attempt:
+                self.violation(f"the sync rounds went back from attempt {self._attempt} to {attempt}")
+        self._checkpointed, self._attempt = state.checkpointed_step, attempt
+        self.max_slots = max(self.max_slots, state.slots_used)
+        if state.slots_used > state.slots:
+            self.violation(f"{state.slots_used} slots are in use, of {state.slots}")
+
+    async def _audit(self, store: Store, state: RunState) -> None:
+        self.audits += 1
+        for message in assess(self.run.name, await store.audit()).messages:
+            self.violation(f"audit: {message}")
+        for step in range(max(0, state.committed_step - 2), state.prepared_step + 1):
+            if step in self.plans or (plan := await store.plan(step)) is None:
+                continue
+            records = await store.group_records(plan.groups)  # of a plan that is retired meanwhile, those that are left
+            lag = max((step - min(record.header.oldest) for record in records.values() if record.header), default=0)
+            self.max_lag = max(self.max_lag, lag)
+            if lag > self.run.config.admission.max_staleness:
+                self.violation(f"step {step} was planned with a lag of {lag} steps")
+            self.plans[step] = list(plan.groups)

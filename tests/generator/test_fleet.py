@@ -1,0 +1,191 @@
+"""Generators beside each other: who gets the tickets, and what a pod that goes leaves behind. Real Redis, scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.console.redis_server import RedisServer
+from services.generator.api import add_routes
+from services.generator.concurrency import REASONS
+from services.generator.loop import RolloutLoop
+from services.generator.metrics import GeneratorMetrics
+from services.generator.weights import WeightFollower
+from services.protocol.config import RunConfig
+from services.protocol.messages import Round
+from services.protocol.store import Store
+from services.runtime.entry import open_service
+from services.runtime.service import Service
+from tests.harness import PlainTokenizer, small_config, ticket, wait_until
+from tests.rounds_world import AnyVerifier
+from tests.scripted import ScriptedEngine
+
+GROUP = 4
+
+
+@dataclass
+class Pod:
+    """A generator that claims."""
+
+    service: Service
+    loop: RolloutLoop
+    engine: ScriptedEngine
+
+    def begun(self) -> int:
+        """Tickets of which a token was made."""
+        running = self.engine.snapshot()
+        return sum(
+            any(
+                done or ((request := rollout.request(i)) in running and len(running[request].tokens))
+                for i, done in enumerate(rollout.completions)
+            )
+            for rollout in self.loop.rollouts.values()
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[list[Pod]]:
+    """Pods with published weights, and `tickets` to be had."""
+    async with AsyncExitStack() as stack:
+        services = [
+            await stack.enter_async_context(open_service("generator", config, f"generator-{i}"))
+            for i, config in enumerate(configs)
+        ]
+        store = services[0].store
+        await store.create("config", "data", 4, slots)
+        stack.push_async_callback(store.delete_run)
+        sender = await store.attach_trainer()
+        await store.publish(sender, 0)
+        leader = await store.lead("test", 60)
+        assert leader is not None
+        assert await store.issue(leader, 0, [ticket(i) for i in range(tickets)]) == tickets
+        pods, running = [], []
+        for service in services:
+            engine = ScriptedEngine()
+            await engine.start(service.config)
+            engine.version = 0
+            loop = RolloutLoop(service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
+            add_routes(service, loop)
+            service.say(phase="ready", version=0, world=1, sender=sender)
+            await store.beat(service.status, 60.0)  # each hears of all with its first heartbeat
+            await service.view.refresh()
+            for name, body in (("leases", loop.renew), ("partials", loop.save_partials), ("concurrency", loop.adapt)):
+                service.add_loop(name, body)
+            pods.append(Pod(service, loop, engine))
+        for pod in pods:
+            pod.service.claimers = len(pods)
+            running.append(asyncio.create_task(pod.service.run(pod.loop.work)))
+        yield pods
+        for service in services:
+            service.stop()
+        await asyncio.gather(*running)
+
+
+async def headers(store: Store) -> int:
+    return (await store.audit())["headers"]
+
+
+async def by_pod(store: Store) -> Counter[str]:
+    """Groups that each pod submitted."""
+    fence = await store.lead("test", 60)
+    assert fence is not None
+    items = await store.read_headers(fence, 1000)
+    return Counter(item.header.generator for item in items if item.header is not None)
+
+
+async def test_groups_follow_the_speed_of_pods_and_none_lies_idle_in_the_slow_one(tmp_path: Path, server: RedisServer) -> None:
+    """Both could claim all there is; each engine runs two groups at a time, one eight times as fast as the other."""
+    common = ("generator.max_num_seqs=64", "generator.max_concurrent_groups=0", "generator.engine_options.max_running=8")
+    fast = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.01", "generator.drain_s=0")
+    slow = small_config(tmp_path, server, *common, "generator.engine_options.token_s=0.08", "generator.drain_s=0")
+    async with fleet(fast, slow, tickets=80, slots=80) as (quick, lame):
+        assert lame.loop.limit.groups == 20
+        store = quick.service.store
+        await wait_until(lambda: lame.loop.limit.groups < 20)
+        unfair = looks = 0
+
+        async def done() -> bool:
+            nonlocal unfair, looks
+            looks += 1
+            unfair += not quick.loop.rollouts and len(lame.loop.rollouts) - lame.begun() > 1
+            return await headers(store) == 80
+
+        await wait_until(done, 60)
+        groups = await by_pod(store)
+        assert groups["generator-0"] > 3 * groups["generator-1"] > 0
+        assert unfair < looks / 10, "tickets lay idle in the slow pod while the fast one had none"
+        assert (await store.audit())["tickets"] == 0
+        value = lame.service.registry.get_sample_value
+        assert value("grpo_generator_rollouts_limit") == lame.loop.limit.groups
+        reasons = {reason: value("grpo_generator_rollouts_limit_reason", {"reason": reason}) for reason in REASONS}
+        assert reasons == {reason: float(reason == lame.loop.limit.reason) for reason in REASONS}
+
+
+async def test_pods_share_the_slots_and_take_what_the_others_leave(tmp_path: Path, server: RedisServer) -> None:
+    options = ("generator.max_concurrent_groups=16", "generator.engine_options.token_s=0.3", "generator.drain_s=0")
+    config = small_config(tmp_path, server, *options)
+    async with fleet(config, config, tickets=12, slots=12) as (one, other):
+        await wait_until(lambda: len(one.loop.rollouts) + len(other.loop.rollouts) == 12)
+        assert (len(one.loop.rollouts), len(other.loop.rollouts)) == (6, 6)
+        other.loop.draining.set()
+        other.service.bell.ring("room")
+        await wait_until(lambda: len(one.loop.rollouts) == 12)  # handed back, and beyond its share until that has grown
+        assert not other.loop.rollouts
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "POST /v1/drain"])
+async def test_a_pod_that_goes_claims_no_more_and_hands_back_what_it_began(tmp_path: Path, server: RedisServer, how: str) -> None:
+    options = ("generator.max_concurrent_groups=2", "generator.engine_options.token_s=0.1", "generator.drain_s=0.3")
+    config = small_config(tmp_path, server, *options)
+    async with fleet(config, tickets=4, slots=4) as (pod,):
+        store = pod.service.store
+        await wait_until(lambda: pod.engine.gauges().tokens > 8)
+        async with httpx.AsyncClient(base_url=pod.service.status.url, headers={"Authorization": "Bearer test-token"}) as http:
+            if how == "SIGTERM":
+                pod.service.stop()
+            else:
+                assert (await http.post("/v1/drain")).json() == {"draining": True, "rollouts": 2}
+            await wait_until(lambda: pod.service.status.phase == "draining")
+            pod.service.say(phase="ready")
+            assert pod.service.status.phase == "draining", "a round that ends meanwhile makes it no member again"
+            await wait_until(lambda: not pod.loop.rollouts)
+
+        async def gone() -> bool:
+            return await store.members(10.0) == []
+
+        await wait_until(gone)
+        saved = [await store.load_partial(f"0-{i}") for i in range(4)]
+        audit = await store.audit()
+        value = pod.service.registry.get_sample_value
+        assert (audit["tickets"] + audit["headers"], sum(partial is not None for partial in saved)) == (4, 2 - audit["headers"])
+        assert audit["ledger:handed_back_tokens"] == value("grpo_generator_handed_back_tokens_total")
+        assert audit["ledger:handed_back_tokens"] > 0
+        assert value("grpo_generator_handed_back_total", {"reason": "drain"}) == 2 - audit["headers"]
+
+
+async def test_a_pod_that_goes_sees_the_round_through_that_counts_on_it(tmp_path: Path, server: RedisServer) -> None:
+    async with fleet(small_config(tmp_path, server), tickets=1, slots=1) as (pod,):
+        store, me = pod.service.store, pod.service.status.member
+        trainer = await store.attach_trainer()
+        follower = WeightFollower(pod.service, pod.engine, pod.loop.metrics)
+
+        def current(attempt: int, phase: str, member: str = me) -> Round:
+            return Round(1, 1, phase, {member: 1}, 2, "gloo", "", 0, attempt, trainer)
+
+        await store.set_round(trainer, current(1, "pause"))
+        leaving = asyncio.create_task(follower.released(30.0))
+        await asyncio.sleep(0.2)
+        assert not leaving.done()
+        await store.set_round(trainer, current(1, "done"))
+        await asyncio.wait_for(leaving, 20.0)
+        await store.set_round(trainer, current(2, "transfer", "another:boot"))
+        await asyncio.wait_for(follower.released(30.0), 20.0)
+        await store.set_round(trainer, current(3, "transfer"))
+        await asyncio.wait_for(follower.released(0.1), 20.0)  # whoever leads the round may be gone

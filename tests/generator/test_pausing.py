@@ -1,0 +1,223 @@
+"""Pauses of generators: each mode does to requests what it says, nothing is lost, and the pod says when it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from services.console.redis_server import RedisServer
+from services.generator.evaluation import EvaluationLane
+from services.generator.loop import RolloutLoop
+from services.generator.metrics import GeneratorMetrics
+from services.generator.pausing import Pausing
+from services.generator.weights import WeightFollower
+from services.protocol.messages import Round
+from services.protocol.store import Store
+from services.runtime.entry import open_service
+from services.runtime.service import Service
+from tests.harness import PlainTokenizer, small_config, ticket, wait_until
+from tests.protocol import flow
+from tests.rounds_world import AnyVerifier
+from tests.scripted import ScriptedEngine, scripted_tokens
+
+TOKEN = {"Authorization": "Bearer test-token"}
+SLOW = ("generator.engine_options.token_s=0.05", "sampling.max_tokens=24", "generator.partial_every_s=60", "generator.drain_s=0")
+
+
+@dataclass
+class Pod:
+    """A whole generator, but for its weight rounds."""
+
+    service: Service
+    loop: RolloutLoop
+    engine: ScriptedEngine
+    running: asyncio.Task[None]
+
+    @property
+    def tokens(self) -> int:
+        """Made so far by what runs."""
+        return sum(len(done.tokens) for done in self.engine.snapshot().values())
+
+
+@asynccontextmanager
+async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> AsyncIterator[Pod]:
+    """A generator of a run whose published version it holds."""
+    config = small_config(folder, server, *SLOW)
+    async with open_service("generator", config, name) as service:
+        await service.store.create("config", "data", 4, 16)
+        state = await service.store.state()
+        assert state is not None
+        fence = state.trainer_fence or await service.store.attach_trainer()
+        await service.store.publish(fence, 0)
+        service.say(phase="ready", version=0, world=1, sender=fence)
+        engine = ScriptedEngine()
+        await engine.start(config)
+        engine.version = 0
+        metrics = GeneratorMetrics(service.registry)
+        given = (service, engine, PlainTokenizer(), AnyVerifier(), metrics)
+        evaluation = EvaluationLane(*given)  # type: ignore[arg-type]
+        loop = RolloutLoop(*given, evaluation)  # type: ignore[arg-type]
+        weights = WeightFollower(service, engine, metrics, evaluation, loop.in_flight)
+        service.ready = loop.why_idle
+        for title, body in (
+            ("leases", loop.renew), ("weights", weights.follow), ("evaluation", evaluation.work),
+            ("pause", Pausing(service, weights, (loop, evaluation)).follow),
+        ):  # fmt: skip
+            service.add_loop(title, body)
+        running = asyncio.create_task(service.run(loop.work))
+        try:
+            yield Pod(service, loop, engine, running)
+        finally:
+            service.stop()
+            await running
+            if name == "generator-0":
+                await service.store.delete_run()
+
+
+async def issue(store: Store, count: int) -> int:
+    fence = await store.lead("test", 60)
+    assert fence is not None
+    assert await store.issue(fence, 0, [ticket(i) for i in range(count)]) == count
+    return fence
+
+
+async def headers(store: Store) -> int:
+    return (await store.audit())["headers"]
+
+
+async def ask(one: Pod, path: str, **body: str) -> dict[str, object]:
+    async with httpx.AsyncClient(base_url=one.service.status.url, headers=TOKEN, timeout=60) as http:
+        answer = await http.post(path, params={"wait_s": 30}, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+async def test_keep_freezes_requests_where_they_are(tmp_path: Path, server: RedisServer) -> None:
+    async with pod(tmp_path, server) as one:
+        store = one.service.store
+        fence = await issue(store, 4)
+        await wait_until(lambda: one.tokens > 0)
+        answer = await ask(one, "/v1/pause", mode="keep", who="tester", why="lunch")
+        assert answer["waiting_for"] == []
+        assert (answer["mode"], answer["why"]) == ("keep", "tester: lunch")
+        made, held = one.tokens, set(one.loop.rollouts)
+        await asyncio.sleep(0.5)
+        assert (one.tokens, set(one.loop.rollouts)) == (made, held), "tokens were made in a pause"
+        assert one.loop.why_idle() == "paused: tester: lunch"
+        assert (await ask(one, "/v1/resume"))["waiting_for"] == []
+        await wait_until(lambda: _all(store, 4), 60)
+        for item in await store.read_headers(fence, 10):
+            assert item.header is not None
+            given = ticket(int(item.ticket.split("-")[1]))
+            expected = [len(scripted_tokens(given.prompt, given.seed + i, 24, 4, 100)) for i in range(4)]
+            assert item.header.lengths == expected
+
+
+async def _all(store: Store, count: int) -> bool:
+    return await headers(store) == count
+
+
+async def test_a_pod_that_receives_weights_freezes_all_the_same(tmp_path: Path, server: RedisServer) -> None:
+    """A transfer may take minutes; the pod applies what it holds in the pause, and stays frozen under the new weights."""
+    async with pod(tmp_path, server) as one:
+        store, arrived = one.service.store, asyncio.Event()
+
+        async def stage(version: int) -> None:
+            one.engine._staged = {}
+            await arrived.wait()
+
+        one.engine.stage = stage  # type: ignore[method-assign]
+        await issue(store, 4)
+        await wait_until(lambda: one.tokens > 0)
+        state = await store.state()
+        assert state is not None
+        await store.set_round(
+            state.trainer_fence, Round(1, 1, "transfer", {one.service.status.member: 1}, 2, "gloo", "", 0, 1, state.trainer_fence)
+        )
+        assert (await ask(one, "/v1/pause", mode="keep", who="tester", why="lunch"))["waiting_for"] == []
+        made = one.tokens
+        arrived.set()
+        await wait_until(lambda: one.engine.version == 1)
+        await asyncio.sleep(0.3)
+        assert one.tokens == made, "the round ended the pause"
+        assert (await ask(one, "/v1/resume"))["waiting_for"] == []
+        await wait_until(lambda: one.tokens != made)
+
+
+async def test_drain_lets_requests_finish_and_claims_no_more(tmp_path: Path, server: RedisServer) -> None:
+    async with pod(tmp_path, server) as one:
+        store = one.service.store
+        await issue(store, 12)  # a pod holds eight
+        await wait_until(lambda: one.tokens > 0)
+        begun = len(one.loop.rollouts)
+        answer = await ask(one, "/v1/pause", mode="drain")
+        assert answer["waiting_for"] == []
+        count = await headers(store)
+        assert begun <= count < 12, "what ran was finished, and nothing more was begun"
+        assert (await store.audit())["tickets"] == 12 - count
+        assert one.engine._go.is_set()
+        await store.resume("generator")
+        await wait_until(lambda: _all(store, 12), 60)
+
+
+async def test_abort_hands_tickets_back_with_their_tokens(tmp_path: Path, server: RedisServer) -> None:
+    async with pod(tmp_path, server) as one:
+        store = one.service.store
+        await issue(store, 4)
+        await wait_until(lambda: one.tokens > 0)
+        answer = await ask(one, "/v1/pause", mode="abort")
+        assert answer["waiting_for"] == []
+        assert not one.loop.rollouts
+        assert not one.engine.snapshot()
+        found = await store.audit()
+        assert found["tickets"] + found["headers"] == 4
+        assert found["ledger:handed_back_tokens"] > 0, "the tokens so far went with them"
+        assert found.get("ledger:failed", 0) == 0
+        await store.resume("generator")
+        await wait_until(lambda: _all(store, 4), 60)
+
+
+async def test_a_pause_that_holds_may_change_its_mode(tmp_path: Path, server: RedisServer) -> None:
+    async with pod(tmp_path, server) as one:
+        store = one.service.store
+        await issue(store, 4)
+        await wait_until(lambda: one.tokens > 0)
+        for mode in ("keep", "abort", "keep"):
+            assert (await ask(one, "/v1/pause", mode=mode))["waiting_for"] == []
+        assert not one.loop.rollouts
+        await store.resume("generator")
+        await wait_until(lambda: _all(store, 4), 60)
+
+
+async def test_a_pod_started_during_a_pause_stays_paused(tmp_path: Path, server: RedisServer) -> None:
+    async with pod(tmp_path, server) as first:
+        store = first.service.store
+        await ask(first, "/v1/pause", mode="keep")
+        await issue(store, 4)
+        async with pod(tmp_path, server, "generator-1") as late:
+            await wait_until(lambda: late.service.status.paused == "keep")
+            assert not late.engine._go.is_set()
+            async with httpx.AsyncClient(base_url=late.service.status.url) as http:
+                ready = await http.get("/health/ready")
+            assert (ready.status_code, ready.json()["why_not"]) == (503, "paused: REST")
+            assert (await store.audit())["tickets"] == 4
+            assert (await ask(late, "/v1/resume"))["waiting_for"] == []
+            await wait_until(lambda: _all(store, 4), 60)
+
+
+async def test_a_wait_ends_with_those_who_have_not_followed(store: Store, server: RedisServer, tmp_path: Path) -> None:
+    """A pod that is stuck is named, and holds nobody up for longer than asked for."""
+    await flow.start(store)
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    async with open_service("generator", config, "generator-7") as service:
+        service.say(phase="ready")
+        await store.beat(service.status, 30.0)
+        async with httpx.AsyncClient(base_url=service.status.url, headers=TOKEN) as http:
+            answer = (await http.post("/v1/pause", params={"wait_s": 0.3})).json()
+        assert answer["waiting_for"] == ["generator-7"]
+        await store.leave(service.status)

@@ -1,0 +1,89 @@
+"""The chart, rendered: what `helm template` would print, as objects."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts"
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+Object = dict[str, Any]
+
+WORKLOADS = ("Deployment", "StatefulSet", "Job")
+
+
+def example(name: str) -> Object:
+    """The values of an example."""
+    return yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
+
+
+def changed(values: Mapping[str, Any], path: str, value: Any) -> Object:
+    """The values with one of them set, `a.b.c` by its path."""
+    result = copy.deepcopy(dict(values))
+    *sections, key = path.split(".")
+    node = result
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[key] = value
+    return result
+
+
+def render(values: Mapping[str, Any] | None = None, name: str = "demo", namespace: str = "ml") -> list[Object]:
+    """Every object of a release; not to be changed. Raises the library's HelmError for values that are refused."""
+    return _render(json.dumps(values or {}, sort_keys=True), name, namespace)
+
+
+@functools.cache
+def _render(values: str, name: str, namespace: str) -> list[Object]:
+    from helm_python.chart import Chart
+
+    with Chart.load(CHART) as chart:
+        files = chart.render(json.loads(values), name=name, namespace=namespace)
+    texts = (text for path, text in files.items() if not path.endswith("NOTES.txt"))
+    return [found for text in texts for found in yaml.safe_load_all(text) if found]
+
+
+def notes(values: Mapping[str, Any] | None = None) -> str:
+    """What is printed after an install."""
+    from helm_python.chart import Chart
+
+    with Chart.load(CHART) as chart:
+        return next(text for path, text in chart.render(dict(values or {}), name="demo").items() if path.endswith("NOTES.txt"))
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    """Those of some kinds."""
+    return [found for found in objects if found["kind"] in kinds]
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    """The one of that kind and name."""
+    (found,) = [found for found in of_kind(objects, kind) if found["metadata"]["name"] == name]
+    return found
+
+
+def pods(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+    """Labels and specs of all pods that the release makes, by `kind/name` of what makes them."""
+    for found in objects:
+        label = f"{found['kind']}/{found['metadata']['name']}"
+        if found["kind"] in WORKLOADS:
+            yield label, found["spec"]["template"]
+        elif found["kind"] == "Pod":
+            yield label, found
+
+
+def containers(template: Object) -> list[Object]:
+    """Containers of a pod, those that only prepare it too."""
+    return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
+
+
+def as_text(objects: list[Object]) -> str:
+    """For comparisons."""
+    return json.dumps(objects, sort_keys=True)

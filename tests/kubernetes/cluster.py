@@ -1,0 +1,156 @@
+"""Just enough of a cluster to run a release: controllers that make pods, the scale subresource, the names of Services.
+
+Pods of a release start at once, as on a cluster; those that end are started again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from services.console.redis_server import find_server
+from tests.kubernetes import chart
+from tests.kubernetes.api_server import ApiServer
+from tests.kubernetes.network import Network
+from tests.kubernetes.pod import PYTHON, Objects, Pod
+
+TICK_S = 0.2
+RESTARTS = 8  # of a container; more is no start that takes its time
+DOMAIN = "svc.cluster.local"
+
+CLIENT = f"""#!{PYTHON}/bin/python
+import os, redis, sys
+print("PONG" if redis.Redis(port=int(sys.argv[2]), password=os.environ["REDISCLI_AUTH"]).ping() else "")
+"""
+"""A client where Debian's is not installed."""
+
+
+class Cluster:
+    """One release on this machine, as user 10001, in namespaces of its own."""
+
+    def __init__(
+        self, objects: list[chart.Object], folder: Path, secrets: dict[str, dict[str, bytes]], namespace: str = "ml",
+        release: str = "demo",
+    ) -> None:  # fmt: skip
+        """`secrets` are there already, by name."""
+        self.objects, self.release, self.namespace = objects, release, namespace
+        self.network = Network()
+        self.pods: dict[str, Pod] = {}
+        self.gone: dict[str, int] = {}  # pods that were terminated, with their exit codes
+        self.folder = folder
+        deployment = chart.named(objects, "Deployment", f"{release}-generator")
+        self.api = ApiServer(
+            folder / "account", self.network.gateway, namespace, f"{release}-generator", deployment["spec"]["replicas"]
+        )
+        self.held = Objects.of(objects, folder / "volumes", folder / "account")
+        self.held.secrets |= secrets
+        self._programs()
+        self._ending = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+
+    def _programs(self) -> None:
+        programs = self.held.folder / "bin"
+        programs.mkdir(parents=True)
+        for name, text in {
+            "grpo": f'#!/bin/sh\nexec {PYTHON}/bin/python -m services.console "$@"\n',
+            "valkey-server": f'#!/bin/sh\nexec {find_server(shutil.which("redis-server") or "")} "$@"\n',
+        }.items():
+            (programs / name).write_text(text)
+        if shutil.which("redis-cli") is None:
+            (programs / "valkey-cli").write_text(CLIENT)
+        for path in programs.iterdir():
+            path.chmod(0o755)
+
+    def start(self) -> None:
+        """Make every pod of the release."""
+        for found in chart.of_kind(self.objects, "StatefulSet"):
+            for i in range(found["spec"]["replicas"]):
+                self._add(found, f"{found['metadata']['name']}-{i}", {"apps.kubernetes.io/pod-index": str(i)})
+        for found in chart.of_kind(self.objects, "Deployment"):
+            if found["metadata"]["name"] != f"{self.release}-generator":
+                for _ in range(found["spec"]["replicas"]):
+                    self._add(found, f"{found['metadata']['name']}-{secrets.token_hex(3)}", {})
+        self._keeper.start()  # which makes the generators
+
+    def run(self, found: chart.Object, limit_s: float = 400.0) -> tuple[int, str]:
+        """A pod of its own, as of a hook, to its end: exit code, and what it printed."""
+        name = found["metadata"]["name"]
+        space, address = self.network.add(name)
+        pod = Pod(name, found, self.held, space, address, self.folder / "pods" / name)
+        pod.start()
+        assert pod.process is not None
+        try:
+            code = pod.process.wait(limit_s)
+        finally:
+            pod.kill()
+        return code, pod.log.read_text(errors="replace")
+
+    def _add(self, owner: chart.Object, name: str, labels: dict[str, str]) -> Pod:
+        template = owner["spec"]["template"]
+        template = {**template, "metadata": {**template["metadata"], "labels": {**template["metadata"]["labels"], **labels}}}
+        space, address = self.network.add(name)
+        claims = tuple(claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", []))
+        pod = Pod(name, template, self.held, space, address, self.folder / "pods" / name, self.api.environ, claims)
+        for service in chart.of_kind(self.objects, "Service"):
+            if service["spec"]["selector"].items() <= template["metadata"]["labels"].items():
+                domain = f"{service['metadata']['name']}.{self.namespace}.{DOMAIN}"
+                self.network.call(f"{name}.{domain}" if service["spec"].get("clusterIP") == "None" else domain, address)
+        pod.start()
+        self.pods[name] = pod
+        return pod
+
+    def of(self, component: str) -> list[Pod]:
+        """Pods of a component that are not on their way out, oldest first."""
+        key = "app.kubernetes.io/component"
+        return [pod for pod in self.pods.values() if pod.template["metadata"]["labels"][key] == component and not pod.leaving]
+
+    def _keep(self) -> None:
+        """The controllers and the kubelet: as many generators as are wanted, and every container up."""
+        owner = chart.named(self.objects, "Deployment", f"{self.release}-generator")
+        while not self._ending.wait(TICK_S):
+            generators = self.of("generator")
+            for _ in range(self.api.replicas - len(generators)):
+                self._add(owner, f"{owner['metadata']['name']}-{secrets.token_hex(3)}", {})
+            for pod in generators[self.api.replicas :]:
+                pod.leaving = True
+                threading.Thread(target=self._terminate, args=(pod,), daemon=True).start()
+            for pod in list(self.pods.values()):
+                pod.keep()
+
+    def _terminate(self, pod: Pod) -> None:
+        self.gone[pod.name] = pod.terminate()
+
+    def ready(self, component: str) -> list[str]:
+        """Why pods of a component are not ready, if they are not; their startup and liveness is asked too."""
+        pods = self.of(component)
+        if not pods:
+            return [f"no {component} yet"]
+        return [why for pod in pods for kind in ("startupProbe", "livenessProbe", "readinessProbe") if (why := pod.probe(kind))]
+
+    def wait(self, true: Callable[[], object], what: str, limit_s: float = 200.0) -> None:
+        """Wait for a fact. Fails with the end of every log."""
+        deadline = time.monotonic() + limit_s
+        while not true():
+            assert time.monotonic() < deadline, f"{what}\n{self.words()}"
+            looping = [name for name, pod in self.pods.items() if len(pod.codes) > RESTARTS]
+            assert not looping, f"{what}: {looping} start again and again\n{self.words()}"
+            time.sleep(TICK_S)
+
+    def words(self) -> str:
+        """What the pods last said."""
+        last = {name: pod.log.read_text(errors="replace")[-2500:] if pod.log.exists() else "" for name, pod in self.pods.items()}
+        return "\n".join(f"== {name} {self.pods[name].codes}\n{text}" for name, text in last.items())
+
+    def close(self) -> None:
+        """End everything."""
+        self._ending.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+        for pod in self.pods.values():
+            pod.kill()
+        self.api.close()
+        self.network.close()

@@ -1,0 +1,192 @@
+"""The chart renders, by itself, for every example and with each value changed, and the objects are what Kubernetes takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.protocol.acl import GRANTS
+from services.protocol.config import load_resolved
+from tests.kubernetes import chart
+
+pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
+import kubernetes_validate
+
+VERSIONS = ("1.32", "1.37")
+OPERATORS = {"Certificate", "ScaledObject", "TriggerAuthentication", "PodMonitor", "PrometheusRule"}
+"""Kinds of others' operators, whose schemas are not Kubernetes' own."""
+
+VARIES = re.compile(
+    r'"(checksum/config|api-token|api-read-token|redis-password|config.toml|' + "|".join(GRANTS) + r')": "(?:[^"\\]|\\.)*"'
+)
+"""What differs from one rendering to the next, and is text to Kubernetes."""
+
+CHANGES: list[tuple[str, Any]] = [
+    ("accelerator", "none"),
+    ("apiPort", 9000),
+    ("auth.existingSecret", "mine"),
+    ("check.enabled", False),
+    ("config.run.name", "another"),
+    ("config.tracking.tensorboard", True),
+    ("config.generator.drain_s", 2.5),
+    ("dataprep.replicas", 1),
+    ("generator.replicas", 0),
+    ("generator.autoscaling.kind", "keda"),
+    ("generator.autoscaling", {"kind": "hpa", "metrics": [{"type": "Resource", "resource": {
+        "name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}}]}),
+    ("generator.env", {"VLLM_LOGGING_LEVEL": "DEBUG"}),
+    ("generator.affinity", {"nodeAffinity": {}}),
+    ("generator.runtimeClassName", "nvidia"),
+    ("hub.tokenSecret", "hub"),
+    ("image.pullSecrets", [{"name": "login"}]),
+    ("interconnect.interface", "eth1"),
+    ("interconnect.rdma.resource", "rdma/hca"),
+    ("monitoring.podMonitor", True),
+    ("monitoring.rules", True),
+    ("monitoring.dashboard", True),
+    ("networkPolicy.enabled", False),
+    ("redis.maxMemoryMiB", 100),
+    ("redis.usersSecret", "mine"),
+    ("scaler.enabled", False),
+    ("storage.runs.existingClaim", "runs"),
+    ("storage.models.enabled", True),
+    ("tls.issuer.name", "ours"),
+    ("tls", {"apiSecret": "of-the-pods", "redisSecret": "of-redis"}),
+    ("trainer.ranksPerNode", 8),
+    ("web.enabled", True),
+]  # fmt: skip
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+@functools.cache
+def accepted(text: str, version: str) -> None:
+    """Kubernetes of that version takes the object; an unknown kind is an error too. Half a second each, so once each."""
+    kubernetes_validate.validate(json.loads(text), version, strict=True)
+
+
+def check(objects: list[chart.Object], folder: Path) -> None:
+    """Kubernetes would take all of them, and the services their configuration."""
+    for found in objects:
+        if found["kind"] in OPERATORS:
+            continue
+        for version in VERSIONS:
+            accepted(re.sub(VARIES, r'"\1": "eA=="', json.dumps(found, sort_keys=True)), version)
+    for name in ("config", "check"):
+        maps = [found for found in chart.of_kind(objects, "ConfigMap") if found["metadata"]["name"] == f"demo-{name}"]
+        for found in maps:
+            (folder / "config.toml").write_text(found["data"]["config.toml"])
+            load_resolved(folder / "config.toml")
+
+
+@pytest.mark.parametrize("path", chart.EXAMPLES, ids=lambda path: path.stem)
+def test_examples_pass_strict_lint_and_render_what_kubernetes_takes(path: Path, tmp_path: Path) -> None:
+    from helm_python.chart import lint
+
+    for version in VERSIONS:
+        found = lint(chart.CHART, values_of(path), strict=True, kube_version=f"v{version}.0")
+        assert found["errors"] == []
+        assert [message for message in found["messages"] if message["severity"] > 1] == []
+    check(chart.render(values_of(path)), tmp_path)
+
+
+def test_the_chart_by_itself_renders(tmp_path: Path) -> None:
+    check(chart.render(), tmp_path)
+    assert "kubectl -n default scale deployment/demo-generator" in chart.notes()
+
+
+@pytest.mark.parametrize(("path", "value"), CHANGES, ids=[path for path, _ in CHANGES])
+def test_a_single_value_changes_what_is_rendered_and_stays_valid(path: str, value: Any, tmp_path: Path) -> None:
+    objects = chart.render(chart.changed({}, path, value))
+    check(objects, tmp_path)
+    assert chart.as_text(objects) != chart.as_text(chart.render())
+
+
+def test_whole_numbers_stay_whole_and_text_stays_text(tmp_path: Path) -> None:
+    odd = 'a "b" \\n #{ü} \n####\\s*(.+)'
+    values = chart.changed({}, "config.generator.engine_options", {"max_model_len": 4096, "rope": {"factor": 1.5, "on": True}})
+    values = chart.changed(values, "config.data.system_prompt", odd)
+    values = chart.changed(values, "config.optimizer", {"learning_rate": 1e-6, "beta2": 0.95})
+    config = chart.named(chart.render(values), "ConfigMap", "demo-config")["data"]["config.toml"]
+    (tmp_path / "config.toml").write_text(config)
+    loaded = load_resolved(tmp_path / "config.toml")
+    options = loaded.generator.engine_options
+    assert options == {"max_model_len": 4096, "rope": {"factor": 1.5, "on": True}}
+    assert isinstance(options["max_model_len"], int)
+    assert loaded.data.system_prompt == odd
+    assert loaded.optimizer.learning_rate == 1e-6
+
+
+def test_the_chart_sets_what_it_knows_best(tmp_path: Path) -> None:
+    objects = chart.render(chart.example("four-nodes"), name="reason", namespace="team")
+    (tmp_path / "config.toml").write_text(chart.named(objects, "ConfigMap", "reason-config")["data"]["config.toml"])
+    config = load_resolved(tmp_path / "config.toml")
+    assert (config.run.name, config.trainer.ranks, config.generator.count) == ("reason", 16, 4)
+    assert config.redis.url == "redis://reason-redis.team.svc.cluster.local:6379/0"
+    assert config.sync.host == "reason-trainer-0.reason-trainer.team.svc.cluster.local"
+    assert (config.api.host, config.api.port) == ("0.0.0.0", 8080)
+
+
+def test_weights_through_files_need_the_volume_of_the_runs(tmp_path: Path) -> None:
+    values = chart.changed({"storage": {"runs": {"accessMode": "ReadWriteMany"}}}, "config.sync.backend", "filesystem")
+    objects = chart.render(values)
+    check(objects, tmp_path)
+    (generator,) = chart.named(objects, "Deployment", "demo-generator")["spec"]["template"]["spec"]["containers"]
+    assert {"mountPath": "/srv/grpo/runs", "name": "runs"} in generator["volumeMounts"]
+
+
+def test_alerts_and_dashboard_are_those_that_the_metrics_have() -> None:
+    objects = chart.render({"monitoring": {"rules": True, "dashboard": True, "labels": {"release": "prometheus"}}})
+    rule = chart.named(objects, "PrometheusRule", "demo-alerts")
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    assert rule["spec"] == yaml.safe_load((chart.CHART / "files" / "alerts.yaml").read_text())
+    dashboard = chart.named(objects, "ConfigMap", "demo-dashboard")["data"]["grpo.json"]
+    assert json.loads(dashboard) == json.loads((chart.CHART / "files" / "dashboard.json").read_text())
+
+
+def test_grace_periods_fit_what_happens_in_them(tmp_path: Path) -> None:
+    from services.generator.drain import BEYOND_S
+    from services.protocol.config.generation import Generator
+    from services.trainer.node import LAST_WORDS_S
+
+    objects = chart.render()
+    generator = chart.named(objects, "Deployment", "demo-generator")["spec"]["template"]["spec"]
+    assert generator["terminationGracePeriodSeconds"] >= Generator().drain_s + BEYOND_S + 5
+    trainer = chart.named(objects, "StatefulSet", "demo-trainer")["spec"]["template"]["spec"]
+    (container,) = trainer["containers"]
+    hook = container["lifecycle"]["preStop"]["exec"]["command"]
+    stop = next(float(entry["value"]) for entry in container["env"] if entry["name"] == "GRPO_STOP_S")
+    assert hook[0] == "timeout"
+    assert float(hook[1]) + stop + LAST_WORDS_S < trainer["terminationGracePeriodSeconds"]
+
+
+def test_an_autoscaler_owns_the_number_alone() -> None:
+    objects = chart.render(chart.example("four-nodes"), name="demo")
+    assert "replicas" not in chart.named(objects, "Deployment", "demo-generator")["spec"]
+    scaled = chart.named(objects, "ScaledObject", "demo-generator")["spec"]
+    assert scaled["triggers"][0]["metadata"]["stream"] == "grpo:{demo}:tickets"
+    assert not [found for found in objects if found["metadata"]["name"] == "demo-scaler"]
+    assert '"scaling" = "keda"' in chart.named(objects, "ConfigMap", "demo-config")["data"]["config.toml"]
+    assert chart.named(chart.render(), "Deployment", "demo-generator")["spec"]["replicas"] == 1
+
+
+def test_an_external_cluster_is_reached_at_all_its_nodes_and_by_the_autoscaler() -> None:
+    objects = chart.render({
+        "redis": {"enabled": False, "external": {"url": "redis://cluster.example.com:6379/0", "cluster": True}},
+        "networkPolicy": {"externalRedisPorts": [{"port": 11000, "endPort": 13047}]},
+        "generator": {"autoscaling": {"kind": "keda"}},
+    })  # fmt: skip
+    (trigger,) = chart.named(objects, "ScaledObject", "demo-generator")["spec"]["triggers"]
+    assert (trigger["type"], trigger["metadata"]["addresses"]) == ("redis-cluster-streams", "cluster.example.com:6379")
+    outwards = [
+        rule.get("ports") for found in chart.of_kind(objects, "NetworkPolicy") for rule in found["spec"].get("egress", [])
+    ]
+    assert [{"port": 6379}, {"port": 11000, "endPort": 13047}] in outwards

@@ -1,0 +1,197 @@
+"""The Dockerfiles and the compose file: pinned, without root, in stages, and true to the code they carry."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from services.protocol.config import load_resolved
+from tests.kubernetes import chart
+
+DOCKER = chart.ROOT / "docker"
+FILES = sorted(DOCKER.glob("*.Dockerfile"))
+PROJECT = tomllib.loads((chart.ROOT / "pyproject.toml").read_text())["project"]
+each = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Instructions of a Dockerfile with their words, continued lines joined."""
+    text = re.sub(r"\\\n\s*", " ", "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#")))
+    return [(words[0], words[1]) for line in text.splitlines() if len(words := line.split(None, 1)) == 2]
+
+
+def hadolint() -> str | None:
+    return shutil.which("hadolint", path=f"{sys.prefix}/bin") or shutil.which("hadolint")
+
+
+@each
+@pytest.mark.skipif(hadolint() is None, reason="no hadolint here")
+def test_hadolint_finds_nothing(path: Path) -> None:
+    done = subprocess.run([str(hadolint()), str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@each
+def test_images_are_pinned_built_in_stages_and_run_without_root(path: Path) -> None:
+    found = instructions(path)
+    arguments = dict(words.split("=", 1) for name, words in found if name == "ARG" and "=" in words)
+    stages = [words.split() for name, words in found if name == "FROM"]
+    names = {words[2] for words in stages if len(words) == 3}
+    for words in stages:
+        image = words[0].replace("${PYTHON}", arguments["PYTHON"])
+        if words[0] not in names | {"scratch"} and "VARIANT" not in words[0]:
+            assert re.search(r":\d+\.\d+\.\d+-slim-bookworm$", image), image
+    assert len(stages) > 1
+    last = found[max(i for i, (name, _) in enumerate(found) if name == "FROM") :]
+    kinds = [name for name, _ in last]
+    assert {"LABEL", "HEALTHCHECK", "USER", "CMD", "WORKDIR"} <= set(kinds)
+    assert dict(last)["USER"] == "10001:10001"
+    assert "ADD" not in kinds
+    assert dict(last)["CMD"].startswith("["), "a shell in between would keep SIGTERM to itself"
+    assert "pip" not in " ".join(words for name, words in last if name == "RUN")
+    for name, words in found:
+        if name == "RUN" and "apt-get install" in words:
+            assert "--no-install-recommends" in words
+            assert "rm -rf /var/lib/apt/lists/*" in words
+
+
+@each
+def test_layers_with_dependencies_do_not_hang_on_the_code(path: Path) -> None:
+    found = instructions(path)
+    code = next(i for i, (name, words) in enumerate(found) if (name, words) == ("COPY", "services /src/services"))
+    heavy = [
+        i
+        for i, (name, words) in enumerate(found)
+        if name == "RUN" and " install --no-compile" in words and "--no-deps --force-" not in words
+    ]
+    assert heavy
+    assert max(heavy) < code
+
+
+@each
+def test_what_is_copied_and_installed_exists(path: Path) -> None:
+    allowed = [line[1:] for line in (chart.ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for name, words in instructions(path):
+        if name == "COPY" and "--from" not in words:
+            sources = [word for word in shlex.split(words)[:-1] if not word.startswith("--")]
+            for source in sources:
+                assert (chart.ROOT / source).exists(), source
+                assert source in allowed, f"{source} is kept out by .dockerignore"
+        if name == "RUN":
+            assert set(re.findall(r"source=([\w/]+)/", words)) <= set(allowed)
+            for extras in re.findall(r"'\.\[([\w,]+)\]'", words):
+                assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    module = re.search(r'CMD \["python", "-m", "services\.(\w+)', path.read_text())
+    assert module is not None
+    assert module[1] == path.stem
+
+
+def pins(name: str) -> dict[str, str]:
+    """A file of constraints."""
+    lines = [line for line in (DOCKER / "constraints" / name).read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+@each
+def test_every_package_of_an_image_has_one_version(path: Path) -> None:
+    """What is asked for is pinned, and so is all that it depends on, as far as it is installed here in that version."""
+    stages = [
+        words
+        for name, words in instructions(path)
+        if name == "RUN" and "install --no-compile" in words and "--force" not in words
+    ]
+    assert stages
+    for words in stages:
+        match = re.search(r"source=docker/constraints/(\w+\.txt),target=/constraints\.txt ", words)
+        assert match, words
+        pinned = pins(match[1])
+        assert any(asked_for(shlex.split(command)) for command in words.split("&&"))
+        for command in words.split("&&"):
+            asked = asked_for(shlex.split(command))
+            if asked and "--no-deps" not in command:
+                assert "--constraint /constraints.txt" in command
+                assert unpinned(asked, pinned) == set()
+            for requirement in asked:
+                assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+
+
+def asked_for(words: list[str]) -> list[Requirement]:
+    """What a pip command installs, but for the code itself."""
+    if "install" not in words:
+        return []
+    lines = [word for word in words if "==" in word]
+    for word in words:
+        if extras := re.fullmatch(r"\.\[([\w,]+)\]", word):
+            lines += [
+                *PROJECT["dependencies"],
+                *(line for one in extras[1].split(",") for line in PROJECT["optional-dependencies"][one]),
+            ]
+        elif word.endswith(".txt") and word.startswith("requirements/"):
+            lines += [line for line in (chart.ROOT / word).read_text().splitlines() if not line.startswith("#")]
+    return [Requirement(line) for line in lines]
+
+
+def unpinned(asked: list[Requirement], pinned: dict[str, str]) -> set[str]:
+    """Names without a version among what is asked for and what that needs."""
+    waiting, seen, missing = list(asked), set[tuple[str, str]](), set[str]()
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        for extra in {"", *wanted.extras} - {extra for known, extra in seen if known == name}:
+            seen.add((name, extra))
+            if name not in pinned:
+                missing.add(name)
+                continue
+            with contextlib.suppress(PackageNotFoundError):
+                here = distribution(name)
+                if Version(here.version).public == pinned[name]:
+                    needs = [Requirement(line) for line in here.requires or []]
+                    waiting += [need for need in needs if not need.marker or need.marker.evaluate({"extra": extra})]
+    return missing
+
+
+def test_images_speak_the_user_of_the_chart() -> None:
+    assert yaml.safe_load((chart.CHART / "values.yaml").read_text())["security"]["user"] == 10001
+
+
+def test_compose_is_whole(tmp_path: Path) -> None:
+    compose: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    config = load_resolved(DOCKER / "compose.toml")
+    services = compose["services"]
+    for name, service in services.items():
+        assert re.search(r":[\w.${}:-]+$", service["image"]), name
+        for volume in service.get("volumes", []):
+            assert volume.split(":")[0] in compose["volumes"]
+        for needed, condition in service.get("depends_on", {}).items():
+            assert needed in services
+            assert (condition["condition"] == "service_healthy") <= ("healthcheck" in services[needed])
+        assert set(service.get("secrets", [])) <= compose["secrets"].keys()
+        if build := service.get("build"):
+            assert (chart.ROOT / build["dockerfile"]).is_file()
+        if name != "volumes":
+            assert service["read_only"]
+            assert service["user"] == "10001:10001"
+            assert service["cap_drop"] == ["ALL"]
+    assert config.redis.url == "redis://redis:6379/0"
+    assert config.sync.host == services["trainer"]["hostname"] == "trainer"
+    mounted = {f"/run/secrets/{name}" for name in compose["secrets"]}
+    assert {config.redis.password_file, config.api.token_file} == mounted
+    assert f"runs:{config.run.dir}" in services["trainer"]["volumes"]
+    overlay = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())["services"]
+    assert set(overlay) <= set(services)
+    drain = float(services["generator"]["stop_grace_period"].rstrip("s"))
+    assert drain > config.generator.drain_s + 10

@@ -1,0 +1,176 @@
+"""A release as real processes: every pod that the chart renders in a namespace of its own, with its user, mounts, environment,
+probes and hooks, on a real Redis. The scripted engine makes the tokens; two trainer nodes with a rank each train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.console.client import ApiError, Client
+from services.protocol.config import to_toml
+from tests.certificates import make_certificates
+from tests.harness import save_model_folder, small_config
+from tests.kubernetes import chart, network
+from tests.kubernetes.cluster import Cluster
+
+pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
+WHY_NOT = network.reason_against()
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+
+def values(folder: Path) -> dict[str, Any]:
+    """A run that lasts until it is stopped."""
+    import tomllib
+
+    config = small_config(
+        folder, None, "run.steps=100000", "generator.engine_options.token_s=0.1", "checkpoint.every_steps=5",
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "generator.drain_s=60", "generator.lease_s=5.0", "data.shuffle=false",
+    )  # fmt: skip
+    given = tomllib.loads(to_toml(config))
+    for section, keys in (
+        ("run", ["dir", "name"]),
+        ("redis", None),
+        ("api", None),
+        ("web", None),
+        ("sync", ["host"]),
+        ("fleet", ["scaling"]),
+        ("trainer", ["ranks"]),
+    ):
+        given[section] = {} if keys is None else {key: value for key, value in given[section].items() if key not in keys}
+    given = {section: keys for section, keys in given.items() if keys}
+    given["generator"].pop("count")
+    given["model"]["path"] = "/srv/grpo/models/tiny"
+    given["data"]["sources"] = [{"kind": "jsonl", "path": "/srv/grpo/data/data.jsonl"}]
+    return {
+        "accelerator": "none",
+        "config": given,
+        "trainer": {"nodes": 2, "graceSeconds": 60},
+        "redis": {"maxMemoryMiB": 256},
+        "web": {"enabled": True},
+        "tls": {"apiSecret": "api-tls", "redisSecret": "redis-tls"},
+        "storage": {
+            "runs": {"accessMode": "ReadWriteMany"},
+            "models": {"enabled": True},
+            "data": {"existingClaim": "prompts"},
+        },
+    }
+
+
+def certificate(folder: Path, bears: str) -> dict[str, bytes]:
+    """A Secret of cert-manager."""
+    folder.mkdir()
+    made = make_certificates(folder, bears)
+    files = {"tls.crt": made.certificate, "tls.key": made.key, "ca.crt": made.authority}
+    return {key: path.read_bytes() for key, path in files.items()}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A release whose pods are starting, with TLS everywhere."""
+    secrets = {f"{of}-tls": certificate(tmp_path / of, f"DNS:demo-{of}.ml.svc.cluster.local") for of in ("api", "redis")}
+    made = Cluster(chart.render(values(tmp_path / "small")), tmp_path, secrets)
+    try:
+        volumes = made.held.folder
+        save_model_folder(volumes / "demo-models" / "tiny")
+        (volumes / "prompts").mkdir()
+        (tmp_path / "small" / "data.jsonl").rename(volumes / "prompts" / "data.jsonl")
+        subprocess.run(["chmod", "-R", "a+rX", str(tmp_path)], check=True)
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+def grpo(cluster: Cluster, *words: str, code: int = 0) -> str:
+    """`kubectl exec deploy/demo-dataprep -- grpo …`; what it printed."""
+    done = cluster.of("dataprep")[0].execute(["grpo", *words], 300)
+    assert done.returncode == code, done.stdout + done.stderr + cluster.words()
+    return done.stdout
+
+
+def page(cluster: Cluster) -> str:
+    trusted = ssl.create_default_context(cafile=str(cluster.folder / "api" / "ca.pem"))
+    url = f"https://{cluster.of('web')[0].address}:8080/"
+    with httpx.Client(verify=trusted, timeout=30) as http:
+        return http.get(url, extensions={"sni_hostname": "demo-api.ml.svc.cluster.local"}).raise_for_status().text
+
+
+def state(cluster: Cluster) -> dict[str, Any]:
+    return json.loads(grpo(cluster, "status", "--json"))["state"]
+
+
+def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
+    for component in ("redis", "dataprep", "scaler", "web", "trainer", "generator"):
+        cluster.wait(lambda component=component: not cluster.ready(component), f"{component} is not ready", 400)
+
+    # helm test
+    (smoke,) = chart.of_kind(cluster.objects, "Pod")
+    code, printed = cluster.run(smoke)
+    assert code == 0, printed + cluster.words()
+    for words in ("let in: console", "nothing would keep this run from going on", "trained 3 more steps, no ticket lost"):
+        assert words in printed, printed
+    for component in ("dataprep", "trainer", "generator", "web"):
+        assert re.search(rf"\b(ok|note) +{component} +demo-{component}", printed), printed  # a generator may be in a sync round
+
+    # The page of the web console, whose certificate bears a name and no address
+    assert "<title>" in page(cluster)
+
+    # grpo scale: the wish reaches the Deployment
+    grpo(cluster, "scale", "generators", "3", "--why", "a test")
+    cluster.wait(
+        lambda: len(cluster.of("generator")) == 3 and not cluster.ready("generator"), "there are no three generators", 400
+    )
+
+    # kubectl scale: the Deployment's number becomes the wish, and the pods drain
+    leaving = [pod.name for pod in cluster.of("generator")[1:]]
+    cluster.api.scale(1)
+    cluster.wait(lambda: set(leaving) <= cluster.gone.keys(), "two generators do not go", 200)
+    assert {cluster.gone[name] for name in leaving} == {0}, "a drain ends by itself, within the grace period"
+    cluster.wait(lambda: state(cluster)["scale"]["wanted"] == 1, "the wish does not follow kubectl scale")
+    trained = state(cluster)["committed_step"]
+    cluster.wait(lambda: state(cluster)["committed_step"] >= trained + 2, "it does not go on after scaling")
+
+    # What a trainer does before its pod ends: it asks Redis as the console, whose password it has beside its own
+    trainer = cluster.of("trainer")[0]
+    saved = trainer.execute(trainer.container["lifecycle"]["preStop"]["exec"]["command"], 60)
+    assert saved.returncode == 0, saved.stdout + saved.stderr
+
+    # A node of the trainer is lost: both meet again, and go on where they were
+    os.kill(cluster.of("trainer")[1].main, signal.SIGKILL)
+    trained = state(cluster)["committed_step"]
+    cluster.wait(lambda: state(cluster)["committed_step"] >= trained + 2, "the trainer does not go on without a node", 400)
+    restarted = {name for name, pod in cluster.pods.items() if pod.codes and not pod.leaving}
+    assert restarted == {"demo-trainer-0", "demo-trainer-1"}, cluster.words()
+
+    grpo(cluster, "stop", "--why", "seen enough")
+    cluster.wait(lambda: state(cluster)["finished"], "the run does not end", 300)
+    account = json.loads(grpo(cluster, "audit", "--json"))
+    assert (account["lost"], account["doubled"]) == (0, 0)
+    exported = cluster.held.folder / "demo-runs" / "demo" / "model" / "model.safetensors"
+    assert exported.stat().st_size > 0
+
+    # Pods of a run that is over start again, and rest
+    def resting(component: str) -> bool:
+        pod = cluster.of(component)[0]
+        return "the run has finished" in pod.probe("readinessProbe") and not pod.probe("livenessProbe")
+
+    for component in ("trainer", "generator", "dataprep"):
+        cluster.wait(lambda component=component: resting(component), f"{component} does not rest", 200)
+    assert cluster.api.calls == {("get", cluster.api.path), ("patch", cluster.api.path)}
+    token = cluster.held.secrets["demo-auth"]["api-token"].decode()
+    url = f"https://{cluster.of('trainer')[0].address}:8080"
+    with Client(url, token, str(cluster.folder / "api" / "ca.pem"), "demo-api.ml.svc.cluster.local") as client:
+        assert client.state().pod.name == "demo-trainer-0"
+    with Client(url, token, str(cluster.folder / "api" / "ca.pem")) as client, pytest.raises(ApiError, match="cannot be reached"):
+        client.state()

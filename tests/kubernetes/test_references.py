@@ -1,0 +1,235 @@
+"""What one object of the chart says of another, of the services and of the commands is true."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import typer
+import yaml
+
+from services.console.__main__ import app as grpo
+from services.runtime.api import make_app
+from services.scaler.__main__ import DEPLOYMENT_ENV
+from tests.kubernetes import chart
+
+pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
+
+OTHERS = {
+    "HOME": "every library that keeps a cache",
+    "TOKENIZERS_PARALLELISM": "tokenizers",
+    "HF_HUB_OFFLINE": "huggingface_hub", "HF_HOME": "huggingface_hub", "HF_TOKEN": "huggingface_hub",
+    "OMP_NUM_THREADS": "torch",
+    "NCCL_SOCKET_IFNAME": "NCCL", "NCCL_IB_HCA": "NCCL", "NCCL_DEBUG": "NCCL", "GLOO_SOCKET_IFNAME": "gloo",
+    "WANDB_API_KEY": "W&B",
+}  # fmt: skip
+"""Variables that libraries read, and which."""
+
+GIVEN = {"prompts", "huggingface", "wandb", "redis-login", "redis-ca", "demo-api-tls", "demo-redis-tls"}
+"""What the examples say is there already, and what cert-manager makes."""
+
+
+def releases() -> Iterator[tuple[str, list[chart.Object]]]:
+    yield "default", chart.render()
+    yield (
+        "tls",
+        chart.render(
+            {"web": {"enabled": True}, "tls": {"issuer": {"name": "ours"}}, "generator": {"autoscaling": {"kind": "keda"}}}
+        ),
+    )
+    for path in chart.EXAMPLES:
+        yield path.stem, chart.render(yaml.safe_load(path.read_text()))
+
+
+RELEASES = pytest.mark.parametrize("objects", [pytest.param(objects, id=name) for name, objects in releases()])
+
+
+@RELEASES
+def test_selectors_name_the_release_and_choose_the_pods_they_are_of(objects: list[chart.Object]) -> None:
+    templates = {label: template["metadata"]["labels"] for label, template in chart.pods(objects)}
+    for found in chart.of_kind(objects, "Deployment", "StatefulSet", "Service", "PodDisruptionBudget"):
+        selector = found["spec"]["selector"]
+        labels = selector if found["kind"] == "Service" else selector["matchLabels"]
+        assert labels["app.kubernetes.io/instance"] == "demo", found["metadata"]
+        chosen = [label for label, has in templates.items() if labels.items() <= has.items()]
+        assert len(chosen) == 1, f"{found['kind']}/{found['metadata']['name']} chooses {chosen}"
+        if found["kind"] in chart.WORKLOADS:
+            assert chosen == [f"{found['kind']}/{found['metadata']['name']}"]
+    for found in chart.of_kind(objects, "NetworkPolicy"):
+        assert found["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+
+
+@pytest.mark.parametrize("name", ["laptop", "four-nodes"])
+def test_two_releases_in_one_namespace_share_nothing(name: str) -> None:
+    first, second = (chart.render(chart.example(name), name=release) for release in ("one", "two"))
+    of_first, of_second = ({(found["kind"], found["metadata"]["name"]) for found in objects} for objects in (first, second))
+    assert not of_first & of_second
+    assert "one-" not in chart.as_text(second)
+    assert '"two"' not in chart.as_text(first)
+
+
+@RELEASES
+def test_every_reference_resolves(objects: list[chart.Object]) -> None:
+    there = {(found["kind"], found["metadata"]["name"]): found for found in objects}
+    for found in chart.of_kind(objects, "StatefulSet", "Deployment"):
+        if found["kind"] == "StatefulSet":
+            assert ("Service", found["spec"]["serviceName"]) in there
+    for label, template in chart.pods(objects):
+        spec = template["spec"]
+        if "serviceAccountName" in spec:
+            assert ("ServiceAccount", spec["serviceAccountName"]) in there, label
+        for kind, name, keys in references(spec):
+            if name in GIVEN:
+                continue
+            assert (kind, name) in there, f"{label} refers to {kind}/{name}"
+            assert set(keys) <= set(there[kind, name].get("data", keys)), f"{label}: keys of {kind}/{name}"
+        owner = there[tuple(label.split("/", 1))]  # type: ignore[index]
+        claims = {claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", [])}
+        volumes = {volume["name"] for volume in spec.get("volumes", [])} | claims
+        for container in chart.containers(template):
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes, label
+    for found in chart.of_kind(objects, "ScaledObject", "HorizontalPodAutoscaler"):
+        target = found["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in there
+    for found in chart.of_kind(objects, "RoleBinding"):
+        assert ("Role", found["roleRef"]["name"]) in there
+        assert all((subject["kind"], subject["name"]) in there for subject in found["subjects"])
+
+
+def references(spec: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
+    """ConfigMaps, Secrets and claims that a pod names, with the keys it wants."""
+    for volume in spec.get("volumes", []):
+        if "configMap" in volume:
+            yield "ConfigMap", volume["configMap"]["name"], []
+        if "persistentVolumeClaim" in volume:
+            yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"], []
+        for source in volume.get("projected", {}).get("sources", [volume]):
+            if "secret" in source:
+                secret = source["secret"]
+                yield "Secret", secret.get("name") or secret["secretName"], [item["key"] for item in secret["items"]]
+    for container in spec["containers"]:
+        for entry in container.get("env", []):
+            if reference := entry.get("valueFrom", {}).get("secretKeyRef"):
+                yield "Secret", reference["name"], [reference["key"]]
+
+
+@RELEASES
+def test_ports_are_served_and_probe_paths_are_routes(objects: list[chart.Object]) -> None:
+    service: Any = MagicMock(kind="generator")
+    routes = {route.path for route in make_app(service, "token").routes}  # type: ignore[attr-defined]
+    templates = dict(chart.pods(objects))
+    config = next(found for found in objects if found["metadata"]["name"] == "demo-config")["data"]["config.toml"]
+    for template in templates.values():
+        for container in chart.containers(template):
+            ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+            if "api" in ports:
+                assert f'"port" = {ports["api"]}' in config
+            for probe in (container[kind] for kind in ("startupProbe", "livenessProbe", "readinessProbe") if kind in container):
+                if "httpGet" in probe:
+                    assert probe["httpGet"]["port"] in ports
+                    assert (probe["httpGet"].get("scheme") == "HTTPS") == ("certificate_file" in config)
+                    assert probe["httpGet"]["path"] in routes
+    for found in chart.of_kind(objects, "Service"):
+        chosen = [each for each in templates.values() if found["spec"]["selector"].items() <= each["metadata"]["labels"].items()]
+        for port in found["spec"]["ports"]:
+            for template in chosen:
+                assert port["targetPort"] in {each["name"] for each in template["spec"]["containers"][0]["ports"]}
+
+
+@RELEASES
+def test_every_variable_is_one_that_somebody_reads(objects: list[chart.Object]) -> None:
+    code = "\n".join(path.read_text() for path in (chart.ROOT / "services").rglob("*.py"))
+    read = set(re.findall(r'"((?:GRPO|MASTER)_[A-Z_]+)"', code))
+    for label, template in chart.pods(objects):
+        for container in chart.containers(template):
+            names = [entry["name"] for entry in container.get("env", [])]
+            assert len(names) == len(set(names)), f"{label} sets a variable twice"
+            assert set(names) <= read | OTHERS.keys(), label
+
+
+@RELEASES
+def test_every_command_is_there(objects: list[chart.Object]) -> None:
+    verbs = typer.main.get_command(grpo).commands  # type: ignore[attr-defined]
+    for template in dict(chart.pods(objects)).values():
+        for container in chart.containers(template):
+            lines = [container["command"], hook(container)]
+            if container["command"][:2] == ["sh", "-c"] and "grpo" in container["command"][2]:
+                lines += [line.removeprefix("exec ").split() for line in container["command"][2].split(" && ")]
+            for command in lines:
+                words = command[2:] if command[:1] == ["timeout"] else command
+                if words[:2] == ["python", "-m"]:
+                    found = importlib.util.find_spec(words[2])
+                    assert found is not None
+                    assert found.submodule_search_locations is None or importlib.util.find_spec(f"{words[2]}.__main__")
+                elif words[:1] == ["grpo"]:
+                    context = verbs[words[1]].make_context(words[1], words[2:])  # raises for options that there are not
+                    assert context is not None
+                elif words:
+                    assert words[0] == "sh"
+
+
+def hook(container: dict[str, Any]) -> list[str]:
+    return container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+
+
+@RELEASES
+def test_pods_have_no_right_that_they_do_not_need(objects: list[chart.Object]) -> None:
+    for label, template in chart.pods(objects):
+        spec = template["spec"]
+        assert spec["automountServiceAccountToken"] == ("scaler" in label), label
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in chart.containers(template):
+            given = container["securityContext"]
+            assert given["readOnlyRootFilesystem"]
+            assert not given["allowPrivilegeEscalation"]
+            assert given["capabilities"]["drop"] == ["ALL"]
+            assert set(given["capabilities"].get("add", [])) <= {"IPC_LOCK"}
+            assert "memory" in container["resources"]["limits"], label
+            if container["name"] not in ("model", "check", "redis"):
+                assert {"mountPath": "/tmp", "name": "tmp"} in container["volumeMounts"]
+
+
+def test_the_role_is_the_calls_that_are_made() -> None:
+    objects = chart.render()
+    (role,) = chart.of_kind(objects, "Role")
+    assert role["rules"] == [
+        {
+            "apiGroups": ["apps"],
+            "resources": ["deployments/scale"],
+            "resourceNames": ["demo-generator"],
+            "verbs": ["get", "patch"],
+        }
+    ]  # the calls: tests/kubernetes/test_scaler.py and test_pods.py
+    (container,) = chart.named(objects, "Deployment", "demo-scaler")["spec"]["template"]["spec"]["containers"]
+    assert {"name": DEPLOYMENT_ENV, "value": "demo-generator"} in container["env"]
+
+
+def test_gpus_and_network_of_several_nodes() -> None:
+    objects = chart.render(chart.example("four-nodes"))
+    (generator,) = chart.named(objects, "Deployment", "demo-generator")["spec"]["template"]["spec"]["containers"]
+    trainer = chart.named(objects, "StatefulSet", "demo-trainer")
+    (rank,) = trainer["spec"]["template"]["spec"]["containers"]
+    assert generator["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert rank["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert rank["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+    assert trainer["spec"]["podManagementPolicy"] == "Parallel"
+    environ = {entry["name"]: entry.get("value") for entry in rank["env"]}
+    assert environ["GRPO_NODES"] == "2"
+    assert environ["MASTER_ADDR"] == "demo-trainer-0.demo-trainer.ml.svc.cluster.local"
+    assert environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert chart.named(objects, "Service", "demo-trainer")["spec"]["publishNotReadyAddresses"]
+
+
+def test_images_are_those_that_are_built() -> None:
+    files = {path.name for path in (chart.ROOT / "docker").glob("*.Dockerfile")}
+    for path in [None, *chart.EXAMPLES]:
+        for _, template in chart.pods(chart.render(yaml.safe_load(Path(path).read_text()) if path else {})):
+            for container in chart.containers(template):
+                if found := re.search(r"/grpo-([a-z]+):", container["image"]):
+                    assert f"{found[1]}.Dockerfile" in files

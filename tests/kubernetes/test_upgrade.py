@@ -1,0 +1,75 @@
+"""What is live is kept: Helm renders the release against an API that has a scaled Deployment and a Secret of its own."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from services.protocol.acl import GRANTS
+from tests.kubernetes import chart
+from tests.kubernetes.lookups import LookupServer
+
+pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
+
+KEPT = {"api-token": "the token of before", "api-read-token": "the one to look with", "redis-password": "the password of before"}
+
+USERS = {"generator": "that of the generators", "trainer": "that of the only trainer"}
+"""Of an earlier version, which had no others."""
+
+
+@pytest.fixture
+def server() -> Iterator[LookupServer]:
+    """A namespace with the generators scaled to 7, and the Secret of an earlier revision."""
+    objects = chart.render()
+    own = {"meta.helm.sh/release-name": "demo", "meta.helm.sh/release-namespace": "ml"}
+    deployment = chart.named(objects, "Deployment", "demo-generator")
+    deployment = {**deployment, "spec": {**deployment["spec"], "replicas": 7}}
+    secrets = [
+        {
+            **chart.named(objects, "Secret", name),
+            "data": {key: base64.b64encode(value.encode()).decode() for key, value in kept.items()},
+        }
+        for name, kept in (("demo-auth", KEPT), ("demo-redis-users", USERS))
+    ]
+    live = [{**found, "metadata": {**found["metadata"], "annotations": own}} for found in (deployment, *secrets)]
+    made = LookupServer(objects, live)
+    yield made
+    made.close()
+
+
+def rendered(server: LookupServer, values: dict[str, Any]) -> list[chart.Object]:
+    """What Helm would apply."""
+    from helm_python.config import Config
+
+    cluster = yaml.safe_dump(
+        {
+            "apiVersion": "v1", "kind": "Config", "current-context": "here",
+            "clusters": [{"name": "here", "cluster": {"server": server.address}}],
+            "users": [{"name": "me", "user": {}}],
+            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "ml"}}],
+        }
+    )  # fmt: skip
+    with Config(kubeconfig_content=cluster, namespace="ml") as helm:
+        release = helm.install(str(chart.CHART), "demo", values, namespace="ml", dry_run="server")
+    return [found for found in yaml.safe_load_all(release["manifest"]) if found]
+
+
+def test_the_live_number_of_generators_and_the_secrets_are_kept(server: LookupServer) -> None:
+    objects = rendered(server, {"generator": {"replicas": 2}})
+    assert chart.named(objects, "Deployment", "demo-generator")["spec"]["replicas"] == 7
+    held = chart.named(objects, "Secret", "demo-auth")["data"]
+    assert {key: base64.b64decode(value).decode() for key, value in held.items()} == KEPT
+    users = chart.named(objects, "Secret", "demo-redis-users")["data"]
+    found = {key: base64.b64decode(value).decode() for key, value in users.items()}
+    assert found.items() > USERS.items()
+    assert found.keys() == GRANTS.keys()
+    assert all(len(password) > 20 for password in found.values())
+
+
+def test_a_secret_of_somebody_else_is_not_made_again(server: LookupServer) -> None:
+    objects = rendered(server, {"auth": {"existingSecret": "mine"}, "redis": {"usersSecret": "theirs"}})
+    assert not chart.of_kind(objects, "Secret")

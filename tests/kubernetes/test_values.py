@@ -1,0 +1,95 @@
+"""values.schema.json and the chart's own checks refuse what cannot work, and name the key."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests.kubernetes import chart
+
+helm_python = pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
+
+REFUSED: list[tuple[str, Any, str]] = [
+    # wrong keys
+    ("generatr", {}, "generatr"),
+    ("generator.replica", 2, "replica"),
+    ("config.optimizer.lr", 1e-5, "lr"),
+    ("config.optimiser", {}, "optimiser"),
+    # wrong types and values
+    ("generator.replicas", "2", "replicas"),
+    ("generator.replicas", -1, "replicas"),
+    ("trainer.nodes", 0, "nodes"),
+    ("accelerator", "amd", "accelerator"),
+    ("image.pullPolicy", "Sometimes", "pullPolicy"),
+    ("generator.env", {"A": 1}, "env"),
+    ("generator.env", {"not a name": "x"}, "not a name"),
+    ("generator.resources", {"limit": {}}, "limit"),
+    ("generator.resources", {"limits": {"memory": "64 GB"}}, "memory"),
+    ("config.run.steps", 0, "steps"),
+    ("config.run.steps", "many", "steps"),
+    ("config.model.dtype", "float16", "dtype"),
+    ("config.data.sources", [], "sources"),
+    ("redis.external.url", "redis://user:secret@host:6379/0", "url"),
+    # keys that are the chart's
+    ("config.redis.url", "redis://elsewhere:6379", "url"),
+    ("config.api", {"port": 1}, "api"),
+    ("config.run.dir", "/tmp", "dir"),
+    ("config.trainer.ranks", 8, "ranks"),
+    ("config.sync.host", "me", "host"),
+    ("config.generator.count", 3, "count"),
+    ("config.fleet.scaling", "keda", "scaling"),
+]
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"redis": {"enabled": False}}, "redis.external.url"),
+    ({"redis": {"external": {"url": "redis://host:6379/0"}}}, "redis.external.url"),
+    ({"redis": {"external": {"cluster": True}}}, "redis.external.cluster"),
+    ({"redis": {"external": {"caSecret": "ca"}}}, "redis.external.caSecret"),
+    (
+        {"redis": {"enabled": False, "usersSecret": "a", "external": {"url": "redis://host:6379/0", "existingSecret": "b"}}},
+        "redis.usersSecret",
+    ),
+    ({"tls": {"redisSecret": "a"}, "redis": {"enabled": False, "external": {"url": "redis://host:6379/0"}}}, "tls.redisSecret"),
+    ({"trainer": {"nodes": 2}}, "storage.runs.accessMode"),
+    ({"preload": {"enabled": True, "repository": "a/b"}}, "storage.models.enabled"),
+    ({"preload": {"enabled": True, "repository": "a/b"}, "storage": {"models": {"enabled": True}}}, "config.model.path"),
+    ({"networkPolicy": {"internet": False}}, "networkPolicy.internet"),
+    ({"interconnect": {"hostNetwork": True}}, "networkPolicy.nodeCIDRs"),
+    ({"generator": {"autoscaling": {"kind": "hpa"}}}, "generator.autoscaling.metrics"),
+    ({"generator": {"autoscaling": {"minReplicas": 9}}}, "generator.autoscaling.minReplicas"),
+    ({"accelerator": "none", "config": {"sync": {"backend": "nccl"}}}, "config.sync.backend"),
+    ({"config": {"sync": {"backend": "filesystem"}}}, "storage.runs.accessMode"),
+    ({"trainer": {"ranksPerNode": 3}, "config": {"trainer": {"sequence_parallel": 2}}}, "sequence_parallel"),
+    ({"config": {"tracking": {"wandb": "p", "wandb_mode": "online"}}}, "tracker.wandbSecret"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "named"), REFUSED, ids=[f"{path}={value!r}" for path, value, _ in REFUSED])
+def test_the_schema_refuses_wrong_keys_types_and_values(path: str, value: Any, named: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refusal:
+        chart.render(chart.changed({}, path, value))
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(("values", "named"), IMPOSSIBLE, ids=[named for _, named in IMPOSSIBLE])
+def test_impossible_combinations_are_refused_with_a_remedy(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refusal:
+        chart.render(values)
+    assert named in str(refusal.value)
+
+
+def test_a_release_name_too_long_for_its_pods_is_refused() -> None:
+    chart.render(name="r" * 40)
+    with pytest.raises(helm_python.HelmError, match="at most 40"):
+        chart.render(name="r" * 41)
+
+
+def test_the_schema_is_what_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(chart.CHART))
+    import make_schema
+
+    sys.modules.pop("make_schema")
+    held = (chart.CHART / "values.schema.json").read_text()
+    assert held == make_schema.make(), "python charts/make_schema.py writes it anew"

@@ -1,0 +1,16 @@
+"""Prometheus' own checks, where there is promtool."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """The command; `make test` installs it where it can."""
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    return found

@@ -1,0 +1,152 @@
+"""A Redis Cluster of real servers: three masters, and a replica of the one that owns a run's slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.crc import key_slot
+
+from services.console.redis_server import RedisServer
+from services.console.secrets import kept_secret, user_passwords, write_secret
+from services.protocol.acl import user_name
+from services.protocol.client import Login
+from services.protocol.keys import Keys
+from services.runtime.processes import free_port
+from tests.certificates import Certificates
+
+MASTERS, SLOTS = 3, 16384
+LIMIT_S = 30.0
+
+
+class RedisCluster:
+    """Servers in `folder` with the users of `run`: the first owns the slot of its keys, the last replicates the first."""
+
+    def __init__(self, folder: Path, program: str, run: str, certificates: Certificates | None = None) -> None:
+        self.run, self.slot = run, key_slot(Keys(run).prefix.encode())
+        self.password = kept_secret(folder / "password")
+        self.users = user_passwords(folder / "users")
+        self._certificates = certificates
+        self.nodes = [self._node(folder / str(i), program) for i in range(MASTERS + 1)]
+        self.owner, self.other, self.third, self.replica = self.nodes
+        self._ids: dict[RedisServer, str] = {}
+
+    def _node(self, folder: Path, program: str) -> RedisServer:
+        folder.mkdir()
+        write_secret(folder / "password", self.password)
+        for kind, password in self.users.items():
+            write_secret(folder / "users" / kind, password)
+        node = RedisServer(folder, program=program, run=self.run)
+        node._options |= {
+            "cluster-enabled": "yes", "cluster-port": str(free_port()), "masterauth": self.password,
+            "cluster-node-timeout": "5000", "repl-diskless-sync-delay": "0",
+        }  # fmt: skip
+        if files := self._certificates:
+            node._options |= {
+                "tls-port": str(free_port()), "tls-cert-file": str(files.certificate), "tls-key-file": str(files.key),
+                "tls-ca-cert-file": str(files.authority), "tls-auth-clients": "no", "tls-cluster": "yes",
+                "tls-replication": "yes",
+            }  # fmt: skip
+        return node
+
+    def url(self, node: RedisServer) -> str:
+        """Its address for a run."""
+        return f"redis{'' if self._certificates is None else 's'}://127.0.0.1:{self._port(node)}/0"
+
+    @staticmethod
+    def _port(node: RedisServer) -> int:
+        """That the others of the Cluster know it by."""
+        return int(node._options.get("tls-port", node.port))
+
+    def login(self, kind: str = "") -> Login:
+        """Of a kind of service; of the administrator without one."""
+        ca_file = "" if self._certificates is None else str(self._certificates.authority)
+        return Login(self.users[kind], user_name(self.run, kind), ca_file) if kind else Login(self.password, ca_file=ca_file)
+
+    def start(self) -> None:
+        """Start the servers and wait until all of them serve."""
+        for node in self.nodes:
+            node.start()
+        first = SLOTS // MASTERS
+        for i, node in enumerate((self.owner, self.other, self.third)):
+            # Each a third, beginning with the one of the run's slot.
+            begin = (self.slot // first + i) % MASTERS * first
+            self.call(node, "CLUSTER", "ADDSLOTSRANGE", begin, SLOTS - 1 if begin == 2 * first else begin + first - 1)
+            self.call(node, "CLUSTER", "SET-CONFIG-EPOCH", i + 1)
+        for node in self.nodes:
+            self._ids[node] = self.call(node, "CLUSTER", "MYID").decode()
+            self.call(self.owner, "CLUSTER", "MEET", "127.0.0.1", self._port(node), node._options["cluster-port"])
+        owner = self._ids[self.owner].encode()
+        self.wait(lambda: owner in self.call(self.replica, "CLUSTER", "NODES"))
+        self.call(self.replica, "CLUSTER", "REPLICATE", owner.decode())
+        self.wait(lambda: all(self._agrees(node) for node in self.nodes))
+        self.wait(lambda: b"master_link_status:up" in self.call(self.replica, "INFO", "replication"))
+
+    def _agrees(self, node: RedisServer) -> bool:
+        return b"cluster_state:ok" in self.call(node, "CLUSTER", "INFO") and len(self.call(node, "CLUSTER", "SLOTS")) >= MASTERS
+
+    def kill(self) -> None:
+        """End all servers."""
+        for node in self.nodes:
+            node.kill()
+
+    def call(self, node: RedisServer, *command: Any) -> Any:
+        """A command to one node, by its administrator; the plain reply."""
+        with redis.Redis(port=node.port, password=self.password, protocol=2) as client:
+            client.response_callbacks.clear()
+            return client.execute_command(*command)
+
+    def wait(self, true: Callable[[], bool]) -> None:
+        """Until it is."""
+        deadline = time.monotonic() + LIMIT_S
+        while not true():
+            assert time.monotonic() < deadline, [self.call(node, "CLUSTER", "NODES") for node in self.nodes if node.alive]
+            time.sleep(0.02)
+
+    def serves(self, node: RedisServer) -> bool:
+        """Whether it owns the run's slot, in its own eyes."""
+        lines = self.call(node, "CLUSTER", "NODES").decode().splitlines()
+        mine = next(line for line in lines if "myself" in line)
+        return "master" in mine and any(
+            int(begin) <= self.slot <= int(end or begin)
+            for begin, _, end in (part.partition("-") for part in mine.split()[8:] if "[" not in part)
+        )
+
+    def fail_over(self, to: RedisServer) -> None:
+        """In order: the old master hands over what it has acknowledged."""
+        self.call(to, "CLUSTER", "FAILOVER")
+        self.wait(lambda: self.serves(to))
+
+    def take_over(self, to: RedisServer) -> None:
+        """Without the old master, which is dead."""
+        self.call(to, "CLUSTER", "FAILOVER", "TAKEOVER")
+        self.wait(lambda: self.serves(to))
+
+    def move_slot(self, source: RedisServer, target: RedisServer, halfway: Callable[[], None]) -> int:
+        """Key by key, as `redis-cli --cluster reshard` does, with a call of `halfway` between; how many keys there were."""
+        self.call(target, "CLUSTER", "SETSLOT", self.slot, "IMPORTING", self._ids[source])
+        self.call(source, "CLUSTER", "SETSLOT", self.slot, "MIGRATING", self._ids[target])
+        moved = 0
+        while keys := self.call(source, "CLUSTER", "GETKEYSINSLOT", self.slot, 5):
+            self.call(source, "MIGRATE", "127.0.0.1", self._port(target), "", 0, 5000, "AUTH", self.password, "KEYS", *keys)
+            moved += len(keys)
+            if moved == len(keys):
+                halfway()
+        for node in (target, source):
+            self.call(node, "CLUSTER", "SETSLOT", self.slot, "NODE", self._ids[target])
+        return moved
+
+
+@contextmanager
+def redis_cluster(folder: Path, program: str, run: str, certificates: Certificates | None = None) -> Iterator[RedisCluster]:
+    """One that serves."""
+    cluster = RedisCluster(folder, program, run, certificates)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.kill()

@@ -1,0 +1,63 @@
+"""A pod of a run that is over: it stays, idle, until it is told to end or the run goes back to a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.console.redis_server import RedisServer
+from services.protocol.config import RunConfig
+from services.protocol.store import Store
+from services.runtime.entry import Arguments, open_service, rest
+from services.runtime.processes import free_port
+from tests.harness import small_config, wait_until
+
+
+@pytest.fixture
+def config(store: Store, server: RedisServer, tmp_path: Path) -> RunConfig:
+    return small_config(tmp_path, server, f"run.name={store.keys.name}", f"api.port={free_port()}")
+
+
+async def test_a_run_that_goes_on_is_not_rested_from(config: RunConfig, store: Store) -> None:
+    given = Arguments(config, "generator-0", stay=True)
+    assert not await rest("generator", given)  # there is no run yet
+    await store.create("config", "data", 4, 8)
+    assert not await rest("generator", given)
+    await store.finish("done")
+    assert not await rest("generator", Arguments(config, "generator-0"))  # without --stay the process ends
+
+
+async def test_it_says_why_it_is_idle_and_goes_on_with_the_run(
+    config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.runtime.entry.REST_LOOK_S", 0.05)
+    await store.create("config", "data", 4, 8)
+    await store.finish("trained 4 of 4 steps")
+    resting = asyncio.create_task(rest("generator", Arguments(config, "generator-0", stay=True)))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.api.port}") as http:
+
+        async def says_why() -> bool:
+            try:
+                answer = await http.get("/health/ready")
+            except httpx.TransportError:
+                return False
+            return answer.status_code == 503 and answer.json()["why_not"] == "the run has finished: trained 4 of 4 steps"
+
+        await wait_until(says_why, 60)
+        assert (await http.get("/health/live")).status_code == 200
+    assert not resting.done()
+    await store.want_restore(1)
+    assert await asyncio.wait_for(resting, 60) is False
+
+
+async def test_it_is_reached_by_the_address_that_the_cluster_gave_it(
+    config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anywhere = config.model_copy(update={"api": config.api.model_copy(update={"host": "0.0.0.0"})})
+    for address, shown in (("10.1.2.3", "10.1.2.3"), ("fd00::7", "[fd00::7]")):
+        monkeypatch.setenv("GRPO_ADDRESS", address)
+        async with open_service("generator", anywhere, "generator-0") as service:
+            assert service.status.url == f"http://{shown}:{config.api.port}"

@@ -1,0 +1,93 @@
+"""Traces cost nothing when nobody asks for them, and hold nothing up when they cannot be sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.observing import black_hole
+from services.protocol.config import ConfigError
+from services.runtime import tracing
+from services.runtime.tracing import OtlpTracing, Tracing, check_tracing, open_tracing
+from tests.harness import small_config, wait_until
+from tests.monitoring.collector import collecting
+
+
+def test_off_by_default_and_then_nothing_is_imported_or_kept(tmp_path: Path) -> None:
+    made = open_tracing(small_config(tmp_path), "trainer", "trainer-0")
+    assert type(made) is Tracing
+    assert made.begin() == ""
+    made.record("train", "", 0.0)
+    made.close()
+    code = "import sys, services.runtime.entry; print(any(name.startswith('opentelemetry.sdk.trace') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+async def test_spans_arrive_as_one_trace(tmp_path: Path) -> None:
+    with collecting() as collector:
+        made = OtlpTracing(small_config(tmp_path, None, f"tracing.endpoint={collector.url}"), "dataprep", "dataprep-0")
+        context, forgotten = made.begin(), made.begin()
+        made.issued([context], done=True)
+        made.issued([forgotten], done=False)
+        now = time.monotonic()
+        made.record("generate", context, now - 2.0, now - 1.0, tokens=5)
+        made.record("generate", "nonsense", now - 2.0)
+        made.record("generate", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", now - 2.0)
+        await wait_until(lambda: made.counts["sent"] == 2, 60)
+        made.close()
+    (spans,) = collector.by_trace().values()
+    generated, issued = spans
+    assert (issued.name, issued.parent, generated.parent) == ("issue", "", issued.id)
+    assert abs((generated.ended - generated.started) - 1.0) < 0.01
+    assert abs(generated.started - time.time() + 2.0) < 60
+    assert (generated.attributes, generated.service, generated.pod) == ({"grpo.tokens": 5}, "grpo-dataprep", "dataprep-0")
+
+
+def test_a_share_of_the_groups_gets_a_trace(tmp_path: Path) -> None:
+    with collecting() as collector:
+        config = small_config(tmp_path, None, f"tracing.endpoint={collector.url}", "tracing.share=0.2")
+        made = OtlpTracing(config, "dataprep", "dataprep-0")
+        begun = Counter(bool(made.begin()) for _ in range(2000))
+        made.close()
+    assert 250 < begun[True] < 550
+
+
+def test_a_collector_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "QUEUED", 100)
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.5)
+    with black_hole() as (url, _):
+        made = OtlpTracing(small_config(tmp_path, None, f"tracing.endpoint={url}"), "trainer", "trainer-0")
+        context = made.begin()
+        for _ in range(1000):
+            made.record("train", context, 0.0, step=1)
+        assert made.counts["dropped"] >= 1000 - 100 - tracing.BATCH
+        assert made._queue.qsize() <= 100
+        made.close()
+        assert made.counts["sent"] == 0
+
+
+async def test_spans_that_a_collector_refuses_are_counted(tmp_path: Path) -> None:
+    with collecting() as collector:
+        wrong = collector.url.replace("127.0.0.1", "127.0.0.2")  # nobody listens there
+        made = OtlpTracing(small_config(tmp_path, None, f"tracing.endpoint={wrong}"), "trainer", "trainer-0")
+        made.record("train", made.begin(), 0.0)
+        await wait_until(lambda: made.counts["failed"] == 1, 120)
+        made.close()
+
+
+def test_a_missing_package_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(tmp_path, None, "tracing.endpoint=http://collector:4318/v1/traces")
+    check_tracing(config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tracing\.endpoint = .* pip install 'grpo\[tracing\]'"):
+        check_tracing(config)
+
+
+def test_a_share_without_an_endpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tracing\.share = 0\.5 has no effect without tracing\.endpoint"):
+        small_config(tmp_path, None, "tracing.share=0.5")

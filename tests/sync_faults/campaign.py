@@ -1,0 +1,246 @@
+"""Round after round, in each of which one member is hit, and rounds without a fault until it is back.
+
+Guarantees: what must hold is looked at after every round (`_judge`); a fault comes at its phase or is counted as missed; a
+campaign that hangs dumps the stacks of all threads and ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import services.trainer.wires as sending
+from services.console.redis_server import RedisServer
+from services.protocol.messages import Round
+from services.trainer.sync import SyncReport
+from tests.rounds_world import World, open_world
+from tests.sync_faults.faults import Fault
+from tests.sync_faults.member import digest
+from tests.sync_faults.members import Member
+from tests.sync_faults.network import Loopback, Networks
+
+WIDTH, LAYERS = 512, 6  # tensors of 1 MiB, a bucket each
+MID_BROADCAST = 3  # the bucket before which a fault of the phase `transfer` comes
+BETWEEN_S = 0.2  # between two rounds: the rest of a step
+LOAD_LIMIT_S = 60.0  # for all members to be there
+SLACK_S = 5.0  # on a machine that others use too
+BACK_LIMIT_S = 180.0  # in which a member has to be back: a new process loads torch first, on a machine that others use too
+
+
+@dataclass
+class Hit:
+    """A fault, and what it cost."""
+
+    fault: Fault
+    struck: bool = False
+    round_s: float = 0.0
+    """Seconds of the round it came in."""
+    later_s: list[float] = field(default_factory=list)
+    """Seconds of the rounds after it, until the victim was in one."""
+    missed: int = 0
+    """Versions that the victim did not get in their own round."""
+
+
+@dataclass
+class Outcome:
+    """What a campaign has seen."""
+
+    hits: list[Hit] = field(default_factory=list)
+    rounds: int = 0
+    compared: int = 0
+    """Digests of members that were compared with the trainer's."""
+    violations: list[str] = field(default_factory=list)
+
+
+class Campaign:
+    """The trainer's side, and members to hit."""
+
+    def __init__(self, world: World, members: dict[str, Member], outcome: Outcome) -> None:
+        self.world, self.members, self.outcome = world, members, outcome
+        self.version = -1
+        self._digests: dict[int, str] = {}
+        self._skipped: dict[str, int] = dict.fromkeys(members, 0)  # rounds missed in a row without having been hit
+        self._hit: Hit | None = None  # armed, or being recovered from
+        self._sent = 0
+        sync = world.config.sync
+        self.deadline_s = 2 * (sync.join_deadline_s + sync.transfer_deadline_s) + SLACK_S
+        """A broken attempt and the one after it."""
+        self.short_s = 0.4 * sync.join_deadline_s
+        self.long_s = sync.join_deadline_s + sync.transfer_deadline_s + 1.0
+
+    def run(self, faults: Iterator[Fault], tell: Any) -> None:
+        """All faults, unless something that must hold does not."""
+        self._await_members()
+        self._round()
+        for fault in faults:
+            hit = self._hit = Hit(fault)
+            self.outcome.hits.append(hit)
+            if fault.phase in ("gather", "join"):
+                self.world.rounds._membership.breaks()  # a group that stands has neither
+            report = self._round()
+            hit.round_s = report.total_s
+            hit.missed += fault.victim not in _names(report)
+            tell(f"{fault}: round of {hit.round_s:.2f} s" + ("" if hit.struck else ", not struck"))
+            self._recover(hit)
+            tell(f"    back after {hit.missed} versions missed, rounds of {' '.join(f'{s:.2f}' for s in hit.later_s)} s")
+            self._hit = None
+            if self.outcome.violations:
+                return
+
+    def _recover(self, hit: Hit) -> None:
+        victim = self.members[hit.fault.victim]
+        deadline = time.monotonic() + self.long_s + BACK_LIMIT_S
+        while time.monotonic() < deadline:
+            time.sleep(BETWEEN_S)
+            over = victim.over.is_set()
+            report = self._round()
+            hit.later_s.append(report.total_s)
+            if set(self.members) == _names(report) and over:
+                return
+            hit.missed += hit.fault.victim not in _names(report)
+            if self.outcome.violations:
+                return
+        self.outcome.violations.append(f"{hit.fault}: it is not back after {len(hit.later_s)} rounds")
+
+    def _round(self) -> SyncReport:
+        """One version to everybody."""
+        self.version += 1
+        self._sent = 0
+        with torch.no_grad():
+            torch.manual_seed(self.version)
+            for weight in self.world.model.parameters():
+                weight.normal_()
+                weight.view(-1)[0] = self.version
+        self._digests[self.version] = digest(dict(self.world.model.named_parameters()))
+        faulthandler.dump_traceback_later(4 * self.deadline_s, exit=True)
+        report = self.world.train(self.version)
+        faulthandler.cancel_dump_traceback_later()
+        self.outcome.rounds += 1
+        self._judge(report)
+        return report
+
+    def _judge(self, report: SyncReport) -> None:
+        violations, present = self.outcome.violations, _names(report)
+        if report.total_s > self.deadline_s:
+            violations.append(f"version {self.version} took {report.total_s:.1f} s, more than {self.deadline_s:g} s")
+        for name, member in self.members.items():
+            hit = self._hit is not None and self._hit.fault.victim == name
+            self._skipped[name] = 0 if hit or name in present else self._skipped[name] + 1
+            if self._skipped[name] > 1:
+                violations.append(f"{name} was not hit and skipped versions {self.version - 1} and {self.version}")
+            if name in present and not (hit and self._hit and self._hit.fault.verb == "kill"):
+                self._compare(name, self.version, member.took(self.version))
+            if (held := member.held()) is not None and held[0] >= 0:
+                self._compare(name, *held)
+            violations += member.wrong
+
+    def _compare(self, name: str, version: int, held: str) -> None:
+        self.outcome.compared += 1
+        if held != self._digests[version]:
+            self.outcome.violations.append(
+                f"{name} says it holds version {version}, with other weights than the trainer's: {held!r}"
+            )
+
+    def _await_members(self) -> None:
+        deadline = time.monotonic() + LOAD_LIMIT_S
+        while len(self.world.rounds._live()) < len(self.members):
+            assert time.monotonic() < deadline, "the members did not start; their logs say why"
+            time.sleep(0.05)
+
+    def strike(self) -> None:
+        """Do what is armed, once."""
+        if self._hit is not None and not self._hit.struck:
+            self._hit.struck = True
+            fault = self._hit.fault
+            self.members[fault.victim].hit(fault, self.short_s if fault.kind.endswith("-short") else self.long_s)
+
+    def opened(self, current: Round) -> None:
+        """A phase was opened."""
+        if self._armed(current.phase, current.members) and current.phase != "transfer":
+            self.strike()
+
+    def sends(self) -> None:
+        """A bucket is about to be sent."""
+        self._sent += 1
+        if self._sent == MID_BROADCAST and self._armed("transfer", {f"{self._hit.fault.victim}:": 0} if self._hit else {}):
+            self.strike()
+
+    def acknowledged(self, acks: dict[str, tuple[str, str]]) -> None:
+        """These were read."""
+        applied = {member: 0 for member, (stage, _) in acks.items() if stage == "applied"}
+        if self._armed("applied", applied):
+            self.strike()
+
+    def _armed(self, phase: str, members: dict[str, int]) -> bool:
+        hit = self._hit
+        return (
+            hit is not None
+            and not hit.struck
+            and hit.fault.phase == phase
+            and any(member.startswith(f"{hit.fault.victim}:") for member in members)
+        )
+
+
+@contextmanager
+def open_campaign(
+    folder: Path, names: Sequence[str], networks: bool, join_s: float, transfer_s: float, outcome: Outcome
+) -> Iterator[Campaign]:
+    """A campaign whose members are being started."""
+    torch.set_num_threads(1)
+    network = Networks() if networks else Loopback()
+    server = RedisServer(folder / "redis")
+    server.start()
+    limits = (f"sync.join_deadline_s={join_s}", f"sync.transfer_deadline_s={transfer_s}", f"sync.host={network.trainer}")
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    members: dict[str, Member] = {}
+    try:
+        with open_world(folder, server, *limits, "run.name=rounds", "sync.bucket_mib=1", "fleet.ttl_s=5", model=model) as world:
+            try:
+                for i, name in enumerate(names):
+                    place = ("127.0.0.1", server.port)
+                    members[name] = Member(name, i % 2 == 1, network, world.config, world.portal, place)
+                campaign = Campaign(world, members, outcome)
+                with _watched(world, campaign):
+                    yield campaign
+            finally:
+                for member in members.values():
+                    member.close()
+    finally:
+        network.close()
+        server.stop()
+
+
+@contextmanager
+def _watched(world: World, campaign: Campaign) -> Iterator[None]:
+    """Let the campaign see phases, buckets and acknowledgements as they come."""
+    opening, acks, broadcast = world.rounds._open, world.rounds._acks, sending.begin_broadcast
+
+    def opened(current: Round) -> None:
+        opening(current)
+        campaign.opened(current)
+
+    def read() -> dict[str, tuple[str, str]]:
+        found = acks()
+        campaign.acknowledged(found)
+        return found
+
+    def sends(group: Any, buffer: torch.Tensor, deadline: Any) -> Any:
+        campaign.sends()
+        return broadcast(group, buffer, deadline)
+
+    world.rounds._open, world.rounds._acks, sending.begin_broadcast = opened, read, sends
+    try:
+        yield
+    finally:
+        sending.begin_broadcast = broadcast
+
+
+def _names(report: SyncReport) -> set[str]:
+    return {member.partition(":")[0] for member in report.members}

@@ -1,0 +1,144 @@
+"""A member as a process of its own: it follows rounds with a scripted engine, looks at its weights as one that samples would, and
+tells what it holds. Lines of JSON: `applied` and `mixed` unasked, `holds` for each line on its input.
+
+Weights of version v begin with v in every tensor (tests/sync_faults/campaign.py), so a mixture shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.generator.engine import TransferFailed, WeightsChanged
+from services.generator.metrics import GeneratorMetrics
+from services.generator.weights import WeightFollower
+from services.protocol.config import RunConfig, load
+from services.runtime import logs
+from services.runtime.checksums import Changed, check, checksum
+from services.runtime.collective import Deadline, broadcast, let_go
+from services.runtime.entry import open_service
+from services.runtime.loops import Loop
+from tests.scripted import ScriptedEngine
+
+SAMPLE_S = 0.005
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """Of names and bytes, by nothing that the transfer itself uses."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(weights.items()):
+        hashed.update(name.encode())
+        hashed.update(weight.detach().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def tell(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+class StagingEngine(ScriptedEngine):
+    """Receives beside sampling, as vLLM with gloo; tells what it applied."""
+
+    async def receive(self, version: int) -> None:
+        await super().receive(version)
+        tell(event="applied", version=version, digest=digest(self.weights))
+
+    def holds(self) -> tuple[int, str]:
+        """Version and digest of whole weights; version -1: there are none."""
+        return (self.version, digest(self.weights)) if self.whole and self.weights else (-1, "")
+
+
+class StreamingEngine(StagingEngine):
+    """Writes into the weights it samples with as they arrive, as vLLM with NCCL: a transfer that breaks leaves a mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = False
+
+    async def receive(self, version: int) -> None:
+        if self._connection is None:
+            raise TransferFailed("no group")
+        self.whole = False
+        try:
+            await asyncio.to_thread(self._stream, *self._connection)
+        except Changed as error:
+            raise WeightsChanged(error.tensor) from None
+        except (RuntimeError, TimeoutError) as error:
+            self._connection = None
+            let_go(error)
+            raise TransferFailed(str(error)) from None
+        self.whole, self.version = True, version
+        tell(event="applied", version=version, digest=digest(self.weights))
+
+    def _stream(self, group: Any, manifest: Any) -> None:
+        deadline = Deadline(self._config.sync.transfer_deadline_s)
+        for bucket in manifest.buckets:
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            broadcast(group, buffer, deadline)
+            for name, weight in bucket.views(buffer):
+                self.weights.setdefault(name, torch.zeros_like(weight)).copy_(weight)
+        names = [meta.name for meta in manifest.tensors]
+        sent = torch.empty(len(names), 2, dtype=torch.int64)
+        broadcast(group, sent, deadline)
+        check(names, [checksum(self.weights[name]) for name in names], sent)
+
+
+async def sample(engine: StagingEngine) -> None:
+    """Look at the weights whenever a token could be sampled with them."""
+    while True:
+        if engine._go.is_set() and engine.weights:
+            marks = {int(weight.view(-1)[0]) for weight in engine.weights.values()}
+            if marks != {engine.version}:
+                tell(event="mixed", version=engine.version, marks=sorted(marks))
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def answer(engine: StagingEngine) -> None:
+    """Say what is held, for each line; return when there are no more."""
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while await lines.readline():
+        version, held = engine.holds()
+        tell(event="holds", version=version, digest=held)
+
+
+async def follow(config: RunConfig, name: str, streams: bool) -> None:
+    """The member's life."""
+    torch.set_num_threads(1)
+    engine = StreamingEngine() if streams else StagingEngine()
+    await engine.start(config)
+    async with open_service("generator", config, name) as service:
+
+        async def work(loop: Loop) -> None:
+            loop.limit_s = float("inf")
+            await service.created()
+            service.say(phase="unsynced", world=engine.world)
+            looking = asyncio.create_task(sample(engine))
+            await answer(engine)
+            looking.cancel()
+
+        service.add_loop("weights", WeightFollower(service, engine, GeneratorMetrics(service.registry)).follow)
+        await service.run(work)
+
+
+def main() -> None:
+    """Parse the command line and follow."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--streams", action="store_true")
+    options = parser.parse_args()
+    logs.configure("sync-faults", options.name)
+    asyncio.run(follow(load(options.config, [], environ=dict(os.environ)), options.name, options.streams))
+
+
+if __name__ == "__main__":
+    main()

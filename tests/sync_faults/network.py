@@ -1,0 +1,111 @@
+"""The network between the trainer's side and the members: a namespace for each member, a bridge between them, and ways to cut it.
+
+Guarantees: what is cut is silent, as when packets are dropped: no connection ends by it. All of it goes with the campaign's
+processes. Needs iproute2 and util-linux, and to be root or allowed to make user namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from services.runtime.processes import die_with_parent
+
+TRAINER, REDIS = "10.77.0.1", "10.77.0.2"
+NOBODY = "02:00:00:00:00:fe"  # a hardware address that nobody has
+START_LIMIT_S = 30.0
+UNSHARE = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--user", "--map-root-user")))
+"""Runs a command in a network of its own, in which it may do as it likes."""
+
+
+def permitted() -> bool:
+    """Whether networks can be made here."""
+    if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
+        return False
+    trial = "ip link add name trial type bridge && ip link add name one type veth peer name two"
+    return subprocess.run([*UNSHARE, "sh", "-c", trial], capture_output=True, check=False).returncode == 0
+
+
+class Loopback:
+    """No networks: everybody is at 127.0.0.1."""
+
+    trainer = redis = "127.0.0.1"
+
+    def add(self, member: str) -> None:
+        """Nothing to make."""
+
+    def inside(self, member: str) -> list[str]:
+        """What goes before a member's command."""
+        return []
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Networks:
+    """Lives in a network namespace of its own (`UNSHARE`)."""
+
+    trainer, redis = TRAINER, REDIS
+
+    def __init__(self) -> None:
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        _ip("link", "set", "lo", "up")
+        _ip("link", "add", "bridge", "type", "bridge")
+        for address in (TRAINER, REDIS):
+            _ip("address", "add", f"{address}/24", "dev", "bridge")
+        _ip("link", "set", "bridge", "up")
+
+    def add(self, member: str) -> None:
+        """Make a member's network, which outlives its processes."""
+        number = len(self._holders)
+        holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=die_with_parent)
+        self._holders[member] = holder
+        deadline = time.monotonic() + START_LIMIT_S
+        while _network_of(holder.pid) == _network_of(os.getpid()):
+            assert time.monotonic() < deadline, "unshare made no network"
+            time.sleep(0.01)
+        _ip("link", "add", f"to-{member}", "type", "veth", "peer", "name", "eth", "netns", str(holder.pid))
+        _ip("link", "set", f"to-{member}", "master", "bridge", "up")
+        self._ip_of(member, "address", "add", f"10.77.0.{10 + number}/24", "dev", "eth")
+        for link in ("lo", "eth"):
+            self._ip_of(member, "link", "set", link, "up")
+
+    def inside(self, member: str) -> list[str]:
+        """What goes before a command that is to run in a member's network."""
+        return ["nsenter", f"--net=/proc/{self._holders[member].pid}/ns/net"]
+
+    def cut_trainer(self, member: str) -> None:
+        """Let nothing of the member's reach the trainer, though all else is reached."""
+        self._ip_of(member, "neighbour", "replace", TRAINER, "lladdr", NOBODY, "nud", "permanent", "dev", "eth")
+
+    def mend_trainer(self, member: str) -> None:
+        """Undo `cut_trainer`."""
+        self._ip_of(member, "neighbour", "delete", TRAINER, "dev", "eth")
+
+    def cut_all(self, member: str) -> None:
+        """Pull the member's cable."""
+        _ip("link", "set", f"to-{member}", "down")
+
+    def mend_all(self, member: str) -> None:
+        """Undo `cut_all`."""
+        _ip("link", "set", f"to-{member}", "up")
+
+    def close(self) -> None:
+        """End what holds the networks."""
+        for holder in self._holders.values():
+            holder.kill()
+            holder.wait()
+
+    def _ip_of(self, member: str, *arguments: str) -> None:
+        subprocess.run([*self.inside(member), "ip", *arguments], check=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _network_of(pid: int) -> str:
+    return os.readlink(Path("/proc", str(pid), "ns", "net"))

@@ -1,0 +1,328 @@
+"""Trackers get every record once and in order, whatever they or their process do; nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from services.console.redis_server import RedisServer
+from services.protocol.config import ConfigError, RunConfig, digest, to_toml
+from services.protocol.store import Store
+from services.runtime import tracking
+from services.runtime.loops import Loop
+from services.tracker import follower
+from services.tracker.event_files import EventFiles
+from services.tracker.follower import Follower
+from services.tracker.metrics import TrackerMetrics
+from services.tracker.tracker import Record
+from tests.harness import small_config, wait_until
+from tests.tracker.readers import read_tensorboard, read_wandb
+
+
+def record(step: int) -> Record:
+    return {"step": float(step), "time_s": 1e9 + step, "reward/train/mean": step / 8}
+
+
+def evaluated(version: int) -> Record:
+    return {"eval/version": float(version), "eval/main/pass@1": 0.5}
+
+
+async def add_round(store: Store, version: int) -> None:
+    await store.client.xadd(store.keys.evaluations, {"m": msgspec.json.encode(evaluated(version))})
+
+
+class Recorder:
+    """A tracker that remembers, fails as often as it is told, and is slow."""
+
+    durable = True
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.rounds: list[int] = []
+        self.failures, self.slow_s, self.opened, self.closed = 0, 0.0, 0, 0
+
+    def open(self, name: str, config: RunConfig, folder: Path, identity: str) -> Recorder:
+        self.opened += 1
+        return self
+
+    def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
+        time.sleep(self.slow_s)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the tracker's own trouble")
+        self.steps += [int(one["step"]) for one in steps]
+        self.rounds += [int(one["eval/version"]) for one in rounds]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(follower, "open_tracker", recorder.open)
+    monkeypatch.setattr(follower, "LOOK_S", 0.02)
+    monkeypatch.setattr(follower, "RETRY_S", 0.02)
+    monkeypatch.setattr(follower, "BATCH", 3)
+    return recorder
+
+
+def following(store: Store, folder: Path) -> tuple[Follower, asyncio.Event, asyncio.Task[None]]:
+    stopping = asyncio.Event()
+    made = Follower(
+        "wandb",
+        small_config(folder, None, "tracking.wandb=project"),
+        store,
+        folder / "tracking",
+        stopping,
+        TrackerMetrics(CollectorRegistry()),
+    )
+    return made, stopping, asyncio.create_task(made.follow(Loop("wandb", made.follow, 60)))
+
+
+async def test_every_record_reaches_the_tracker_once_and_in_order(store: Store, recorder: Recorder, tmp_path: Path) -> None:
+    for step in (0, 1, 0, 1, 2, 3, 4):  # a trainer that was killed trains, and records, again
+        await store.record(record(step))
+    await add_round(store, 0)
+    made, stopping, task = following(store, tmp_path)
+    await wait_until(lambda: recorder.steps == [0, 1, 2, 3, 4])
+    for step in (4, 5):
+        await store.record(record(step))
+    await add_round(store, 4)
+    stopping.set()  # what was recorded by then still comes
+    await task
+    assert made.done.is_set()
+    assert recorder.steps == list(range(6))
+    assert recorder.rounds == [0, 4]
+    assert (recorder.opened, recorder.closed) == (1, 1)
+
+
+async def test_a_run_that_was_taken_back_is_recorded_anew(store: Store, recorder: Recorder, tmp_path: Path) -> None:
+    for step in range(5):
+        await store.record(record(step))
+    await add_round(store, 4)
+    _, stopping, task = following(store, tmp_path)
+    await wait_until(lambda: (recorder.steps, recorder.rounds) == ([0, 1, 2, 3, 4], [4]))
+    for step in (2, 3, 3):
+        await store.record(record(step) | {"run/incarnation": 17.0})
+    await wait_until(lambda: recorder.steps[5:] == [2, 3])
+    await store.client.xadd(store.keys.evaluations, {"m": msgspec.json.encode(evaluated(2) | {"run/incarnation": 17.0})})
+    await wait_until(lambda: recorder.rounds == [4, 2])
+    await store.record(record(4) | {"run/incarnation": 17.0})
+    stopping.set()
+    await task
+    assert recorder.steps[5:] == [2, 3, 4]
+
+
+async def test_another_process_takes_up_where_the_last_one_was(store: Store, recorder: Recorder, tmp_path: Path) -> None:
+    for step in range(4):
+        await store.record(record(step))
+    _, _, task = following(store, tmp_path)
+    await wait_until(lambda: recorder.steps == [0, 1, 2, 3])
+    task.cancel()
+    await asyncio.wait([task])
+    await store.record(record(4))
+    _, stopping, task = following(store, tmp_path)
+    stopping.set()
+    await task
+    assert recorder.steps == [0, 1, 2, 3, 4]
+
+
+async def test_what_a_tracker_has_not_for_good_is_given_to_the_next_life_again(
+    store: Store, recorder: Recorder, tmp_path: Path
+) -> None:
+    recorder.durable = False
+    for step in range(4):
+        await store.record(record(step))
+    _, _, task = following(store, tmp_path)
+    await wait_until(lambda: recorder.steps == [0, 1, 2, 3])
+    task.cancel()
+    await asyncio.wait([task])
+    recorder.steps = []
+    for _ in range(2):
+        await store.record(record(4))
+        _, stopping, task = following(store, tmp_path)
+        stopping.set()
+        await task
+        assert recorder.steps == [0, 1, 2, 3, 4]  # closed in order, so the last life finds nothing to do
+
+
+async def test_a_tracker_that_raises_is_logged_once_and_tried_until_it_works(
+    store: Store, recorder: Recorder, tmp_path: Path
+) -> None:
+    recorder.failures = 5
+    await store.record(record(0))
+    with capture_logs() as logs:
+        _, stopping, task = following(store, tmp_path)
+        await wait_until(lambda: recorder.steps == [0])
+        stopping.set()
+        await task
+    assert [log["event"] for log in logs] == ["tracker failed, it is tried again", "tracker works again"]
+    assert recorder.opened == 6
+
+
+async def test_a_tracker_that_never_works_ends_with_the_run_and_its_records_wait(
+    store: Store, recorder: Recorder, tmp_path: Path
+) -> None:
+    recorder.failures = 10**9
+    await store.record(record(0))
+    _, stopping, task = following(store, tmp_path)
+    await wait_until(lambda: recorder.opened > 2)
+    stopping.set()
+    await asyncio.wait_for(task, 30)
+    recorder.failures = 0
+    _, stopping, task = following(store, tmp_path)
+    stopping.set()
+    await task
+    assert recorder.steps == [0]
+
+
+async def test_a_slow_tracker_holds_up_neither_its_process_nor_those_who_record(
+    store: Store, recorder: Recorder, tmp_path: Path
+) -> None:
+    recorder.slow_s = 1.0
+    await store.record(record(0))
+    _, stopping, task = following(store, tmp_path)
+    await wait_until(lambda: recorder.opened)
+    began = time.monotonic()
+    for step in range(1, 20):
+        await store.record(record(step))
+        await asyncio.sleep(0)
+    assert time.monotonic() - began < 0.9
+    assert recorder.steps == []
+    recorder.slow_s = 0.0
+    await wait_until(lambda: recorder.steps == list(range(20)))
+    stopping.set()
+    await task
+
+
+def test_event_files_are_read_by_tensorboard(tmp_path: Path) -> None:
+    for steps in ((0, 1), (2,)):  # two lives
+        files = EventFiles(tmp_path)
+        files.write([record(step) for step in steps], [evaluated(step) for step in steps])
+        files.close()
+    torn = EventFiles(tmp_path)  # a third was killed in the midst of a record
+    torn.write([record(3)], [])
+    newest = max(tmp_path.iterdir())
+    newest.write_bytes(newest.read_bytes()[:-5])
+    torn.close()
+    seen = read_tensorboard(tmp_path)
+    assert seen["reward/train/mean"] == {0: 0, 1: 0.125, 2: 0.25}
+    assert seen["eval/main/pass@1"] == {0: 0.5, 1: 0.5, 2: 0.5}
+    assert seen["time_s"][2] == pytest.approx(1e9 + 2)
+
+
+def test_a_tracker_that_cannot_work_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = small_config(tmp_path, None, "tracking.tensorboard=true", "tracking.wandb=project")
+    assert both.tracking.trackers == ("tensorboard", "wandb")
+    tracking.check_tracking(both, {})
+    online = small_config(tmp_path, None, "tracking.wandb=project", "tracking.wandb_mode=online")
+    home = tmp_path / "netrc"
+    with pytest.raises(ConfigError, match="needs a key: set WANDB_API_KEY"):
+        tracking.check_tracking(online, {"NETRC": str(home)})
+    tracking.check_tracking(online, {"NETRC": str(home), "WANDB_API_KEY": "k"})
+    home.write_text("machine api.wandb.ai login user password k\n")
+    home.chmod(0o600)
+    tracking.check_tracking(online, {"NETRC": str(home)})
+    with pytest.raises(ConfigError, match=r"wandb_mode = \"online\" has no effect without a project: set tracking\.wandb"):
+        small_config(tmp_path, None, "tracking.wandb_mode=online")
+    with pytest.raises(ConfigError, match=r"tracking\.wandb = 'a b'"):
+        small_config(tmp_path, None, "tracking.wandb=a b")
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    tracking.check_tracking(small_config(tmp_path), {})
+    with pytest.raises(
+        ConfigError, match=r"tracking\.tensorboard = True needs the package tensorboard.*pip install 'grpo\[tracking\]'"
+    ):
+        tracking.check_tracking(both, {})
+
+
+def test_trackers_are_no_part_of_what_a_run_is(tmp_path: Path) -> None:
+    assert digest(small_config(tmp_path)) == digest(small_config(tmp_path, None, "tracking.tensorboard=true"))
+
+
+class Pod:
+    """A tracker process."""
+
+    def __init__(self, config: Path, log: Path) -> None:
+        environ = os.environ | {
+            "PYTHONWARNINGS": "error",
+            "WANDB_MODE": "offline",
+            "GRPO_API_TOKEN": "t",
+            "HOME": str(log.parent),
+        }
+        command = [sys.executable, "-m", "services.tracker", "--config", str(config), "--name", "tracker-0"]
+        self.log = log
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environ)
+
+    def until(self, true: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not true():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+
+@pytest.mark.timeout(180)
+def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(server: RedisServer, tmp_path: Path) -> None:
+    name = f"t-{uuid.uuid4().hex[:12]}"
+    config = small_config(tmp_path, server, f"run.name={name}", "tracking.tensorboard=true", "tracking.wandb=project")
+    path, folder = tmp_path / "resolved.toml", tmp_path / name / "tracking"
+    path.write_text(to_toml(config))
+
+    def position(tracker: str) -> int:
+        found = folder / f"{tracker}.json"
+        return msgspec.json.decode(found.read_bytes())["step"] if found.exists() else -1
+
+    def begun() -> bool:
+        return position("tensorboard") == 2 and bool(list(folder.glob("wandb/offline-run-*/*.wandb")))
+
+    async def in_redis(*records: Record, end: bool = False) -> None:
+        store = await Store.connect(server.url, name, server.password)
+        await store.create(digest(config), "data", 6, 8)
+        for one in records:
+            await store.record(one)
+        if end:
+            await add_round(store, 6)
+            await store.finish("trained 6 of 6 steps")
+        await store.close()
+
+    async def delete() -> None:
+        store = await Store.connect(server.url, name, server.password)
+        await store.delete_run()
+        await store.close()
+
+    pod = Pod(path, tmp_path / "log")
+    try:
+        asyncio.run(in_redis(*map(record, range(3))))
+        pod.until(begun)
+        pod.process.send_signal(signal.SIGKILL)
+        pod.process.wait()
+        asyncio.run(in_redis(*map(record, (3, 4))))
+        pod = Pod(path, tmp_path / "log")
+        asyncio.run(in_redis(record(5), end=True))
+        assert pod.process.wait(60) == 0, pod.log.read_text()
+    finally:
+        pod.process.kill()
+        pod.process.wait()
+        asyncio.run(delete())
+    seen = read_tensorboard(folder / "tensorboard")
+    assert seen["reward/train/mean"] == {step: step / 8 for step in range(6)}
+    assert seen["eval/main/pass@1"] == {6: 0.5}
+    assert position("tensorboard") == position("wandb") == 5
+    rows = read_wandb(folder / "wandb")  # the first life's may have died with it, and are in the second's
+    assert {row["step"]: row["reward/train/mean"] for row in rows if "reward/train/mean" in row} == {s: s / 8 for s in range(6)}
+    assert [row["eval/version"] for row in rows if "eval/version" in row] == [6]
+    assert len({path.stem.rpartition("-")[2] for path in (folder / "wandb").glob("offline-run-*")}) == 1  # one identity

@@ -1,0 +1,46 @@
+"""The trainer's loop where a whole run hits it by chance only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.trainer.loop import TrainLoop
+from services.trainer.policy import Trained
+from services.trainer.sync import Stopped
+
+
+class Interrupted(TrainLoop):
+    """A loop that is told to stop while the weights of step 4 are sent; every call to Redis succeeds."""
+
+    def __init__(self) -> None:
+        plan = SimpleNamespace(step=4, stats={"tokens/gen/total": 7.0}, total_tokens=9, traces=[])
+        self.step, self.fence, self.recorded = 3, 1, []
+        self.crew: Any = SimpleNamespace(lead=lambda name, step: (plan, Trained({"loss/train/sum": 0.5}, {})))
+        self.store: Any = SimpleNamespace(commit=lambda fence, step: step, record=self.recorded.append)
+        self.metrics: Any = SimpleNamespace(
+            observe=lambda plan, record: None, record_s=SimpleNamespace(observe=lambda seconds: None)
+        )
+        self.call: Any = lambda done: done
+        self.recovery: Any = SimpleNamespace(trained=lambda plan: None, stay_in_step=lambda step: None)
+        self.saving: Any = SimpleNamespace(failed=0)
+        self._last_record = self._generated_before = 0.0
+        self._plans, self._incarnation, self._failed = {}, 0, 0
+
+    def _say(self, **changes: object) -> None:
+        pass
+
+    def _sync(self) -> None:
+        raise Stopped
+
+
+def test_a_step_that_was_committed_is_recorded_even_if_the_stop_comes_during_its_sync() -> None:
+    loop = Interrupted()
+    with pytest.raises(Stopped):
+        loop._train_next()
+    assert loop.step == 4
+    (record,) = loop.recorded
+    assert (record["step"], record["loss/train/sum"]) == (4, 0.5)
+    assert record["time/step_s"] >= record["time/train_s"]

@@ -1,0 +1,87 @@
+"""A headless Chromium: Debian's, driven by playwright. Without either, tests of the page are skipped with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
+PAGES = {
+    "overview": "", "fleet": "fleet", "steps": "steps", "step": "steps/{step}", "buffer": "buffer", "group": "groups/{group}",
+    "sync": "sync", "ledger": "ledger", "deadletters": "deadletters", "deadletter": "deadletters/{letter}",
+    "checkpoints": "checkpoints", "evaluation": "evaluation",
+}  # fmt: skip
+"""Every page by name: where it is, with the names of a step, a group and a dead letter to be filled in."""
+KEPT = "grpo-token"  # where the page keeps the token (static/api.js)
+LIMIT_MS = 60_000  # of any wait for the page, on a busy machine
+
+
+def why_not() -> str:
+    """Why there is no browser here, or empty."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is not installed: pip install -e '.[dev]'"
+    if _program() is None and not _own():
+        return "no chromium here: apt-get install chromium (make debian), or playwright install chromium"
+    return ""
+
+
+def _program() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def _own() -> bool:
+    return any(Path.home().joinpath(".cache/ms-playwright").glob("chromium*"))
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=_program(), args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = WIDE, token: str = "") -> Iterator[Any]:
+    """A tab at `url` in which `token` was given before; what it complains of is in `page.complaints`: errors, and what its
+    security policy refused."""
+    context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")
+    try:
+        if token:
+            context.add_init_script(f"sessionStorage.getItem('{KEPT}') || sessionStorage.setItem('{KEPT}', {json.dumps(token)})")
+        page = context.new_page()
+        page.set_default_timeout(LIMIT_MS)
+        page.complaints = []
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
+        page.goto(url)
+        try:
+            yield page
+        except Exception as error:
+            error.add_note(f"the page complained: {page.complaints}\nit shows: {page.inner_text('body')[:2000]}")
+            raise
+    finally:
+        context.close()
+
+
+def go(page: Any, path: str) -> None:
+    """Go to a page of the console and wait until it has its answers."""
+    page.evaluate("path => { location.hash = '/' + path }", path)
+    settle(page)
+
+
+def settle(page: Any) -> None:
+    """Wait until nothing on the page is asked for any more."""
+    page.wait_for_selector("main h1")
+    page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")

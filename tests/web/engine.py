@@ -1,0 +1,29 @@
+"""A scripted engine whose completions can be read: sums, right more often the newer the weights are."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from services.protocol.config import RunConfig
+from tests.scripted import ScriptedEngine
+
+LEARNT = 100  # version from which nearly all answers are right
+
+
+class SumsEngine(ScriptedEngine):
+    """Answers `What is 12 + 7?`."""
+
+    async def start(self, config: RunConfig) -> None:
+        from tokenizers import Tokenizer
+
+        await super().start(config)
+        self._tokenizer = Tokenizer.from_file(str(Path(config.model.path) / "tokenizer.json"))
+
+    def script(self, prompt: list[int], seed: int, max_tokens: int) -> list[int]:
+        chance = random.Random(seed)
+        a, b = (int(word.strip("?")) for word in self._tokenizer.decode(prompt).split() if word.strip("?").isdigit())
+        right = chance.random() < 0.25 + 0.7 * min(max(self.version, 0) / LEARNT, 1.0)
+        answer = a + b if right else a + b + chance.choice((-10, -2, -1, 1, 3, 10))
+        first = chance.choice(("", f"Add {a} and {b}.\n", "I count on.\n", f"{b} more than {a}:\n"))
+        return self._tokenizer.encode(f"{first}{a} + {b} = {answer}").ids[:max_tokens]

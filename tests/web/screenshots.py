@@ -1,0 +1,86 @@
+"""Screenshots of every page in both themes: `python -m tests.web.screenshots`, some two minutes.
+
+Without --url it makes a run of its own, with an engine that answers sums by rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image
+
+from tests.web.browser import NARROW, PAGES, WIDE, chromium, go, opened, settle
+from tests.web.world import shown
+
+FOLDER = Path(__file__).parent.parent.parent / "docs" / "screenshots"
+COLOURS = 256  # of a palette: the pages have few, and the files are half
+TALLEST = 1500  # pixels
+STEPS, TRAINED = 400, 44
+NARROW_PAGES = ["overview", "fleet", "group", "ledger"]  # shown at 360 pixels too
+
+
+def places(url: str, token: str) -> dict[str, str]:
+    """Every page, with the last step that was trained, a group of it, and the last dead letter."""
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
+        state = http.get("/v1/state").json()["state"]
+        plan = http.get(f"/v1/steps/{state['committed_step']}").json()["plan"]
+        letters = http.get("/v1/deadletters").json()["letters"]
+    group = max(plan["groups"], key=_worth_a_look)["group"] if plan else "0-0"
+    letter = letters[0]["id"] if letters else "0-0"
+    return {name: path.format(step=state["committed_step"], group=group, letter=letter) for name, path in PAGES.items()}
+
+
+def _worth_a_look(group: dict[str, Any]) -> tuple[float, int]:
+    """Rewards that differ, then tokens of several versions."""
+    return group["advantage"]["max"] > group["advantage"]["min"], group["newest"] - group["oldest"]
+
+
+def save(page: Any, path: Path) -> None:
+    """Save what is shown, in few colours."""
+    height = min(TALLEST, page.evaluate("() => document.documentElement.scrollHeight"))
+    size = page.viewport_size
+    page.set_viewport_size({"width": size["width"], "height": max(height, 400)})
+    page.wait_for_timeout(300)  # charts follow their width
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    page.set_viewport_size(size)
+    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
+
+
+def shoot(url: str, folder: Path, token: str) -> None:
+    """Save every page of the console at `url`, as an operator sees them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sessions = [
+        (theme, *shape) for theme in ("light", "dark") for shape in ((WIDE, "", [*PAGES]), (NARROW, "-narrow", NARROW_PAGES))
+    ]
+    for theme, size, end, names in sessions:
+        with chromium() as browser, opened(browser, url, theme, size, token) as page:
+            settle(page)
+            page.wait_for_selector("header .buttons")
+            there = places(url, token)
+            for name in names:
+                go(page, there[name])
+                save(page, folder / f"{name}{end}-{theme}.png")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="", help="address of a console; default: of a run made for it")
+    parser.add_argument("--token", default="", help="token that may operate, with --url")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
+    given = parser.parse_args()
+    if given.url:
+        shoot(given.url, given.out, given.token)
+        return
+    with tempfile.TemporaryDirectory() as folder, shown(Path(folder), STEPS, TRAINED, 0.02) as run:
+        shoot(run.url, given.out, run.token)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The console of a run in Redis, served inside a test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from services.protocol.config import RunConfig
+from services.protocol.store import Store
+from services.web.serving import show
+from tests.harness import wait_until
+
+
+@contextlib.asynccontextmanager
+async def served(config: RunConfig, store: Store) -> AsyncIterator[str]:
+    """Yields the address."""
+    told, until = list[str](), asyncio.Event()
+    serving = asyncio.create_task(show(config, store, told.append, until))
+    try:
+        await wait_until(lambda: told or serving.done(), 30.0)
+        yield told[0]
+    finally:
+        until.set()
+        await serving

@@ -1,0 +1,71 @@
+"""`grpo run --web` and `grpo web`: fake services, a real page."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.console.errors import ConsoleError
+from services.console.plan import plan_units
+from services.console.redis_server import RedisServer
+from services.console.web import web
+from services.protocol.store import Store
+from tests.console.harness import config_file, environment, grpo, log, processes_of, wait_until
+from tests.harness import small_config
+
+
+def test_the_page_is_a_unit_only_where_one_is_asked_for_and_the_run_can_do_without_it(tmp_path: Path) -> None:
+    assert not any(unit.stays for unit in plan_units(small_config(tmp_path), Path("c")))
+    (unit,) = [unit for unit in plan_units(small_config(tmp_path, None, "web.port=8265"), Path("c")) if unit.stays]
+    assert (unit.name, unit.essential) == ("web-0", False)
+    assert "services.web" in unit.pods[0].argv
+
+
+def test_a_run_serves_its_page_and_asks_it_to_end_afterwards(tmp_path: Path) -> None:
+    done = grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1", "--web")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"web console at http://127\.0\.0\.1:\d+, its token in .*/token", done.stdout)
+    assert "still running after the end" not in done.stdout
+    assert "up at" in log(tmp_path / "small", "web-0")
+    assert processes_of(tmp_path / "small") == {}
+
+
+def test_grpo_web_shows_a_run_that_has_ended_and_names_a_port_that_is_taken(tmp_path: Path) -> None:
+    assert grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1").returncode == 0
+    run = tmp_path / "small"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = grpo("web", run, "--port", str(port))
+        assert (done.returncode, f"web.port = {port}" in done.stderr) == (2, True), done.stderr
+    command = [sys.executable, "-m", "services.console", "web", str(run)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None
+        assert "run small is not running; its Redis is up" in process.stdout.readline()
+        said = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+        assert said
+        token = {"Authorization": f"Bearer {(run / 'api-read-token').read_text().strip()}"}
+        with httpx.Client(base_url=said[0], headers=token, timeout=30) as http:
+            found = http.get("/v1/console/series").json()
+            assert found["steps"] == [0, 1, 2, 3]
+            assert http.get("/v1/state").json()["state"]["finished"] == "trained 4 of 4 steps"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    wait_until(lambda: processes_of(run) == {}, "its Redis is gone again")
+
+
+async def test_grpo_web_without_the_runs_folder_says_what_it_needs(
+    server: RedisServer, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRPO_REDIS_PASSWORD", server.password)
+    with pytest.raises(ConsoleError, match="needs its folder"):
+        await web(store.keys.name, server.url, "", 0)

@@ -1,0 +1,91 @@
+"""What models, data sets and pods write is text on the page, whatever it says and however long it is."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from services.console.redis_server import RedisServer
+from services.protocol import codec
+from services.protocol.messages import Payload, PodStatus
+from services.protocol.store import Store
+from tests.harness import save_tokenizer_folder, small_config
+from tests.protocol.flow import claim, header, issue, settle, start
+from tests.web import browser as browsers
+from tests.web.browser import PAGES, chromium, go, opened
+from tests.web.served import served
+
+pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
+MARKUP = '<img src=x onerror="window.hit=1"><script>window.hit=1</script></pre><h1>mine</h1>&lt;b&gt; javascript:alert(1)'
+CONTROLS = "\x1b[2J\x00\x07 \u202eright to left\u202c \u200bhidden\ufeff \u2028 end"
+HUGE = "<b>long</b> " * 20_000
+PLAIN = "42"
+
+
+async def bring_in(store: Store, folder: Path) -> str:
+    """A group whose completions are hostile, in a run whose names and reasons are."""
+    save_tokenizer_folder(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    team = await start(store)
+    await issue(store, team, 2)
+    good, failing = await claim(store, "g", 2)
+    texts = [np.array(tokenizer.encode(text).ids, np.int32) for text in (MARKUP, CONTROLS, HUGE, PLAIN)]
+    lengths = [len(tokens) for tokens in texts]
+    spans = np.array([[i, 0, 0, length] for i, length in enumerate(lengths)], np.int32)
+    tokens = np.concatenate(texts)
+    prompt = np.array(tokenizer.encode(MARKUP).ids, np.int32)
+    payload = Payload(prompt, np.array(lengths, np.int32), tokens, -np.ones(len(tokens), np.float32), spans)
+    told = header(
+        good, lengths=lengths, prompt_tokens=len(prompt), source=MARKUP, generator=CONTROLS, scores={MARKUP: [0.0, 1.0, 0.0, 1.0]}
+    )
+    assert await store.submit("g", good, told, codec.encode(payload), 60)
+    await settle(store, team)
+    await store.fail("g", failing, MARKUP + CONTROLS, 1)
+    await store.pause("trainer", MARKUP + CONTROLS)
+    pod = PodStatus("generator", MARKUP, "b00t", MARKUP, 1, "javascript:window.hit=1", MARKUP, 0, 1, {"running": float("inf")})
+    await store.beat(pod, 60.0)
+    await store.record({"step": 0.0, "time_s": 1.0, f"reward/{MARKUP}": 0.5})
+    return good.ticket_id
+
+
+def visit(url: str, group: str, letter: str) -> None:
+    """Every page says what is there, and none does what it says."""
+    with chromium() as browser, opened(browser, url) as page:
+        dialogs: list[Any] = []
+        page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+        for name, path in PAGES.items():
+            if name == "step":
+                continue  # no step was planned
+            go(page, path.format(group=group, letter=letter, step=0))
+            assert page.evaluate("() => window.hit") is None, name
+            assert page.eval_on_selector_all("main img, main script, main b:not(.key b)", "all => all.length") == 0, name
+            assert page.eval_on_selector_all("main h1", "all => all.length") == 1, name
+            assert page.eval_on_selector_all("a[href^='javascript']", "all => all.length") == 0, name
+            words = page.inner_text("body")
+            assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]", words), name
+            assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
+        go(page, f"groups/{group}")
+        texts = page.eval_on_selector_all(".completion pre", "all => all.map(one => one.textContent)")
+        assert texts[0] == MARKUP
+        assert texts[1] == r"\e[2J\x00\x07 \u{202e}right to left\u{202c} \u{200b}hidden\u{feff} \u{2028} end"
+        assert texts[2] == HUGE[:4000]
+        page.click("text=Show 20,000 more")
+        assert page.eval_on_selector_all(".completion pre", "all => all[2].textContent") == HUGE[:24_000]
+        assert page.evaluate("async () => (await fetch('/')).headers.get('content-security-policy')").startswith(
+            "default-src 'none'"
+        )
+        assert (page.complaints, dialogs) == ([], [])
+
+
+async def test_hostile_text_is_text(store: Store, server: RedisServer, tmp_path: Path) -> None:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    group = await bring_in(store, tmp_path / "model")
+    letter = (await store.dead_letters())[0].id
+    async with served(config, store) as url:
+        await asyncio.to_thread(visit, url, group, letter)

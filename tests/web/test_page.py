@@ -1,0 +1,189 @@
+"""The page in a real browser, fed by a real run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.web import browser as browsers
+from tests.web.browser import NARROW, PAGES, WIDE, chromium, go, opened, settle
+from tests.web.world import REASON, Shown, kill, shown
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-"),
+]  # fmt: skip
+# Rules of axe-core that a page is held to: WCAG 2.2 A and AA, and its best practices.
+AXE = """async () => {
+    const found = await axe.run(document, { resultTypes: ['violations'] });
+    return found.violations.map(one => `${one.id}: ${one.help}: ` + one.nodes.slice(0, 3).map(node => node.html).join(' | '));
+}"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    with shown(tmp_path_factory.mktemp("web")) as run:
+        yield run
+
+
+@pytest.fixture
+def browser(run: Shown) -> Iterator[Any]:
+    """One of its own for each test: what ails one must not reach the next."""
+    with chromium() as browser:
+        yield browser
+
+
+def places(run: Shown) -> dict[str, str]:
+    """Every page, with a step that is kept, a group of it and a dead letter."""
+    with httpx.Client(base_url=run.url, headers=bearer(run.read_token)) as http:
+        run.wait_for(lambda: run.kept_step is not None, "a step that is kept")
+        step = run.kept_step
+        group = http.get(f"/v1/steps/{step}").json()["plan"]["groups"][0]["group"]
+        letter = http.get("/v1/deadletters").json()["letters"][0]["id"]
+    return {name: path.format(step=step, group=group, letter=letter) for name, path in PAGES.items()}
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def badge(page: Any) -> str:
+    return page.inner_text("header .state .badge")
+
+
+def unlock(page: Any, token: str) -> None:
+    page.click("text=Operate …")
+    page.fill("dialog input[name=token]", token)
+    page.click("dialog button[type=submit]")
+
+
+@pytest.mark.parametrize(("theme", "size"), [("light", WIDE), ("dark", NARROW)])
+def test_every_page_is_whole_accessible_and_fits(run: Shown, browser: Any, theme: str, size: dict[str, int]) -> None:
+    axe = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
+    with opened(browser, run.url, theme, size, run.read_token) as page:
+        settle(page)
+        page.evaluate(axe)
+        for name, path in places(run).items():
+            go(page, path)
+            assert page.inner_text("main h1"), name
+            assert page.query_selector("main .fault") is None, (name, page.inner_text("main"))
+            assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
+            assert page.evaluate(AXE) == [], name
+        assert page.complaints == []
+
+
+def test_without_a_token_nothing_can_be_done_and_a_wrong_one_is_refused(run: Shown, browser: Any) -> None:
+    with opened(browser, run.url, token=run.read_token) as page:
+        for path in ("", "fleet", "deadletters", "checkpoints"):
+            go(page, path)
+            buttons = page.eval_on_selector_all("button", "all => all.map(one => one.innerText)")
+            assert not re.search(r"Pause|Scale|Stop|Put|Write|Checkpoint", " ".join(buttons)), path
+        unlock(page, "wrong")
+        page.wait_for_selector("dialog .refusal:has-text('token')")
+        assert page.query_selector("header .buttons") is None
+        assert page.evaluate("() => Object.values(sessionStorage)") == [run.read_token]
+
+
+def test_pause_by_button_pauses_the_run_and_resume_lets_it_go_on(run: Shown, browser: Any) -> None:
+    with opened(browser, run.url, token=run.read_token) as page:
+        settle(page)
+        unlock(page, run.token)
+        page.click("header >> text=Pause …")
+        page.fill("dialog input[name=why]", "looking at a <b>spike</b>")
+        page.click("dialog button:has-text('Pause')")
+        try:
+            page.wait_for_selector("header .badge:has-text('paused')")
+            assert run.state().paused == dict.fromkeys(("generator", "dataprep", "trainer"), "looking at a <b>spike</b>")
+            page.wait_for_selector("main :text('looking at a <b>spike</b>')")
+        finally:
+            page.click("header >> text=Resume")
+        page.wait_for_selector("header .badge:has-text('running')")
+        assert run.state().paused == {}
+        step = run.state().committed_step
+        run.wait_for(lambda: run.state().committed_step > step, "another step after the pause")
+
+
+def test_a_checkpoint_and_a_dead_letter_put_back_by_buttons(run: Shown, browser: Any) -> None:
+    with opened(browser, run.url, token=run.read_token) as page:
+        settle(page)
+        unlock(page, run.token)
+        before = run.state().checkpointed_step
+        go(page, "checkpoints")
+        page.click("text=Write one now")
+        page.wait_for_selector(".said :text('heckpoint')")
+        run.wait_for(lambda: run.state().checkpointed_step > before, "a checkpoint")
+        go(page, "deadletters")
+        page.wait_for_selector(f"main :text('{REASON}')")
+        left = run.ask(lambda store: store.dead_letter_count())
+        page.click("main td button >> nth=0")
+        page.wait_for_selector(".said :text('1 put back')")
+        assert run.ask(lambda store: store.dead_letter_count()) == left - 1
+        page.wait_for_function("left => document.querySelectorAll('main tbody tr').length === left", arg=left - 1)
+
+
+def test_figures_are_live_and_come_back_when_the_server_does(run: Shown, browser: Any) -> None:
+    with opened(browser, run.url, token=run.read_token) as page:
+        page.wait_for_selector("header .badge:has-text('running')")
+        first = page.inner_text("header .progress")
+        page.wait_for_function("first => document.querySelector('header .progress').innerText !== first", arg=first)
+        kill(run, "web-0")
+        page.wait_for_selector("header .badge:has-text('disconnected')")
+        page.wait_for_selector(".banner:has-text('Trying again')")
+        page.wait_for_selector("header .badge:has-text('running')")
+        assert page.query_selector(".banner") is None
+
+
+def test_the_keyboard_reaches_everything_and_one_sees_where_it_is(run: Shown, browser: Any) -> None:
+    where = """() => {
+        const at = document.activeElement, style = getComputedStyle(at);
+        return at === document.body ? null : [at.innerText.split('\\n')[0].trim(), style.outlineStyle, style.outlineWidth];
+    }"""
+    with opened(browser, f"{run.url}/#/fleet", token=run.read_token) as page:
+        settle(page)
+        seen = []
+        page.keyboard.press("Tab")
+        while (focus := page.evaluate(where)) is not None:
+            assert focus[1:] == ["solid", "2px"], focus
+            seen.append(focus[0])
+            page.keyboard.press("Tab")
+        assert seen[0] == "To the content"
+        assert {"Operate …", "Dark", "Overview", "Ledger", "Evaluation", "REST"} <= set(seen)
+        page.focus("nav a[href='#/ledger']")
+        page.keyboard.press("Enter")
+        settle(page)
+        assert page.evaluate("() => document.activeElement.innerText") == "Ledger"
+
+
+def test_the_theme_that_was_chosen_stays(run: Shown, browser: Any) -> None:
+    with opened(browser, run.url, "light", token=run.read_token) as page:
+        settle(page)
+        page.click("header >> text=Dark")
+        page.reload()
+        settle(page)
+        assert page.evaluate("() => getComputedStyle(document.documentElement).colorScheme") == "dark"
+
+
+def test_grpo_web_shows_a_run_beside_its_own_page_until_it_is_told_to_end(run: Shown) -> None:
+    command = [sys.executable, "-m", "services.console", "web", str(run.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = re.fullmatch(r"run shown: (http://127\.0\.0\.1:\d+) \(Ctrl-C ends\)\n", process.stdout.readline())
+        assert said
+        assert str(run.folder / "api-token") in process.stdout.readline()
+        with httpx.Client(base_url=said[1], headers=bearer(run.read_token)) as http:
+            assert http.get("/v1/console/about").json()["run"] == "shown"
+            checkpoints = http.get("/v1/checkpoints").json()
+            assert checkpoints["folder"] == str(run.folder / "checkpoints")
+            assert http.post("/v1/pause").status_code == 403
+            assert http.get("/v1/state", headers={"Authorization": ""}).status_code == 401
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    pods = run.ask(lambda store: store.members(3.0))
+    assert [pod.name for pod in pods if pod.kind == "web"] == ["web-0"], "grpo web is no pod of the run"

@@ -1,0 +1,29 @@
+"""What charts draw."""
+
+from __future__ import annotations
+
+import math
+
+from services.web.series import CHARTED, drawn, keep
+
+
+def test_a_run_of_any_length_is_drawn_in_so_many_points() -> None:
+    for count, points in ((0, 5), (1, 5), (4, 5), (5, 5), (6, 5), (11, 5), (1000, 400), (7, 1)):
+        rows = {step: keep({"reward/train/mean": float(step), "staleness/trained/max": float(step)}) for step in range(count)}
+        steps, columns = drawn(rows, points)
+        assert len(steps) <= points
+        assert steps == sorted(set(steps))
+        assert steps[-1:] == ([count - 1] if count else [])
+        assert {len(column) for column in columns.values()} == {len(steps)}
+        if count:
+            firsts = [0, *(step + 1 for step in steps[:-1])]
+            means = [sum(range(first, last + 1)) / (last + 1 - first) for first, last in zip(firsts, steps, strict=True)]
+            assert columns["reward/train/mean"] == means
+            assert columns["staleness/trained/max"] == steps
+
+
+def test_what_is_missing_or_no_number_is_a_gap() -> None:
+    rows = {0: keep({"time/step_s": math.nan}), 1: keep({"time/step_s": 2.0}), 2: keep({"time/step_s": math.inf}), 3: keep({})}
+    assert drawn(rows, 9)[1]["time/step_s"] == [None, 2.0, None, None]
+    assert drawn(rows, 2)[1]["time/step_s"] == [2.0, None]
+    assert drawn({}, 9) == ([], {key: [] for key in CHARTED})

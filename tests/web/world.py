@@ -1,0 +1,170 @@
+"""A real small run for the page to show: the scripted engine, a real trainer, evaluation rounds, and two tickets that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.protocol.config import load_resolved, to_toml
+from services.protocol.store import RunState, Store
+from services.runtime.auth import redis_login
+from services.runtime.processes import free_port
+from tests.harness import save_model_folder, small_config
+
+T = TypeVar("T")
+
+NAME, REASON = "shown", "verifier math: worker killed after 5.0 s"
+LIMIT_S = 150.0  # for a run to get so far, on a busy machine
+
+
+@dataclass
+class Shown:
+    """A run at work and the address of its page."""
+
+    folder: Path
+    url: str
+    process: subprocess.Popen[str]
+    output: Path
+
+    @property
+    def token(self) -> str:
+        """What an operator gives."""
+        return (self.folder / "api-token").read_text().strip()
+
+    @property
+    def read_token(self) -> str:
+        """What somebody gives who may look."""
+        return (self.folder / "api-read-token").read_text().strip()
+
+    def ask(self, question: Callable[[Store], Coroutine[Any, Any, T]], kind: str = "console") -> T:
+        """Ask the run's Redis as its user for a kind of service. In a thread of its own, as playwright has a loop in this one."""
+
+        async def asked() -> T:
+            config = load_resolved(self.folder / "config.toml")
+            store = await Store.connect(config.redis.url, config.run.name, redis_login(config, kind))
+            try:
+                return await question(store)
+            finally:
+                await store.close()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: asyncio.run(asked())).result()
+
+    def state(self) -> RunState:
+        """The run's state."""
+        state = self.ask(lambda store: store.state())
+        assert state is not None
+        return state
+
+    def wait_for(self, true: Callable[[], Any], what: str) -> None:
+        """Wait until `true()`, as long as the run goes on."""
+        deadline = time.monotonic() + LIMIT_S
+        while not true():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, f"did not come true: {what}\n{self.output.read_text()}"
+            time.sleep(0.1)
+
+    @property
+    def kept_step(self) -> int | None:
+        """A step that was trained and whose plan is there."""
+        state = self.state()
+        return state.committed_step if state.committed_step > state.checkpointed_step else None
+
+
+def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
+    """The configuration of the run."""
+    save_model_folder(folder / "model")
+    prompts, held_out = folder / "sums.jsonl", folder / "held_out.jsonl"
+    for file, first, count in ((prompts, 0, 4000), (held_out, 5000, 8)):
+        sums = ((i * 37 % 89 + 1, i * 53 % 97 + 1) for i in range(first, first + count))
+        lines = (json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) for a, b in sums)
+        file.write_text("\n".join(lines) + "\n")
+    config = small_config(
+        folder, None, f"run.name={NAME}", f"run.dir={folder / 'runs'}", f"run.steps={steps}", "generator.count=2",
+        "generator.max_concurrent_groups=2", f"web.port={port}", "checkpoint.every_steps=100000", "run.seed=3",
+        'api.token_file=""', 'redis.password_file=""',
+        "generator.engine=tests.web.engine:SumsEngine", f"generator.engine_options.token_s={token_s}",
+        "optimizer.learning_rate=1e-3", "sync.join_deadline_s=5", f"data.sources=[{{kind='jsonl', path='{prompts}'}}]",
+        "verifiers=[{kind='exact', extract='= (\\d+)$'}]", "admission.max_staleness=2", "evaluation.every_steps=4",
+        "evaluation.samples=2", "evaluation.ks=[1, 2]", "evaluation.max_generators=1", "evaluation.min_training_generators=1",
+        f"evaluation.sources=[{{kind='jsonl', name='held_out', path='{held_out}'}}]", "sampling.max_tokens=40",
+    )  # fmt: skip
+    path = folder / f"{NAME}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+@contextlib.contextmanager
+def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.1) -> Iterator[Shown]:
+    """A run that has trained so many of its steps, with a checkpoint and two tickets that failed."""
+    port = free_port()
+    path = write_run(folder, steps, port, token_s)
+    output = folder / "output.txt"
+    with output.open("w") as out:
+        command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
+    run = Shown(folder / "runs" / NAME, f"http://127.0.0.1:{port}", process, output)
+    try:
+        run.wait_for(lambda: (run.folder / "metrics.jsonl").exists(), "a server")
+        run.wait_for(lambda: bury(run, 2), "two failures")
+        run.wait_for(lambda: run.state().committed_step >= trained, f"step {trained}")
+        run.ask(lambda store: store.want_checkpoint("tests"))
+        run.wait_for(lambda: run.state().checkpointed_step >= 0, "a checkpoint")
+        run.wait_for(lambda: run.kept_step is not None, "a step after it")
+        yield run
+    finally:
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)  # at once: nobody goes on with it
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def bury(run: Shown, count: int) -> bool:
+    """Fail tickets in a generator's name until so many dead letters are there."""
+
+    async def failed(store: Store) -> int:
+        buried = 0
+        for _ in range(100):
+            state = await store.state()
+            if state is None or buried >= count:
+                break
+            _, claims = await store.claim("script", state.published_version, state.published_by, 30.0, 1)
+            for claim in claims:
+                buried += await store.fail("script", claim, REASON, 1)
+            await asyncio.sleep(0.02)  # the generators are quick
+        return buried
+
+    run.ask(failed, "generator")
+    return run.ask(lambda store: store.dead_letter_count()) >= count
+
+
+def pids(run: Shown, pod: str) -> list[int]:
+    """Processes of a pod of the run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if pod in words and any(str(run.folder) in word for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+def kill(run: Shown, pod: str) -> None:
+    """Kill a pod with -9."""
+    for pid in pids(run, pod):
+        os.kill(pid, signal.SIGKILL)
