@@ -87,7 +87,14 @@ class RedisCluster:
         self.wait(lambda: b"master_link_status:up" in self.call(self.replica, "INFO", "replication"))
 
     def _agrees(self, node: RedisServer) -> bool:
-        return b"cluster_state:ok" in self.call(node, "CLUSTER", "INFO") and len(self.call(node, "CLUSTER", "SLOTS")) >= MASTERS
+        """Whether it knows all nodes by their own names, which a handshake brings, and who owns which slots."""
+        known = self.call(node, "CLUSTER", "NODES").decode()
+        return (
+            all(name in known for name in self._ids.values())
+            and "handshake" not in known
+            and b"cluster_state:ok" in self.call(node, "CLUSTER", "INFO")
+            and len(self.call(node, "CLUSTER", "SLOTS")) >= MASTERS
+        )
 
     def kill(self) -> None:
         """End all servers."""
