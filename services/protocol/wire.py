@@ -1,4 +1,5 @@
-"""A thin way to Redis for the hot path: payloads are sent without being joined to what stands around them, and read in place.
+"""A thin way to Redis for the hot path: requests straight to the socket, payloads not joined to what stands around them, replies
+straight into hiredis' parser.
 
 Guarantees: every wait has a limit; a request whose connection broke is sent again, by the retry rule of the client it stands
 beside, so every command must bear being sent twice; a connection on which a request failed or was cancelled is closed.
@@ -10,28 +11,27 @@ from __future__ import annotations
 import asyncio
 import builtins
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import hiredis
 import redis.asyncio as aioredis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, OutOfMemoryError, ResponseError, TimeoutError
 
 from services.protocol.cluster import ELSEWHERE, Elsewhere, Owner, ToOwner
 
-BUFFER_BYTES = 2**18  # of a connection, to read into; grows with the largest string
+BUFFER_BYTES = 2**18  # received at a time
 APART_BYTES = 2**13  # a string of more is sent as it lies in memory: below that, joining it costs less than another piece
 PIECES = 512  # in one system call; Linux takes 1024
-LONGEST = 2**29  # bytes that Redis takes for a string: a reply of more is none of Redis
 VANISHED = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
 """TCP's options for a host that is gone without a word: a lost connection after 10 s with data under way, after 20 s without. A
 server that stalls is not concerned: its host acknowledges."""
 _ERRORS = {"OOM": OutOfMemoryError, "NOAUTH": AuthenticationError, "WRONGPASS": AuthenticationError, "LOADING": BusyLoadingError}
 # A server that reads its append-only file, or a node that does not own the slot: to be awaited like one that starts.
 _LATER = (BusyLoadingError, Elsewhere)
-
-Take = Callable[[memoryview], Any]
+_MORE = object()  # what the parser has of a reply is not all of it
 
 
 class Wire:
@@ -48,13 +48,10 @@ class Wire:
             return None
         return _wires.setdefault(client, cls(client))
 
-    async def ask(self, commands: Sequence[tuple[Any, ...]], take: Take = bytes) -> list[Any]:
-        """Send commands in one go; their replies, an error among them as a value.
-
-        `take` makes a value of every string in them: it sees the bytes in place, and must not keep them.
-        """
+    async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send commands in one go; their replies, an error among them as a value."""
         pieces = _pieces(commands)
-        return await self._settings["retry"].call_with_retry(lambda: self._once(pieces, len(commands), take), self._forget)
+        return await self._settings["retry"].call_with_retry(lambda: self._once(pieces, len(commands)), self._forget)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -65,11 +62,11 @@ class Wire:
         """One connection broke: the others, opened to the same server, are not to be trusted."""
         self.close()
 
-    async def _once(self, pieces: Sequence[bytes], count: int, take: Take) -> list[Any]:
+    async def _once(self, pieces: Sequence[bytes], count: int) -> list[Any]:
         line = self._idle.pop() if self._idle else await self._connect()
         try:
             async with _limit(self._settings["socket_timeout"]):
-                replies = await line.ask(pieces, count, take)
+                replies = await line.ask(pieces, count)
         except BaseException:  # cancellation too: who knows what is still under way on it
             line.close()
             raise
@@ -91,7 +88,7 @@ class Wire:
             host, port = await owner.find() if owner else (settings.get("host", "localhost"), settings.get("port", 6379))
             line = await _Line.open(host, port)
             try:
-                for reply in await line.ask(_pieces(greeting), len(greeting), bytes):
+                for reply in await line.ask(_pieces(greeting), len(greeting)):
                     if isinstance(reply, Exception):
                         raise reply
             except BaseException:
@@ -116,11 +113,12 @@ async def _limit(seconds: float) -> AsyncIterator[None]:
 
 
 class _Line:
-    """One connection. What was received and not read yet is `buffer[begin:end]`."""
+    """One connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._buffer, self._begin, self._end = bytearray(BUFFER_BYTES), 0, 0
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._reader = hiredis.Reader(protocolError=ConnectionError, replyError=_error, notEnoughData=_MORE)
 
     @classmethod
     async def open(cls, host: str, port: int) -> _Line:
@@ -145,7 +143,7 @@ class _Line:
     def close(self) -> None:
         self._sock.close()
 
-    async def ask(self, pieces: Sequence[bytes], count: int, take: Take) -> list[Any]:
+    async def ask(self, pieces: Sequence[bytes], count: int) -> list[Any]:
         loop = asyncio.get_running_loop()
         for start in range(0, len(pieces), PIECES):
             group = pieces[start : start + PIECES]
@@ -157,69 +155,45 @@ class _Line:
                 if sent < len(piece):
                     await loop.sock_sendall(self._sock, memoryview(piece)[sent:])
                 sent = max(sent - len(piece), 0)
-        return [await self._reply(take) for _ in range(count)]
+        return [await self._reply() for _ in range(count)]
 
-    async def _reply(self, take: Take) -> Any:
-        while (at := self._buffer.find(b"\r\n", self._begin, self._end)) < 0:
-            await self._receive(self._end - self._begin + 1)
-        line = self._buffer[self._begin : at].decode(errors="replace")
-        kind, rest, self._begin = line[:1], line[1:], at + 2
-        match kind:
-            case "+":
-                return rest.encode()
-            case "-":
-                word = rest.partition(" ")[0]
-                error = Elsewhere if word in ELSEWHERE else _ERRORS.get(word, ResponseError)
-                return error(rest.removeprefix("ERR "))
-            case "$" | "*" | ":" if rest.removeprefix("-").isdecimal():
-                number = int(rest)
-                if kind == ":":
-                    return number
-                if number < 0:
-                    return None
-                return await self._string(number, take) if kind == "$" else [await self._reply(take) for _ in range(number)]
-        raise ConnectionError(f"{line[:60]!r} is no reply of Redis")
-
-    async def _string(self, size: int, take: Take) -> Any:
-        if size > LONGEST:
-            raise ConnectionError(f"a string of {size} bytes is no reply of Redis")
-        if self._end - self._begin < size + 2:
-            await self._receive(size + 2)
-        begin = self._begin
-        self._begin += size + 2
-        return take(memoryview(self._buffer)[begin : begin + size])
-
-    async def _receive(self, size: int) -> None:
-        """Wait until at least `size` bytes lie in the buffer."""
-        if self._begin + size > len(self._buffer):
-            waiting = self._buffer[self._begin : self._end]
-            if size > len(self._buffer):
-                self._buffer = bytearray(2 * size)
-            self._buffer[: len(waiting)] = waiting
-            self._begin, self._end = 0, len(waiting)
+    async def _reply(self) -> Any:
         loop = asyncio.get_running_loop()
-        while self._end - self._begin < size:
-            received = await loop.sock_recv_into(self._sock, memoryview(self._buffer)[self._end :])
-            if not received:
+        while (reply := self._reader.gets()) is _MORE:
+            if not (received := await loop.sock_recv_into(self._sock, self._buffer)):
                 raise ConnectionError("the server closed the connection")
-            self._end += received
+            self._reader.feed(self._buffer, 0, received)  # pyright: ignore[reportArgumentType]  takes any buffer
+        return reply
+
+
+def _error(message: str) -> Exception:
+    """What the server refuses a command with."""
+    word = message.partition(" ")[0]
+    return (Elsewhere if word in ELSEWHERE else _ERRORS.get(word, ResponseError))(message.removeprefix("ERR "))
 
 
 def _pieces(commands: Sequence[tuple[Any, ...]]) -> list[bytes]:
     """Commands as bytes to send one after another; long strings stand by themselves."""
-    pieces, small = [], []
+    pieces: list[bytes] = []
     for command in commands:
-        small.append(b"*%d\r\n" % len(command))
-        for part in command:
-            if isinstance(part, bytes):
-                data = part
-            else:
-                assert isinstance(part, str | int | float), f"{part!r} is no argument of a command"
-                data = str(part).encode()
-            if len(data) < APART_BYTES:
-                small.append(b"$%d\r\n%b\r\n" % (len(data), data))
-            else:
-                small.append(b"$%d\r\n" % len(data))
-                pieces += (b"".join(small), data)
-                small = [b"\r\n"]
-    return [*pieces, b"".join(small)] if small else []
+        if any(map(_is_long, command)):
+            pieces += _apart(command)
+        else:
+            pieces.append(hiredis.pack_command(command))
+    return pieces
+
+
+def _is_long(part: Any) -> bool:
+    return type(part) is bytes and len(part) >= APART_BYTES
+
+
+def _apart(command: tuple[Any, ...]) -> Iterator[bytes]:
+    around = [b"*%d\r\n" % len(command)]
+    for part in command:
+        if _is_long(part):
+            yield b"".join((*around, b"$%d\r\n" % len(part)))
+            yield part
+            around = [b"\r\n"]
+        else:
+            around.append(hiredis.pack_command((part,)).removeprefix(b"*1\r\n"))
+    yield b"".join(around)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 import subprocess
@@ -91,19 +92,20 @@ async def test_numbers_nested_lists_and_errors_are_values(wire: Wire) -> None:
     assert replies == [2, [1, [b"x", []], None, b"fine"], [b"a", b"0.5", b"b", b"2"]]
 
 
-async def test_values_are_made_in_place_of_the_strings(wire: Wire) -> None:
-    await wire.ask([("RPUSH", "l", "ab", "c")])
-    assert await wire.ask([("LRANGE", "l", 0, -1)], take=len) == [[2, 1]]
+@pytest.mark.parametrize("part", ["é", 0, -7, 2**63 - 1, 0.1, 1e-320, 1e22, -0.0, math.inf, b"\0\xff", b"\r\n"])
+async def test_what_goes_beside_a_long_string_is_written_as_without_it(wire: Wire, part: str | float | bytes) -> None:
+    long = bytes(APART_BYTES)
+    replies = await wire.ask([("RPUSH", "l", part), ("RPUSH", "l", part, long, part, long), ("LRANGE", "l", 0, -1)])
+    alone, *beside = replies[-1]
+    assert beside == [alone, long, alone, long]
+    assert alone == (part if isinstance(part, bytes) else str(part).encode())
 
 
-async def test_a_value_that_cannot_be_made_leaves_no_half_read_connection(wire: Wire) -> None:
-    def refuse(_: memoryview) -> Any:
-        raise ValueError("not this one")
-
-    await wire.ask([("RPUSH", "l", "ab", "c")])
-    with pytest.raises(ValueError, match="not this one"):
-        await wire.ask([("LRANGE", "l", 0, -1)], take=refuse)
-    assert await wire.ask([("LRANGE", "l", 0, -1)]) == [[b"ab", b"c"]]
+async def test_what_cannot_be_written_is_not_sent(wire: Wire) -> None:
+    for command in (("SET", "k", None), ("SET", "k", bytes(APART_BYTES), None)):
+        with pytest.raises(TypeError):
+            await wire.ask([command])
+    assert await wire.ask([("EXISTS", "k")]) == [0]
 
 
 async def test_a_cancelled_request_leaves_no_half_read_connection(wire: Wire) -> None:

@@ -16,7 +16,7 @@ from services.protocol.client import Login, check_server, explain, make_client, 
 from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.functions import library
 from services.protocol.keys import Keys
-from services.protocol.wire import Take, Wire
+from services.protocol.wire import Wire
 
 
 class Connection:
@@ -74,15 +74,12 @@ class Connection:
     def _function(self, name: str, *args: Any) -> tuple[Any, ...]:
         return ("FCALL", f"{self._library}_{name}", 1, self.keys.prefix, *args)
 
-    async def _send(self, *commands: tuple[Any, ...], take: Take = bytes) -> list[Any]:
-        """Send commands in one go; their replies. Raises what the first refused one means.
-
-        `take` makes a value of every string in them, of which it must not keep the bytes.
-        """
-        replies = await self._exchange(commands, take)
+    async def _send(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Send commands in one go; their replies. Raises what the first refused one means."""
+        replies = await self._exchange(commands)
         if any(_no_function(reply) for reply in replies):
             # In one request, as which of a Cluster's masters a load goes to hangs on the commands beside it.
-            loaded, *replies = await self._exchange([self._load, *commands], take)
+            loaded, *replies = await self._exchange([self._load, *commands])
             self._check_load(loaded)
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         for error in errors:
@@ -93,12 +90,12 @@ class Connection:
             raise self._refusal(error) from None
         return replies
 
-    async def _exchange(self, commands: Sequence[tuple[Any, ...]], take: Take = bytes) -> list[Any]:
+    async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The replies to commands on one connection, an error among them as a value."""
         if self._plain is not None:
-            return _taken(await self._ask(_replies(self._plain, commands)), take)
+            return await self._ask(_replies(self._plain, commands))
         assert self._wire is not None
-        return await self._ask(self._wire.ask(commands, take))
+        return await self._ask(self._wire.ask(commands))
 
     @property
     def _at_owner(self) -> tuple[Any, ...]:
@@ -153,9 +150,3 @@ def _no_function(reply: Any) -> bool:
 
 def _no_right(error: RedisError) -> bool:
     return isinstance(error, NoPermissionError) or str(error).startswith("NOPERM")
-
-
-def _taken(reply: Any, take: Take) -> Any:
-    if isinstance(reply, list):
-        return [_taken(item, take) for item in reply]
-    return take(memoryview(reply)) if isinstance(reply, bytes) else reply

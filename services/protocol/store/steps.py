@@ -55,14 +55,16 @@ class StepCalls(Connection):
 
         async def fetch(lane: int) -> None:
             for piece in pieces[lane::LANES]:
-                (payloads,) = await self._send(("MGET", *map(self.keys.payload, piece)), take=_payload)
-                for name, payload in zip(piece, payloads, strict=True):
-                    if payload is None:
-                        damaged[name] = "it is gone from Redis: is an eviction policy or another client deleting keys?"
-                    elif isinstance(payload, codec.CorruptMessage):
-                        damaged[name] = str(payload)
-                    else:
-                        fetched[name] = payload
+                (sealed,) = await self._send(("MGET", *map(self.keys.payload, piece)))
+                for name, data in zip(piece, sealed, strict=True):
+                    try:
+                        if data is None:
+                            raise codec.CorruptMessage(
+                                "it is gone from Redis: is an eviction policy or another client deleting keys?"
+                            )
+                        fetched[name] = codec.decode(codec.unseal(data), Payload)
+                    except codec.CorruptMessage as error:
+                        damaged[name] = str(error)
 
         await asyncio.gather(*(fetch(lane) for lane in range(LANES)))
         if damaged:
@@ -105,10 +107,3 @@ class StepCalls(Connection):
         while await self._call("retire"):
             retired += 1
         return retired
-
-
-def _payload(data: memoryview) -> Payload | codec.CorruptMessage:
-    try:
-        return codec.decode(codec.unseal(data), Payload)
-    except codec.CorruptMessage as error:
-        return error
