@@ -1,15 +1,17 @@
 """Block-diagonal causal attention over packed rows, for Hugging Face models through transformers' attention registry.
 
-Guarantees: a response attends to nothing outside itself. FlashAttention's variable-length kernel does that by
-`cu_seqlens`; without it each response becomes one entry of a padded batch, so that tokens of two responses never meet in
-one product. Responses are batched by length (powers of two), so padding at most doubles the work. Memory is linear in the row:
-there is no T x T mask, and a sliding window is worked off in blocks of queries.
+Guarantees: a response attends to its prompt and to itself, and to nothing else. Responses of one group share a prompt that lies
+in the row once: what is linear in tokens is done once for it, and each response sees its keys and values. FlashAttention's
+variable-length kernel does that by `cu_seqlens`; without it each prompt with its response becomes one entry of a padded batch,
+so that tokens of two responses never meet in one product. They are batched by length (powers of two), so padding at most
+doubles the work. Memory is linear in tokens: there is no T x T mask, and a sliding window is worked off in blocks of queries.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,44 +31,83 @@ class UnsupportedModel(ValueError):
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Responses of similar length: [count, length] places, of which `slots` are filled from tokens `tokens` of the row."""
+class Places:
+    """Tokens of the row, and where they are laid out: places in the flattened batches of `Packing.shapes`, end to end."""
 
     tokens: Tensor  # [m] int64
-    slots: Tensor  # [m] int64, places in the flattened [count * length]
-    count: int
-    length: int
+    slots: Tensor  # [m] int64
+
+    def to(self, device: torch.device) -> Places:
+        """The same on `device`."""
+        return Places(self.tokens.to(device), self.slots.to(device))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where responses lie in a row of T tokens."""
+    """Where the sequences of a row of T tokens lie. A sequence is a prompt with a response; n of them.
 
-    cu_seqlens: Tensor  # [n + 1] int32, from 0 to T
+    The row holds each sequence's own tokens one after the other: the first of a group owns the prompt, too. S = tokens of all
+    sequences, shared prompts counted each time.
+    """
+
+    own: Tensor  # [n + 1] int32, from 0 to T: where own tokens begin and end
+    whole: Tensor  # [n + 1] int32, from 0 to S: the same of whole sequences laid end to end
+    sequences: Tensor  # [S] int64: the token of the row at each place of those
+    longest_own: int
     longest: int
-    buckets: tuple[Bucket, ...]
+    shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
+    owned: Places  # [T]
+    shared: Places  # [S - T]: a prompt's tokens in the sequences that do not own it
 
     @classmethod
-    def of(cls, lengths: list[int]) -> Packing:
-        """The packing of sequences of these lengths (each >= 1), end to end."""
+    def of(cls, lengths: Sequence[int], prompts: Sequence[tuple[int, int]] | None = None) -> Packing:
+        """Of sequences with so many tokens of their own (each >= 1), end to end, after prompts that lie elsewhere in the row:
+        from where, and how many tokens (0: it has its prompt itself)."""
         sizes = torch.tensor(lengths)
-        ends = sizes.cumsum(0)
-        starts = ends - sizes
-        exponents = torch.tensor([(length - 1).bit_length() for length in lengths])
-        buckets = tuple(_bucket(starts[exponents == e], sizes[exponents == e]) for e in exponents.unique())
-        return cls(F.pad(ends, (1, 0)).to(torch.int32), max(lengths), buckets)
+        begins, before = torch.tensor(prompts or [(0, 0)] * len(lengths)).T
+        whole, ends = sizes + before, sizes.cumsum(0)
+        first = ends - sizes  # of the own tokens
+        owner = torch.repeat_interleave(torch.arange(len(whole)), whole)
+        offset = torch.arange(len(owner)) - (whole.cumsum(0) - whole)[owner]
+        theirs = offset < before[owner]
+        sequences = torch.where(theirs, begins[owner], first[owner] - before[owner]) + offset
+        slots, shapes = _batches(whole)
+        slots = slots[owner] + offset
+        return cls(
+            own=F.pad(ends, (1, 0)).to(torch.int32),
+            whole=F.pad(whole.cumsum(0), (1, 0)).to(torch.int32),
+            sequences=sequences,
+            longest_own=max(lengths),
+            longest=int(whole.max()),
+            shapes=shapes,
+            owned=Places(sequences[~theirs], slots[~theirs]),
+            shared=Places(sequences[theirs], slots[theirs]),
+        )
+
+    def longer(self, tokens: int) -> Packing:
+        """With a sequence of so many tokens more at the end of the row."""
+        before = self.whole.diff() - self.own.diff()
+        begins = self.sequences[self.whole[:-1].long()]
+        prompts = [*zip(begins.tolist(), before.tolist(), strict=True), (0, 0)]
+        return Packing.of([*self.own.diff().tolist(), tokens], prompts).to(self.own.device)
 
     def to(self, device: torch.device) -> Packing:
         """The same on `device`."""
-        buckets = tuple(Bucket(b.tokens.to(device), b.slots.to(device), b.count, b.length) for b in self.buckets)
-        return Packing(self.cu_seqlens.to(device), self.longest, buckets)
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Packing(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
 
 
-def _bucket(starts: Tensor, sizes: Tensor) -> Bucket:
-    length = int(sizes.max())
-    offsets = torch.arange(length)
-    filled = offsets < sizes[:, None]
-    return Bucket((starts[:, None] + offsets)[filled], filled.flatten().nonzero().squeeze(1), len(sizes), length)
+def _batches(sizes: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+    """Where each of n sequences begins, [n], in padded batches by powers of two; their shapes."""
+    exponents = torch.tensor([(size - 1).bit_length() for size in sizes.tolist()])
+    begins, shapes, end = torch.empty_like(sizes), [], 0
+    for exponent in exponents.unique():
+        members = exponents == exponent
+        count, length = int(members.sum()), int(sizes[members].max())
+        begins[members] = end + torch.arange(count) * length
+        shapes.append((count, length))
+        end += count * length
+    return begins, tuple(shapes)
 
 
 def packed_attention(
@@ -98,22 +139,26 @@ def packed_attention(
     return _padded(q, k, v, packing, scaling, sliding_window)[None], None
 
 
-class _Move(torch.autograd.Function):
-    """Takes places `origin` of a tensor to places `target` of a new one, zeros elsewhere. No place comes twice on either side.
+class _Lay(torch.autograd.Function):
+    """Lays tokens out in their places, zeros elsewhere; `shared` ones as well, which have more than one.
 
-    So its gradient moves back the same way; that of `index_select` would be added up, place by place, as if they could.
+    The gradient of the owned ones moves back the same way; that of `index_select` would be added up, token by token, as only
+    that of shared ones has to be.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(origin, target)
-        ctx.size = len(states)
-        return _moved(states, origin, target, size)
+    def forward(ctx: Any, states: Tensor, owned: Places, shared: Places | None, size: int) -> Tensor:
+        ctx.owned, ctx.shared, ctx.size = owned, shared, len(states)
+        laid = _moved(states, owned.tokens, owned.slots, size)
+        return laid if shared is None else laid.index_copy_(0, shared.slots, states.index_select(0, shared.tokens))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        origin, target = ctx.saved_tensors
-        return _moved(gradients[0], target, origin, ctx.size), None, None, None
+        (gradient,), owned, shared = gradients, ctx.owned, ctx.shared
+        back = _moved(gradient, owned.slots, owned.tokens, ctx.size)
+        if shared is not None:
+            back.index_add_(0, shared.tokens, gradient.index_select(0, shared.slots))
+        return back, None, None, None
 
 
 def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
@@ -121,29 +166,27 @@ def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
-    """Attention of every bucket as a padded batch, [T, heads, D]. Padding is zeros, behind the end of each response."""
-    buckets, places, ends = packing.buckets, [], [0]
-    for bucket in buckets:
-        places.append(bucket.slots + ends[-1])
-        ends.append(ends[-1] + bucket.count * bucket.length)
-    tokens, slots = torch.cat([bucket.tokens for bucket in buckets]), torch.cat(places)
+    """Attention of every batch of sequences, [T, heads, D]. Padding is zeros, behind the end of each; the queries of prompts that
+    others own are zeros, too, and what comes of them is not taken."""
+    sizes = [count * length for count, length in packing.shapes]
+    shared = packing.shared if len(packing.shared.tokens) else None
 
-    def pad(states: Tensor) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each bucket
-        flat: Tensor = _Move.apply(states, tokens, slots, ends[-1])  # pyright: ignore[reportAssignmentType]
-        pieces = flat.split([bucket.count * bucket.length for bucket in buckets])
+    def pad(states: Tensor, shared: Places | None) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each batch
+        flat: Tensor = _Lay.apply(states, packing.owned, shared, sum(sizes))  # pyright: ignore[reportAssignmentType]
         return [
-            piece.view(bucket.count, bucket.length, *states.shape[1:]).transpose(1, 2)
-            for piece, bucket in zip(pieces, buckets, strict=True)
+            piece.view(*shape, *states.shape[1:]).transpose(1, 2)
+            for piece, shape in zip(flat.split(sizes), packing.shapes, strict=True)
         ]
 
     outputs, grouped = [], q.shape[1] != k.shape[1]
-    for queries, keys, values in zip(pad(q), pad(k), pad(v), strict=True):
+    for queries, keys, values in zip(pad(q, None), pad(k, shared), pad(v, shared), strict=True):
         if sliding_window is not None and sliding_window < queries.shape[2]:
             output = _windowed(queries, keys, values, scaling, sliding_window, grouped)
         else:
             output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(output.transpose(1, 2).reshape(-1, *q.shape[1:]))
-    return _Move.apply(torch.cat(outputs), slots, tokens, len(q))  # pyright: ignore[reportReturnType]
+    back = Places(packing.owned.slots, packing.owned.tokens)
+    return _Lay.apply(torch.cat(outputs), back, None, len(q))  # pyright: ignore[reportReturnType]
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int, grouped: bool) -> Tensor:
@@ -170,16 +213,18 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: in
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
+    if len(packing.shared.tokens):
+        k, v = k[packing.sequences], v[packing.sequences]
     return flash_attn_varlen_func(
         q,
         k,
         v,
-        packing.cu_seqlens,
-        packing.cu_seqlens,
-        packing.longest,
+        packing.own,
+        packing.whole,
+        packing.longest_own,
         packing.longest,
         softmax_scale=scaling,
-        causal=True,
+        causal=True,  # the last query sees the last key, so own tokens stand behind their prompt
         window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

@@ -1,6 +1,7 @@
 """Rows of tensors from a rank's plan and the payloads it names.
 
-Guarantees: every response of the plan is in its row, whole, with positions that restart; a payload that does not fit its plan
+Guarantees: every response of the plan is in its row, whole, behind its prompt, which responses of one group that stand in a row
+share; a payload that does not fit its plan
 is `Damaged`, with what is wrong, before anything is trained; tokens that the policy did not sample (tool spans) are attended
 to and never a target; an empty row becomes one dummy token without a target, so that every rank runs the same number of
 micro-batches.
@@ -37,13 +38,14 @@ class _Fault(ValueError):
 class Row:
     """One packed row, one micro-batch. T = its tokens, R = its response tokens that are in the loss.
 
-    Token j of the R has its logprob under the output at `predictors[j]`, the position before it. Responses that are
-    masked, and tokens of tools, lie in the row and have none of the R.
+    A prompt lies before the first response of its group alone. Token j of the R has its logprob under the output at
+    `predictors[j]`, the token before it in its sequence. Responses that are masked, and tokens of tools, lie in the row and
+    have none of the R.
     """
 
     samples: tuple[tuple[str, int], ...]  # (payload, index) of each response, in order
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, from 0 in every response
+    positions: Tensor  # [T] int64, from 0 in every prompt
     packing: Packing
     predictors: Tensor  # [R] int64, into T
     targets: Tensor  # [R] int64
@@ -141,32 +143,41 @@ def _sampled(payload: Payload) -> np.ndarray:
 
 
 def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mapping[str, np.ndarray], row_tokens: int) -> Row:
-    ids, positions, predictors, behaviour, advantages, weights, owners = [], [], [], [], [], [], []
+    ids, positions, predictors, targets, behaviour, advantages, weights, owners = [], [], [], [], [], [], [], []
     lengths: list[int] = []
+    prompts: list[tuple[int, int]] = []
+    prompt_of: dict[str, tuple[int, int]] = {}  # by payload: where it lies in the row, and its length
+    end = 0
     for number, sample in enumerate(samples):
         _check_factors(sample)
         payload, tokens = payloads[sample.payload], _response(sample, payloads[sample.payload])
-        prompt = len(payload.prompt)
-        size = prompt + tokens.stop - tokens.start
         trained = _trained(sample, sampled[sample.payload][tokens])
-        predictors.append(trained + prompt - 1 + sum(lengths))
+        shared = prompt_of.get(sample.payload, (0, 0))
+        own = [payload.tokens[tokens]] if shared[1] else [payload.prompt, payload.tokens[tokens]]
+        begin, prompt = prompt_of.setdefault(sample.payload, (end, len(payload.prompt)))
+        size = sum(map(len, own))
+        response = end + size - (tokens.stop - tokens.start)
+        predictors.append(np.where(trained == 0, begin + prompt - 1, response + trained - 1))
+        targets.append(payload.tokens[tokens][trained])
         behaviour.append(payload.logprobs[tokens][trained])
         advantages.append(np.full(len(trained), sample.advantage))
         weights.append(np.full(len(trained), sample.weight))
         owners.append(np.full(len(trained), number))
-        ids += [payload.prompt, payload.tokens[tokens]]
-        positions.append(np.arange(size))
-        lengths.append(size)
-    if sum(lengths) > row_tokens:
-        raise PlanMismatch(f"a row of {sum(lengths)} tokens exceeds trainer.row_tokens = {row_tokens}")
-    input_ids, predictor = _join(ids, np.int64), _join(predictors, np.int64)
+        ids += own
+        positions.append(np.arange(shared[1], shared[1] + size))
+        if size:  # an empty response behind a prompt that is there already is nothing to attend with
+            lengths.append(size)
+            prompts.append(shared)
+        end += size
+    if end > row_tokens:
+        raise PlanMismatch(f"a row of {end} tokens exceeds trainer.row_tokens = {row_tokens}")
     return Row(
         samples=tuple((sample.payload, sample.index) for sample in samples),
-        input_ids=input_ids,
+        input_ids=_join(ids, np.int64),
         positions=_join(positions, np.int64),
-        packing=Packing.of(lengths),
-        predictors=predictor,
-        targets=input_ids[predictor + 1],
+        packing=Packing.of(lengths, prompts),
+        predictors=_join(predictors, np.int64),
+        targets=_join(targets, np.int64),
         behaviour=_join(behaviour, np.float32),
         advantages=_join(advantages, np.float32),
         weights=_join(weights, np.float32),

@@ -44,7 +44,7 @@ class Scorer(nn.Module):
             return self._score(input_ids, positions, packing, predictors, targets)
         part = self.team.cut(input_ids, positions, packing, predictors, targets)
         logprobs, entropy = self._score(part.input_ids, part.positions, part.packing, part.predictors, part.targets)
-        return self.team.join(logprobs, part.counts), self.team.join(entropy, part.counts)
+        return self.team.join(logprobs, part), self.team.join(entropy, part)
 
     def _score(
         self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor

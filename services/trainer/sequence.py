@@ -35,6 +35,7 @@ class Slice:
     predictors: Tensor  # [r], into t
     targets: Tensor  # [r]
     counts: list[int]  # r of every rank of the team
+    order: Tensor  # [R]: where each of the row's is among those of all slices, end to end
 
 
 class Team:
@@ -71,10 +72,9 @@ class Team:
         length = -(-tokens // self.size)
         missing = length * self.size - tokens
         if missing:
-            lengths = [*packing.cu_seqlens.diff().tolist(), missing]
-            packing = Packing.of(lengths).to(input_ids.device)
+            packing = packing.longer(missing)
             input_ids, positions = F.pad(input_ids, (0, missing)), F.pad(positions, (0, missing))
-        owners = predictors // length
+        owners = predictors // length  # they do not rise: the first tokens of a group's responses have one predictor
         mine, part = owners == self.rank, slice(self.rank * length, (self.rank + 1) * length)
         return Slice(
             input_ids[part],
@@ -83,11 +83,13 @@ class Team:
             predictors[mine] - part.start,
             targets[mine],
             torch.bincount(owners, minlength=self.size).tolist(),
+            owners.argsort(stable=True).argsort(),
         )
 
-    def join(self, values: Tensor, counts: list[int]) -> Tensor:
-        """Values [r] of every slice end to end, [R]. Predictors rise within a row, so this is their order. Collective."""
-        return _Join.apply(values, counts, self)  # pyright: ignore[reportReturnType]
+    def join(self, values: Tensor, part: Slice) -> Tensor:
+        """Values [r] of every slice in the order of the row, [R]. Collective."""
+        joined: Tensor = _Join.apply(values, part.counts, self)  # pyright: ignore[reportAssignmentType]
+        return joined[part.order]
 
 
 class _Join(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -32,10 +34,11 @@ def _build(rows: list[list[Sample]], payload: Payload | None = None, row_tokens:
 def test_a_row_by_hand() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 3), Sample("a", 0, -1.0, 2)]])
     assert row.samples == (("a", 2), ("a", 0))
-    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 10, 11, 20, 21]
-    assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-    assert row.packing.cu_seqlens.tolist() == [0, 5, 9]
-    assert row.predictors.tolist() == [1, 2, 3, 6, 7]
+    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert row.packing.own.tolist() == [0, 5, 7]
+    assert row.packing.sequences.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6]
+    assert row.predictors.tolist() == [1, 2, 3, 1, 5]
     assert row.targets.tolist() == [30, 31, 32, 20, 21]
     assert row.behaviour.tolist() == [-3, -4, -5, -1, -2]
     assert row.advantages.tolist() == [0.5, 0.5, 0.5, -1, -1]
@@ -44,9 +47,9 @@ def test_a_row_by_hand() -> None:
 
 def test_a_masked_response_lies_in_the_row_without_targets() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 0), Sample("a", 1, 1.0, 0), Sample("a", 0, -1.0, 2)]])
-    assert len(row.input_ids) == 5 + 2 + 4
+    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
     assert row.targets.tolist() == [20, 21]
-    assert row.predictors.tolist() == [8, 9]
+    assert row.predictors.tolist() == [1, 5]
     assert row.sample_of_token.tolist() == [2, 2]
 
 
@@ -56,8 +59,8 @@ def _with_tools(*spans: tuple[int, int, int]) -> Payload:
 
 def test_tool_tokens_lie_in_the_row_as_context_and_are_never_targets() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 2, 0.25), Sample("a", 0, -1.0, 1)]], _with_tools((2, 1, 2), (0, 0, 1)))
-    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 10, 11, 20, 21]
-    assert row.predictors.tolist() == [1, 3, 7]
+    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
+    assert row.predictors.tolist() == [1, 3, 5]
     assert row.targets.tolist() == [30, 32, 21]
     assert row.behaviour.tolist() == [-3, -5, -2]
     assert row.advantages.tolist() == [0.5, 0.5, -1]
@@ -67,7 +70,7 @@ def test_tool_tokens_lie_in_the_row_as_context_and_are_never_targets() -> None:
 
 def test_a_completion_of_nothing_but_tool_tokens_trains_nothing() -> None:
     (row,) = _build([[Sample("a", 2, 0.5, 0), Sample("a", 0, -1.0, 2)]], _with_tools((2, 2, 3), (2, 0, 2)))
-    assert len(row.input_ids) == 5 + 4
+    assert len(row.input_ids) == 5 + 2
     assert (row.targets.tolist(), row.sample_of_token.tolist()) == ([20, 21], [1, 1])
 
 
@@ -118,16 +121,32 @@ def test_no_tool_spans_get_a_wrong_token_into_the_loss(spans: list[tuple[int, in
 def test_an_empty_row_is_one_token_without_target() -> None:
     full, empty = _build([[Sample("a", 0, 1.0, 2)], []])
     assert len(full.targets) == 2
-    assert (len(empty.input_ids), len(empty.targets), empty.packing.cu_seqlens.tolist()) == (1, 0, [0, 1])
+    assert (len(empty.input_ids), len(empty.targets), empty.packing.whole.tolist()) == (1, 0, [0, 1])
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=4))
-def test_every_planned_token_is_a_target_once(layout: list[list[int]]) -> None:
-    payload = _payload()
-    rows = [[Sample("a", index, 1.0, int(payload.lengths[index])) for index in row] for row in layout]
-    for planned, row in zip(rows, _build(rows), strict=True):
-        assert len(row.targets) == sum(sample.trained_tokens for sample in planned)
-        assert torch.equal(row.input_ids[row.predictors + 1], row.targets)
+@given(st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2)), max_size=8), max_size=4))
+def test_every_planned_token_is_a_target_once_behind_what_came_before_it(layout: list[list[tuple[str, int]]]) -> None:
+    payloads = {"a": _payload(), "b": _payload(prompt=np.array([12], np.int32), tokens=np.array([1, 2, 3, 4, 5], np.int32))}
+    plan = RankPlan([[Sample(name, index, 1.0, int(payloads[name].lengths[index])) for name, index in row] for row in layout])
+    for planned, row in zip(plan.rows, batches.build(plan, payloads, vocabulary=40, row_tokens=100), strict=True):
+        if not planned:
+            continue
+        expected, before = [], set()
+        for sample in planned:
+            payload = payloads[sample.payload]
+            begin = int(payload.lengths[: sample.index].sum())
+            response = payload.tokens[begin : begin + sample.trained_tokens].tolist()
+            if response or sample.payload not in before:
+                expected.append((payload.prompt.tolist(), response))
+            before.add(sample.payload)
+        ends = row.packing.whole.tolist()
+        places = [row.packing.sequences[begin:end] for begin, end in itertools.pairwise(ends)]
+        assert [row.input_ids[of].tolist() for of in places] == [prompt + response for prompt, response in expected]
+        assert all(row.positions[of].tolist() == list(range(len(of))) for of in places)
+        predictors = [of[len(prompt) - 1 : -1] for of, (prompt, _) in zip(places, expected, strict=True)]
+        assert row.predictors.tolist() == torch.cat(predictors).tolist()
+        assert row.targets.tolist() == [token for _, response in expected for token in response]
+        assert len(row.input_ids) == len(set(row.packing.sequences.tolist())), "a prompt lies in the row once"
 
 
 @pytest.mark.parametrize(
@@ -204,5 +223,5 @@ def test_a_plan_that_does_not_know_of_tool_tokens() -> None:
 
 
 def test_a_row_beyond_the_budget() -> None:
-    with pytest.raises(PlanMismatch, match=r"a row of 8 tokens exceeds trainer\.row_tokens = 7"):
-        _build([[Sample("a", 0, 1.0, 2)] * 2], row_tokens=7)
+    with pytest.raises(PlanMismatch, match=r"a row of 6 tokens exceeds trainer\.row_tokens = 5"):
+        _build([[Sample("a", 0, 1.0, 2)] * 2], row_tokens=5)

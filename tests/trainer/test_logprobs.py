@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -116,25 +117,62 @@ def test_changing_one_response_leaves_the_others_equal_to_the_bit(tiny_model: Pa
     assert not same[before.sample_of_token == 2].any()
 
 
+# Groups of a row: tokens of their prompt, and of their responses. A prompt lies in the row once, before the first of them.
+SMALL = [(0, [1, 6]), (2, [4, 1, 3]), (9, [4]), (3, [1, 8])]
+LARGE = [(0, [3, 300]), (150, [20, 1, 100]), (1, [129, 2])]
+
+
+def _packing(groups: list[tuple[int, list[int]]]) -> attention.Packing:
+    lengths, prompts = [], []
+    for prompt, responses in groups:
+        begin = sum(lengths)
+        if not prompt:  # each on its own
+            lengths += responses
+            prompts += [(0, 0)] * len(responses)
+            continue
+        lengths += [prompt + responses[0], *responses[1:]]
+        prompts += [(0, 0), *[(begin, prompt)] * len(responses[1:])]
+    return attention.Packing.of(lengths, prompts)
+
+
+def _places(packing: attention.Packing) -> list[list[int]]:
+    """The tokens of the row that make up each sequence."""
+    ends = packing.whole.tolist()
+    return [packing.sequences[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
+
+
+def test_where_sequences_lie_by_hand() -> None:
+    packing = _packing([(0, [2]), (2, [1, 2, 1])])
+    assert _places(packing) == [[0, 1], [2, 3, 4], [2, 3, 5, 6], [2, 3, 7]]
+    assert (packing.own.tolist(), packing.longest_own) == ([0, 2, 5, 7, 8], 3)
+    assert (packing.whole.tolist(), packing.longest) == ([0, 2, 5, 9, 12], 4)
+    assert sorted(packing.owned.tokens.tolist()) == list(range(8))
+    assert packing.shared.tokens.tolist() == [2, 3, 2, 3]
+    slots = packing.owned.slots.tolist() + packing.shared.slots.tolist()
+    assert len(set(slots)) == 12, "no two tokens have one place"
+    longer = packing.longer(3)
+    assert _places(longer) == [*_places(packing), [8, 9, 10]]
+
+
 @pytest.mark.parametrize(
-    ("window", "lengths"),
-    [
-        *((window, [1, 6, 2, 9, 4, 8]) for window in (None, 1, 3, 50)),
-        *((window, [3, 300, 270, 129]) for window in (1, 20, 140, 299)),
-    ],
+    ("window", "groups"),
+    [*((window, SMALL) for window in (None, 1, 3, 50)), *((window, LARGE) for window in (None, 1, 20, 140, 299))],
 )
-def test_attention_equals_a_dense_block_diagonal_mask(window: int | None, lengths: list[int]) -> None:
-    total = sum(lengths)
+def test_attention_equals_a_dense_mask(window: int | None, groups: list[tuple[int, list[int]]]) -> None:
+    """Of which tokens of the row each sees: its sequence up to itself, not further back than the window."""
+    packing = _packing(groups)
+    total = int(packing.own[-1])
+    allowed = torch.zeros(total, total, dtype=torch.bool)
+    for places in _places(packing):
+        for i, place in enumerate(places):
+            allowed[place, places[max(0, i + 1 - (window or total)) : i + 1]] = True
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     key, value = (torch.randn(1, 2, total, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    distance = torch.arange(total)[:, None] - torch.arange(total)
-    allowed = (owner[:, None] == owner) & (distance >= 0) & (distance < (window or total))
     scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
     expected = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
     result, _ = attention.packed_attention(
-        torch.nn.Identity(), query, key, value, None, packing=attention.Packing.of(lengths), scaling=0.3, sliding_window=window
+        torch.nn.Identity(), query, key, value, None, packing=packing, scaling=0.3, sliding_window=window
     )
     torch.testing.assert_close(result, expected)
     factors = torch.randn(result.shape, generator=generator, dtype=torch.float64)
@@ -149,9 +187,9 @@ def test_attention_equals_a_dense_block_diagonal_mask(window: int | None, length
 
 def test_padding_at_most_doubles_the_work() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 60).tolist()
-    buckets = attention.Packing.of(lengths).buckets
-    assert sum(bucket.count for bucket in buckets) == 60
-    assert sum(bucket.count * bucket.length for bucket in buckets) < 2 * sum(lengths)
+    shapes = attention.Packing.of(lengths).shapes
+    assert sum(count for count, _ in shapes) == 60
+    assert sum(count * length for count, length in shapes) < 2 * sum(lengths)
 
 
 def test_a_model_whose_logits_are_scaled_is_refused(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def same(rows: list[Row], others: list[Row]) -> bool:
     pairs = [(getattr(a, f.name), getattr(b, f.name)) for a, b in zip(rows, others, strict=True) for f in fields(Row)]
     return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs if not isinstance(a, batches.Packing)
-    ) and all(torch.equal(a.packing.cu_seqlens, b.packing.cu_seqlens) for a, b in zip(rows, others, strict=True))
+    ) and all(torch.equal(a.packing.sequences, b.packing.sequences) for a, b in zip(rows, others, strict=True))
 
 
 def test_what_is_fetched_ahead_is_there_at_once_and_equal_to_the_bit(rig: Rig) -> None:
