@@ -69,7 +69,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
     """Our policy on one rank: ZeRO 0, float32, packed rows, one mini-batch."""
     import torch
 
-    from services.dataprep.packing import fewest_rows, pack
+    from services.dataprep.packing import Response, pack
     from services.protocol.config import RunConfig
     from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
     from services.trainer import batches
@@ -96,7 +96,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
     lengths, ends = batch["lengths"], np.cumsum(batch["lengths"])
     prompts, size = batch["prompts"], job["group_size"]
     sizes = [len(prompts[i]) + int(lengths[i]) for i in range(len(lengths))]
-    packed = pack(sizes, job["row_tokens"], fewest_rows(sizes, job["row_tokens"]))
+    [packed] = pack([[Response(i // size, len(prompts[i]), sizes[i]) for i in range(len(sizes))]], job["row_tokens"])
 
     def rows(behaviour: np.ndarray) -> tuple[list[batches.Row], StepPlan]:
         payloads = {}

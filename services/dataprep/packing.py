@@ -1,27 +1,98 @@
-"""Packing responses into rows of a token budget."""
+"""Packing responses into rows of a token budget.
+
+A prompt lies in a row once for all responses of its group that stand there. So they are packed in the order of groups, and what
+that leaves over goes into the gaps; only where this needs more rows than longest first, it is longest first.
+"""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import groupby
+from math import ceil
+from typing import NamedTuple
+
+SLACK = (0.0, 0.01, 0.03, 0.1)
+"""How much over the mean a row may hold, tried in turn, where there are more rows than it takes: even rows take even time."""
 
 
-def fewest_rows(tokens: Sequence[int], budget: int) -> int:
-    """How few rows `pack` can do with. No entry may exceed the budget."""
-    return len(_fewest(tokens, budget))
+class Response(NamedTuple):
+    """What packing knows of one."""
+
+    group: int
+    prompt: int
+    """Tokens of its prompt, which its group shares."""
+    tokens: int
+    """Tokens of the prompt and the response."""
 
 
-def pack(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]]:
-    """Places of `tokens` in `rows` rows, none over the budget: evenly filled if that succeeds, else in as few as need be.
+def pack(shares: Sequence[Sequence[Response]], budget: int) -> list[list[list[int]]]:
+    """[share][row] -> places of its responses, which are in the order of groups and none longer than `budget`. Every share gets
+    equally many rows, as few as it takes, some of which may be empty, and none is over the budget."""
+    lower = max(1, *(-(-_tokens(share) // budget) for share in shares))
+    rows = lower
+    for share in shares:
+        while _together(share, budget, rows) is None:
+            rows += 1
+    if rows > lower:
+        tokens = [[response.tokens for response in share] for share in shares]
+        fewest = max(1, *(len(_fewest(of, budget)) for of in tokens))
+        if fewest < rows:
+            return [_apart(of, budget, fewest) for of in tokens]
+    return [_even_together(share, budget, rows) for share in shares]
 
-    `rows` must be at least `fewest_rows(tokens, budget)`. Rows may be empty.
-    """
+
+def _even_together(responses: Sequence[Response], budget: int, rows: int) -> list[list[int]]:
+    longest, mean = max((response.tokens for response in responses), default=0), _tokens(responses) / rows
+    limits = (max(longest, ceil(mean * (1 + slack))) for slack in SLACK)
+    packed = (_together(responses, limit, rows) for limit in (*limits, budget) if limit <= budget)
+    return next(found for found in packed if found is not None)
+
+
+def _apart(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]]:
+    """Longest first, evenly filled if that succeeds, else in as few rows as need be."""
     packed = _even(tokens, budget, rows)
     if packed is None:
         packed = _fewest(tokens, budget)
-    assert len(packed) <= rows, "fewer rows than fewest_rows gave"
     return packed + [[] for _ in range(rows - len(packed))]
+
+
+def _tokens(responses: Sequence[Response]) -> int:
+    """Of all responses, in the order of groups, and of every prompt once."""
+    prompts = {response.group: response.prompt for response in responses}
+    return sum(prompts.values()) + sum(response.tokens - response.prompt for response in responses)
+
+
+def _together(responses: Sequence[Response], budget: int, rows: int) -> list[list[int]] | None:
+    """Group after group: of each, longest first, what fits into the row begun last, the others into the next. What is left when
+    no row is, longest first into the fullest row that still holds it; None as soon as one does not fit."""
+    packed: list[list[int]] = [[] for _ in range(rows)]
+    free = [budget] * rows
+    row, left = 0, list[int]()
+    for _, members in groupby(range(len(responses)), key=lambda i: responses[i].group):
+        waiting = sorted(members, key=lambda i: (-responses[i].tokens, i))
+        while waiting and row < rows:
+            space, shared, others = free[row], 0, []
+            for i in waiting:
+                tokens = responses[i].tokens - shared
+                if tokens <= space:
+                    packed[row].append(i)
+                    space, shared = space - tokens, responses[i].prompt
+                else:
+                    others.append(i)
+            free[row], waiting = space, others
+            row += bool(others)
+        left += waiting
+    gaps = sorted((space, row) for row, space in enumerate(free)) if left else []
+    for i in sorted(left, key=lambda i: (-responses[i].tokens, i)):
+        at = bisect_left(gaps, (responses[i].tokens, -1))
+        if at == len(gaps):
+            return None
+        space, row = gaps.pop(at)
+        packed[row].append(i)
+        insort(gaps, (space - responses[i].tokens, row))
+    return packed
 
 
 def _fewest(tokens: Sequence[int], budget: int) -> list[list[int]]:

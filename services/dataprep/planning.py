@@ -6,7 +6,8 @@ groups; denominators are those of the written formula, whatever the number of ra
 
 How: groups are dealt to mini-batches; a mini-batch's responses, in the order of groups, are cut into as many stretches of
 equal cost as there are ranks, so that a group's payload is fetched by one rank, seldom two; what the cut leaves uneven is
-evened out by swaps (balance.py); each rank packs its stretch into rows (packing.py). Or, for `same_rows`, the other way round.
+evened out by swaps (balance.py); each rank packs its stretch into rows, groups together where it can (packing.py), as
+a prompt lies in a row once. Or, for `same_rows`, the other way round.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from services.dataprep.balance import deal, spread
-from services.dataprep.packing import fewest_rows, pack
+from services.dataprep.packing import Response, pack
 from services.protocol.messages import RankPlan, Sample, StepPlan
 
 CROSSOVER_TOKENS = 24_576
@@ -70,6 +71,7 @@ class _Samples:
 
     group: np.ndarray  # [m] place of the group in the step
     index: np.ndarray  # [m] place of the response in its group
+    prompts: np.ndarray  # [m] tokens of the prompt
     tokens: np.ndarray  # [m] prompt + completion
     trained_tokens: np.ndarray  # [m] completion tokens in the loss
     advantages: np.ndarray  # [m]
@@ -111,10 +113,11 @@ def plan_step(
     return plan, [RankPlan(rank_rows) for rank_rows in rows]
 
 
-def cost(tokens: np.ndarray) -> np.ndarray:
-    """Relative cost [m] int64 of responses of so many tokens: linear layers and attention, tokens x (crossover + tokens)."""
+def cost(tokens: np.ndarray, shared: np.ndarray | int = 0) -> np.ndarray:
+    """Relative cost [m] int64 of responses of so many tokens with their prompts: linear layers and attention, tokens x (crossover
+    + tokens). `shared`: tokens of each that the linear layers see in another response's place."""
     tokens = tokens.astype(np.int64)
-    return tokens * (CROSSOVER_TOKENS + tokens)
+    return (tokens - shared) * CROSSOVER_TOKENS + tokens * tokens
 
 
 def _check_lengths(groups: Sequence[PlanGroup], row_tokens: int) -> None:
@@ -141,6 +144,7 @@ def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
     return _Samples(
         group=np.repeat(members, sizes),
         index=np.concatenate([np.arange(size) for size in sizes]),
+        prompts=prompts,
         tokens=prompts + lengths,
         trained_tokens=np.where(trained, lengths - tool_tokens, 0),
         advantages=np.concatenate([groups[member].advantages for member in members]).astype(np.float64),
@@ -161,17 +165,23 @@ def _denominator(samples: _Samples, layout: Layout) -> float:
 
 def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
     """[rank][row] -> samples. Every rank has equally many rows; the costliest come first, so that rows of one place match."""
-    costs = cost(samples.tokens)
-    tokens = samples.tokens.tolist()
+    costs, budget = cost(samples.tokens, _shared(samples)), layout.row_tokens
+    columns = (samples.group.tolist(), samples.prompts.tolist(), samples.tokens.tolist())
+    responses = [Response(*of) for of in zip(*columns, strict=True)]
     if layout.same_rows:
-        return _deal_rows(pack(tokens, layout.row_tokens, fewest_rows(tokens, layout.row_tokens)), costs, layout.ranks)
+        return _deal_rows(pack([responses], budget)[0], costs, layout.ranks)
     shares = spread(costs, layout.ranks)
-    rows = max(1, *(fewest_rows([tokens[i] for i in share], layout.row_tokens) for share in shares))
     packed = []
-    for share in shares:
-        rank_rows = [[share[i] for i in row] for row in pack([tokens[i] for i in share], layout.row_tokens, rows)]
+    for share, share_rows in zip(shares, pack([[responses[i] for i in share] for share in shares], budget), strict=True):
+        rank_rows = [[share[i] for i in row] for row in share_rows]
         packed.append(sorted(rank_rows, key=lambda row: -int(costs[row].sum())))
     return packed
+
+
+def _shared(samples: _Samples) -> np.ndarray:
+    """[m] int64, the prompt's tokens less this response's part of them: groups stand together but where a row or a rank ends."""
+    _, places, sizes = np.unique(samples.group, return_inverse=True, return_counts=True)
+    return samples.prompts - samples.prompts // sizes[places]
 
 
 def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:

@@ -99,7 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     mini_batch_rows: list[int]  # rows of each mini-batch, on every rank; sums to rows_per_rank
     denominators: list[float]  # one a mini-batch: tokens, responses or groups in the loss over all ranks, or the constant
     response_tokens: int
-    total_tokens: int
+    total_tokens: int  # of all responses with their prompts, as if none were shared
     stats: dict[str, float]  # metrics of the data of this step, e.g. reward/train/mean
     row_tokens: int = 0  # token budget of its rows
     traces: list[str] = []  # of those of its groups that have one

@@ -433,7 +433,7 @@ async def test_a_step_shows_its_groups_and_how_rows_are_filled(store: Store, sho
     assert plan["advantage"] == {"min": -1.5, "mean": 0.25, "max": 1.5}
     assert plan["weight"] == {"min": 0.5, "mean": 0.75, "max": 1.0}
     assert [(r["rows"], r["empty"], r["responses"], r["tokens"], r["fill"]) for r in plan["ranks"]] == [
-        (2, 1, 4, 16, 16 / 256), (2, 0, 4, 16, 16 / 512),
+        (2, 1, 4, 10, 10 / 256), (2, 0, 4, 12, 12 / 512),
     ]  # fmt: skip
     first, second = plan["groups"]
     assert (first["group"], first["fresh"], first["uses"], first["lag"], first["weight"]) == ("0-0", True, 2, 0, 0.5)

@@ -57,7 +57,7 @@ class RankRows(Answer):
     responses: int
     """Responses in all rows."""
     tokens: int
-    """Prompt and response tokens in all rows, of the groups that are still there."""
+    """Tokens in all rows, a prompt once a row, of the groups that are still there."""
     fill: float | None
     """Share of the token budget that rows with a response use; null without the run's configuration."""
 
@@ -171,18 +171,23 @@ def _group(name: str, step: int, fresh: bool, record: GroupRecord | None, sample
 
 def _rows(rank: int, rows: list[list[Sample]], records: Mapping[str, GroupRecord], row_tokens: int | None) -> RankRows:
     empty = sum(not row for row in rows)
-    tokens = sum(_tokens(sample, records) for row in rows for sample in row)
+    tokens = sum(_tokens(row, records) for row in rows)
     full = (len(rows) - empty) * row_tokens if row_tokens else 0
     return RankRows(
         rank=rank, rows=len(rows), empty=empty, responses=sum(map(len, rows)), tokens=tokens, fill=tokens / full if full else None
     )
 
 
-def _tokens(sample: Sample, records: Mapping[str, GroupRecord]) -> int:
-    record = records.get(_group_of(sample))
-    if record is None or record.header is None or not 0 <= sample.index < len(record.header.lengths):
-        return 0
-    return record.header.prompt_tokens + record.header.lengths[sample.index]
+def _tokens(row: list[Sample], records: Mapping[str, GroupRecord]) -> int:
+    """Of the row: a prompt lies in it once for all responses of its group."""
+    prompts: dict[str, int] = {}
+    responses = 0
+    for sample in row:
+        record = records.get(_group_of(sample))
+        if record is not None and record.header is not None and 0 <= sample.index < len(record.header.lengths):
+            prompts[sample.payload] = record.header.prompt_tokens
+            responses += record.header.lengths[sample.index]
+    return sum(prompts.values()) + responses
 
 
 def _spread(numbers: Iterable[float]) -> Spread | None:
