@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 """Written last: a folder with it is complete."""
 
 PARTIAL = ".partial"
-"""Suffix of a folder being written."""
+"""Suffix of a folder being written; before it stands the number of who writes it."""
 
 REPLACED = ".replaced" + PARTIAL
 """Suffix of a folder that a new one took the place of, until it is deleted."""
@@ -48,9 +48,20 @@ class FolderError(RuntimeError):
     """A folder could not be written or is damaged: the message names the path, the reason and the remedy."""
 
 
-def begin(final: Path) -> Path:
-    """Make and return the empty folder in which `final` is written. Raises `FolderError`."""
-    partial = final.with_name(final.name + PARTIAL)
+def unfinished(final: Path, owner: int = 0) -> Path:
+    """The folder in which `owner` writes `final`: a name of its own, so that two who write at once do not mix their files."""
+    return final.with_name(f"{final.name}.{owner}{PARTIAL}")
+
+
+def owner_of(partial: Path) -> int:
+    """Whose unfinished folder that is; 0: nobody's."""
+    number = partial.name.removesuffix(PARTIAL).rpartition(".")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def begin(final: Path, owner: int = 0) -> Path:
+    """Make and return the empty folder in which `owner` writes `final`. Raises `FolderError`."""
+    partial = unfinished(final, owner)
     try:
         if partial.exists():
             shutil.rmtree(partial)

@@ -1,7 +1,8 @@
 """Writing and taking up checkpoints (services/runtime/checkpoints.py says what lies where).
 
 Guarantees: a checkpoint exists whole or not at all; `latest` never names one that is not complete; a failure to write or
-read is one `CheckpointError` on every rank and leaves older checkpoints as they were. All ranks see the same `root`.
+read is one `CheckpointError` on every rank and leaves older checkpoints as they were; a trainer that was superseded and goes on
+late leaves alone what its successor writes. All ranks see the same `root`.
 
 Waits for: the other ranks in `save`, `load` and `restore`; see `policy` for who unblocks them.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,24 @@ STATE = "trainer"
 """Folder inside a checkpoint with the policy's state; what others write with `save` lies beside it."""
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The trainer that writes."""
+
+    fence: int = 0
+    """Its fencing number; its half-written folders bear it, and it deletes those of older trainers only."""
+    superseded: Callable[[], str] = lambda: ""
+    """Why it may not touch what is complete, as another trainer writes here now; or empty."""
+
+
 class Checkpoints(CheckpointFolder):
     """The checkpoints in one folder, of which the `keep` that were written last are kept."""
 
     def __init__(self, root: Path, keep: int) -> None:
         super().__init__(root)
         self.keep = keep
+        self.owner = Owner()
+        """Of rank 0; the other ranks are told."""
 
     def save(self, policy: Policy, step: int, beside: Callable[[Path], None] | None = None) -> Saved:
         """Write the checkpoint of `step`, point `latest` to it and delete what exceeds `keep`. Collective.
@@ -41,7 +55,7 @@ class Checkpoints(CheckpointFolder):
         the same step is replaced. Raises `CheckpointError` on every rank; what was written until then is deleted.
         """
         final = self.root / f"step-{step:08d}"
-        partial = final.with_name(final.name + folders.PARTIAL)
+        partial = folders.unfinished(final, ranks.from_rank_0(self.owner.fence))
         rank = policy.world.rank
         try:
             return self._save(policy, step, final, partial, beside)
@@ -76,7 +90,7 @@ class Checkpoints(CheckpointFolder):
         if saved is not None:
             self.load(policy, saved)
         if saved is not None and step is not None:  # a trainer that dies before it saves again is to come back here
-            ranks.agree(self._point_to(saved) if policy.world.rank == 0 else "", CheckpointError)
+            ranks.agree(self.owner.superseded() or self._point_to(saved) if policy.world.rank == 0 else "", CheckpointError)
         return saved
 
     def try_out(self, rank: int) -> None:
@@ -115,10 +129,11 @@ class Checkpoints(CheckpointFolder):
         return Saved(final, step, manifest)
 
     def _begin(self, final: Path, beside: Callable[[Path], None] | None) -> str:
-        for path in self.root.glob(f"*{folders.PARTIAL}"):  # left by a crash: they only take space
-            folders.discard(path)
+        for path in self.root.glob(f"step-*{folders.PARTIAL}"):  # left by a crash: they only take space
+            if folders.owner_of(path) <= self.owner.fence:
+                folders.discard(path)
         try:
-            partial = folders.begin(final)
+            partial = folders.begin(final, self.owner.fence)
             if beside is not None:
                 beside(partial)
             (partial / STATE).mkdir()
@@ -142,6 +157,8 @@ class Checkpoints(CheckpointFolder):
         missing = [rank for rank in range(manifest.facts["ranks"]) if f"{STATE}/random-{rank}.pt" not in manifest.files]
         if missing:
             return f"{partial} lacks the files of ranks {missing}: mount one shared volume at run.dir"
+        if problem := self.owner.superseded():
+            return problem
         try:
             folders.finish(partial, final, manifest)
         except FolderError as error:

@@ -23,10 +23,13 @@ from services.runtime.checkpoints import SNAPSHOT
 from services.runtime.folders import FolderError
 from services.runtime.loops import Broken, Fatal
 from services.trainer import resume
+from services.trainer.checkpoint import Owner
 from services.trainer.crew import Crew
 from services.trainer.worker import Worker
 
 log = structlog.get_logger()
+
+SUPERSEDED = "another trainer has taken the run over"
 
 
 class Recovery:
@@ -41,6 +44,7 @@ class Recovery:
         self._plans: dict[int, StepPlan] = {}  # of the steps trained since the last checkpoint, and the last before
         self._published = -1  # the last version of ours that the fleet holds
         worker.copy_state = self._copy_state
+        worker.checkpoints.owner = Owner(fence, self._superseded)
 
     def state(self) -> RunState:
         """The run's state. Raises `Broken` when Redis knows it no more: dataprep makes it again, the next trainer restores it."""
@@ -56,7 +60,7 @@ class Recovery:
             step = cast(int, self.crew.lead("restore", resume.wanted(state)))
             how = self._settle(state, step)
         except (Broken, Fatal):
-            if state.restore >= 0:
+            if state.restore >= 0 and not self._superseded():
                 self.call(self.store.want_restore(None))  # else every new process would fail at it
             raise
         self.call(self.store.resumed(how))
@@ -104,7 +108,7 @@ class Recovery:
         if resume.wanted(state) >= 0:
             raise Broken(f"the run goes back to step {resume.wanted(state)}: starting over from there")
         if state.trainer_fence != self._fence:
-            raise Broken("another trainer has taken the run over")
+            raise Broken(SUPERSEDED)
         lost = range(state.committed_step + 1, step + 1)
         for number in lost:
             plan = self.call(self.store.plan(number))
@@ -135,6 +139,13 @@ class Recovery:
             self.call(self.store.restore(self._fence, snapshot, keep, self._progress))
         except SnapshotError as error:
             raise Fatal(f"the run cannot be taken back to step {saved.step}: {error}") from error
+
+    def _superseded(self) -> str:
+        """Why what lies in the folder of checkpoints is not this trainer's to touch, or empty."""
+        try:
+            return "" if self.state().trainer_fence == self._fence else SUPERSEDED
+        except (Broken, StoreError) as error:  # nobody can tell: the older checkpoints are left as they are
+            return str(error)
 
     def _copy_state(self, folder: Path, step: int) -> None:
         """Write dataprep's state behind `step` into a checkpoint."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 from services.runtime import folders
 from services.runtime.checkpoints import LAYOUT
 from services.runtime.folders import FileRecord, FolderError, Manifest
-from services.trainer.checkpoint import CheckpointError, Checkpoints, Saved
+from services.trainer import ranks
+from services.trainer.checkpoint import CheckpointError, Checkpoints, Owner, Saved
+from services.trainer.ranks import World
 from tests.trainer.rank_worker import Job, launch
 from tests.trainer.tiny import VOCABULARY, make_model, make_payloads, make_samples
 
@@ -183,6 +186,60 @@ def test_a_run_that_was_taken_back_stays_there(results: dict[Any, list[Any]]) ->
     assert results["failures"][0]["named"] == "step-00000002"
     good = Checkpoints(results["folder"][0] / "good", keep=2)
     assert ([saved.step for saved in good.complete()], good.named()) == ([2, 3], "step-00000003")
+
+
+class Ranks:
+    """One rank without a process group, whose policy is a file; `meanwhile` happens as that is written."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.world, self.zero_stage = World(), 0
+        self.module = SimpleNamespace(named_parameters=list)
+        self.config = SimpleNamespace(run=SimpleNamespace(name="run"), model=SimpleNamespace(dtype="float32", path="tiny"))
+        patch.setattr(ranks, "gather", lambda value: [value])
+        patch.setattr(ranks, "from_rank_0", lambda value: value)
+
+    def save(self, folder: Path) -> None:
+        self.meanwhile()
+        folders.write(folder / "random-0.pt", b"state")
+
+    def load(self, folder: Path) -> None:
+        assert (folder / "random-0.pt").exists()
+
+    def checkpoints(self, root: Path, fence: int, newest: list[int]) -> Checkpoints:
+        found = Checkpoints(root, keep=2)
+        found.owner = Owner(fence, lambda: "" if newest[0] == fence else "superseded")
+        return found
+
+
+def test_a_trainer_that_was_superseded_touches_nothing_of_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy: Any = Ranks(monkeypatch)
+    newest = [7]
+    old, new = (policy.checkpoints(tmp_path, fence, newest) for fence in (7, 8))
+    crashed = [folders.begin(tmp_path / "step-00000001", owner) for owner in (0, 6)]
+    old.save(policy, 3)
+    assert not any(path.exists() for path in crashed)
+    newest[0] = 8
+    half = folders.begin(tmp_path / "step-00000007", 8)
+    folders.write(half / "file", b"of its successor")
+    with pytest.raises(CheckpointError, match="checkpoint of step 7 was not written: rank 0: superseded"):
+        old.save(policy, 7)
+    assert (half / "file").exists()
+
+    def wakes() -> None:
+        with pytest.raises(CheckpointError, match="superseded"):
+            old.save(stale, 7)
+
+    stale: Any = Ranks(monkeypatch)
+    policy.meanwhile = wakes
+    new.save(policy, 7)
+    new.save(stale, 11)
+    with pytest.raises(CheckpointError, match="superseded"):
+        old.save(stale, 7)
+    with pytest.raises(CheckpointError, match="superseded"):
+        old.restore(stale, 7)
+    assert (new.named(), [one.step for one in new.complete()]) == ("step-00000011", [7, 11])
+    assert not new.unfinished()
 
 
 def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:

@@ -23,8 +23,13 @@ class Trainer:
     def __init__(self, store: Store, fence: int, folder: Path) -> None:
         loop = asyncio.get_running_loop()
         call: Any = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(10)  # noqa: E731
-        worker: Any = SimpleNamespace(copy_state=None)
-        self.recovery = Recovery(small_config(folder), store, fence, worker, SimpleNamespace(), call, lambda: None)  # type: ignore[arg-type]
+        self.checkpoints: Any = SimpleNamespace()
+        worker: Any = SimpleNamespace(copy_state=None, checkpoints=self.checkpoints)
+        crew: Any = SimpleNamespace(lead=self._cannot)
+        self.recovery = Recovery(small_config(folder), store, fence, worker, crew, call, lambda: None)
+
+    def _cannot(self, name: str, step: int) -> None:
+        raise Broken(f"cannot {name} {step}")
 
     async def stay_in_step(self, step: int) -> Any:
         return await asyncio.to_thread(self.recovery.stay_in_step, step)
@@ -95,3 +100,19 @@ async def test_another_trainer_or_a_wish_to_go_back_ends_this_one(store: Store, 
     await store.delete_run()
     with pytest.raises(Broken, match="vanished from Redis"):
         await trainer.stay_in_step(0)
+
+
+async def test_a_superseded_trainer_leaves_checkpoints_and_wishes_to_its_successor(store: Store, tmp_path: Path) -> None:
+    trainer, team = await trained(store, tmp_path, 1)
+    owner = trainer.checkpoints.owner
+    assert owner.fence == team.trainer
+    assert await asyncio.to_thread(owner.superseded) == ""
+    successor = Trainer(store, await store.attach_trainer(), tmp_path)
+    assert "another trainer has taken" in await asyncio.to_thread(owner.superseded)
+    await store.want_restore(0)
+    for one, left in ((trainer, 0), (successor, -1)):
+        with pytest.raises(Broken, match="cannot restore 0"):
+            await asyncio.to_thread(one.recovery.take_up)
+        assert (await store.state()).restore == left  # type: ignore[union-attr]
+    await store.delete_run()
+    assert "vanished" in await asyncio.to_thread(owner.superseded)
