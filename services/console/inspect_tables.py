@@ -180,7 +180,7 @@ def requeue_table(found: RequeueAnswer) -> RenderableType:
     for name in ("id", "ticket", ""):
         table.add_column(name, header_style="dim", overflow="fold")
     for row in found.requeued:
-        table.add_row(cell(row.id), cell(row.ticket), Text("requeued", "green"))
+        table.add_row(cell(row.id), cell(row.ticket), Text("already put back" if row.before else "requeued", "green"))
     for row in found.refused:
         table.add_row(cell(row.id), cell(row.ticket), cell(f"refused: {row.why_not}", "yellow"))
     return table if table.row_count else Text("no dead letters")

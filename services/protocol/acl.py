@@ -21,11 +21,11 @@ _BELL = ":bell"  # names channels, no keys
 _TOGETHER = ("multi", "exec", "discard")
 _LOADING = ("function|load",)
 _LOOKING = (
-    "get", "mget", "hget", "hmget", "hgetall", "zrange", "zscore", "zmscore", "zcard", "hlen", "lrange", "lpos", "getbit",
+    "get", "mget", "hget", "hmget", "hgetall", "zrange", "zscore", "zmscore", "zcard", "hlen", "getbit",
     "xrange", "xrevrange", "xlen", "xpending",
 )  # fmt: skip
 """What people look at a run with (store/inspection.py, store/deadletters.py)."""
-_COPYING = (*_LOOKING, "scan", "hscan")
+_COPYING = (*_LOOKING, "scan", "hscan", "lrange")
 _RESTORING = ("del", "hset", "ltrim", "rpush", "set", "unlink", "xadd", "xdel", "zadd")
 """What `restore_write` is told to send."""
 _POD = ("beat", "leave", "members", "desire")

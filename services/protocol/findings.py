@@ -38,7 +38,9 @@ class Requeued:
     id: str
     ticket: str
     refusal: str
-    """Why it was left as it is; empty: its ticket waits to be issued again."""
+    """Why it was left as it is; empty: its ticket was put back, to be issued again."""
+    before: bool
+    """Whether an earlier call put it back."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Keys:
 
     @property
     def requeued(self) -> str:
-        """List: tickets taken from the dead letters, waiting to be issued again."""
+        """Sorted set: tickets taken from the dead letters, in the order in which they wait to be issued again."""
         return f"{self.prefix}:requeued"
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-WIRE = 4
+WIRE = 5
 """Schema version of all messages and of the key layout; kept in the run's hash and checked by every service."""
 
 

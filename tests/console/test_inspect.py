@@ -560,6 +560,8 @@ async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> No
     ids = await bury(store, team, ["math broke", "math broke", "its lease ran out", "out of memory"])
     code, text = await show(verbs.requeue, [ids[0], "7-7"], False, "")
     assert (code, "1 requeued, 1 refused" in text, "there is no such dead letter" in text) == (EXIT_OK, True, True)
+    code, text = await show(verbs.requeue, [ids[0]], False, "")
+    assert (code, "already put back" in text, "1 requeued, 0 refused" in text) == (EXIT_OK, True, True)
     found = await tell(show, verbs.requeue, [], False, "math")
     assert ([row["ticket"] for row in found["requeued"]], found["refused"]) == (["0-1"], [])
     found = await tell(show, verbs.requeue, [], True, "")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from itertools import count
+
 import pytest
 
 from services.console.audit import audit
-from services.protocol.findings import Drop
+from services.protocol.findings import Drop, Requeued
 from services.protocol.store import Store
 from tests.harness import ticket
 from tests.protocol import flow
@@ -58,9 +61,54 @@ async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
     id = await bury(any_store, team)
     await any_store.requeue([id])
     before = await any_store.audit()
-    (answer,) = await any_store.requeue([id])
-    assert answer.refusal == "there is no such dead letter: it was put back before, or trimmed"
+    assert await any_store.requeue([id, "7-7"]) == [
+        Requeued(id, "0-0", "", before=True),
+        Requeued("7-7", "", "there is no such dead letter: it was put back long ago, or trimmed", before=False),
+    ]
     assert await any_store.audit() == before
+    state = await any_store.state()
+    assert state is not None
+    again = ticket(state.cursor, id="0-0", index=0)
+    assert await any_store.issue(team.leader, state.cursor, [again, ticket(state.cursor + 1)], requeued=2) == 0
+    assert await any_store.issue(team.leader, state.cursor, [again], requeued=1) == 1
+    before = await any_store.audit()
+    assert await any_store.requeue([id]) == [Requeued(id, "0-0", "", before=True)]
+    assert await any_store.audit() == before
+
+
+async def test_the_memory_of_what_was_put_back_is_bounded(any_store: Store) -> None:
+    """10,000 are kept; those of the oldest letters go first."""
+    team = await start(any_store)
+    await any_store.client.zadd(f"{any_store.keys.requeued}:letters", {f"{10_000 + i}-0 9-{i}": 0 for i in range(10_000)})
+    id = await bury(any_store, team)
+    await any_store.requeue([id])
+    gone, kept, last = await any_store.requeue(["10000-0", "10001-0", id])
+    assert (gone.before, kept.before, kept.ticket, last.before) == (False, True, "9-1", True)
+
+
+async def test_many_that_wait_make_putting_back_no_slower(any_store: Store) -> None:
+    await start(any_store)
+
+    async def least_s() -> float:
+        """Of some calls, as others use this machine."""
+        spent_s = []
+        for _ in range(8):
+            ids = [await write_letter(any_store, ticket=f"0-{next(row)}", outcome="failed") for _ in range(100)]
+            began = time.perf_counter()
+            assert not any(answer.refusal for answer in await any_store.requeue(ids))
+            spent_s.append(time.perf_counter() - began)
+        return min(spent_s)
+
+    row = count()
+    alone_s = await least_s()
+    async with any_store.client.pipeline(transaction=False) as pipe:
+        for first in range(0, 100_000, 1000):
+            pipe.zadd(any_store.keys.requeued, {f"1-{first + i}": first + i - 100_000 for i in range(1000)})
+        await pipe.execute()
+    crowded_s = await least_s()
+    assert crowded_s < 10 * alone_s  # a look at each of those that wait would take hundreds of times as long
+    assert await any_store.requeued(2) == ["1-0", "1-1"]
+    assert (await any_store.requeued(200_000))[-1] == f"0-{next(row) - 1}"
 
 
 async def test_the_bell_tells_the_leader(any_store: Store) -> None:

@@ -155,6 +155,27 @@ async def test_without_payloads_what_was_not_trained_is_generated_again_in_its_o
     assert await any_store.groups(["0-4", "0-2"]) == []
 
 
+async def test_dead_letters_that_were_put_back_wait_in_their_order_and_later_ones_are_letters_again(
+    any_store: Store, tmp_path: Path
+) -> None:
+    team = await flow.start(any_store, slots=12)
+    await flow.issue(any_store, team, 12)
+    for one in await flow.claim(any_store, "g", 12):
+        await any_store.fail("g", one, "verifier broke", max_attempts=1)
+    letters = {letter.ticket: letter.id for letter in await any_store.dead_letters()}
+    waiting = [f"0-{row}" for row in (11, 2, 10, 9, 0)]
+    await any_store.requeue([letters[name] for name in waiting])
+    await save(any_store, team.trainer, tmp_path / "s", payloads=False)
+    await any_store.requeue([letters["0-5"]])
+    await restore(any_store, tmp_path / "s")
+    assert await any_store.requeued(20) == waiting
+    (answer,) = await any_store.requeue([letters["0-5"]])
+    assert (answer.refusal, answer.before) == ("", False)
+    assert await any_store.requeued(20) == [*waiting, "0-5"]
+    report = assess("run", await any_store.audit())
+    assert report.ok, report.messages
+
+
 async def test_filtered_groups_keep_the_place_they_had_in_a_step_that_is_planned_anew(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)

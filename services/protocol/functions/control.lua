@@ -85,7 +85,7 @@ register('audit', function(prefix)
     'outstanding', redis.call('ZCARD', prefix .. ':outstanding'),
     'buffered', tonumber(redis.call('HGET', prefix .. ':replay:state', 'uses:0')) or 0,
     'prepared', prepared,
-    'requeued', redis.call('LLEN', prefix .. ':requeued'),
+    'requeued', redis.call('ZCARD', prefix .. ':requeued'),
     'reissue', redis.call('ZCARD', prefix .. ':reissue'),
     'slots_used', number(prefix, 'slots_used'),
   }

@@ -132,7 +132,7 @@ register('survey', function(prefix, args)
     {
       'stale', #stale, 'size', t.size, 'outstanding', redis.call('ZCARD', prefix .. ':outstanding'),
       'oldest_outstanding', oldest and tonumber(oldest) or -1, 'inserted', t.inserted, 'drawn', t.drawn,
-      'requeued', redis.call('LLEN', prefix .. ':requeued'), 'reissue', redis.call('ZCARD', prefix .. ':reissue'),
+      'requeued', redis.call('ZCARD', prefix .. ':requeued'), 'reissue', redis.call('ZCARD', prefix .. ':reissue'),
     },
     uses, gaps, first, string.format('%.17g', t.weighted and t.weight_sum or t.size),
   }

@@ -13,7 +13,7 @@ register('snapshot_begin', function(prefix, args)
   local last = redis.call('XREVRANGE', prefix .. ':deadletter', '+', '-', 'COUNT', 1)[1]
   return {
     run, redis.call('HGETALL', prefix .. ':ledger'), redis.call('ZRANGE', prefix .. ':outstanding', 0, -1, 'WITHSCORES'),
-    redis.call('LRANGE', prefix .. ':requeued', 0, -1), last and last[1] or '',
+    redis.call('ZRANGE', prefix .. ':requeued', 0, -1), last and last[1] or '',
     redis.call('EXISTS', prefix .. ':eval:round'),
   }
 end)

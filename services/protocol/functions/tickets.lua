@@ -65,8 +65,9 @@ register('issue', function(prefix, args)
   local first = 6 + 2 * epochs
   local n = (#args - first + 1) / 2
   if cursor ~= tonumber(args[2]) or n == 0 or n > number(prefix, 'slots') - number(prefix, 'slots_used') then return 0 end
+  local waiting = requeued > 0 and redis.call('ZRANGE', prefix .. ':requeued', 0, requeued - 1)
   for i = 1, requeued do
-    if redis.call('LINDEX', prefix .. ':requeued', i - 1) ~= args[first + 2 * (i - 1)] then return 0 end
+    if waiting[i] ~= args[first + 2 * (i - 1)] then return 0 end
   end
   for i = 1, n do
     local id = args[first + 2 * (i - 1)]
@@ -82,7 +83,7 @@ register('issue', function(prefix, args)
     places[2 * i - 1], places[2 * i] = cursor + i - 1, id
   end
   call_over(places, 'ZADD', prefix .. ':outstanding')
-  if requeued > 0 then redis.call('LTRIM', prefix .. ':requeued', requeued, -1) end
+  if requeued > 0 then redis.call('ZREMRANGEBYRANK', prefix .. ':requeued', 0, requeued - 1) end
   for i = 1, epochs do redis.call('HSET', prefix .. ':order', 'rows:' .. args[4 + 2 * i], args[5 + 2 * i]) end
   redis.call('HSET', prefix .. ':order', 'state', args[3])
   redis.call('HSET', prefix .. ':run', 'cursor', cursor + n)

@@ -30,12 +30,13 @@ class DeadLetterCalls(Connection):
 
     async def requeue(self, ids: Sequence[str]) -> list[Requeued]:
         """Take dead letters out of the stream and have their tickets issued again. One that was not counted as failed, or whose
-        ticket is elsewhere by now, stays, with the reason."""
+        ticket is elsewhere by now, stays, with the reason. Safe to repeat."""
         answers = []
         for first in range(0, len(ids), REQUEUED_TOGETHER):
             reply = await self._call("requeue", *ids[first : first + REQUEUED_TOGETHER])
-            texts = [part.decode(errors="replace") for part in reply]
-            answers += [Requeued(*texts[i : i + 3]) for i in range(0, len(texts), 3)]
+            for i in range(0, len(reply), 4):
+                id, ticket, refusal = (part.decode(errors="replace") for part in reply[i : i + 3])
+                answers.append(Requeued(id, ticket, refusal, bool(reply[i + 3])))
         return answers
 
 

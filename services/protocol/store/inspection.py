@@ -72,7 +72,7 @@ class InspectionCalls(Connection):
         run, outstanding, requeued, group, order, weight, trained, drop = await self._at_once(
             ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),
             ("ZSCORE", keys.outstanding, ticket),
-            ("LPOS", keys.requeued, ticket),
+            ("ZSCORE", keys.requeued, ticket),
             ("HMGET", keys.group(ticket), "header", "payload", "uses"),
             ("ZSCORE", keys.replay_order, ticket),
             ("ZSCORE", keys.replay_weight, ticket),

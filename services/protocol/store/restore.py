@@ -43,10 +43,11 @@ class RestoreCalls(Connection):
             alive()
             await write(self._commands(piece, target))
         await write(self._commands_of_head(head, target))
-        for key, names in ((self.keys.requeued, head.requeued), (self.keys.departed, head.departed if target.whole else [])):
-            for first in range(0, len(names), 1000):  # cut to what was there before, as a call may be sent twice
-                cut = ("LTRIM", key, 0, first - 1) if first else ("DEL", key)
-                await write([cut, ("RPUSH", key, *names[first : first + 1000])])
+        await write([("ZADD", self.keys.requeued, place, name) for place, name in enumerate(head.requeued)])
+        departed = head.departed if target.whole else []
+        for first in range(0, len(departed), 1000):  # cut to what was there before, as a call may be sent twice
+            cut = ("LTRIM", self.keys.departed, 0, first - 1) if first else ("DEL", self.keys.departed)
+            await write([cut, ("RPUSH", self.keys.departed, *departed[first : first + 1000])])
         for stream, key, last in (
             (self.keys.metrics, "step", head.step),
             (self.keys.evaluations, "eval/version", head.step + 1),

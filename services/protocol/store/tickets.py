@@ -69,7 +69,7 @@ class TicketCalls(Connection):
 
     async def requeued(self, count: int) -> list[str]:
         """The first tickets that wait to be issued again."""
-        return [name.decode() for name in await self._ask(self.client.lrange(self.keys.requeued, 0, count - 1))]
+        return [name.decode() for name in await self._ask(self.client.zrange(self.keys.requeued, 0, count - 1))]
 
     async def claim(
         self,

@@ -67,14 +67,16 @@ class Requeue(Answer):
     ticket: str
     """Its ticket, or empty when there is no such dead letter."""
     why_not: str
-    """Why it was left as it is; empty: its ticket waits to be issued again."""
+    """Why it was left as it is; empty: its ticket was put back, to be issued again."""
+    before: bool
+    """Whether it was put back by an earlier call, whose answer may have been lost; known of the last 10,000."""
 
 
 class RequeueAnswer(Answer):
     """What was put back, and what was not."""
 
     requeued: list[Requeue]
-    """Dead letters whose tickets wait to be issued again."""
+    """Dead letters that were put back, now or before."""
     refused: list[Requeue]
     """Dead letters that stay, with the reason."""
 
@@ -120,7 +122,7 @@ async def _all(store: Store) -> AsyncIterator[DeadLetter]:
 
 
 def _requeue(answer: Requeued) -> Requeue:
-    return Requeue(id=answer.id, ticket=answer.ticket, why_not=answer.refusal)
+    return Requeue(id=answer.id, ticket=answer.ticket, why_not=answer.refusal, before=answer.before)
 
 
 def _row(letter: DeadLetter) -> dict[str, Any]:
