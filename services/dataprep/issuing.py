@@ -60,11 +60,11 @@ class Issuer:
             else:
                 rates = await self.store.rates()
         try:
-            draft = self.order.draft(max(rest, 0), cursor + len(again), rates)
+            draft = self.order.draft(max(rest, 0), cursor, rates, again)
         except Exhausted as reason:
             log.warning("no prompt is left to ask", reason=str(reason))
-            self.exhausted, draft = str(reason), self.order.draft(0, cursor, rates)
-        tickets = [self.ticket(pick, cursor + place) for place, pick in enumerate([*again, *draft.picks])]
+            self.exhausted, draft = str(reason), self.order.draft(0, cursor, rates, again)
+        tickets = [self.ticket(pick, cursor + place) for place, pick in enumerate(draft.picks)]
         if not tickets:
             return 0
         issued = 0

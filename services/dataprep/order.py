@@ -1,9 +1,10 @@
 """The order of prompts: sources mixed by weight, each in epochs of its own.
 
 Guarantees: at every prefix of a run each source was asked its share of the prompts, rounded up or down; every row that an
-epoch holds is asked once in it. The order is a function of the configuration, the data and the pass rates of groups more
-than `slots` prompts old, not of timing: an interrupted run that resumes meets the rows it would have met. Permutations are
-made of 64-bit integer arithmetic and a stable sort, the same on every platform and with every numpy.
+epoch holds is asked once in it. The order is a function of the configuration, the data, the places at which failed prompts are
+asked again and the pass rates of groups more than `slots` prompts old, not of timing: an interrupted run that resumes meets the
+rows it would have met. Permutations are made of 64-bit integer arithmetic and a stable sort, the same on every platform and with
+every numpy.
 
 The leader drafts, hands the draft's state and epochs to Redis, and accepts it once Redis took them.
 """
@@ -59,7 +60,7 @@ class Draft:
     """The next prompts, and what is written down together with their tickets."""
 
     picks: list[Pick]
-    """May be fewer than asked for, when every source becomes exhausted on the way."""
+    """First those that are asked again. May be fewer than asked for, when every source becomes exhausted on the way."""
     state: bytes
     """Where the order stands after them: some 10 bytes and the name of each source, with a curriculum 4 bytes a slot."""
     epochs: dict[str, bytes]
@@ -81,7 +82,8 @@ class _Source(msgspec.Struct, array_like=True):
 class _State(msgspec.Struct, array_like=True):
     sources: list[_Source]
     recent: np.ndarray
-    """[<= slots] int32: rows of the last prompts, whose groups may not be settled. Kept for a curriculum."""
+    """[<= slots] int32: rows of the last prompts, asked again or for the first time, whose groups may not be settled. Kept for a
+    curriculum."""
 
 
 class PromptOrder:
@@ -131,19 +133,19 @@ class PromptOrder:
             _take(source)
         return False
 
-    def draft(self, count: int, cursor: int, rates: Mapping[int, PassRate]) -> Draft:
-        """The next `count` prompts, the first of which is number `cursor` of the run.
+    def draft(self, count: int, cursor: int, rates: Mapping[int, PassRate], again: Sequence[Pick] = ()) -> Draft:
+        """The prompts that are asked `again`, then the next `count`; the first is number `cursor` of the run.
 
         `rates` (row -> pass rate) is read only where an epoch begins. For an epoch that begins at prompt c, groups with
         seq >= c - slots do not count, settled or not; all others have to be settled by then.
         Raises `Exhausted`; `DataError` for a curriculum that fails.
         """
         sources, rows = _copy(self._state.sources), dict(self._rows)
-        picks: list[Pick] = []
+        picks = list(again)
         began: dict[str, bytes] = {}
-        while len(picks) < count:
+        while len(picks) < len(again) + count:
             source = self._due(sources)
-            if source is None and not picks:
+            if source is None and len(picks) == len(again):
                 raise Exhausted(
                     f"every row of every prompt source reached filters.exclude_pass_rate = {self._exclude}: raise it, or end the "
                     "run here, where nothing is left to learn"
@@ -219,7 +221,7 @@ class PromptOrder:
         if self._exclude:
             rows = rows[~(known[rows - span.first] >= self._exclude - RATE_SLACK)]  # NaN is never above
         if self._curriculum is not None and len(rows):
-            # A row asked again since: whether `rates` still has its older group is a matter of timing.
+            # A row asked since: whether `rates` still has its older group is a matter of timing.
             known[[row - span.first for row in recent.tolist() if 0 <= row - span.first < span.rows]] = np.nan
             rows = arrange(self._curriculum, rows, known[rows - span.first], epoch)
         return rows

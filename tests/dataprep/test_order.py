@@ -145,11 +145,15 @@ def _answered(row: int, epoch: int) -> float:
 
 
 class _Run:
-    """A run whose groups settle in any order, though never later than `slots` prompts after their issue."""
+    """A run whose groups settle in any order, though never later than `slots` prompts after their issue.
 
-    def __init__(self, order: PromptOrder, slots: int, exclude: float) -> None:
-        self.order, self.slots, self.exclude = order, slots, exclude
+    `failing`: every so many prompts one fails and is asked again, at a prompt that hangs on its number alone.
+    """
+
+    def __init__(self, order: PromptOrder, slots: int, exclude: float, failing: int = 0) -> None:
+        self.order, self.slots, self.exclude, self.failing = order, slots, exclude, failing
         self.picks: list[Pick] = []
+        self.due: dict[int, int] = {}  # prompt that failed -> the first at which it may be asked again
         self.unsettled: list[int] = []
         self.rates: dict[int, PassRate] = {}
         self.state, self.epochs = b"", dict[str, bytes]()
@@ -158,6 +162,8 @@ class _Run:
         """The group of prompt `seq` is settled; of its row's groups the first that solved it counts, else the last issued."""
         pick = self.picks[seq]
         self.unsettled.remove(seq)
+        if self._fails(seq):
+            return
         groups = [PassRate(seq, _answered(pick.row, pick.epoch)), *filter(None, [self.rates.get(pick.row)])]
         solved = [group for group in groups if self.exclude and group.rate >= self.exclude]
         self.rates[pick.row] = min(solved, key=lambda group: group.seq) if solved else max(groups, key=lambda group: group.seq)
@@ -165,18 +171,34 @@ class _Run:
     def draw(self, count: int) -> bool:
         """Issue up to `count` prompts; whether there were any."""
         cursor = len(self.picks)
-        for seq in [seq for seq in self.unsettled if seq < cursor + count - self.slots]:
+        asked_again = [seq for seq, due in self.due.items() if due <= cursor]
+        self.due = {seq: due for seq, due in self.due.items() if due > cursor}
+        first = cursor + len(asked_again)
+        failing = {seq: self._due(seq) for seq in range(first, first + count) if self._fails(seq)}
+        end = max(first, min([first + count, *self.due.values(), *failing.values()]))
+        count = end - first
+        for seq in [seq for seq in self.unsettled if seq < end - self.slots or seq in asked_again]:
             self.settle(seq)
         rates = self.rates if self.order.begins_epoch(count) else {}
+        again = [self.picks[seq] for seq in asked_again]
         try:
-            draft = self.order.draft(count, cursor, rates)
+            draft = self.order.draft(count, cursor, rates, again)
         except Exhausted:
-            return False
+            if not again:
+                return False
+            draft = self.order.draft(0, cursor, rates, again)
         self.order.accept(draft)
         self.state, self.epochs = draft.state, self.epochs | draft.epochs
         self.picks += draft.picks
+        self.due |= {seq: due for seq, due in failing.items() if seq < len(self.picks)}
         self.unsettled += range(cursor, len(self.picks))
         return True
+
+    def _fails(self, seq: int) -> bool:
+        return bool(self.failing) and seq % self.failing == 0
+
+    def _due(self, seq: int) -> int:
+        return seq + 1 + seq // self.failing % self.slots
 
 
 def _some_of_the_middle(rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
@@ -188,12 +210,15 @@ SOURCES = st.lists(st.tuples(st.integers(1, 25), st.sampled_from([0.5, 1.0, 3.0]
 
 
 @settings(max_examples=150, deadline=None)
-@given(SOURCES, st.integers(1, 12), st.sampled_from([0.0, 0.6, 0.9]), st.booleans(), st.builds(random.Random, st.integers(0)))
+@given(
+    SOURCES, st.integers(1, 12), st.sampled_from([0.0, 0.6, 0.9]), st.booleans(), st.sampled_from([0, 3, 7]),
+    st.builds(random.Random, st.integers(0)),
+)  # fmt: skip
 def test_neither_timing_nor_batches_nor_a_resume_change_the_order(
-    sources: list[tuple[int, float]], slots: int, exclude: float, hook: bool, rng: random.Random
+    sources: list[tuple[int, float]], slots: int, exclude: float, hook: bool, failing: int, rng: random.Random
 ):
     spans, curriculum = _spans(*sources), _some_of_the_middle if hook else None
-    steady, restless = (_Run(_order(spans, exclude, slots, curriculum), slots, exclude) for _ in range(2))
+    steady, restless = (_Run(_order(spans, exclude, slots, curriculum), slots, exclude, failing) for _ in range(2))
     while len(steady.picks) < 150 and steady.draw(1):
         for seq in list(steady.unsettled):
             steady.settle(seq)
