@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,15 @@ class Saved:
             ) from error
 
 
+def surplus(written: Iterable[int], step: int, keep: int) -> list[int]:
+    """Which of the checkpoints of the steps `written`, in order of writing, are deleted when that of `step` is there.
+
+    Those of later steps are of a history that the run was taken back from: they go first.
+    """
+    others = sorted((one for one in written if one != step), key=lambda one: one < step)
+    return others[: max(0, len(others) + 1 - keep)]
+
+
 class CheckpointFolder:
     """The checkpoints in one folder."""
 
@@ -92,6 +102,10 @@ class CheckpointFolder:
                 except FolderError as error:
                     logger.warning("checkpoint ignored: %s", error)
         return sorted(found, key=lambda saved: saved.step)
+
+    def written(self) -> dict[int, Path]:
+        """Folders of complete checkpoints by step, in order of writing."""
+        return {one.step: one.folder for one in sorted(self.complete(), key=lambda one: (one.written_s, one.step))}
 
     def unfinished(self) -> list[Path]:
         """Folders of checkpoints that are being written, or were left half-written or half-deleted."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.runtime import folders
-from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder, Saved
+from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder, Saved, surplus
 from services.runtime.folders import FileRecord, FolderError, Manifest
 from services.trainer import ranks
 from services.trainer.policy import Policy
@@ -165,10 +165,8 @@ class Checkpoints(CheckpointFolder):
             return str(error)
         if problem := self._point_to(Saved(final, manifest.facts["step"], manifest)):
             return problem
-        others = [one for one in self.complete() if one.folder != final]
-        step = manifest.facts["step"]  # those of later steps are of a history that the run was taken back from: they go first
-        others.sort(key=lambda one: (one.step < step, one.written_s, one.step))
-        folders.remove(saved.folder for saved in others[: max(0, len(others) + 1 - self.keep)])
+        written = self.written()
+        folders.remove(written[step] for step in surplus(written, manifest.facts["step"], self.keep))
         return ""
 
 

@@ -98,10 +98,25 @@ def test_one_step_is_found_or_named_as_missing(run: Path) -> None:
 
 def test_how_long_one_is_kept(tmp_path: Path) -> None:
     config = small_config(tmp_path, None, "run.steps=20", "checkpoint.every_steps=4", "checkpoint.keep=3")
-    assert [kept_until(config, 7, age) for age in (0, 1, 2)] == [19, 15, 11]
-    assert [kept_until(config, 8, age) for age in (0, 1, 2)] == [19, 15, 11]
-    assert [kept_until(config, 15, age) for age in (0, 1, 2)] == [None, None, 19]
-    assert kept_until(config, 19, 2) is None
+    assert kept_until(config, [1, 3, 7], 7) == {1: 11, 3: 15, 7: 19}
+    assert kept_until(config, [3, 7, 8], 8) == {3: 11, 7: 15, 8: 19}
+    assert kept_until(config, [7, 11, 15], 15) == {7: 19}
+    assert kept_until(config, [11, 15, 19], 19) == {}
+    assert kept_until(config, [], -1) == {}
+
+
+def test_how_long_one_is_kept_after_the_run_was_taken_back(tmp_path: Path) -> None:
+    """The next is that of step 7; those of later steps go first, though they were written last; one is written anew."""
+    config = small_config(tmp_path, None, "run.steps=24", "checkpoint.every_steps=4", "checkpoint.keep=3")
+    assert kept_until(config, [3, 11, 15], 3) == {11: 7, 15: 11, 3: 15}
+    assert kept_until(config, [3, 7, 11], 3) == {7: 7, 11: 11, 3: 15}
+    assert kept_until(config, [11, 15, 19, 3], 3) == {11: 7, 15: 7, 19: 11, 3: 15}
+
+
+def test_a_run_that_was_taken_back_lists_them_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders.replace(run / "checkpoints" / "latest", b"step-00000003")
+    _, found = _listed(run, capsys)
+    assert {step: one["kept_until"] for step, one in found.items() if one["complete"]} == {3: 11, 7: 7}
 
 
 def test_no_run_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 from services.protocol.config import RunConfig
 from services.protocol.snapshot import Snapshot, SnapshotError
 from services.protocol.store import Store
 from services.runtime import folders
-from services.runtime.checkpoints import SNAPSHOT, CheckpointError, CheckpointFolder, Saved
+from services.runtime.checkpoints import SNAPSHOT, CheckpointError, CheckpointFolder, Saved, surplus
 from services.runtime.inspection import Answer, NotFound
 
 
@@ -68,8 +69,8 @@ def look_at_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> 
     folder = CheckpointFolder(root)
     complete, named = folder.complete(), folder.named()
     latest = next((one for one in complete if one.folder.name == named), complete[-1] if complete else None)
-    by_age = sorted(complete, key=lambda one: (one.written_s, one.step), reverse=True)
-    entries = [_entry(one, one is latest, kept_until(config, by_age[0].step, by_age.index(one)), verify) for one in complete]
+    until = kept_until(config, folder.written(), latest.step if latest else -1)
+    entries = [_entry(one, one is latest, until.get(one.step), verify) for one in complete]
     entries += [_unfinished(path) for path in folder.unfinished()]
     return CheckpointList(
         folder=str(root), keep=config.checkpoint.keep, checkpoints=sorted(entries, key=lambda entry: (entry.step, entry.complete))
@@ -116,12 +117,21 @@ async def ask_for_restore(store: Store, root: Path, step: int) -> AskedRestore:
     return AskedRestore(step=step)
 
 
-def kept_until(config: RunConfig, newest: int, age: int) -> int | None:
-    """Step of the checkpoint that takes the place of one that `age` others came after, the last of them of step `newest`."""
-    every, steps = config.checkpoint.every_steps, config.run.steps
-    due = [*range((newest + 1) // every * every + every - 1, steps - 1, every), steps - 1]
-    place = max(config.checkpoint.keep - age, 1) - 1
-    return due[place] if newest < steps - 1 and place < len(due) else None
+def kept_until(config: RunConfig, written: Iterable[int], latest: int) -> dict[int, int]:
+    """Which of the checkpoints of the steps `written`, in order of writing, will be deleted or written anew -> after which step.
+
+    The run goes on behind the step `latest`.
+    """
+    every, last = config.checkpoint.every_steps, config.run.steps - 1
+    until, held = dict[int, int](), list(written)
+    given = set(held)
+    for step in (*range((latest + 1) // every * every + every - 1, last, every), last):
+        if step <= latest or given <= until.keys():
+            break
+        gone = {*surplus(held, step, config.checkpoint.keep), step}
+        until |= dict.fromkeys(gone & given - until.keys(), step)
+        held = [*(one for one in held if one not in gone), step]
+    return until
 
 
 def _entry(saved: Saved, latest: bool, until: int | None, verify: bool) -> CheckpointEntry:
