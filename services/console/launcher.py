@@ -118,6 +118,7 @@ class Launcher:
             self.display.event(f"the trainer took the run up: {resumed}")
         self._resumed = resumed
         self.display.steps(self.mirror.add(look.records))
+        self.evaluations.outlive(self.mirror)
         for record in self.evaluations.add(look.evaluations):
             self.display.event(figures.evaluation_line(record))
         now = time.monotonic()

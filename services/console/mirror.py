@@ -2,7 +2,7 @@
 
 Guarantees: each step and each round stands in its file exactly once, in the order it was recorded, whatever
 happened to the console in between: a torn last line is cut off, and what is there already is passed over. When the run was taken
-back to a checkpoint, what it records anew takes the place of what it had recorded from there on.
+back to a checkpoint, what it records anew takes the place of what it had recorded from there on (services/runtime/history.py).
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Mirror:
                 self._file.write(msgspec.json.encode(row) + b"\n")
             added += [row] if new else []
         return added
+
+    def outlive(self, steps: Mirror) -> None:
+        """Take out the evaluation rounds whose versions `steps` made anew."""
+        if self._history.outlive(steps._history):
+            self._write_anew()
 
     def _write_anew(self) -> None:
         fresh = self._path.with_suffix(".new")

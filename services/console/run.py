@@ -203,6 +203,7 @@ class _Job:
         for look in await observer.look_to_the_end():
             mirror.add(look.records)
             evaluations.add(look.evaluations)
+        evaluations.outlive(mirror)
         if how := observer.last.finished:
             print(f"run {self.config.run.name} has finished ({how}); --fresh starts it again", flush=True)
             if before.get("status") == "finished":

@@ -107,6 +107,7 @@ class Watch:
                     self.steps.add(record)
                 for record in look.evaluations:
                     self.rounds.add(record)
+            self.rounds.outlive(self.steps)
             self._looked = time.monotonic()
 
     def frame(self) -> bytes:

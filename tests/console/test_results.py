@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.console import summary
-from services.console.mirror import Mirror
+from services.console.mirror import EVALUATED, Mirror
 from services.console.summary import Audited, in_words, summarise
 from services.protocol.store import RunState, Store
 from services.runtime import figures
@@ -49,6 +49,37 @@ def test_steps_recorded_anew_after_a_restore_take_the_place_of_what_they_were(tm
     mirror.add([{"step": 6, "x": 3.0, "run/incarnation": 18.0}])
     mirror.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 6]
+
+
+def test_evaluation_rounds_of_what_was_undone_go_though_no_round_takes_their_place(tmp_path: Path) -> None:
+    def mirrors() -> tuple[Mirror, Mirror]:
+        return Mirror(tmp_path / "metrics.jsonl"), Mirror(tmp_path / "evaluations.jsonl", EVALUATED)
+
+    def versions() -> list[int]:
+        return [json.loads(line)[EVALUATED] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+
+    first, back, again = ({"run/incarnation": life} for life in (16.0, 17.0, 18.0))
+    steps, rounds = mirrors()
+    steps.add([{"step": step, **first} for step in range(9)])
+    rounds.add([{EVALUATED: version, **first} for version in (0, 3, 4, 6, 9)])
+    rounds.outlive(steps)
+    assert versions() == [0, 3, 4, 6, 9]
+    rounds.add([{EVALUATED: 4, **back}])  # a round may be complete before the step that made its version is recorded
+    steps.add([{"step": 3, **back}])
+    rounds.outlive(steps)
+    assert versions() == [0, 3, 4]
+    rounds.add([{EVALUATED: 6, **back}])
+    steps.add([{"step": 4, **back}, {"step": 5, **back}, {"step": 5, **again}])
+    steps.close()  # killed before it took out the round of version 6
+    rounds.close()
+    steps, rounds = mirrors()
+    rounds.outlive(steps)
+    assert versions() == [0, 3, 4]
+    steps.add([{"step": 0, "run/incarnation": 19.0}])
+    rounds.outlive(steps)
+    assert versions() == [0]
+    steps.close()
+    rounds.close()
 
 
 async def test_an_observer_passes_every_entry_on_once(store: Store) -> None:

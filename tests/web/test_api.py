@@ -140,12 +140,18 @@ async def test_series_are_drawn_in_so_many_points_and_follow_a_run_that_was_take
     assert found["steps"] == [1, 3, 5, 7, 9]
     assert found["columns"]["reward/train/mean"] == [0.5, 2.5, 4.5, 6.5, 8.0]
     assert found["columns"]["entropy/train/mean"] == [None] * 5
+    for version in (4, 9):
+        body = msgspec.json.encode({"eval/version": version, "run/incarnation": 1.0})
+        await store.client.xadd(store.keys.evaluations, {"m": body})
+    await asyncio.sleep(1.0)  # a look is shared for half a second
+    assert [one["eval/version"] for one in (await http.get("/v1/console/evaluations")).json()["rounds"]] == [9, 4]
     await store.record(row(6, incarnation=2.0, reward=60.0))
     await asyncio.sleep(1.0)  # a look is shared for half a second
     again = (await http.get("/v1/console/series")).json()
     assert again["steps"] == list(range(7))
     assert again["columns"]["reward/train/mean"][6] == 60.0
     assert again["revision"] != found["revision"]
+    assert [one["eval/version"] for one in (await http.get("/v1/console/evaluations")).json()["rounds"]] == [4]
     page = (await http.get("/v1/console/steps", params={"limit": 3, "before": 6})).json()
     assert [each["step"] for each in page["steps"]] == [5, 4, 3]
     assert (page["total"], page["next"]) == (7, 3)
