@@ -70,14 +70,14 @@ def ours(job: dict[str, Any], said: Said) -> None:
     import torch
 
     from services.dataprep.packing import Response, pack
-    from services.protocol.config import RunConfig
+    from services.protocol.config.load import validate
     from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
     from services.trainer import batches
     from services.trainer.policy import Policy
     from services.trainer.ranks import World
 
     torch.set_num_threads(job["threads"])
-    config = RunConfig.model_validate(
+    config = validate(
         {
             "model": {"path": job["model"], "dtype": "float32", "max_tokens": 4096},
             "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 64},
@@ -86,7 +86,8 @@ def ours(job: dict[str, Any], said: Said) -> None:
             "loss": {"policy": "dapo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "kl_beta": 0.0},
             "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_GRAD_NORM},
             "verifiers": [{"kind": "math"}],
-        }
+        },
+        origin="benchmark",
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

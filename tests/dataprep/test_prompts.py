@@ -19,6 +19,7 @@ from services.dataprep.errors import DataError
 from services.dataprep.order import PromptOrder, SourceSpan
 from services.dataprep.prompts import PromptSource
 from services.protocol.config import RunConfig
+from services.protocol.config.load import validate
 from services.protocol.entries import decode_entry
 
 TEMPLATE = """{%- if messages[0].role == 'assistant' %}{{ raise_exception('an assistant cannot begin') }}{% endif %}
@@ -63,13 +64,14 @@ def _config(model: Path, path: Path | str, **data: Any) -> RunConfig:
 
 
 def _mixture(model: Path, sources: list[dict[str, Any]], seed: int = 0, **data: Any) -> RunConfig:
-    return RunConfig.model_validate(
+    return validate(
         {
             "run": {"seed": seed},
             "model": {"path": str(model)},
             "data": {"sources": sources, **data},
             "verifiers": [{"kind": "exact"}],
-        }
+        },
+        origin="test",
     )
 
 
@@ -105,7 +107,7 @@ def test_messages_are_rendered_as_they_are(model: Path, tmp_path: Path):
 
 def test_without_a_template_the_text_stands_as_it_is(model: Path, tmp_path: Path):
     path = _write(tmp_path, {"prompt": "how many", "answer": "4"})
-    source = PromptSource(_config(model, path, chat_template=False, user_template="{prompt} =", system_prompt="not used"))
+    source = PromptSource(_config(model, path, chat_template=False, user_template="{prompt} ="))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert source.prompt(0)[0] == tokenizer.encode("how many =").ids
     assert source.prompt(0)[0][0] == tokenizer.token_to_id("<s>")

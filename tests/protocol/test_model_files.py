@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.protocol.config import ConfigError, RunConfig
+from services.protocol.config.load import validate
 from services.protocol.model_files import check_model, largest_token_id
 
 TOKENS = {"a": 0, "b": 1, "c": 7}
@@ -30,7 +31,7 @@ def _config(folder: Path, width: int = 1) -> RunConfig:
         "verifiers": [{"kind": "math"}],
         "trainer": {"ranks": width, "sequence_parallel": width},
     }
-    return RunConfig.model_validate(tree)
+    return validate(tree, origin="test")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from services.protocol.config import RunConfig
+from services.protocol.config.load import validate
 from services.protocol.config.loss import Loss
 from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
 
@@ -52,7 +53,7 @@ def make_config(model: Path, /, **sections: Mapping[str, Any]) -> RunConfig:
     }
     for name, values in sections.items():
         tree[name] = tree.get(name, {}) | dict(values)
-    return RunConfig.model_validate(tree | {"verifiers": [{"kind": "math"}]})
+    return validate(tree | {"verifiers": [{"kind": "math"}]}, origin="test")
 
 
 def make_payloads(groups: int, size: int, seed: int = 0) -> dict[str, Payload]:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ValidationError
 
+from services.protocol.config.consistency import check
 from services.protocol.config.generation import Generator
 from services.protocol.config.root import RunConfig
 from services.protocol.config.training import Trainer
@@ -58,10 +59,14 @@ def load_resolved(path: str | Path) -> RunConfig:
 def validate(tree: Mapping[str, Any], origin: str) -> RunConfig:
     """Turn a tree of values into a `RunConfig`, or raise a `ConfigError` of one line per fault."""
     try:
-        return RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree)
+        check(config)
     except ValidationError as error:
         faults = [_explain(fault) for fault in error.errors(include_url=False)]
         raise ConfigError(f"{origin}: " + "; ".join(faults)) from None
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    return config
 
 
 def to_toml(config: RunConfig) -> str:

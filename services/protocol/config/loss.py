@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -96,11 +95,7 @@ class Loss(Section):
 
 
 def check_loss(loss: Loss, advantage_kind: str) -> None:
-    """Raise ValueError for keys that contradict each other or that nothing would read."""
-    for key, reason in _unread(loss):
-        value = getattr(loss, key)
-        if value != Loss.model_fields[key].default:
-            raise ValueError(f"loss.{key} = {value!r} has no effect {reason}: remove it")
+    """Raise ValueError for keys that contradict each other."""
     if loss.correction_lower > loss.correction_upper:
         raise ValueError(
             f"loss.correction_lower = {loss.correction_lower} exceeds loss.correction_upper = {loss.correction_upper}: swap them"
@@ -113,18 +108,3 @@ def check_loss(loss: Loss, advantage_kind: str) -> None:
         )
     if loss.denominator == "constant" and loss.denominator_tokens == 0:
         raise ValueError('loss.denominator = "constant" needs loss.denominator_tokens > 0')
-
-
-def _unread(loss: Loss) -> Iterator[tuple[str, str]]:
-    """Keys that the loss as chosen does not read, and why."""
-    for key in CLIPS:
-        if key not in POLICIES.get(loss.policy, CLIPS):
-            yield key, f'with loss.policy = "{loss.policy}"'
-    if loss.from_behaviour:
-        start = 'loss.policy = "dppo"' if loss.policy == "dppo" else 'loss.old = "behaviour"'
-        for key in CORRECTION:
-            yield key, f"with {start}, whose ratio is to the generators' policy already, so that the correction is 1"
-    if loss.kl_beta == 0:
-        yield "kl_estimator", "with loss.kl_beta = 0"
-    if loss.denominator != "constant":
-        yield "denominator_tokens", f'with loss.denominator = "{loss.denominator}"'

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.protocol.config.base import Section
 
@@ -18,12 +18,6 @@ class Tracking(Section):
     """Project at Weights & Biases; empty: none."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """`offline` writes to run.dir/run.name/tracking/wandb, for `wandb sync`; `online` sends, and needs a key and a network."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.wandb_mode == "online" and not self.wandb:
-            raise ValueError('tracking.wandb_mode = "online" has no effect without a project: set tracking.wandb, or remove it')
-        return self
 
     @property
     def trackers(self) -> tuple[str, ...]:
