@@ -29,7 +29,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         dir = "{folder}"
         [redis]
         url = "{server.url if server else ""}"
-        password_file = "{password}"
+        password_file = "{password if server else ""}"
         [model]
         path = "{folder / "model"}"
         dtype = "float32"

@@ -17,6 +17,7 @@ from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.secrets import kept_secret
 from services.protocol.config import ConfigError, RunConfig, digest, load_resolved, to_toml
 from services.protocol.config.load import CARRIED_OUT
+from services.protocol.config.root import Redis
 
 SHOWN = 4  # differing keys that a message names
 
@@ -151,6 +152,20 @@ def resolve(
             "web": config.web.model_copy(update={"port": web_port or config.web.port}),
         }
     )
+
+
+def check_redis(config: RunConfig, url: str) -> None:
+    """Refuse keys of `[redis]` that nothing reads with the server at `url`, or with the run's own where that is empty."""
+    own = not url
+    for key in ("password_file", "users_dir", "ca_file") if own else ("appendfsync",):
+        value, default = getattr(config.redis, key), Redis.model_fields[key].default
+        if value != default:
+            why = (
+                "without redis.url, as the run starts a server of its own: set that"
+                if own
+                else f"on the server at {url}: set it there"
+            )
+            raise ConfigError(f"redis.{key} = {value!r} has no effect {why}, or remove it")
 
 
 def split_password(url: str) -> tuple[str, str]:

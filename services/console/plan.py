@@ -96,6 +96,11 @@ def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:
     return True
 
 
+def forced_backend(config: RunConfig, gpus: Sequence[str]) -> str:
+    """`gloo` where generators share GPUs and nobody said how weights are to travel, as `auto` would take NCCL; else empty."""
+    return "gloo" if sharing(config, gpus) and config.sync.backend == "auto" else ""
+
+
 def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequence[str]) -> dict[str, str]:
     """What every service inherits. Configuration comes from the file alone, so overrides for the console are left out."""
     common = {name: value for name, value in environ.items() if not name.startswith("GRPO__")}

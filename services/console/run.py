@@ -21,12 +21,12 @@ from redis.exceptions import RedisError
 
 from services.console import summary
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
-from services.console.folder import RunFolder, resolve, split_password
+from services.console.folder import RunFolder, check_redis, resolve, split_password
 from services.console.launcher import Launcher, Outcome
 from services.console.lock import FolderLock, InUse
 from services.console.mirror import EVALUATED, Mirror
 from services.console.plain import PlainDisplay
-from services.console.plan import common_environment, most_generators, plan_units, sharing, visible_gpus
+from services.console.plan import common_environment, forced_backend, most_generators, plan_units, visible_gpus
 from services.console.redis_server import RedisServer
 from services.console.secrets import write_secret
 from services.protocol.client import Login
@@ -68,15 +68,16 @@ def run(options: Options, planner: Planner = plan_units) -> int:
     check_model(config)
     check_tracking(config, os.environ)
     check_tracing(config)
+    url, password = split_password(options.redis_url or config.redis.url)
+    check_redis(config, url)
     folder = RunFolder.of(config)
     gpus = visible_gpus(os.environ)
-    backend = "gloo" if sharing(config, gpus) else ""
+    backend = forced_backend(config, gpus)
     try:
         with FolderLock(folder.path, ORPHANS_S) as lock:
             config = resolve(config, folder, backend=backend, web_port=config.web.port or (free_port() if options.web else 0))
             held = not options.fresh and folder.check(config)
             step = resumed_step(options, folder, held)
-            url, password = split_password(options.redis_url or config.redis.url)
             if url:
                 asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
             if options.fresh:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from services.console.errors import ConsoleError
-from services.console.folder import RunFolder, resolve, split_password
+from services.console.folder import RunFolder, check_redis, resolve, split_password
 from services.console.lock import FolderLock, InUse
-from services.protocol.config import digest, load_resolved
+from services.protocol.config import ConfigError, digest, load_resolved
 from tests.console.harness import ROOT
 from tests.harness import small_config
 
@@ -56,6 +56,22 @@ def test_only_a_run_is_deleted(tmp_path: Path) -> None:
     folder.clear()
     assert [entry.name for entry in folder.path.iterdir()] == ["lock"]
     assert (tmp_path / "run.toml").exists(), "a link was followed"
+
+
+@pytest.mark.parametrize(
+    ("override", "url", "message"),
+    [
+        ("redis.password_file=secret", "", r"redis\.password_file = 'secret' has no effect without redis\.url, .* or remove it"),
+        ("redis.users_dir=users", "", r"redis\.users_dir = 'users' has no effect without redis\.url"),
+        ("redis.ca_file=ca.pem", "", r"redis\.ca_file = 'ca\.pem' has no effect without redis\.url"),
+        ("redis.appendfsync=always", "redis://h:1", r"redis\.appendfsync = 'always' has no effect on the server at redis://h:1"),
+    ],
+)
+def test_keys_of_one_s_own_server_and_of_another_are_told_apart(tmp_path: Path, override: str, url: str, message: str) -> None:
+    config = small_config(tmp_path, None, override)
+    with pytest.raises(ConfigError, match=message):
+        check_redis(config, url)
+    check_redis(config, "" if url else "rediss://h:1")
 
 
 def test_passwords_leave_addresses() -> None:

@@ -12,6 +12,7 @@ import pytest
 from services.console.errors import ConsoleError
 from services.console.plan import (
     common_environment,
+    forced_backend,
     most_generators,
     plan_units,
     sharing,
@@ -61,6 +62,9 @@ def test_trainer_ranks_get_the_first_gpus_and_generators_the_next(tmp_path: Path
 def test_too_few_gpus_are_shared_over_gloo(tmp_path: Path) -> None:
     few = config(tmp_path, "generator.count=2")
     assert sharing(few, ["3"])
+    assert forced_backend(few, ["3"]) == "gloo"
+    assert [forced_backend(few, gpus) for gpus in ([], list("012345678"))] == ["", ""]
+    assert forced_backend(config(tmp_path, "generator.count=2", "sync.backend=filesystem"), ["3"]) == ""
     assert not sharing(few, ["0", "1", "2"])
     assert not sharing(few, [])
     assert seen(plan_units(few, Path("c"), ["3"])) == {
