@@ -14,6 +14,11 @@
 {{- if and $v.redis.enabled $v.redis.external.cluster }}
 {{- fail "redis.external.cluster = true has no effect with redis.enabled = true: set redis.enabled = false, or remove it" }}
 {{- end }}
+{{- range $key := ternary (list "externalRedis" "externalRedisPorts") (list "redisFrom") $v.redis.enabled }}
+{{- with index $v.networkPolicy $key }}
+{{- fail (printf "networkPolicy.%s = %s has no effect with redis.enabled = %t: set redis.enabled = %t, or remove it" $key (toJson .) $v.redis.enabled (not $v.redis.enabled)) }}
+{{- end }}
+{{- end }}
 {{- if and $v.redis.usersSecret $v.redis.external.existingSecret }}
 {{- fail (printf "redis.external.existingSecret = %q has no effect with redis.usersSecret = %q: remove one" $v.redis.external.existingSecret $v.redis.usersSecret) }}
 {{- end }}

@@ -52,6 +52,18 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         "redis.usersSecret",
     ),
     ({"tls": {"redisSecret": "a"}, "redis": {"enabled": False, "external": {"url": "redis://host:6379/0"}}}, "tls.redisSecret"),
+    (
+        {"networkPolicy": {"externalRedisPorts": [{"port": 11000}]}},
+        r'networkPolicy.externalRedisPorts = [{"port":11000}] has no effect with redis.enabled = true: set redis.enabled = false, or',
+    ),
+    ({"networkPolicy": {"externalRedis": [{"podSelector": {}}]}}, "networkPolicy.externalRedis = "),
+    (
+        {
+            "networkPolicy": {"redisFrom": [{"podSelector": {}}]},
+            "redis": {"enabled": False, "external": {"url": "redis://host:6379/0"}},
+        },
+        "has no effect with redis.enabled = false: set redis.enabled = true, or remove it",
+    ),
     ({"trainer": {"nodes": 2}}, "storage.runs.accessMode"),
     ({"preload": {"enabled": True, "repository": "a/b"}}, "storage.models.enabled"),
     ({"preload": {"enabled": True, "repository": "a/b"}, "storage": {"models": {"enabled": True}}}, "config.model.path"),
