@@ -93,7 +93,7 @@ class RedisCluster:
             all(name in known for name in self._ids.values())
             and "handshake" not in known
             and b"cluster_state:ok" in self.call(node, "CLUSTER", "INFO")
-            and len(self.call(node, "CLUSTER", "SLOTS")) >= MASTERS
+            and len(self.slots(node)) >= MASTERS
         )
 
     def kill(self) -> None:
@@ -106,6 +106,10 @@ class RedisCluster:
         with redis.Redis(port=node.port, password=self.password, protocol=2) as client:
             client.response_callbacks.clear()
             return client.execute_command(*command)
+
+    def slots(self, node: RedisServer) -> list[list[Any]]:
+        """As it sees them: first and last of a range, its master, its replicas."""
+        return self.call(node, "CLUSTER", "SLOTS")
 
     def wait(self, true: Callable[[], bool]) -> None:
         """Until it is."""

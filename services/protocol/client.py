@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, OutOfMemoryError, RedisError, TimeoutError
 
-from services.protocol.cluster import Elsewhere, Owner, ToOwner, in_cluster
+from services.protocol.cluster import Address, Elsewhere, Owner, ToOwner, in_cluster
 from services.protocol.errors import StoreError
 from services.protocol.wire import VANISHED
 
@@ -131,9 +131,36 @@ async def check_server(url: str, login: Login, key: str) -> Owner | None:
     return owner
 
 
+async def ask_replicas(url: str, login: Login, key: str) -> dict[str, dict[str, Any] | StoreError]:
+    """What each replica of the master that owns the slot of `key` says of itself (INFO), or why it does not; by its address.
+
+    Empty without a Cluster. Raises `StoreError` as `check_server`.
+    """
+    if not (owner := await check_server(url, login, key)):
+        return {}
+    try:
+        replicas = await owner.replicas()
+    except RedisError as error:
+        raise explain(url, error) from None
+    said: dict[str, dict[str, Any] | StoreError] = {}
+    for host, port in replicas:
+        name = f"{host}:{port}"
+        try:
+            async with _probe(url, login, node=(host, port)) as probe:
+                said[name] = await probe.info()
+        except RedisError as error:
+            said[name] = explain(f"{url.partition('://')[0]}://{name}", error)
+    return said
+
+
 @asynccontextmanager
-async def _probe(url: str, login: Login, owner: Owner | None = None) -> AsyncIterator[aioredis.Redis]:
+async def _probe(
+    url: str, login: Login, owner: Owner | None = None, node: Address | None = None
+) -> AsyncIterator[aioredis.Redis]:
+    """To the server at `url`; else to the `owner`, or to this `node` of its Cluster."""
     probe = _client(url, login, owner, PROBE_RETRIES, PROBE_TIMEOUT_S, PROBE_TIMEOUT_S)
+    if node:
+        probe.connection_pool.connection_kwargs.update(host=node[0], port=node[1])
     try:
         yield probe
     finally:

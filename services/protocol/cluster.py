@@ -50,11 +50,11 @@ class Owner:
         failures: list[RedisError] = []
         for node in random.sample(sorted(self._nodes), len(self._nodes)):
             try:
-                masters = await self._masters(node)
+                ranges = await self._ranges(node)
             except (ConnectionError, TimeoutError) as error:
                 failures.append(error)
                 continue
-            for first, last, master in masters:
+            for first, last, (master, *_) in ranges:
                 if first <= self._slot <= last and master:
                     return master
                 if first <= self._slot <= last:
@@ -64,8 +64,13 @@ class Owner:
                 failures.append(Elsewhere(f"{node[0]}:{node[1]} knows no master of slot {self._slot}"))
         raise failures[-1]
 
-    async def _masters(self, node: Address) -> list[tuple[int, int, Address | None]]:
-        """Ranges of slots with their master, as `node` sees them; remembers whom it names, replicas too."""
+    async def replicas(self) -> list[Address]:
+        """Where its replicas listen, as it sees them itself; without those that have no name."""
+        ranges = await self._ranges(await self.find())
+        return [each for first, last, nodes in ranges if first <= self._slot <= last for each in nodes[1:] if each]
+
+    async def _ranges(self, node: Address) -> list[tuple[int, int, list[Address | None]]]:
+        """Ranges of slots with their master and its replicas, as `node` sees them; remembers whom it names."""
         settings: dict[str, Any] = {**self._settings, "host": node[0], "port": node[1]}
         connection = self._kind(**settings)
         try:
@@ -77,7 +82,7 @@ class Owner:
         found = [(first, last, [_address(each, node) for each in nodes]) for first, last, *nodes in ranges]
         if found:  # a node that was reset knows nobody
             self._nodes = {self._given, *(each for _, _, nodes in found for each in nodes if each)}
-        return [(first, last, nodes[0]) for first, last, nodes in found]
+        return found
 
 
 def _address(node: list[Any], asked: Address) -> Address | None:

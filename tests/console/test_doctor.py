@@ -13,13 +13,14 @@ import redis
 from services.console.__main__ import main
 from services.console.doctor import Finding, gathered, machine, server, work
 from services.console.doctor.server import Asked, judge
-from services.console.redis_server import RedisServer
+from services.console.redis_server import RedisServer, find_server
 from services.protocol.acl import GRANTS
 from services.protocol.config import RunConfig, load, to_toml
 from services.protocol.messages import PodStatus
 from services.protocol.store import Store
 from services.runtime.entry import CONFIG_ENV
-from tests.harness import save_tokenizer_folder, small_config
+from tests.harness import save_tokenizer_folder, small_config, wait_until
+from tests.redis_cluster import redis_cluster
 
 
 def only(findings: Any, what: str) -> Finding:
@@ -77,6 +78,27 @@ async def test_a_redis_that_evicts_or_is_not_there_is_a_fault(config: RunConfig,
 @pytest.fixture(name="server_")
 def _server_(server: RedisServer) -> RedisServer:
     return server
+
+
+async def test_what_a_replica_would_lose_as_master_is_a_fault(tmp_path: Path, config: RunConfig) -> None:
+    (tmp_path / "cluster").mkdir()
+    with redis_cluster(tmp_path / "cluster", find_server(), config.run.name) as cluster:
+        what = f"Redis: replica 127.0.0.1:{cluster.replica.port}"
+
+        async def look() -> Finding:
+            url = cluster.url(cluster.third)
+            return only([one async for one in server.server(config, url, cluster.password)], what)
+
+        port = cluster.replica.port
+        await wait_until(lambda: any(port == replica[1] for part in cluster.slots(cluster.owner) for replica in part[3:]))
+        assert await look() == Finding(what, "ok", "evicts nothing, append-only file on")
+        cluster.call(cluster.replica, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru", "appendonly", "no")
+        found = await look()
+        assert (found.state, found.detail.partition(":")[0]) == ("fault", "maxmemory-policy allkeys-lru and no append-only file")
+        assert found.remedy.startswith("set maxmemory-policy noeviction and appendonly yes")
+        cluster.call(cluster.replica, "ACL", "SETUSER", "default", "resetpass", ">another")
+        found = await look()
+        assert (found.state, "refused the password" in found.detail) == ("fault", True)
 
 
 def test_what_a_server_says_is_judged(config: RunConfig) -> None:

@@ -54,7 +54,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"tls": {"redisSecret": "a"}, "redis": {"enabled": False, "external": {"url": "redis://host:6379/0"}}}, "tls.redisSecret"),
     (
         {"networkPolicy": {"externalRedisPorts": [{"port": 11000}]}},
-        r'networkPolicy.externalRedisPorts = [{"port":11000}] has no effect with redis.enabled = true: set redis.enabled = false, or',
+        'networkPolicy.externalRedisPorts = [{"port":11000}] has no effect with redis.enabled = true: set redis.enabled = false',
     ),
     ({"networkPolicy": {"externalRedis": [{"podSelector": {}}]}}, "networkPolicy.externalRedis = "),
     (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.redis_server import find_server
 from services.protocol.acl import GRANTS
-from services.protocol.client import Login
+from services.protocol.client import Login, ask_replicas
 from services.protocol.cluster import in_cluster
 from services.protocol.config import ConfigError, RunConfig
 from services.protocol.errors import StoreError
@@ -33,6 +33,8 @@ class Asked:
     info: dict[str, Any]
     round_trip_s: float
     skew_s: float
+    replicas: dict[str, dict[str, Any] | StoreError] = field(default_factory=dict)
+    """Of the master in a Cluster: what each said, or why it did not."""
 
 
 async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Finding]:
@@ -50,6 +52,8 @@ async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Fi
         return
     for finding in judge(asked, config):
         yield finding
+    for address, said in asked.replicas.items():
+        yield told(f"Redis: replica {address}", said) if isinstance(said, StoreError) else judge_replica(address, said)
     async for finding in _users(config, url):
         yield finding
 
@@ -77,7 +81,7 @@ async def _ask(url: str, run: str, login: Login) -> Asked:
             seconds, microseconds = await store.client.time()
             trips.append(time.monotonic() - began)
         skew_s = seconds + microseconds / 1e6 - time.time()
-        return Asked(info, min(trips), skew_s)
+        return Asked(info, min(trips), skew_s, await ask_replicas(url, login, store.keys.prefix))
     finally:
         await store.close()
 
@@ -109,6 +113,19 @@ def judge(asked: Asked, config: RunConfig) -> list[Finding]:
     else:
         found.append(ok("clock", f"Redis' is {detail}"))
     return found
+
+
+def judge_replica(address: str, info: dict[str, Any]) -> Finding:
+    """Whether a run is as safe there as on the master, whose place it may take. Pure."""
+    what, wrong = f"Redis: replica {address}", dict[str, str]()
+    if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
+        wrong[f"maxmemory-policy {policy}"] = "maxmemory-policy noeviction"
+    if not info.get("aof_enabled"):
+        wrong["no append-only file"] = "appendonly yes"
+    if not wrong:
+        return ok(what, "evicts nothing, append-only file on")
+    detail = f"{' and '.join(wrong)}: a failover makes it the master, which may lose the run"
+    return fault(what, detail, f"set {' and '.join(wrong.values())} (CONFIG SET, and in its configuration)")
 
 
 def _memory(info: dict[str, Any], config: RunConfig) -> Finding:
