@@ -1,11 +1,17 @@
-"""Options that commands share."""
+"""Options and arguments that commands share."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of the run, or its name under runs/; default: the newest.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Configuration, TOML.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Keys laid over the file.")]
+Role = Annotated[str, typer.Option(help="all, generator, dataprep or trainer.")]
+Why = Annotated[str, typer.Option(help="Reason, kept with the run.")]
 RedisUrl = Annotated[str, typer.Option(help="Redis of the run, redis://host:port/0; default: what the run's folder says.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Api = Annotated[str, typer.Option(help="Ask this service, https://host:port, instead of Redis.")]

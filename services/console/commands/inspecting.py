@@ -1,12 +1,12 @@
-"""`grpo inspect …` and `grpo replay …`: the command lines. Imports nothing but typer, so that help is quick."""
+"""`grpo inspect …` and `grpo replay …`."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from services.console.commands import finish
 from services.console.options import Json, RedisUrl
 
 inspect_app = typer.Typer(help="Look into a run: what is in it, and what became of it.", rich_markup_mode=None)
@@ -35,7 +35,7 @@ def buffer(
     """The replay table: how full it is, how it is drawn from, and its groups."""
     from services.console import inspect_verbs
 
-    return _await(inspect_verbs.buffer(run, redis_url, sort, reverse, offset, limit, as_json))
+    return finish(inspect_verbs.buffer(run, redis_url, sort, reverse, offset, limit, as_json))
 
 
 @inspect_app.command()
@@ -50,7 +50,7 @@ def group(
     """One group: where it is or how it ended, its prompt, completions, scores and advantages."""
     from services.console import inspect_verbs
 
-    return _await(inspect_verbs.group(run, redis_url, ticket, offset, limit, as_json))
+    return finish(inspect_verbs.group(run, redis_url, ticket, offset, limit, as_json))
 
 
 @inspect_app.command()
@@ -65,7 +65,7 @@ def step(
     """One step: the groups it trains on and how they are laid out; of a retired one, its metrics."""
     from services.console import inspect_verbs
 
-    return _await(inspect_verbs.step(run, redis_url, number, offset, limit, as_json))
+    return finish(inspect_verbs.step(run, redis_url, number, offset, limit, as_json))
 
 
 @inspect_app.command()
@@ -73,7 +73,7 @@ def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> in
     """Where all tickets are and how they ended, counted in one instant; `grpo audit` judges it too."""
     from services.console import inspect_verbs
 
-    return _await(inspect_verbs.ledger(run, redis_url, as_json))
+    return finish(inspect_verbs.ledger(run, redis_url, as_json))
 
 
 @inspect_app.command()
@@ -89,8 +89,8 @@ def deadletter(
     from services.console import inspect_verbs
 
     if id:
-        return _await(inspect_verbs.dead_letter(run, redis_url, id, as_json))
-    return _await(inspect_verbs.dead_letters(run, redis_url, limit, before, as_json))
+        return finish(inspect_verbs.dead_letter(run, redis_url, id, as_json))
+    return finish(inspect_verbs.dead_letters(run, redis_url, limit, before, as_json))
 
 
 @replay_app.command()
@@ -109,8 +109,4 @@ def requeue(
     """
     from services.console import inspect_verbs
 
-    return _await(inspect_verbs.requeue(run, redis_url, ids or [], everything, reason, as_json))
-
-
-def _await(verb: Any) -> int:
-    return asyncio.run(verb)
+    return finish(inspect_verbs.requeue(run, redis_url, ids or [], everything, reason, as_json))

@@ -1,0 +1,56 @@
+"""Commands that look at a run and change nothing: status, web, audit, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from services.console.commands import finish
+from services.console.options import Json, RedisUrl, Run
+
+
+def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
+    """Show a run's state, last step and pods."""
+    from services.console import verbs
+
+    return finish(verbs.status(run, redis_url, as_json))
+
+
+def web(
+    run: Run = "",
+    redis_url: RedisUrl = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to serve it on; default: web.host.")] = "",
+) -> int:
+    """Show a run in a browser: the same as status and inspect, live, with charts and buttons.
+
+    It prints the address and serves the page until Ctrl-C. Buttons need the run's token.
+    """
+    from services.console import web as page
+
+    return finish(page.web(run, redis_url, host, port))
+
+
+def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
+    """Account for every ticket of a run.
+
+    The run may be live, stopped or finished; exit code 1 says that a ticket was lost or doubled, or that slots leak.
+    """
+    from services.console import verbs
+
+    return finish(verbs.audit(run, redis_url, as_json))
+
+
+def checkpoints(
+    run: Run = "",
+    as_json: Json = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare every byte.")] = False,
+) -> int:
+    """List the checkpoints of a run, from its folder alone.
+
+    Exit code 1 says that one cannot be taken up; --verify finds damage in files.
+    """
+    from services.console import checkpoints as verbs
+
+    return verbs.checkpoints(run, as_json, verify)

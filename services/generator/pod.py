@@ -1,0 +1,102 @@
+"""What a generator pod is made of, and its life: load, work, leave.
+
+Guarantees: no loop of the engine's begins before the engine is loaded; engine and verifiers are closed whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from services.generator.api import add_routes
+from services.generator.engine import EngineDead, make_engine
+from services.generator.evaluation import EvaluationLane
+from services.generator.loop import RolloutLoop
+from services.generator.metrics import GeneratorMetrics
+from services.generator.pausing import Pausing
+from services.generator.rewards.base import VerifierFailure
+from services.generator.rewards.pool import VerifierPool
+from services.generator.tokenizer import load_tokenizer
+from services.generator.weights import WeightFollower
+from services.runtime.loops import Broken, Fatal, Loop
+from services.runtime.service import Service
+
+LOOP_LIMIT_S = 60.0
+ROUND_S = 3.0  # beyond the drain: how long a weight-sync round that counts on this pod may still take
+
+
+class Pod:
+    """A generator, put together for `run`."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        metrics = GeneratorMetrics(service.registry)
+        self.service, self.engine = service, make_engine(config)
+        sources = [*config.data.sources, *config.evaluation.sources]
+        self.verifiers = VerifierPool(config.verifiers, config.generator.verifier_workers, sources)
+        tokenizer = load_tokenizer(config)
+        self.evaluation = EvaluationLane(service, self.engine, tokenizer, self.verifiers, metrics)
+        self.rollouts = RolloutLoop(service, self.engine, tokenizer, self.verifiers, metrics, self.evaluation)
+        self.weights = WeightFollower(service, self.engine, metrics, self.evaluation, self.rollouts.in_flight)
+        self.pausing = Pausing(service, self.weights, (self.rollouts, self.evaluation))
+        self._loaded = asyncio.Event()
+        service.ready = self.rollouts.why_idle
+
+    async def run(self) -> None:
+        """The whole life of the pod."""
+        add_routes(self.service, self.rollouts)
+        self._add_loops()
+        try:
+            await self.service.run(self._work)
+        finally:
+            await self.verifiers.close()
+            await self.engine.close()
+
+    def _add_loops(self) -> None:
+        """What goes on beside the work."""
+        add, config = self.service.add_loop, self.service.config
+        lease_limit_s = LOOP_LIMIT_S + config.generator.lease_s
+        add("weights", self._after_loading(self.weights.follow))
+        add("pause", self._after_loading(self.pausing.follow), LOOP_LIMIT_S)
+        add("leases", self._after_loading(self.rollouts.renew), lease_limit_s)
+        add("partials", self._after_loading(self.rollouts.save_partials), LOOP_LIMIT_S + config.generator.partial_every_s)
+        add("evaluation", self._after_loading(self.evaluation.work))
+        add("evaluation leases", self._after_loading(self.evaluation.renew), lease_limit_s)
+        add("concurrency", self._after_loading(self.rollouts.adapt))
+        add("gauges", self._after_loading(self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
+
+    def _after_loading(self, body: Callable[[Loop], Awaitable[None]]) -> Callable[[Loop], Awaitable[None]]:
+        """A loop that begins when the engine is loaded; until then it has nothing to show progress of."""
+
+        async def run(loop: Loop) -> None:
+            limit_s, loop.limit_s = loop.limit_s, float("inf")
+            await self._loaded.wait()
+            loop.progress()
+            loop.limit_s = limit_s
+            await body(loop)
+
+        return run
+
+    async def _work(self, loop: Loop) -> None:
+        """Load, claim and complete tickets until told to stop, then leave without holding up a round."""
+        self.service.say(phase="loading")
+        loop.limit_s = float("inf")  # loading takes as long as it takes
+        await self._load()
+        if not await self.service.created():
+            return
+        loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
+        self.service.say(phase="unsynced", world=self.engine.world)
+        self._loaded.set()
+        await self.rollouts.work(loop)
+        await self.evaluation.drain()
+        if not self.service.view.ended:
+            await self.weights.released(ROUND_S)
+
+    async def _load(self) -> None:
+        try:
+            await self.verifiers.start()
+            await self.engine.start(self.service.config)
+        except VerifierFailure as error:
+            raise Fatal(f"verifiers cannot be started: {error}") from None
+        except EngineDead as error:
+            raise Broken(str(error)) from None
