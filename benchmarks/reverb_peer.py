@@ -104,7 +104,7 @@ class Peer:
 
     def _stream(self, table: str, way: str, workers: int, in_flight: int, most: int = -1) -> Iterator[tuple[int, Any]]:
         """A stream of (groups, what arrived)."""
-        import tensorflow as tf
+        import tensorflow as tf  # pyright: ignore[reportMissingModuleSource]
 
         if way == "client":
             for sample in self.client.sample(table, num_samples=most if most > 0 else 10**9):
