@@ -225,7 +225,7 @@ class VllmEngine:
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout_s": limit_s}))
                 changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
                 await self._llm.finish_weight_update(None if changed else str(version))
-            except Exception as error:
+            except Exception as error:  # vLLM has no type of its own for what failed in a worker
                 if self._llm.errored or self.world > 1:  # with several workers, replies of the failed call would answer the next
                     raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
                 self.whole = all(await self._llm.collective_rpc("weights_whole"))

@@ -91,7 +91,7 @@ class Wire:
                 for reply in await line.ask(_pieces(greeting), len(greeting)):
                     if isinstance(reply, Exception):
                         raise reply
-            except BaseException:
+            except BaseException:  # cancellation too: nobody else would close it
                 line.close()
                 raise
         return line

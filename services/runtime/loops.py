@@ -68,7 +68,7 @@ class Loop:
                 return
             except FATAL:
                 raise
-            except Exception as error:
+            except Exception as error:  # a loop that is supervised may break in any way: logged, counted, begun again
                 self.failures += 1
                 if time.monotonic() - started > 10 * LONGEST_PAUSE_S:
                     pause_s = FIRST_PAUSE_S

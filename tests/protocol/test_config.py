@@ -225,7 +225,7 @@ def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path,
     ],
 )  # fmt: skip
 def test_the_edge_of_every_rule_is_allowed(file: Path, overrides: list[str]) -> None:
-    settings(file, *overrides)
+    assert settings(file, *overrides) != settings(file)
 
 
 def test_the_resolved_configuration_reads_back_equal_whatever_the_environment(
