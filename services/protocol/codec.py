@@ -6,12 +6,12 @@ that were sealed: a changed bit, byte or end is found but for a chance of 2^-32.
 
 from __future__ import annotations
 
-import zlib
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from isal.isal_zlib import crc32  # the CRC-32 of zlib, ten times as fast
 
 T = TypeVar("T")
 
@@ -40,13 +40,13 @@ def decode(data: bytes | memoryview, type: type[T]) -> T:
 
 def seal(data: bytes) -> bytes:
     """Bytes with their checksum behind them; it tells damage, and does not resist somebody who means it."""
-    return data + zlib.crc32(data).to_bytes(SEAL_BYTES, "little")
+    return data + crc32(data).to_bytes(SEAL_BYTES, "little")
 
 
 def unseal(data: bytes | memoryview) -> memoryview:
     """The bytes that were sealed. Raises `CorruptMessage` if they are not the same any more."""
     body, end = memoryview(data)[:-SEAL_BYTES], memoryview(data)[-SEAL_BYTES:]
-    if zlib.crc32(body).to_bytes(SEAL_BYTES, "little") != end:
+    if crc32(body).to_bytes(SEAL_BYTES, "little") != end:
         raise CorruptMessage(f"its {len(data)} bytes are not those that were written: their checksum is another one")
     return body
 
