@@ -117,7 +117,7 @@ def step_tables(found: Step) -> RenderableType:
     facts = [
         ("step", f"{found.step}, {found.state}"),
         ("groups", f"{plan.size:,}: {plan.fresh:,} fresh, {plan.size - plan.fresh:,} replayed"),
-        ("tokens", f"{plan.total_tokens:,}, of which {plan.response_tokens:,} in the loss"),
+        ("tokens", f"{plan.total_tokens:,} with a prompt each, {plan.response_tokens:,} in the loss"),
         ("mini-batches", ", ".join(_mini_batches(plan))),
         ("advantages", _spread(plan.advantage)),
         ("importance weights", _spread(plan.weight)),

@@ -28,25 +28,29 @@ def deal(tokens: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in dealt]
 
 
-def spread(costs: np.ndarray, ranks: int) -> list[list[int]]:
-    """Places of `costs` [m] on `ranks` ranks, in stretches of equal cost, evened out by moves and swaps of single places."""
+def spread(costs: np.ndarray, ranks: int, movable: np.ndarray | None = None) -> list[list[int]]:
+    """Places of `costs` [m] on `ranks` ranks, in stretches of equal cost, evened out by moves and swaps of single places: of
+    those that are `movable`, [m] bool, or all."""
     # A response belongs to the rank in whose stretch its middle lies.
     middle = np.cumsum(costs) - costs / 2
     owner = np.minimum((middle * ranks / max(1, costs.sum())).astype(np.int64), ranks - 1)
     mean = costs.sum() / ranks
+    movable = np.ones(len(costs), bool) if movable is None else movable
     loads = np.bincount(owner, weights=costs, minlength=ranks)
     for _ in range(SWAPS_PER_RANK * ranks):
         high, low = int(np.argmax(loads)), int(np.argmin(loads))
-        if loads[high] - loads[low] <= TOLERANCE * mean or not _even_out(costs, owner, loads, high, low):
+        if loads[high] - loads[low] <= TOLERANCE * mean or not _even_out(costs, owner, movable, loads, high, low):
             break
     return [np.flatnonzero(owner == rank).tolist() for rank in range(ranks)]
 
 
-def _even_out(costs: np.ndarray, owner: np.ndarray, loads: np.ndarray, high: int, low: int) -> bool:
+def _even_out(costs: np.ndarray, owner: np.ndarray, movable: np.ndarray, loads: np.ndarray, high: int, low: int) -> bool:
     """Move one place from `high` to `low`, or swap two, such that half the gap is closed as nearly as can be."""
     gap = loads[high] - loads[low]
-    mine = np.flatnonzero(owner == high)
-    theirs = np.flatnonzero(owner == low)
+    mine = np.flatnonzero((owner == high) & movable)
+    theirs = np.flatnonzero((owner == low) & movable)
+    if not len(mine):
+        return False
     theirs = theirs[np.argsort(costs[theirs], kind="stable")]
     offers = np.concatenate(([0], costs[theirs]))  # 0: give one away for nothing
     wanted = costs[mine] - gap / 2

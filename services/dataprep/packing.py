@@ -9,12 +9,14 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import ceil
 from typing import NamedTuple
 
 SLACK = (0.0, 0.01, 0.03, 0.1)
 """How much over the mean a row may hold, tried in turn, where there are more rows than it takes: even rows take even time."""
+LAID_OUT = 2
+"""Tokens of a row over its budget when a prompt counts for each response: that many keys and values attention lays out."""
 
 
 class Response(NamedTuple):
@@ -29,25 +31,41 @@ class Response(NamedTuple):
 
 def pack(shares: Sequence[Sequence[Response]], budget: int) -> list[list[list[int]]]:
     """[share][row] -> places of its responses, which are in the order of groups and none longer than `budget`. Every share gets
-    equally many rows, as few as it takes, some of which may be empty, and none is over the budget."""
-    lower = max(1, *(-(-_tokens(share) // budget) for share in shares))
-    rows = lower
-    for share in shares:
-        while _together(share, budget, rows) is None:
-            rows += 1
-    if rows > lower:
-        tokens = [[response.tokens for response in share] for share in shares]
-        fewest = max(1, *(len(_fewest(of, budget)) for of in tokens))
-        if fewest < rows:
-            return [_apart(of, budget, fewest) for of in tokens]
-    return [_even_together(share, budget, rows) for share in shares]
+    equally many rows, some of which may be empty. None is over the budget, nor over `LAID_OUT` times that with every response
+    behind a prompt of its own."""
+    lower = max(1, *(_least(share, budget) for share in shares))
+    if packed := _all_together(shares, budget, lower):
+        return packed
+    tokens = [[response.tokens for response in share] for share in shares]
+    fewest = max(1, *(len(_fewest(of, budget)) for of in tokens))
+    more = 1
+    while lower + more <= fewest:
+        if packed := _all_together(shares, budget, lower + more):
+            return packed
+        more *= 2
+    return [_apart(of, budget, fewest) for of in tokens]
 
 
-def _even_together(responses: Sequence[Response], budget: int, rows: int) -> list[list[int]]:
+def _least(responses: Sequence[Response], budget: int) -> int:
+    """Rows that they fill to the brim."""
+    return max(-(-_tokens(responses) // budget), -(-sum(response.tokens for response in responses) // (LAID_OUT * budget)))
+
+
+def _all_together(shares: Sequence[Sequence[Response]], budget: int, rows: int) -> list[list[list[int]]]:
+    """Every share in so many rows, evenly filled if that succeeds; empty if one does not fit."""
+    full = list(takewhile(lambda packed: packed is not None, (_together(share, budget, budget, rows) for share in shares)))
+    if len(full) < len(shares):
+        return []
+    return [
+        _even_together(share, budget, rows) or packed for share, packed in zip(shares, full, strict=True) if packed is not None
+    ]
+
+
+def _even_together(responses: Sequence[Response], budget: int, rows: int) -> list[list[int]] | None:
     longest, mean = max((response.tokens for response in responses), default=0), _tokens(responses) / rows
     limits = (max(longest, ceil(mean * (1 + slack))) for slack in SLACK)
-    packed = (_together(responses, limit, rows) for limit in (*limits, budget) if limit <= budget)
-    return next(found for found in packed if found is not None)
+    packed = (_together(responses, limit, budget, rows) for limit in limits if limit < budget)
+    return next((found for found in packed if found is not None), None)
 
 
 def _apart(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]]:
@@ -64,27 +82,30 @@ def _tokens(responses: Sequence[Response]) -> int:
     return sum(prompts.values()) + sum(response.tokens - response.prompt for response in responses)
 
 
-def _together(responses: Sequence[Response], budget: int, rows: int) -> list[list[int]] | None:
-    """Group after group: of each, longest first, what fits into the row begun last, the others into the next. What is left when
-    no row is, longest first into the fullest row that still holds it; None as soon as one does not fit."""
+def _together(responses: Sequence[Response], limit: int, budget: int, rows: int) -> list[list[int]] | None:
+    """In rows of up to `limit` tokens. Group after group: of each, longest first, what fits into the row begun last, the others
+    into the next. What is left when no row is, longest first into the fullest row that still holds it; None as soon as one
+    does not fit."""
     packed: list[list[int]] = [[] for _ in range(rows)]
-    free = [budget] * rows
+    free, room = [limit] * rows, [LAID_OUT * budget] * rows
     row, left = 0, list[int]()
     for _, members in groupby(range(len(responses)), key=lambda i: responses[i].group):
         waiting = sorted(members, key=lambda i: (-responses[i].tokens, i))
         while waiting and row < rows:
-            space, shared, others = free[row], 0, []
+            shared, others = 0, []
             for i in waiting:
-                tokens = responses[i].tokens - shared
-                if tokens <= space:
+                tokens = responses[i].tokens
+                if tokens - shared <= free[row] and tokens <= room[row]:
                     packed[row].append(i)
-                    space, shared = space - tokens, responses[i].prompt
+                    free[row] -= tokens - shared
+                    room[row] -= tokens
+                    shared = responses[i].prompt
                 else:
                     others.append(i)
-            free[row], waiting = space, others
+            waiting = others
             row += bool(others)
         left += waiting
-    gaps = sorted((space, row) for row, space in enumerate(free)) if left else []
+    gaps = sorted((min(pair), row) for row, pair in enumerate(zip(free, room, strict=True))) if left else []
     for i in sorted(left, key=lambda i: (-responses[i].tokens, i)):
         at = bisect_left(gaps, (responses[i].tokens, -1))
         if at == len(gaps):

@@ -26,6 +26,10 @@ CROSSOVER_TOKENS = 24_576
 """Length at which attention costs as much as all else: 12 x width for a dense transformer (24 d^2 against 2 d L operations a
 token and layer), here for a width of 2,048. Only the balance between ranks depends on it."""
 
+ALONE = 4
+"""A response so many times as long as its prompt, with the prompt, may go to another rank than its group, where the prompt comes
+along."""
+
 
 class PlanningError(ValueError):
     """A step that cannot be packed; the message says why and what to change."""
@@ -132,7 +136,7 @@ def _check_lengths(groups: Sequence[PlanGroup], row_tokens: int) -> None:
 
 
 def _group_tokens(group: PlanGroup) -> int:
-    return len(group.lengths) * group.prompt_tokens + int(group.lengths.sum())
+    return group.prompt_tokens + int(group.lengths.sum())
 
 
 def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
@@ -170,7 +174,7 @@ def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
     responses = [Response(*of) for of in zip(*columns, strict=True)]
     if layout.same_rows:
         return _deal_rows(pack([responses], budget)[0], costs, layout.ranks)
-    shares = spread(costs, layout.ranks)
+    shares = spread(costs, layout.ranks, samples.tokens >= ALONE * samples.prompts)
     packed = []
     for share, share_rows in zip(shares, pack([[responses[i] for i in share] for share in shares], budget), strict=True):
         rank_rows = [[share[i] for i in row] for row in share_rows]

@@ -4,7 +4,8 @@ Guarantees: a response attends to its prompt and to itself, and to nothing else.
 in the row once: what is linear in tokens is done once for it, and each response sees its keys and values. FlashAttention's
 variable-length kernel does that by `cu_seqlens`; without it each prompt with its response becomes one entry of a padded batch,
 so that tokens of two responses never meet in one product. They are batched by length (powers of two), so padding at most
-doubles the work. Memory is linear in tokens: there is no T x T mask, and a sliding window is worked off in blocks of queries.
+doubles the work. Memory is linear in the tokens of sequences, in a plan at most twice a row's budget (dataprep/packing.py): there
+is no T x T mask, and a sliding window is worked off in blocks of queries.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class _Lay(torch.autograd.Function):
     """Lays tokens out in their places, zeros elsewhere; `shared` ones as well, which have more than one.
 
     The gradient of the owned ones moves back the same way; that of `index_select` would be added up, token by token, as only
-    that of shared ones has to be.
+    that of shared ones has to be. Those are many, so they add up in float32 at least.
     """
 
     @staticmethod
@@ -157,8 +158,28 @@ class _Lay(torch.autograd.Function):
         (gradient,), owned, shared = gradients, ctx.owned, ctx.shared
         back = _moved(gradient, owned.slots, owned.tokens, ctx.size)
         if shared is not None:
-            back.index_add_(0, shared.tokens, gradient.index_select(0, shared.slots))
+            back = _added(back, gradient.index_select(0, shared.slots), shared.tokens)
         return back, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Tokens of the row in the order of sequences, [S, ...] of [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, sequences: Tensor) -> Tensor:
+        ctx.sequences, ctx.size = sequences, len(states)
+        return states.index_select(0, sequences)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return _added(gradient.new_zeros(ctx.size, *gradient.shape[1:]), gradient, ctx.sequences), None
+
+
+def _added(to: Tensor, gradients: Tensor, places: Tensor) -> Tensor:
+    """`to` with `gradients` added at `places`, of which one may come often."""
+    wide = torch.promote_types(to.dtype, torch.float32)
+    return to.to(wide).index_add_(0, places, gradients.to(wide)).to(to.dtype)
 
 
 def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
@@ -214,7 +235,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | N
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     if len(packing.shared.tokens):
-        k, v = k[packing.sequences], v[packing.sequences]
+        gathered: list[Tensor] = [_Gather.apply(states, packing.sequences) for states in (k, v)]  # pyright: ignore[reportAssignmentType]
+        k, v = gathered
     return flash_attn_varlen_func(
         q,
         k,

@@ -1,10 +1,9 @@
 """Rows of tensors from a rank's plan and the payloads it names.
 
-Guarantees: every response of the plan is in its row, whole, behind its prompt, which responses of one group that stand in a row
-share; a payload that does not fit its plan
-is `Damaged`, with what is wrong, before anything is trained; tokens that the policy did not sample (tool spans) are attended
-to and never a target; an empty row becomes one dummy token without a target, so that every rank runs the same number of
-micro-batches.
+Guarantees: every response of the plan is in its row, whole, behind its prompt, which responses of one group in a row share; a
+payload that does not fit its plan is `Damaged`, with what is wrong, before anything is trained; tokens that the policy did not
+sample (tool spans) are attended to and never a target; an empty row becomes one dummy token without a target, so that every
+rank runs the same number of micro-batches.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ class TrainerMetrics(Metrics):
         "grpo_trainer_part_seconds_total", "seconds", "Training of steps on rank 0 by part; fetch is the wait for the rows.",
         "part", PARTS,
     )  # fmt: skip
-    tokens: Counter = counter("grpo_trainer_tokens_total", "tokens", "Prompt and completion tokens trained.")
+    tokens: Counter = counter(
+        "grpo_trainer_tokens_total", "tokens", "Completion tokens trained, each completion with its prompt."
+    )
     response_tokens: Counter = counter("grpo_trainer_response_tokens_total", "tokens", "Completion tokens in the loss.")
     record_s: Histogram = histogram(
         "grpo_trainer_record_seconds", "seconds", "Handing a step's metrics to Redis, all that trackers cost."

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dataprep.balance import deal, spread
-from services.dataprep.packing import Response, pack
+from services.dataprep.packing import LAID_OUT, Response, pack
 from services.dataprep.planning import CROSSOVER_TOKENS, Layout, PlanGroup, PlanningError, plan_step
 from services.protocol.messages import RankPlan, Sample, StepPlan
 
@@ -223,6 +223,28 @@ def test_responses_of_a_group_share_their_prompt(ranks: int):
     assert tokens <= plan.total_tokens - 7 * prompts * 0.9
 
 
+def test_long_prompts_are_shared_as_far_as_attention_has_room_and_stay_with_their_group():
+    """64 groups of 16: what a row lays out for attention is bounded, and no swap takes a prompt of 2,000 tokens along."""
+    rng = np.random.default_rng(0)
+    groups = [_group(f"0-{i}", 2000, rng.integers(20, 80, 16).tolist()) for i in range(64)]
+    _, planned = plan_step(0, groups, Layout(ranks=4, row_tokens=16_384))
+    by_payload = {group.payload: group for group in groups}
+    whole = [sum(_tokens(groups, sample) for sample in row) for rank in planned for row in rank.rows]
+    assert max(whole) <= LAID_OUT * 16_384
+    assert sum(whole) / len(whole) > 0.9 * LAID_OUT * 16_384
+    loads = [sum(_row_tokens(by_payload, row) for row in rank.rows) for rank in planned]
+    assert max(loads) <= 1.03 * sum(loads) / len(loads)
+
+
+def test_a_share_that_fits_no_row_count_together_is_packed_longest_first_soon():
+    """Each response just over half a row: only the most rows do, and the search for fewer is short."""
+    groups = [_group(f"0-{i}", 1, [55] * 16) for i in range(64)]
+    started = time.process_time()
+    plan, _ = plan_step(0, groups, Layout(1, 100))
+    assert plan.rows_per_rank == 1024
+    assert time.process_time() - started < 10
+
+
 def test_rows_of_long_responses_are_no_more_than_without_sharing():
     """Where groups together would need more rows, every rank packs longest first."""
     groups = [_group(f"0-{i}", 1, [50, 60]) for i in range(10)]
@@ -251,6 +273,7 @@ def test_packing_never_exceeds_the_budget(shares: list[list[tuple[int, list[int]
         for row in share_rows:
             prompts = {share[i].group: share[i].prompt for i in row}
             assert sum(prompts.values()) + sum(share[i].tokens - share[i].prompt for i in row) <= budget
+            assert sum(share[i].tokens for i in row) <= LAID_OUT * budget
     # Of two rows that best fit opened, the later one's first response did not fit into the earlier: together they are over.
     assert rows <= max(1, *(2 * -(-sum(response.tokens for response in share) // budget) for share in responses))
 

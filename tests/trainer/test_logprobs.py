@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,6 +185,54 @@ def test_attention_equals_a_dense_mask(window: int | None, groups: list[tuple[in
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, longest_own: int, longest: int,
+    *, softmax_scale: float, causal: bool, window_size: tuple[int, int], deterministic: bool,
+) -> torch.Tensor:  # fmt: skip
+    """As flash-attn (2.1 and later) documents it: each sequence by itself, its last query at its last key."""
+    assert causal
+    assert not deterministic
+    assert (longest_own, longest) == (int(own.diff().max()), int(whole.diff().max()))
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(own.tolist()), itertools.pairwise(whole.tolist()), strict=True):
+        behind = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
+        seen = (behind >= 0) & ((window_size[0] < 0) | (behind <= window_size[0]))
+        keys, values = (states[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1) for states in (k, v))
+        scores = q[q0:q1].transpose(0, 1) @ keys.transpose(-1, -2) * softmax_scale
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_what_flash_attention_is_asked_for_is_what_the_padded_path_computes(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))  # type: ignore[arg-type]
+    packing, generator = _packing(SMALL), torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(int(packing.own[-1]), heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    factors = torch.randn(inputs[0].shape, generator=generator, dtype=torch.float64)
+    both = [attend(*inputs, packing, 0.3, window) for attend in (attention._flash, attention._padded)]
+    torch.testing.assert_close(*both)
+    for flash, padded in zip(*(torch.autograd.grad((output * factors).sum(), inputs) for output in both), strict=True):
+        torch.testing.assert_close(flash, padded)
+
+
+def test_many_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
+    """The keys and values of a prompt of 300 responses, each with the same small gradient: bfloat16 would stop at 256."""
+    packing = _packing([(1, [1] * 300)])
+    states = torch.zeros(301, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    size = sum(count * length for count, length in packing.shapes)
+    laid: torch.Tensor = attention._Lay.apply(states, packing.owned, packing.shared, size)  # type: ignore[assignment]
+    (gradient,) = torch.autograd.grad(laid.sum(), states)
+    assert float(gradient[0]) == 300
+    gathered: torch.Tensor = attention._Gather.apply(states, packing.sequences)  # type: ignore[assignment]
+    (gradient,) = torch.autograd.grad(gathered.sum(), states)
+    assert float(gradient[0]) == 300
 
 
 def test_padding_at_most_doubles_the_work() -> None:

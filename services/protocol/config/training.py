@@ -134,7 +134,8 @@ class Trainer(Section):
     sequence_parallel: int = Field(default=1, ge=1)
     """Ranks that share a row: each holds a slice of its tokens, and in attention a share of the heads (Ulysses)."""
     row_tokens: int = Field(default=4096, ge=1)
-    """Token budget of one packed row, which is a micro-batch. A prompt counts once for all responses of its group there."""
+    """Token budget of one packed row, which is a micro-batch. A prompt counts once for all responses of its group there; counted
+    for each of them, a row has up to twice as many, which attention sees."""
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps per training step; more than one takes `old` logprobs from a pass before the first."""
     zero_stage: Literal[0, 1, 2, 3] = 0

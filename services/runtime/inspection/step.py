@@ -76,7 +76,7 @@ class Plan(Answer):
     response_tokens: int
     """Response tokens in the loss."""
     total_tokens: int
-    """Prompt and response tokens."""
+    """Tokens of all responses, each with its prompt, though a row holds a prompt once."""
     advantage: Spread | None
     """Advantages of all completions."""
     weight: Spread | None

@@ -55,7 +55,7 @@ function Plan({ plan }) {
       <${Facts}
         of=${[
           ["Groups", `${count(plan.size)}: ${count(plan.fresh)} for the first time, ${count(plan.size - plan.fresh)} again`],
-          ["Tokens", `${count(plan.total_tokens)}, of which ${count(plan.response_tokens)} in the loss`],
+          ["Tokens", `${count(plan.total_tokens)} with a prompt each, ${count(plan.response_tokens)} in the loss`],
           ["Mini-batches", plan.mini_batch_rows.map((rows, i) => `${rows} rows a rank over ${short(plan.denominators[i])}`).join(", ")],
           ["Advantages", spread(plan.advantage), "least / mean / largest"],
           ["Importance weights", spread(plan.weight), "least / mean / largest"],
