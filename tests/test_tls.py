@@ -153,8 +153,6 @@ async def test_a_certificate_without_its_key_is_an_error_with_its_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=r"api\.certificate_file .* go together"):
         small_config(tmp_path, server, f"api.certificate_file={certificates.certificate}")
-    with pytest.raises(ConfigError, match=r"api\.server_name = .* has no effect"):
-        small_config(tmp_path, server, "api.server_name=pods")
     with pytest.raises(ConfigError, match=r"redis\.ca_file = .* has no effect"):
         small_config(tmp_path, server, f"redis.ca_file={certificates.authority}")
     config = small_config(tmp_path, server)

@@ -89,14 +89,19 @@ class RunFolder:
         """The picture."""
         return self.path / "report.png"
 
-    def check(self, config: RunConfig) -> bool:
-        """Whether the folder already holds this very run. Raises `ConsoleError` when it holds another."""
+    def held(self) -> RunConfig | None:
+        """The configuration of the run in it, if there is one. Raises `ConsoleError` when this version cannot read it."""
         if not self.config.exists():
-            return False
+            return None
         try:
-            held = load_resolved(self.config)
+            return load_resolved(self.config)
         except ConfigError as error:
             raise ConsoleError(self._refusal(f"a configuration that this version cannot read ({error})"), EXIT_CONFIG) from None
+
+    def check(self, config: RunConfig) -> bool:
+        """Whether the folder already holds this very run. Raises `ConsoleError` when it holds another."""
+        if (held := self.held()) is None:
+            return False
         if digest(held) != digest(config):
             raise ConsoleError(self._refusal(f"a run of another configuration: {_differences(held, config)}"), EXIT_CONFIG)
         return True
@@ -165,7 +170,7 @@ def check_redis(config: RunConfig, url: str) -> None:
                 if own
                 else f"on the server at {url}: set it there"
             )
-            raise ConfigError(f"redis.{key} = {value!r} has no effect {why}, or remove it")
+            raise ConfigError(f"redis.{key} = {value!r} has no effect {why}, or remove it, or set its default, {default!r}")
 
 
 def split_password(url: str) -> tuple[str, str]:

@@ -100,10 +100,10 @@ async def requeue(run: str, redis_url: str, ids: Sequence[str], everything: bool
         )
     async with _looking(run, redis_url) as attached:
         state = await existing(attached)
-        if state.ended:
+        found = await letters.requeue(attached.store, ids or None, reason)
+        if state.ended and not found.requeued:
             over = state.finished or f"stopping: {state.stopping}"
             raise ConsoleError(f"run {attached.name} issues no more tickets ({over}): nothing can be requeued", EXIT_CONFIG)
-        found = await letters.requeue(attached.store, ids or None, reason)
     if as_json:
         _show(found, "", True)
     else:

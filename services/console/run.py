@@ -64,7 +64,7 @@ class Options:
 
 def run(options: Options, planner: Planner = plan_units) -> int:
     """Run to the end, or until stopped; the exit code."""
-    config = load(options.file, options.overrides)
+    config = load(options.file, options.overrides, before=lambda config: None if options.fresh else RunFolder.of(config).held())
     check_model(config)
     check_tracking(config, os.environ)
     check_tracing(config)

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,15 @@ def digests(folder: Path, share: int, shares: int) -> dict[str, FileRecord]:
     return {str(path.relative_to(folder)): _record(path) for path in paths[share::shares]}
 
 
-def finish(partial: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest, force every file to disk and give the folder its name. Raises `FolderError`."""
+def finish(partial: Path, final: Path, manifest: Manifest, objection: Callable[[], str] = lambda: "") -> None:
+    """Write the manifest, force every file to disk, which may take minutes, and give the folder its name unless there is an
+    `objection` then. Raises `FolderError`."""
     try:
         _write(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         for path in [*partial.rglob("*"), partial]:
             _sync(path)
+        if problem := objection():
+            raise FolderError(problem)
         aside = final.with_name(final.name + REPLACED)
         shutil.rmtree(aside, ignore_errors=True)
         if final.exists():

@@ -2,7 +2,9 @@
 
 Guarantees: a checkpoint exists whole or not at all; `latest` never names one that is not complete; a failure to write or
 read is one `CheckpointError` on every rank and leaves older checkpoints as they were; a trainer that was superseded and goes on
-late leaves alone what its successor writes. All ranks see the same `root`.
+late leaves alone what its successor writes. It asks right before it names the folder, points `latest` to it and deletes others:
+one that is stopped between question and deed, which no file system makes one, still does that one deed. All ranks see the same
+`root`.
 
 Waits for: the other ranks in `save`, `load` and `restore`; see `policy` for who unblocks them.
 """
@@ -157,16 +159,15 @@ class Checkpoints(CheckpointFolder):
         missing = [rank for rank in range(manifest.facts["ranks"]) if f"{STATE}/random-{rank}.pt" not in manifest.files]
         if missing:
             return f"{partial} lacks the files of ranks {missing}: mount one shared volume at run.dir"
-        if problem := self.owner.superseded():
-            return problem
+        superseded = self.owner.superseded
         try:
-            folders.finish(partial, final, manifest)
+            folders.finish(partial, final, manifest, superseded)
         except FolderError as error:
             return str(error)
-        if problem := self._point_to(Saved(final, manifest.facts["step"], manifest)):
+        if problem := superseded() or self._point_to(Saved(final, manifest.facts["step"], manifest)):
             return problem
         written = self.written()
-        folders.remove(written[step] for step in surplus(written, manifest.facts["step"], self.keep))
+        folders.remove(written[step] for step in surplus(written, manifest.facts["step"], self.keep) if not superseded())
         return ""
 
 

@@ -112,6 +112,19 @@ def test_an_unreachable_redis_is_exit_code_3(capsys: pytest.CaptureFixture[str],
     assert grpo(capsys, "run", tmp_path / "run.toml", "--redis-url", "http://host")[0] == 3
 
 
+def test_a_run_of_an_older_version_goes_on_with_a_key_that_nothing_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    folder.write(config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k3"})}))
+    assert grpo(capsys, "checkpoints", folder.path)[0] == 0
+    again = ("run", tmp_path / "run.toml", "--resume", "99", "loss.kl_estimator=k3")
+    assert "error: --resume 99: " in grpo(capsys, *again)[2]
+    assert "loss.kl_estimator = 'k3' has no effect" in grpo(capsys, *again, "--fresh")[2]
+    assert "loss.kl_estimator = 'k1' has no effect" in grpo(capsys, *again, "loss.kl_estimator=k1")[2]
+
+
 def test_a_configuration_is_printed_complete(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = small_config(tmp_path, None, "run.steps=9")
     code, text, _ = grpo(capsys, "config", tmp_path / "run.toml", "run.steps=9")

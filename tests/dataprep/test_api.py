@@ -118,12 +118,15 @@ async def test_a_requeue_says_which_ones(http: httpx.AsyncClient, store: Store, 
 
 async def test_a_requeue_needs_the_token_and_a_run_that_goes_on(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
-    await bury(store, team, 1)
+    before, _ = await bury(store, team, 2)
     assert is_problem(await http.post("/v1/deadletters/requeue", json={"all": True}), 401, "bearer token")
+    await store.requeue([before])
     await store.finish("trained 4 of 4 steps")
     over = await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"all": True})
     assert is_problem(over, 409, "the run is over: trained 4 of 4 steps")
     assert await store.dead_letter_count() == 1
+    again = (await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"ids": [before]})).json()
+    assert [(row["id"], row["before"]) for row in again["requeued"]] == [(before, True)]
 
 
 async def test_numbers_that_are_none_are_null(http: httpx.AsyncClient, store: Store) -> None:

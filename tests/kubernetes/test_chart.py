@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from services.protocol.acl import GRANTS
-from services.protocol.config import load_resolved
+from services.protocol.config import load, load_resolved
 from tests.kubernetes import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
@@ -84,7 +84,7 @@ def check(objects: list[chart.Object], folder: Path) -> None:
         maps = [found for found in chart.of_kind(objects, "ConfigMap") if found["metadata"]["name"] == f"demo-{name}"]
         for found in maps:
             (folder / "config.toml").write_text(found["data"]["config.toml"])
-            load_resolved(folder / "config.toml")
+            load(folder / "config.toml", environ={})
 
 
 @pytest.mark.parametrize("path", chart.EXAMPLES, ids=lambda path: path.stem)

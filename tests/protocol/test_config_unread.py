@@ -46,7 +46,7 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=filesystem"]),
     ("sync.drain_deadline_s=3", [], 'with sync.in_flight = "keep"', ["sync.in_flight=drain"]),
     ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
-    ("api.ca_file=ca", [], "without api.certificate_file", ["api.certificate_file=c", "api.key_file=k"]),
+    ("tracing.share=0.5", [], "without tracing.endpoint: set that", ["tracing.endpoint='http://h:1'"]),
 ]
 """A key and its value; with what nothing reads it; what is said of that; with what it is read."""
 
@@ -58,7 +58,9 @@ def test_a_key_that_nothing_reads_is_refused_and_its_remedy_helps(
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *beside, given)
     key, value = given.split("=", 1)
-    assert re.search(rf"{re.escape(key)} = .+ has no effect {re.escape(why)}.*, or remove it", str(caught.value)), value
+    assert re.search(
+        rf"{re.escape(key)} = .+ has no effect {re.escape(why)}.*, or remove it, or set its default, ", str(caught.value)
+    ), value
     config = configured(tmp_path, *cure, given)
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert load_resolved(tmp_path / "resolved.toml") == config
@@ -77,6 +79,34 @@ def test_without_rounds_every_key_of_evaluation_is_named_at_once(tmp_path: Path)
 def test_a_default_that_nothing_reads_is_no_error_even_written_out(tmp_path: Path) -> None:
     overrides = ("admission.overtake=drop", "admission.overtake_deadline_s=600", "evaluation.samples=1", "sync.folder=")
     assert configured(tmp_path, *overrides) == configured(tmp_path, "admission.overtake=drop")
+
+
+def test_the_remedy_can_be_followed_from_the_command_line(tmp_path: Path) -> None:
+    given = ("loss.kl_estimator=k3", "loss.kl_beta=0")
+    with pytest.raises(ConfigError) as caught:
+        configured(tmp_path, *given)
+    assert str(caught.value).endswith("with loss.kl_beta = 0: raise that, or remove it, or set its default, 'k2'")
+    assert configured(tmp_path, *given, "loss.kl_estimator=k2") == configured(tmp_path, "loss.kl_beta=0")
+
+
+def test_a_run_that_was_begun_with_keys_that_nothing_reads_is_seen_and_taken_up(tmp_path: Path) -> None:
+    """An older version took them."""
+    config = configured(tmp_path, "loss.kl_beta=0")
+    begun = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k3"})})
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(to_toml(begun))
+    assert load_resolved(resolved) == begun
+    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k3' has no effect"):
+        load(resolved, environ={})
+    assert load(resolved, environ={}, before=lambda given: begun) == begun
+    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k1' has no effect"):
+        load(resolved, ["loss.kl_estimator=k1"], environ={}, before=lambda given: begun)
+
+
+def test_what_is_said_of_endpoints_is_read_where_somebody_else_ends_their_tls(tmp_path: Path) -> None:
+    """By `grpo --api URL`, e.g. at an ingress whose certificate a private authority signed."""
+    api = configured(tmp_path, "api.ca_file=ca.pem", "api.server_name=pods").api
+    assert (api.ca_file, api.server_name) == ("ca.pem", "pods")
 
 
 @pytest.mark.parametrize("path", ["examples/arithmetic/config.toml", "docker/compose.toml"])

@@ -77,13 +77,16 @@ async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
 
 
 async def test_the_memory_of_what_was_put_back_is_bounded(any_store: Store) -> None:
-    """10,000 are kept; those of the oldest letters go first."""
+    """10,000 are kept; those put back before go, the first ones first, however young their letters are."""
     team = await start(any_store)
-    await any_store.client.zadd(f"{any_store.keys.requeued}:letters", {f"{10_000 + i}-0 9-{i}": 0 for i in range(10_000)})
+    letters = f"{any_store.keys.requeued}:letters"
+    await any_store.client.hset(letters, mapping={f"{i}-9": f"9-{i}" for i in range(10_000)})  # type: ignore[misc]
+    await any_store.client.zadd(f"{letters}:order", {f"{i}-9": 10_000 - i for i in range(10_000)})
     id = await bury(any_store, team)
     await any_store.requeue([id])
-    gone, kept, last = await any_store.requeue(["10000-0", "10001-0", id])
-    assert (gone.before, kept.before, kept.ticket, last.before) == (False, True, "9-1", True)
+    gone, kept, last = await any_store.requeue(["9999-9", "0-9", id])
+    assert (gone.before, kept.before, kept.ticket, last.before) == (False, True, "9-0", True)
+    assert await any_store.client.hlen(letters) == 10_000  # type: ignore[misc]
 
 
 async def test_many_that_wait_make_putting_back_no_slower(any_store: Store) -> None:
@@ -185,9 +188,16 @@ async def test_a_run_that_is_over_issues_nothing_again(any_store: Store, end: st
     team = await start(any_store)
     id = await bury(any_store, team)
     await getattr(any_store, end)("trained 4 of 4 steps")
-    (answer,) = await any_store.requeue([id])
-    assert answer.refusal == "the run is over: trained 4 of 4 steps"
+    assert [answer.refusal for answer in await any_store.requeue([id, "7-7"])] == ["the run is over: trained 4 of 4 steps"] * 2
     assert (await any_store.audit())["ledger:failed"] == 1
+
+
+@pytest.mark.parametrize("end", ["stop", "finish"])
+async def test_what_was_put_back_is_told_as_such_when_the_run_is_over(any_store: Store, end: str) -> None:
+    id = await bury(any_store, await start(any_store))
+    await any_store.requeue([id])
+    await getattr(any_store, end)("trained 4 of 4 steps")
+    assert await any_store.requeue([id]) == [Requeued(id, "0-0", "", before=True)]
 
 
 async def test_many_are_put_back_in_pieces_each_on_its_own(any_store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -240,6 +241,38 @@ def test_a_trainer_that_was_superseded_touches_nothing_of_its_successor(tmp_path
         old.restore(stale, 7)
     assert (new.named(), [one.step for one in new.complete()]) == ("step-00000011", [7, 11])
     assert not new.unfinished()
+
+
+@pytest.mark.parametrize(
+    ("synced", "nth", "refused"),
+    [("step-00000007.7.partial", 1, True), ("", 1, True), ("", 2, False)],
+    ids=["before-it-is-named", "before-latest-names-it", "before-others-are-deleted"],
+)
+def test_a_trainer_that_sleeps_while_the_disk_works_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: str, nth: int, refused: bool
+) -> None:
+    """Its successor saves steps 7 and 11 in one of its waits for the disk."""
+    policy: Any = Ranks(monkeypatch)
+    newest = [7]
+    old, new = (policy.checkpoints(tmp_path, fence, newest) for fence in (7, 8))
+    old.keep = 1
+    old.save(policy, 3)
+    waits: list[Path] = []
+    force = folders._sync
+
+    def sleep(path: Path) -> None:
+        force(path)
+        waits.append(path)
+        if newest[0] == 7 and path == tmp_path / synced and waits.count(path) == nth:
+            newest[0] = 8
+            new.save(policy, 7)
+            new.save(policy, 11)
+
+    monkeypatch.setattr(folders, "_sync", sleep)
+    with pytest.raises(CheckpointError, match="superseded") if refused else contextlib.nullcontext():
+        old.save(policy, 7)
+    assert newest == [8]
+    assert (new.named(), [one.step for one in new.complete()]) == ("step-00000011", [7, 11])
 
 
 def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:

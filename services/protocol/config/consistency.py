@@ -7,13 +7,10 @@ from services.protocol.config.evaluation import check_evaluation
 from services.protocol.config.generation import check_sync
 from services.protocol.config.loss import check_loss
 from services.protocol.config.root import RunConfig
-from services.protocol.config.unread import unread
 
 
 def check(config: RunConfig) -> None:
-    """Raise ValueError with the keys, their values and the remedy: for all keys that nothing reads, else for the first fault."""
-    if found := list(unread(config)):
-        raise ValueError("; ".join(found))
+    """Raise ValueError with the keys, their values and the remedy for the first fault."""
     _check_room(config)
     _check_replay(config)
     _check_training(config)

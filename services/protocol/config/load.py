@@ -12,7 +12,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from services.protocol.config.consistency import check
 from services.protocol.config.generation import Generator
 from services.protocol.config.root import RunConfig
 from services.protocol.config.training import Trainer
+from services.protocol.config.unread import unread
 
 ENV_PREFIX = "GRPO__"
 SOURCE_KINDS = ("jsonl", "parquet", "reasoning_gym")
@@ -37,7 +38,16 @@ class ConfigError(ValueError):
     """A configuration that cannot be used: the message names the key, the value and the remedy."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> RunConfig:
+Before = Callable[[RunConfig], RunConfig | None]
+"""Finds the configuration under which a run was begun, if it was: what nothing read there may stay as it is."""
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    before: Before = lambda config: None,
+) -> RunConfig:
     """Read `path`, lay the environment and `section.key=value` overrides over it, and validate."""
     tree = _read(Path(path))
     for name, text in sorted((os.environ if environ is None else environ).items()):
@@ -48,18 +58,23 @@ def load(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, 
         if not equals:
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
         _assign(tree, key.strip().split("."), text, origin=f"command line {key.strip()}")
-    return validate(tree, origin=str(path))
+    return validate(tree, str(path), before)
 
 
 def load_resolved(path: str | Path) -> RunConfig:
-    """Read a configuration that `to_toml` wrote; the environment and the command line have no say."""
-    return validate(_read(Path(path)), origin=str(path))
+    """Read a configuration that `to_toml` wrote; the environment and the command line have no say.
+
+    Keys that nothing reads are taken: the version that wrote it may have taken them too, and its run is to be seen and to go on.
+    """
+    return validate(_read(Path(path)), str(path), before=lambda config: config)
 
 
-def validate(tree: Mapping[str, Any], origin: str) -> RunConfig:
-    """Turn a tree of values into a `RunConfig`, or raise a `ConfigError` of one line per fault."""
+def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda config: None) -> RunConfig:
+    """Turn a tree of values into a `RunConfig`, or raise a `ConfigError` of one line: for all unknown keys and impossible values,
+    else for all keys that nothing reads, else for the first rule that is broken."""
     try:
         config = RunConfig.model_validate(tree)
+        _refuse_unread(config, before)
         check(config)
     except ValidationError as error:
         faults = [_explain(fault) for fault in error.errors(include_url=False)]
@@ -87,6 +102,14 @@ def digest(config: RunConfig) -> str:
     """SHA-256 (16 hex digits) of what the run is; how it is carried out does not count."""
     tree = config.model_dump(mode="json", exclude=CARRIED_OUT)
     return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
+
+
+def _refuse_unread(config: RunConfig, before: Before) -> None:
+    if (found := list(unread(config))) and (begun := before(config)):
+        known = set(unread(begun))
+        found = [line for line in found if line not in known]
+    if found:
+        raise ValueError("; ".join(found))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Keys that nothing reads in the combination at hand: one that is set to something is refused.
 
 Guarantees: whoever sets a key has its effect, or is told why there is none and what to do. A default that goes unread is no
-error, written out or not: a configuration that `to_toml` wrote holds every key.
+error, written out or not: a configuration that `to_toml` wrote holds every key. A run that was begun with such a key, under a
+version that took it, goes on with it (`load`, `load_resolved`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ Rules = Iterator[tuple[str, str, str]]
 
 
 def unread(config: RunConfig) -> Iterator[str]:
-    """What to tell the user of every key that is set for nothing: key, value and remedy."""
+    """What to tell the user of every key that is set for nothing: key, value and remedy. The command line cannot remove a key of
+    the file, but set its default: the remedy names both."""
     for rules in (_prompts, _admission, _filters, _replay, _loss, _training, _sync, _evaluation, _surroundings):
         for key, why, cure in rules(config):
             value, default = _value_and_default(config, key)
             if value != default:
-                yield f"{key} = {_shown(value)} has no effect {why}: {f'{cure}, or ' * bool(cure)}remove it"
+                remedy = f"remove it, or set its default, {_shown(default)}"
+                yield f"{key} = {_shown(value)} has no effect {why}: {f'{cure}, or ' * bool(cure)}{remedy}"
 
 
 def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
@@ -143,13 +146,10 @@ def _evaluation(config: RunConfig) -> Rules:
 
 
 def _surroundings(config: RunConfig) -> Rules:
-    """Redis, endpoints, trackers and traces."""
+    """Redis, trackers and traces. What is said of endpoints is read by who calls them too, where somebody else ends their TLS."""
     url = config.redis.url
     if url and not url.startswith("rediss://"):
         yield "redis.ca_file", f"with redis.url = {url!r}", "use rediss://"
-    if not config.api.certificate_file:
-        for key in ("ca_file", "server_name"):
-            yield f"api.{key}", "without api.certificate_file", "set that"
     if not config.tracking.wandb:
         yield "tracking.wandb_mode", "without a project", "set tracking.wandb"
     if not config.tracing.endpoint:

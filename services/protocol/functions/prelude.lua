@@ -81,16 +81,20 @@ end
 local ENTRY_BYTES = 1048576
 local REASON_BYTES = 4096
 
--- Why the last 10,000 tickets that were dropped were: for those who ask after one (store/inspection.py).
+-- Remember `what` of `name` in the hash `memory`, whose names are in the zset `order` by time: the last 10,000, the oldest go.
+local REMEMBERED = 10000
+
+local function remember(memory, order, name, what)
+  redis.call('HSET', memory, name, what)
+  redis.call('ZADD', order, now_ms(), name)
+  if redis.call('ZCARD', order) > REMEMBERED then redis.call('HDEL', memory, redis.call('ZPOPMIN', order)[1]) end
+end
+
+-- Why the last tickets that were dropped were: for those who ask after one (store/inspection.py).
 -- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
 --       drops:order zset  the same tickets by time
-local DROPS_KEPT = 10000
-
 local function remember_drop(prefix, ticket, outcome)
-  local drops, order, now = prefix .. ':drops', prefix .. ':drops:order', now_ms()
-  redis.call('HSET', drops, ticket, now .. ' ' .. outcome)
-  redis.call('ZADD', order, now, ticket)
-  if redis.call('ZCARD', order) > DROPS_KEPT then redis.call('HDEL', drops, redis.call('ZPOPMIN', order)[1]) end
+  remember(prefix .. ':drops', prefix .. ':drops:order', ticket, now_ms() .. ' ' .. outcome)
 end
 
 -- The last 10,000 dead letters or a little more are kept: the ledger counts them all. `outcome` is what the ledger counts the

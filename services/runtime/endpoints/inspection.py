@@ -64,9 +64,9 @@ def inspection_router(service: Service) -> APIRouter:
     @router.post("/deadletters/requeue", dependencies=[service.app.state.guard], responses=problems(404, 409))
     async def put_back(which: Requeue) -> RequeueAnswer:
         """Have the tickets of dead letters issued again."""
-        state = await store.state()
-        if state is not None and state.ended:
+        state, answer = await store.state(), await requeue(store, None if which.all else which.ids)
+        if state is not None and state.ended and not answer.requeued:
             raise HTTPException(409, f"the run is over: {state.finished or state.stopping}")
-        return await requeue(store, None if which.all else which.ids)
+        return answer
 
     return router
