@@ -21,7 +21,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,21 @@ async def used_bytes(client: Any) -> int:
     return sum([await client.memory_usage(key, samples=0) or 0 async for key in client.scan_iter(count=1000)])
 
 
+async def work(
+    generators: Coroutine[Any, Any, None], dataprep: Coroutine[Any, Any, None], trainer: Coroutine[Any, Any, None], together: bool
+) -> float:
+    """The three sides at work together or, to tell the CPU seconds of dataprep, which are returned, one after another."""
+    if together:
+        await asyncio.gather(generators, dataprep, trainer)
+        return 0.0
+    await generators
+    cpu = time.process_time()
+    await dataprep
+    dataprep_s = time.process_time() - cpu
+    await trainer
+    return dataprep_s
+
+
 class Ours:
     """One run on the way from tickets to commits."""
 
@@ -155,16 +170,9 @@ class Ours:
         started = time.perf_counter()
         for start in range(0, self.groups, ISSUE_BATCH):
             await store.issue(fence, start, self.tickets[start : start + ISSUE_BATCH])
-        sides, dataprep_s = (self._generate(), self._prepare(fence), self._train(trainer)), 0.0
-        if together:
-            await asyncio.gather(*sides)
-        else:
+        if not together:
             self.plan = whole_plan
-            for side in sides:
-                cpu = time.process_time()
-                await side
-                if side is sides[1]:
-                    dataprep_s = time.process_time() - cpu
+        dataprep_s = await work(self._generate(), self._prepare(fence), self._train(trainer), together)
         wall_s = time.perf_counter() - started
         done, wired = await counted(store.client)
         report = await audit(store)

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # `python benchmarks/stream.py` from the repository'
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import group_arguments, report, run, whole_steps
-from benchmarks.datapath import GROUP_SIZE, RANKS, Ours, Times, make_payload, used_bytes
+from benchmarks.datapath import GROUP_SIZE, RANKS, Ours, Times, make_payload, used_bytes, work
 from services.console.redis_server import RedisServer
 from services.protocol import codec
 from services.protocol.messages import Payload
@@ -47,16 +47,8 @@ class Plain:
 
     async def run(self, together: bool) -> Times:
         """The three sides at work together or, to tell their CPU time, one after another."""
-        before, started, dataprep_s = await used_bytes(self.client), time.perf_counter(), 0.0
-        sides = (self._generate(), self._preprocess(), self._train())
-        if together:
-            await asyncio.gather(*sides)
-        else:
-            for side in sides:
-                cpu = time.process_time()
-                await side
-                if side is sides[1]:
-                    dataprep_s = time.process_time() - cpu
+        before, started = await used_bytes(self.client), time.perf_counter()
+        dataprep_s = await work(self._generate(), self._preprocess(), self._train(), together)
         wall_s = time.perf_counter() - started
         left_bytes = await used_bytes(self.client) - before
         await self.client.delete(ACTOR, *(f"{TRAINING}{rank}" for rank in range(RANKS)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 
@@ -53,12 +53,12 @@ def _least(responses: Sequence[Response], budget: int) -> int:
 
 def _all_together(shares: Sequence[Sequence[Response]], budget: int, rows: int) -> list[list[list[int]]]:
     """Every share in so many rows, evenly filled if that succeeds; empty if one does not fit."""
-    full = list(takewhile(lambda packed: packed is not None, (_together(share, budget, budget, rows) for share in shares)))
-    if len(full) < len(shares):
-        return []
-    return [
-        _even_together(share, budget, rows) or packed for share, packed in zip(shares, full, strict=True) if packed is not None
-    ]
+    full: list[list[list[int]]] = []
+    for share in shares:
+        if (packed := _together(share, budget, budget, rows)) is None:
+            return []
+        full.append(packed)
+    return [_even_together(share, budget, rows) or packed for share, packed in zip(shares, full, strict=True)]
 
 
 def _even_together(responses: Sequence[Response], budget: int, rows: int) -> list[list[int]] | None:
