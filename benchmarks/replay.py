@@ -18,6 +18,9 @@ What one side does and the other does not:
 - a draw of ours is 64 distinct groups, counted and bound to a step, exactly once; Reverb's are independent draws that may repeat.
 - Reverb compresses payloads and unpacks them; ours decodes them to arrays. Its batches want payloads of one shape, which
   completions do not have; `sample_each_*` is against its way without that (one by one).
+- `bare_insert_ratio`, `bare_insert_each_ratio` and `bare_sample_<sampler>_ratio` say what the server and its protocol leave to
+  any table that is kept in it: plain SET, and MGET of 16, of the same bytes with the same settings by the same client, as many
+  requests under way, no function, no index, nothing decoded, against the same figures of Reverb's.
 - `draw_p50_ratio` is one draw of 64 with its payloads that is asked for when it is wanted, on both sides. Reverb's streams
   deliver sooner what they drew before: draws that do not know yet what changed since.
 
@@ -54,6 +57,7 @@ from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, StepPlan, Ticket
 from services.protocol.records import Claim, TableRules
 from services.protocol.store import Settlement, Store
+from services.protocol.store.steps import FETCHED_TOGETHER
 
 GROUP_SIZE, PROMPT_TOKENS = 16, 16
 CONCURRENT, ISSUE_BATCH, SETTLE_BATCH = 32, 128, 256  # as in benchmarks/datapath.py
@@ -219,6 +223,28 @@ class Ours:
                 fetches.create_task(fetch(await self.draw()))
         return time.perf_counter() - started
 
+    async def bare(self, count: int) -> Figures:
+        """Seconds to set all payloads by themselves, and to get `count` of them."""
+        keys = [self.store.keys.payload(f"bare-{i}") for i in range(len(self._work))]
+
+        async def put(rollout: int, rollouts: int) -> None:
+            store = self.generators[rollout % len(self.generators)]
+            for key, (_, payload) in zip(keys[rollout::rollouts], self._work[rollout::rollouts], strict=True):
+                await store._send(("SET", key, payload))
+
+        async def get(lane: int) -> None:
+            for start in range(lane * FETCHED_TOGETHER, count, FETCHES * FETCHED_TOGETHER):
+                some = [keys[i % len(keys)] for i in range(start, min(start + FETCHED_TOGETHER, count))]
+                (values,) = await self.store._send(("MGET", *some))
+                assert None not in values
+
+        rollouts = CONCURRENT * len(self.generators)
+        started = time.perf_counter()
+        await asyncio.gather(*(put(rollout, rollouts) for rollout in range(rollouts)))
+        insert_s = time.perf_counter() - started
+        await asyncio.gather(*(get(lane) for lane in range(FETCHES)))
+        return {"bare_insert_s": insert_s, "bare_sample_s": time.perf_counter() - started - insert_s}
+
     async def latency(self, draws: int) -> tuple[float, float]:
         """Median seconds of a draw: of names alone, and with payloads."""
         bare, whole = [], []
@@ -236,6 +262,8 @@ class Ours:
         found = await self.fill()
         bare_s, whole_s = await self.latency(draws)
         found |= {"names_s": bare_s, "draw_s": whole_s, "sample_s": await self.sample(cell.samples)}
+        await self.store.delete_run()  # before: the bytes are there once
+        found |= await self.bare(cell.samples)
         await self.store.delete_run()
         return found
 
@@ -250,6 +278,8 @@ def figures(ours: Mapping[str, Figures], theirs: Mapping[str, Figures], cell: Ce
     found = {
         "insert_ratio": sum_of(theirs, "insert_s") / sum_of(ours, "insert_s"),
         "insert_each_ratio": sum_of(theirs, "insert_each_s") / sum_of(ours, "insert_s"),
+        "bare_insert_ratio": sum_of(theirs, "insert_s") / sum_of(ours, "bare_insert_s"),
+        "bare_insert_each_ratio": sum_of(theirs, "insert_each_s") / sum_of(ours, "bare_insert_s"),
         "draw_p50_ratio": sum_of(ours, "draw_s") / sum_of(theirs, "draw_s"),
         "overhead_bytes_per_group": sum_of(ours, "overhead_bytes_per_group") / len(ours),
         "inserts_per_s": len(ours) * cell.groups / sum_of(ours, "insert_s"),
@@ -259,6 +289,7 @@ def figures(ours: Mapping[str, Figures], theirs: Mapping[str, Figures], cell: Ce
         name = "prioritised" if sampler == "prioritized" else sampler
         found[f"sample_{name}_ratio"] = theirs[sampler]["sample_s"] / ours[sampler]["sample_s"]
         found[f"sample_each_{name}_ratio"] = theirs[sampler]["sample_each_s"] / ours[sampler]["sample_s"]
+        found[f"bare_sample_{name}_ratio"] = theirs[sampler]["sample_s"] / ours[sampler]["bare_sample_s"]
         found[f"samples_{name}_per_s"] = cell.samples / ours[sampler]["sample_s"]
     return found
 
