@@ -181,8 +181,8 @@ SUITE = (
             Figure("draw_p50_ratio", "one draw of 64 when it is wanted, median latency", 0.5, "lower"),
         ),
         ("--limit-s", "180"),
-        gap="Every group goes to an append-only file, which Reverb has not. The server's plain SET and MGET of the same bytes, among "
-        "the figures, bound any table that is kept in it.",
+        gap="Every group goes to an append-only file, which Reverb has not. The server's plain SET and MGET of the same bytes, "
+        "among the figures, bound any table that is kept in it.",
     ),
     Benchmark(
         "settling",

@@ -13,6 +13,13 @@ from services.protocol.messages import Payload
 from services.protocol.store import Store
 
 
+OURS = {
+    "insert_s": 1.0, "overhead_bytes_per_group": 900.0, "names_s": 0.001, "draw_s": 0.002, "sample_s": 0.5, "bare_insert_s": 0.25,
+    "bare_sample_s": 0.125,
+}  # fmt: skip
+THEIRS = {"insert_s": 2.0, "insert_each_s": 6.0, "draw_s": 0.008, "sample_s": 1.0, "sample_each_s": 2.0}
+
+
 @pytest.mark.parametrize("size", [1000, 40_000, 400_000])
 def test_payloads_are_of_the_size_asked_for_and_of_one_shape(size: int) -> None:
     payloads = [make_payload(size, seed) for seed in range(4)]
@@ -48,15 +55,15 @@ def test_the_cells_have_what_the_summary_needs() -> None:
 
 
 def test_ratios_of_speed_are_inverse_ratios_of_time() -> None:
-    ours = {"insert_s": 1.0, "overhead_bytes_per_group": 900.0, "names_s": 0.001, "draw_s": 0.002, "sample_s": 0.5}
-    theirs = {"insert_s": 2.0, "insert_each_s": 6.0, "draw_s": 0.008, "sample_s": 1.0, "sample_each_s": 2.0}
     found = figures(
-        {"uniform": ours, "prioritized": {**ours, "insert_s": 3.0, "sample_s": 2.0}},
-        {"uniform": theirs, "prioritized": theirs},
+        {"uniform": OURS, "prioritized": {**OURS, "insert_s": 3.0, "sample_s": 2.0}},
+        {"uniform": THEIRS, "prioritized": THEIRS},
         Cell(40_000, 1000),
     )
     assert found["insert_ratio"] == 1.0
     assert found["insert_each_ratio"] == 3.0
+    assert (found["bare_insert_ratio"], found["bare_insert_each_ratio"]) == (8.0, 24.0)
+    assert (found["bare_sample_uniform_ratio"], found["bare_sample_prioritised_ratio"]) == (8.0, 8.0)
     assert found["draw_p50_ratio"] == 0.25
     assert (found["sample_uniform_ratio"], found["sample_prioritised_ratio"]) == (2.0, 0.5)
     assert (found["sample_each_uniform_ratio"], found["sample_each_prioritised_ratio"]) == (4.0, 1.0)
@@ -66,9 +73,7 @@ def test_ratios_of_speed_are_inverse_ratios_of_time() -> None:
 
 
 def test_a_table_that_was_measured_with_one_sampler_alone_has_figures_too() -> None:
-    ours = {"insert_s": 1.0, "overhead_bytes_per_group": 900.0, "names_s": 0.001, "draw_s": 0.002, "sample_s": 0.5}
-    theirs = {"insert_s": 2.0, "insert_each_s": 6.0, "draw_s": 0.008, "sample_s": 1.0, "sample_each_s": 2.0}
-    found = figures({"prioritized": ours}, {"prioritized": theirs}, Cell(1000, 1000))
+    found = figures({"prioritized": OURS}, {"prioritized": THEIRS}, Cell(1000, 1000))
     assert (found["insert_ratio"], found["inserts_per_s"], found["sample_prioritised_ratio"]) == (2.0, 1000.0, 2.0)
     assert "sample_uniform_ratio" not in found
 
@@ -97,7 +102,7 @@ def test_without_the_headline_the_last_cell_takes_its_place() -> None:
 async def test_our_side_is_measured_through_the_products_own_calls(store: Store, sampler: str) -> None:
     ours = Ours([store, store, store], [make_payload(1000, seed) for seed in range(3)])
     found = await ours.measure(Cell(1000, 200), sampler, draws=3)
-    assert set(found) == {"insert_s", "overhead_bytes_per_group", "names_s", "draw_s", "sample_s"}
+    assert set(found) == set(OURS)
     overhead = found.pop("overhead_bytes_per_group")
     assert abs(overhead) < 20_000, "200 small groups are lost in what the server's own buffers come to; 10,000 are not"
     assert all(value > 0 for value in found.values())
