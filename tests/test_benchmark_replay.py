@@ -12,7 +12,6 @@ from services.protocol import codec
 from services.protocol.messages import Payload
 from services.protocol.store import Store
 
-
 OURS = {
     "insert_s": 1.0, "overhead_bytes_per_group": 900.0, "names_s": 0.001, "draw_s": 0.002, "sample_s": 0.5, "bare_insert_s": 0.25,
     "bare_sample_s": 0.125,
