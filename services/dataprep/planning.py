@@ -200,6 +200,7 @@ def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> 
         Sample(
             groups[samples.group[i]].payload, int(samples.index[i]), float(samples.advantages[i]),
             int(samples.trained_tokens[i]), float(groups[samples.group[i]].weight), int(samples.tokens[i]),
+            int(samples.prompts[i]),
         )
         for i in sorted(row)
     ]  # fmt: skip

@@ -80,6 +80,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     trained_tokens: int  # response tokens in the loss: 0 when masked, else all but tool tokens
     weight: float = 1.0  # importance weight of its group: factor of its tokens' loss
     tokens: int = 0  # of its prompt and completion together, as the header says; 0: whatever the payload says
+    prompt_tokens: int = 0  # of its prompt alone, likewise
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True):

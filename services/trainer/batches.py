@@ -117,6 +117,8 @@ def _fit(sample: Sample, payload: Payload, sampled: np.ndarray) -> None:
     size, own = len(payload.prompt) + tokens.stop - tokens.start, int(sampled[tokens].sum())
     if sample.tokens and sample.tokens != size:
         raise _Fault(f"{name} has {size} tokens with its prompt, its header said {sample.tokens}")
+    if sample.prompt_tokens and sample.prompt_tokens != len(payload.prompt):
+        raise _Fault(f"the prompt has {len(payload.prompt)} tokens, its header said {sample.prompt_tokens}")
     if sample.trained_tokens not in (0, own):
         raise _Fault(
             f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}; all that were sampled "

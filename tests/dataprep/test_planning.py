@@ -128,7 +128,7 @@ def test_by_hand():
     loads = [sum(_tokens(groups, sample) for row in rank.rows for sample in row) for rank in ranks]
     assert loads == [100, 100]  # 70 + 30 and 40 + 60: cutting at 110 and swapping 40 for 30
     masked = [sample for rank in ranks for row in rank.rows for sample in row if sample.trained_tokens == 0]
-    assert masked == [Sample("0-2.1", 1, 1.0, 0, tokens=30)]
+    assert masked == [Sample("0-2.1", 1, 1.0, 0, tokens=30, prompt_tokens=10)]
 
 
 def test_more_ranks_than_responses_get_empty_rows():
