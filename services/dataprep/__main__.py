@@ -17,12 +17,14 @@ async def prepare(given: Arguments) -> None:
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
     from services.dataprep.prompts import PromptSource
     from services.dataprep.replay import table_rules
+    from services.runtime import heap
     from services.runtime.endpoints.run import add_routes
 
     config = given.config
     load_curriculum(config.data.curriculum)  # a name that cannot be used is told before there is a run
     source = PromptSource(config)
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
+    heap.freeze()
     dataset = f"{source.digest}+{evaluated.digest}" if evaluated else source.digest
     async with open_service("dataprep", config, given.name) as service:
         await service.store.create(digest(config), dataset, config.run.steps, config.slots, table_rules(config))

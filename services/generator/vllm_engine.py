@@ -8,7 +8,6 @@ Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, the on
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -37,6 +36,7 @@ from services.generator.vllm_arguments import (
 from services.generator.vllm_requests import continued_seed, generated, last, sampling_params
 from services.protocol.config import ConfigError, RunConfig
 from services.protocol.messages import Round
+from services.runtime import heap
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -72,6 +72,7 @@ class VllmEngine:
         self.stages = transport(config, has_gpu()) != "nccl"
         self._strangers = {child.pid for child in multiprocessing.active_children()}
         await asyncio.to_thread(self._load)
+        heap.freeze()  # as vLLM's own server does
         await self._llm.update_weight_version("-1")
 
     def _load(self) -> None:
@@ -275,7 +276,7 @@ class VllmEngine:
         except TimeoutError:
             pass  # what follows does not ask
         del llm
-        gc.collect()  # its finalizer fails with a trace when it runs at interpreter exit
+        heap.thaw()  # its finalizer fails with a trace when it runs at interpreter exit
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()

@@ -130,11 +130,13 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
     from pathlib import Path
 
+    from services.runtime import heap
     from services.trainer.policy import Policy
     from services.trainer.ranks import World
     from services.trainer.worker import Worker
 
     policy = Policy(config, World.from_environment())
+    heap.freeze()
     return Worker(config, store, portal, policy, Path(config.run.dir) / config.run.name)
 
 
