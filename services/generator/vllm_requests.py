@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import copy
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,8 +18,16 @@ if TYPE_CHECKING:
 _FINISH: dict[str, Literal["stop", "length", "aborted"]] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-def sampling_params(sampling: SamplingParameters, seed: int, made: int, stop_tokens: list[int]) -> SamplingParams:
+def sampling_params(sampling: SamplingParameters, seed: int, made: int, stop_tokens: Sequence[int]) -> SamplingParams:
     """For a completion that has `made` tokens already."""
+    parameters = copy.copy(_parameters(sampling, tuple(stop_tokens)))
+    parameters.seed, parameters.max_tokens = seed, sampling.max_tokens - made
+    return parameters
+
+
+@cache
+def _parameters(sampling: SamplingParameters, stop_tokens: tuple[int, ...]) -> SamplingParams:
+    """What the completions of a run have in common: vLLM checks it for longer than it takes to begin a completion."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -25,15 +35,14 @@ def sampling_params(sampling: SamplingParameters, seed: int, made: int, stop_tok
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        seed=seed,
-        max_tokens=sampling.max_tokens - made,
+        max_tokens=sampling.max_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(stop_tokens),
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # nobody else holds it, and a deep copy is a fifth of what a short completion costs this process
+        skip_clone=True,  # vLLM's deep copy of each would be a fifth of what a short completion costs this process
     )
 
 
