@@ -28,7 +28,7 @@ from benchmarks.replay import Ours, make_payload
 from services.console.redis_server import RedisServer
 from services.protocol.snapshot import Snapshot
 from services.protocol.store import Store
-from services.protocol.store.snapshot import FETCHED_TOGETHER
+from services.protocol.store.payloads import FETCHED_TOGETHER
 
 PAYLOAD_BYTES = 1000
 PAUSE_S = 0.002  # between two PINGs

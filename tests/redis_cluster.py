@@ -1,4 +1,4 @@
-"""A Redis Cluster of real servers: three masters, and a replica of the one that owns a run's slot."""
+"""A Redis Cluster of real servers: three masters, and a replica of one of them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ LIMIT_S = 30.0
 
 
 class RedisCluster:
-    """Servers in `folder` with the users of `run`: the first owns the slot of its keys, the last replicates the first."""
+    """Servers in `folder` with the users of `run`: the first owns the slot of its keys, the last replicates the one that is
+    `replicated`."""
 
-    def __init__(self, folder: Path, program: str, run: str, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self, folder: Path, program: str, run: str, certificates: Certificates | None = None, replicated: int = 0
+    ) -> None:
         self.run, self.slot = run, key_slot(Keys(run).prefix.encode())
         self.password = kept_secret(folder / "password")
         self.users = user_passwords(folder / "users")
         self._certificates = certificates
         self.nodes = [self._node(folder / str(i), program) for i in range(MASTERS + 1)]
         self.owner, self.other, self.third, self.replica = self.nodes
+        self.replicated = self.nodes[replicated]
         self._ids: dict[RedisServer, str] = {}
 
     def _node(self, folder: Path, program: str) -> RedisServer:
@@ -80,9 +84,9 @@ class RedisCluster:
         for node in self.nodes:
             self._ids[node] = self.call(node, "CLUSTER", "MYID").decode()
             self.call(self.owner, "CLUSTER", "MEET", "127.0.0.1", self._port(node), node._options["cluster-port"])
-        owner = self._ids[self.owner].encode()
-        self.wait(lambda: owner in self.call(self.replica, "CLUSTER", "NODES"))
-        self.call(self.replica, "CLUSTER", "REPLICATE", owner.decode())
+        master = self._ids[self.replicated].encode()
+        self.wait(lambda: master in self.call(self.replica, "CLUSTER", "NODES"))
+        self.call(self.replica, "CLUSTER", "REPLICATE", master.decode())
         self.wait(lambda: all(self._agrees(node) for node in self.nodes))
         self.wait(lambda: b"master_link_status:up" in self.call(self.replica, "INFO", "replication"))
 
@@ -119,13 +123,10 @@ class RedisCluster:
             time.sleep(0.02)
 
     def serves(self, node: RedisServer) -> bool:
-        """Whether it owns the run's slot, in its own eyes."""
+        """Whether it is a master of slots, in its own eyes."""
         lines = self.call(node, "CLUSTER", "NODES").decode().splitlines()
         mine = next(line for line in lines if "myself" in line)
-        return "master" in mine and any(
-            int(begin) <= self.slot <= int(end or begin)
-            for begin, _, end in (part.partition("-") for part in mine.split()[8:] if "[" not in part)
-        )
+        return "master" in mine and any("[" not in part for part in mine.split()[8:])
 
     def fail_over(self, to: RedisServer) -> None:
         """In order: the old master hands over what it has acknowledged."""
@@ -137,25 +138,29 @@ class RedisCluster:
         self.call(to, "CLUSTER", "FAILOVER", "TAKEOVER")
         self.wait(lambda: self.serves(to))
 
-    def move_slot(self, source: RedisServer, target: RedisServer, halfway: Callable[[], None]) -> int:
-        """Key by key, as `redis-cli --cluster reshard` does, with a call of `halfway` between; how many keys there were."""
-        self.call(target, "CLUSTER", "SETSLOT", self.slot, "IMPORTING", self._ids[source])
-        self.call(source, "CLUSTER", "SETSLOT", self.slot, "MIGRATING", self._ids[target])
+    def move_slot(self, source: RedisServer, target: RedisServer, halfway: Callable[[], None], slot: int = -1) -> int:
+        """Key by key, as `redis-cli --cluster reshard` does, with a call of `halfway` between; how many keys there were. Without
+        a slot that of the run."""
+        slot = self.slot if slot < 0 else slot
+        self.call(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self._ids[source])
+        self.call(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self._ids[target])
         moved = 0
-        while keys := self.call(source, "CLUSTER", "GETKEYSINSLOT", self.slot, 5):
+        while keys := self.call(source, "CLUSTER", "GETKEYSINSLOT", slot, 5):
             self.call(source, "MIGRATE", "127.0.0.1", self._port(target), "", 0, 5000, "AUTH", self.password, "KEYS", *keys)
             moved += len(keys)
             if moved == len(keys):
                 halfway()
         for node in (target, source):
-            self.call(node, "CLUSTER", "SETSLOT", self.slot, "NODE", self._ids[target])
+            self.call(node, "CLUSTER", "SETSLOT", slot, "NODE", self._ids[target])
         return moved
 
 
 @contextmanager
-def redis_cluster(folder: Path, program: str, run: str, certificates: Certificates | None = None) -> Iterator[RedisCluster]:
+def redis_cluster(
+    folder: Path, program: str, run: str, certificates: Certificates | None = None, replicated: int = 0
+) -> Iterator[RedisCluster]:
     """One that serves."""
-    cluster = RedisCluster(folder, program, run, certificates)
+    cluster = RedisCluster(folder, program, run, certificates, replicated)
     try:
         cluster.start()
         yield cluster

@@ -6,6 +6,7 @@ one without.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -14,14 +15,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from services.console.redis_server import find_server
 from services.protocol.config import to_toml
+from services.protocol.store import Store
 from tests.documented import undocumented
 from tests.harness import save_model_folder, small_config
+from tests.redis_cluster import RedisCluster, redis_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 8
@@ -133,6 +138,44 @@ def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undis
     restarts = summary(folder, "killed")["restarts"]
     assert [restarts[name] for name in ("dataprep-0", "generator-0", "generator-1", "trainer")] == [1, 1, 0, 1]  # type: ignore[index]
     assert weights(folder, "killed") == undisturbed
+
+
+def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undisturbed: str) -> None:
+    """Each service as its own Redis user; one of every kind killed, then the master of some shards, whose replica takes over."""
+    (folder / "cluster").mkdir()
+    with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
+        path = write_run(folder, "spread", "redis.payload_shards=6", f'redis.users_dir="{folder / "cluster" / "users"}"')
+        process = start(path, "--redis-url", f"redis://:{cluster.password}@127.0.0.1:{cluster.third.port}/0")
+        for step, pod in ((1, "dataprep-0"), (2, "generator-0"), (3, "trainer-0")):
+            wait_for(lambda step=step: steps_done(folder, "spread") >= step, process)
+            for pid in pids_of(folder, "spread", pod):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: steps_done(folder, "spread") >= 5, process)
+        masters = (cluster.owner, cluster.other, cluster.third)
+        held = [sum(b"/" in key and b":payload:" in key for key in cluster.call(node, "KEYS", "*")) for node in masters]
+        assert min(held) > 0
+        cluster.other.kill()
+        cluster.take_over(cluster.replica)
+        finish(process)
+        check_whole(folder, "spread")
+        assert weights(folder, "spread") == undisturbed
+        asyncio.run(check_shards(cluster))
+
+
+async def check_shards(cluster: RedisCluster) -> None:
+    """What lies in shards is what the index names; in the end every key goes."""
+    store = await Store.connect(cluster.url(cluster.third), "spread", cluster.login())
+    await store.state()
+    nodes = (cluster.owner, cluster.replica, cluster.third)
+    held = sum(b"/" in key and b":payload:" in key for node in nodes for key in cluster.call(node, "KEYS", "*"))
+    assert held < 8 * STEPS, "of what checkpoints cover dataprep has swept some"
+    await store.sweep()
+    keys = [key.decode() for node in nodes for key in cluster.call(node, "KEYS", "*:payload:*")]
+    names = [key.partition(":payload:")[2] for key in keys]
+    assert set(Counter(names).values()) <= {2}, "each in the index and in a shard"
+    await store.delete_run()
+    await store.close()
+    assert [cluster.call(node, "KEYS", "*") for node in nodes] == [[], [], []]
 
 
 def interrupt(process: subprocess.Popen[str], folder: Path, name: str, steps: int) -> str:

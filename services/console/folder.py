@@ -162,7 +162,7 @@ def resolve(
 def check_redis(config: RunConfig, url: str) -> None:
     """Refuse keys of `[redis]` that nothing reads with the server at `url`, or with the run's own where that is empty."""
     own = not url
-    for key in ("password_file", "users_dir", "ca_file") if own else ("appendfsync",):
+    for key in ("password_file", "users_dir", "ca_file", "payload_shards") if own else ("appendfsync",):
         value, default = getattr(config.redis, key), Redis.model_fields[key].default
         if value != default:
             why = (

@@ -131,6 +131,8 @@ async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) ->
                     EXIT_CONFIG,
                 )
             await store.delete_run()
+        if config.redis.payload_shards:
+            await store.check_shards(config.redis.payload_shards)
         state = await store.state()
         if state is not None and state.config != digest(config):
             raise ConsoleError(

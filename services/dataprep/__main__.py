@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from services.protocol.config import digest
 from services.runtime.entry import Arguments, main, open_service
@@ -17,6 +18,7 @@ async def prepare(given: Arguments) -> None:
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
     from services.dataprep.prompts import PromptSource
     from services.dataprep.replay import table_rules
+    from services.dataprep.sweeping import sweep
     from services.runtime import heap
     from services.runtime.endpoints.run import add_routes
 
@@ -27,11 +29,14 @@ async def prepare(given: Arguments) -> None:
     heap.freeze()
     dataset = f"{source.digest}+{evaluated.digest}" if evaluated else source.digest
     async with open_service("dataprep", config, given.name) as service:
-        await service.store.create(digest(config), dataset, config.run.steps, config.slots, table_rules(config))
+        identity = digest(config), dataset, config.run.steps, config.slots
+        await service.store.create(*identity, table_rules(config), config.redis.payload_shards)
         evaluation = Evaluation(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
         dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry), evaluation)
         service.ready = dataprep.why_idle
         service.add_loop("census", Census(service, RunMetrics(service.registry)).follow)
+        if config.redis.payload_shards:
+            service.add_loop("sweep", partial(sweep, service))
         add_routes(service)
         await service.run(dataprep.work)
 

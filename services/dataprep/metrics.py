@@ -103,8 +103,10 @@ class RunMetrics(Metrics):
     ended: Gauge = gauge("grpo_run_ended", "", "1 once the run is to end, or has.")
     pods: Mapping[str, Gauge] = gauges("grpo_run_pods", "", "Pods heard of within fleet.ttl_s.", "kind", KINDS)
     wanted: Gauge = gauge("grpo_run_wanted_generators", "", "Generators that the run is wanted to have.")
-    redis_memory: Gauge = gauge("grpo_redis_used_memory_bytes", "bytes", "Memory that Redis uses.")
-    redis_limit: Gauge = gauge("grpo_redis_memory_limit_bytes", "bytes", "Memory that Redis may use; 0: no limit.")
-    redis_clients: Gauge = gauge("grpo_redis_clients", "", "Connections to Redis.")
+    redis_memory: Gauge = gauge(
+        "grpo_redis_used_memory_bytes", "bytes", "Memory that Redis uses; of several servers, the fullest."
+    )
+    redis_limit: Gauge = gauge("grpo_redis_memory_limit_bytes", "bytes", "Memory that it may use; 0: no limit.")
+    redis_clients: Gauge = gauge("grpo_redis_clients", "", "Connections to Redis; of several servers, the most.")
     redis_persists: Gauge = gauge("grpo_redis_persists", "", "1 while Redis' last write to its append-only file went well.")
     redis_answer_s: Histogram = histogram("grpo_redis_answer_seconds", "seconds", "Answer of Redis to the count of all tickets.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from services.protocol.functions.footprint import footprints
 from services.protocol.keys import Keys
@@ -28,6 +29,7 @@ _LOOKING = (
 _COPYING = (*_LOOKING, "scan", "hscan", "lrange")
 _RESTORING = ("del", "hset", "ltrim", "rpush", "set", "unlink", "xadd", "xdel", "zadd")
 """What `restore_write` is told to send."""
+_WAYS = {"reads": "%R~", "writes": "~"}
 _POD = ("beat", "leave", "members", "desire")
 """Functions of every service: its heartbeat, and what its endpoints are asked for."""
 
@@ -45,6 +47,8 @@ class Grant:
     """Writes every key of the run: whoever takes it back to a checkpoint."""
     pod: bool = field(default=True, kw_only=True)
     """A pod of the run, with what every pod does."""
+    shards: Literal["", "reads", "writes"] = field(default="", kw_only=True)
+    """What it does with payloads in shards (store/payloads.py)."""
 
 
 GRANTS: dict[str, Grant] = {
@@ -53,25 +57,25 @@ GRANTS: dict[str, Grant] = {
             "claim", "renew", "release", "fail", "submit", "save_partial", "acknowledge", "round_of", "eval_volunteer",
             "eval_resign", "eval_claim", "eval_renew", "eval_submit", "eval_fail",
         ),
-        ("hgetall", "get", "set"), reads=(":run",), writes=(":payload:*", ":partial:*"),
+        ("hgetall", "get", "set", "zadd"), reads=(":run",), writes=(":payload:*", ":partial:*"), shards="writes",
     ),
     "dataprep": Grant(
         (
             "create", "lead", "step_down", "issue", "issue_again", "read_headers", "settle", "survey", "rescale", "pass_over",
             "prepare", "audit", "requeue", "eval_open", "eval_skip", "eval_look", "eval_close",
         ),
-        (*_LOOKING, *_LOADING), reads=(":*",),
+        (*_LOOKING, *_LOADING, "unlink", "zrem"), reads=(":*",), shards="writes",
     ),
     "trainer": Grant(
         (
             "attach_trainer", "commit", "condemn", "publish", "checkpointed", "retire", "reweigh", "round", "audit", "eval_look",
             "snapshot_begin", "snapshot_hold", "snapshot_end", "restore_begin", "restore_write", "restore_end",
         ),
-        (*_COPYING, *_RESTORING, *_LOADING), everything=True,
+        (*_COPYING, *_RESTORING, *_LOADING, "zrem"), everything=True, shards="writes",
     ),
     "tracker": Grant((), ("hgetall", "xrange", "xrevrange"), reads=(":run", ":metrics", ":evaluations")),
-    "console": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",)),
-    "web": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",)),
+    "console": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
+    "web": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
     "scaler": Grant((), ("hgetall",), reads=(":run",)),
     "autoscaler": Grant((), ("xinfo|groups",), reads=(":run", ":tickets"), pod=False),
 }  # fmt: skip
@@ -96,6 +100,7 @@ def rules(run: str, kind: str) -> list[str]:
         "resetchannels", f"&{keys.bell}", "resetkeys", f"~{keys.prefix}",
         *(f"~{keys.prefix}{key}" for key in sorted(writes)),
         *(f"%R~{keys.prefix}{key}" for key in sorted(reads)),
+        *([f"{_WAYS[grant.shards]}{Keys(f'{run}/*').prefix}*"] if grant.shards else []),
         "-@all", *(f"+{command}" for command in sorted(commands)),
     ]  # fmt: skip
 

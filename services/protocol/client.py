@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
@@ -40,6 +41,21 @@ class Login:
     """Empty: the one that the address names, or the server's default user."""
     ca_file: str = ""
     """For `rediss://`: certificates of who may have signed the server's; empty: those that the system trusts."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Cluster that holds something of a run."""
+
+    role: Literal["master", "replica"]
+    address: Address
+    said: dict[str, Any] | StoreError
+    """Of itself (INFO), or why it does not."""
+    shards: int = 0
+    """Of the run, on a master."""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.address[0]}:{self.address[1]}"
 
 
 class _Trusting(aioredis.SSLConnection):
@@ -131,26 +147,34 @@ async def check_server(url: str, login: Login, key: str) -> Owner | None:
     return owner
 
 
-async def ask_replicas(url: str, login: Login, key: str) -> dict[str, dict[str, Any] | StoreError]:
-    """What each replica of the master that owns the slot of `key` says of itself (INFO), or why it does not; by its address.
+async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()) -> list[Node]:
+    """The nodes of a Cluster on which a run is: the master that owns the slot of `key` first, those of its `shards`, by keys, and
+    all their replicas.
 
     Empty without a Cluster. Raises `StoreError` as `check_server`.
     """
     if not (owner := await check_server(url, login, key)):
-        return {}
+        return []
+    held, replicas = Counter[Address](), set[Address]()
     try:
-        replicas = await owner.replicas()
+        main = await owner.find()
+        held[main] = 0
+        replicas.update(await owner.replicas())
+        for shard in map(owner.of, shards):
+            held[await shard.find()] += 1
+            replicas.update(await shard.replicas())
     except RedisError as error:
         raise explain(url, error) from None
-    said: dict[str, dict[str, Any] | StoreError] = {}
-    for host, port in replicas:
-        name = f"{host}:{port}"
-        try:
-            async with _probe(url, login, node=(host, port)) as probe:
-                said[name] = await probe.info()
-        except RedisError as error:
-            said[name] = explain(f"{url.partition('://')[0]}://{name}", error)
-    return said
+    masters = [Node("master", address, await _said(url, login, address), count) for address, count in held.items()]
+    return masters + [Node("replica", address, await _said(url, login, address)) for address in sorted(replicas)]
+
+
+async def _said(url: str, login: Login, node: Address) -> dict[str, Any] | StoreError:
+    try:
+        async with _probe(url, login, node=node) as probe:
+            return await probe.info()
+    except RedisError as error:
+        return explain(f"{url.partition('://')[0]}://{node[0]}:{node[1]}", error)
 
 
 @asynccontextmanager

@@ -42,6 +42,12 @@ class Owner:
         self._given: Address = (settings.get("host", "localhost"), int(settings.get("port", 6379)))
         self._nodes = {self._given}
 
+    def of(self, key: str) -> Owner:
+        """The master that owns the slot of another key; it is looked for where this one would be."""
+        other = Owner(self._kind, self._settings, key)
+        other._nodes = set(self._nodes)
+        return other
+
     async def find(self) -> Address:
         """Where that master listens. Asks nodes in no order: one that is cut off from the others misleads once, not always.
 

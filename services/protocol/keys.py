@@ -1,4 +1,5 @@
-"""Every Redis key of a run. The run's name stands in a {hash tag}, so a run lives in one cluster slot.
+"""Every Redis key of a run. The run's name stands in a {hash tag}, so a run lives in one cluster slot, payloads in shards
+apart, each of which has keys as of a run of its own (protocol/shards.py).
 
 The Redis Functions receive the prefix `grpo:{NAME}` as their one key and build the same names from it (functions/*.lua).
 """
@@ -183,8 +184,16 @@ class Keys:
         return f"{self.prefix}:group:{group}"
 
     def payload(self, payload: str) -> str:
-        """String: tokens, behaviour logprobs and spans of a group; `payload` is `<ticket>.<fence>`."""
+        """String: tokens, behaviour logprobs and spans of a group; empty where they lie in a shard.
+
+        `payload` is `<ticket>.<fence>`.
+        """
         return f"{self.prefix}:payload:{payload}"
+
+    @property
+    def payloads(self) -> str:
+        """Sorted set of a shard: the payloads that it holds, by name."""
+        return f"{self.prefix}:payloads"
 
     def partial(self, ticket: str) -> str:
         """String: tokens so far of a ticket handed back or interrupted."""

@@ -185,6 +185,8 @@ class RunState:
     """Why the last attempt to write a checkpoint failed; empty: it did not."""
     pause_modes: dict[str, PauseMode] = field(default_factory=dict)
     """How those roles pause that do."""
+    payload_shards: int = 0
+    """Over how many shards its payloads are spread; 0: they lie with the index."""
 
     @property
     def ended(self) -> bool:
@@ -212,6 +214,7 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         published_by=int(raw.get("published_by", "0")),
         restoring=int(raw.get("restoring", "-1")),
         restore=int(raw.get("restore", "-1")),
+        payload_shards=int(raw.get("payload_shards", "0")),
         resumed=raw.get("resumed", ""),
         checkpoint=raw.get("checkpoint", ""),
         checkpoint_failed=raw.get("checkpoint_failed", ""),

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from services.protocol import codec
+from services.protocol.messages import Header, RankPlan, Sample
 
 LAYOUT = 1
 """Of the file. A reader refuses what is newer."""
@@ -143,6 +144,32 @@ class Snapshot:
                     yield body
         except OSError as error:
             raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from None
+
+
+def renamed(group: Group, fence: int) -> Group:
+    """With a name for its payload that nobody knows yet; `fence`: of the trainer that restores."""
+    payload = _renamed(group.name, fence)
+    header = msgspec.structs.replace(codec.decode(group.fields["header"], Header), payload=payload)
+    fields = group.fields | {"payload": payload.encode(), "header": codec.encode(header)}
+    return msgspec.structs.replace(group, fields=fields)
+
+
+def renamed_plan(plan: dict[str, bytes], fence: int) -> dict[str, bytes]:
+    """The hash of a step, of such groups."""
+
+    def of_rank(body: bytes) -> bytes:
+        rows = codec.decode(body, RankPlan).rows
+        return codec.encode(RankPlan([[_of_renamed(sample, fence) for sample in row] for row in rows]))
+
+    return {name: of_rank(body) if name.startswith("rank:") else body for name, body in plan.items()}
+
+
+def _of_renamed(sample: Sample, fence: int) -> Sample:
+    return msgspec.structs.replace(sample, payload=_renamed(sample.payload.rpartition(".")[0], fence))
+
+
+def _renamed(group: str, fence: int) -> str:
+    return f"{group}.r{fence}"
 
 
 @dataclass(frozen=True)

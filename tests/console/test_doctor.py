@@ -20,7 +20,7 @@ from services.protocol.messages import PodStatus
 from services.protocol.store import Store
 from services.runtime.entry import CONFIG_ENV
 from tests.harness import save_tokenizer_folder, small_config, wait_until
-from tests.redis_cluster import redis_cluster
+from tests.redis_cluster import RedisCluster, redis_cluster
 
 
 def only(findings: Any, what: str) -> Finding:
@@ -99,6 +99,26 @@ async def test_what_a_replica_would_lose_as_master_is_a_fault(tmp_path: Path, co
         cluster.call(cluster.replica, "ACL", "SETUSER", "default", "resetpass", ">another")
         found = await look()
         assert (found.state, "refused the password" in found.detail) == ("fault", True)
+        await see_that_masters_with_shards_are_looked_at(cluster, config)
+
+
+async def see_that_masters_with_shards_are_looked_at(cluster: RedisCluster, config: RunConfig) -> None:
+    redis = config.redis.model_copy(update={"payload_shards": 3})
+    spread = config.model_copy(update={"redis": redis, "sampling": config.sampling.model_copy(update={"max_tokens": 10**9})})
+    cluster.call(cluster.other, "CONFIG", "SET", "appendonly", "no")
+    found = [one async for one in server.server(spread, cluster.url(cluster.third), cluster.password)]
+    other, third = (f"Redis: master 127.0.0.1:{node.port}" for node in (cluster.other, cluster.third))
+    assert only(found, third).state == "ok"
+    assert only(found, other).detail == "no append-only file: a restart may lose payloads"
+    alone = [one for one in found if one.what == "Redis: Cluster"]
+    assert len(alone) == 2, "the master of the run has a replica"
+    assert all("which has shards of the run, has no replica" in one.detail for one in alone)
+    memories = [one for one in found if one.what.startswith("Redis: memory")]
+    assert [one.state for one in memories] == ["fault"] * 3
+    assert len({one.detail.partition("take")[2] for one in memories}) == 1, "a third each"
+    cluster.call(cluster.third, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    found = [one async for one in server.server(spread, cluster.url(cluster.owner), cluster.password)]
+    assert "has maxmemory-policy allkeys-lru" in only(found, "Redis").detail
 
 
 def test_what_a_server_says_is_judged(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import subprocess
@@ -13,7 +14,11 @@ import pytest
 from services.console.errors import ConsoleError
 from services.console.folder import RunFolder, check_redis, resolve, split_password
 from services.console.lock import FolderLock, InUse
+from services.console.redis_server import RedisServer
+from services.console.run import _claim_name
+from services.protocol.client import Login
 from services.protocol.config import ConfigError, digest, load_resolved
+from services.protocol.errors import StoreError
 from tests.console.harness import ROOT
 from tests.harness import small_config
 
@@ -64,6 +69,7 @@ def test_only_a_run_is_deleted(tmp_path: Path) -> None:
         ("redis.password_file=secret", "", r"redis\.password_file = 'secret' has no effect without redis\.url, .* or remove it"),
         ("redis.users_dir=users", "", r"redis\.users_dir = 'users' has no effect without redis\.url"),
         ("redis.ca_file=ca.pem", "", r"redis\.ca_file = 'ca\.pem' has no effect without redis\.url"),
+        ("redis.payload_shards=3", "", r"redis\.payload_shards = 3 has no effect without redis\.url"),
         ("redis.appendfsync=always", "redis://h:1", r"redis\.appendfsync = 'always' has no effect on the server at redis://h:1"),
     ],
 )
@@ -98,3 +104,9 @@ def test_a_folder_has_one_holder_and_a_child_holds_it_too(tmp_path: Path) -> Non
     child.wait()
     with FolderLock(tmp_path):
         pass
+
+
+def test_shards_are_refused_before_a_run_begins_on_a_server_alone(tmp_path: Path, server: RedisServer) -> None:
+    config = small_config(tmp_path, server, "redis.payload_shards=3")
+    with pytest.raises(StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster"):
+        asyncio.run(_claim_name(config, server.url, Login(server.password), fresh=False))

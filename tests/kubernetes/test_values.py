@@ -31,6 +31,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("config.run.steps", "many", "steps"),
     ("config.model.dtype", "float16", "dtype"),
     ("config.data.sources", [], "sources"),
+    ("config.redis.payload_shards", 65, "payload_shards"),
     ("redis.external.url", "redis://user:secret@host:6379/0", "url"),
     # keys that are the chart's
     ("config.redis.url", "redis://elsewhere:6379", "url"),
@@ -46,6 +47,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"redis": {"enabled": False}}, "redis.external.url"),
     ({"redis": {"external": {"url": "redis://host:6379/0"}}}, "redis.external.url"),
     ({"redis": {"external": {"cluster": True}}}, "redis.external.cluster"),
+    ({"config": {"redis": {"payload_shards": 3}}}, "config.redis.payload_shards = 3"),
     ({"redis": {"external": {"caSecret": "ca"}}}, "redis.external.caSecret"),
     (
         {"redis": {"enabled": False, "usersSecret": "a", "external": {"url": "redis://host:6379/0", "existingSecret": "b"}}},

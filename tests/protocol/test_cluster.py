@@ -162,18 +162,21 @@ async def see_that_the_owner_is_checked(cluster: RedisCluster) -> None:
 
 
 async def test_a_cluster_over_tls(tmp_path: Path) -> None:
-    """By the client of redis-py, through which pipelines, transactions and functions go there."""
+    """By the client of redis-py, through which pipelines, transactions and functions go there, and payloads to shards."""
     if shutil.which("redis-server") is None or shutil.which("openssl") is None:
         pytest.skip("no redis-server that speaks TLS, or no openssl to make certificates with")
     certificates = make_certificates(tmp_path)
     with redis_cluster(tmp_path, "redis-server", RUN, certificates) as cluster:
         async with store_at(cluster, cluster.third) as store:
+            await store.create("config", "dataset", 100, 8, payload_shards=3)
             team = await flow.start(store)
-            first, *_ = await flow.buffer(store, team, 3)
+            first, *others = await flow.buffer(store, team, 3)
             await asyncio.to_thread(cluster.fail_over, cluster.replica)
             assert await flow.buffer(store, team, 2)
             await asyncio.to_thread(cluster.move_slot, cluster.replica, cluster.other, lambda: None)
             assert (await store.whereabouts(first)).ticket == first
+            records = await store.group_records([first, *others])
+            assert len(await store.payloads([record.payload for record in records.values()])) == 3
             assert await flow.issue(store, team, 1) == 1
             assert await store.issued_ticket("0-5") is not None
             assert (await audit(store)).messages == ()
@@ -234,6 +237,7 @@ async def test_nodes_without_a_name_and_those_that_were_reset_mislead_nobody() -
     assert await owner.find() == ("first", 2)
     Telling.known = {"given": [], "first": [[0, 16383, [b"", 4, b"id"]]]}
     assert {await owner.find() for _ in range(8)} == {("first", 4)}
+    assert await owner.of("a shard").find() == ("first", 4), "though the node that was given knows nobody any more"
     Telling.known = {"given": [[0, 16383, [b"?", 3, b"id"]]], "first": []}
     with pytest.raises(redis.ConnectionError, match=r"set cluster-announce-hostname|knows no master"):
         await owner.find()

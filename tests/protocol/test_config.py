@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from pydantic import BaseModel
 
 from services.protocol.config import ConfigError, RunConfig, digest, load, load_resolved, to_toml
 from services.protocol.config.base import Section
-from services.protocol.config.load import _models
+from services.protocol.config.load import CARRIED_OUT, _models
 
 SMALLEST = """
 [model]
@@ -248,6 +250,16 @@ def test_the_digest_is_that_of_the_run_and_not_of_its_addresses(file: Path) -> N
     assert digest(config) == digest(settings(file, "redis.url=redis://elsewhere:1/0", "api.port=7"))
     assert digest(config) != digest(settings(file, "run.seed=7"))
     assert len(digest(config)) == 16
+
+
+def test_shards_are_part_of_what_a_run_is_and_without_them_it_is_what_it_was(file: Path) -> None:
+    alone, spread = settings(file), settings(file, "redis.payload_shards=3")
+    assert len({digest(alone), digest(spread), digest(settings(file, "redis.payload_shards=4"))}) == 3
+    assert digest(spread) == digest(settings(file, "redis.payload_shards=3", "redis.url=redis://elsewhere:1/0"))
+    tree = alone.model_dump(mode="json", exclude={**CARRIED_OUT, "redis": True})
+    assert digest(alone) == hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
+    with pytest.raises(ConfigError, match=r"redis.payload_shards = 65: input should be less than or equal to 64"):
+        settings(file, "redis.payload_shards=65")
 
 
 def sections(model: type[BaseModel]) -> set[type[BaseModel]]:

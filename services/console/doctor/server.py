@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.redis_server import find_server
 from services.protocol.acl import GRANTS
-from services.protocol.client import Login, ask_replicas
+from services.protocol.client import Login, Node, ask_nodes
 from services.protocol.cluster import in_cluster
 from services.protocol.config import ConfigError, RunConfig
 from services.protocol.errors import StoreError
+from services.protocol.shards import shards
 from services.protocol.store import Store
 from services.runtime.auth import redis_login, redis_password
 
@@ -33,8 +34,8 @@ class Asked:
     info: dict[str, Any]
     round_trip_s: float
     skew_s: float
-    replicas: dict[str, dict[str, Any] | StoreError] = field(default_factory=dict)
-    """Of the master in a Cluster: what each said, or why it did not."""
+    nodes: Sequence[Node] = ()
+    """In a Cluster: itself, and the others on which the run is."""
 
 
 async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Finding]:
@@ -46,14 +47,20 @@ async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Fi
             yield told("Redis", error)
         return
     try:
-        asked = await _ask(url, config.run.name, _login(config, password))
+        asked = await _ask(config, url, _login(config, password))
     except (StoreError, ConfigError) as error:
         yield told("Redis", error)
         return
     for finding in judge(asked, config):
         yield finding
-    for address, said in asked.replicas.items():
-        yield told(f"Redis: replica {address}", said) if isinstance(said, StoreError) else judge_replica(address, said)
+    for node in asked.nodes[1:]:
+        if isinstance(node.said, StoreError):
+            yield told(f"Redis: {node}", node.said)
+            continue
+        yield judge_node(node, node.said)
+        if node.role == "master":
+            for finding in _judge_master(str(node), node.said, config, node.shards):
+                yield finding
     async for finding in _users(config, url):
         yield finding
 
@@ -71,9 +78,13 @@ def users_here(config: RunConfig) -> list[str]:
     return [kind for kind in GRANTS if config.redis.users_dir and (folder / kind).exists()]
 
 
-async def _ask(url: str, run: str, login: Login) -> Asked:
-    store = await Store.connect(url, run, login)
+async def _ask(config: RunConfig, url: str, login: Login) -> Asked:
+    store = await Store.connect(url, config.run.name, login)
     try:
+        spread = config.redis.payload_shards
+        if spread:
+            await store.check_shards(spread)
+        keys = [shard.prefix for shard in shards(config.run.name, spread)] if spread else []
         info = await store.client.info()
         trips = []
         for _ in range(PINGS):
@@ -81,7 +92,7 @@ async def _ask(url: str, run: str, login: Login) -> Asked:
             seconds, microseconds = await store.client.time()
             trips.append(time.monotonic() - began)
         skew_s = seconds + microseconds / 1e6 - time.time()
-        return Asked(info, min(trips), skew_s, await ask_replicas(url, login, store.keys.prefix))
+        return Asked(info, min(trips), skew_s, await ask_nodes(url, login, store.keys.prefix, keys))
     finally:
         await store.close()
 
@@ -101,10 +112,7 @@ def judge(asked: Asked, config: RunConfig) -> list[Finding]:
         found.append(fault("Redis: durability", "no append-only file: a restart loses the run since its last checkpoint", remedy))
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
         found.append(fault("Redis: disk", "it cannot write its append-only file", "free space on its disk"))
-    if in_cluster(info) and not info.get("connected_slaves"):
-        remedy = "give it one, or the run stands still for as long as that master is away"
-        found.append(note("Redis: Cluster", "the master that owns the run's slot has no replica", remedy))
-    found.append(_memory(info, config))
+    found += _judge_master("", info, config, asked.nodes[0].shards if asked.nodes else 0)
     detail = f"{asked.skew_s:+.3f} s against this machine"
     if abs(asked.skew_s) > SKEW_S:
         found.append(
@@ -115,30 +123,41 @@ def judge(asked: Asked, config: RunConfig) -> list[Finding]:
     return found
 
 
-def judge_replica(address: str, info: dict[str, Any]) -> Finding:
-    """Whether a run is as safe there as on the master, whose place it may take. Pure."""
-    what, wrong = f"Redis: replica {address}", dict[str, str]()
+def judge_node(node: Node, info: dict[str, Any]) -> Finding:
+    """Whether a run is safe on another node than the master that was judged. Pure."""
+    what, wrong = f"Redis: {node}", dict[str, str]()
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
         wrong[f"maxmemory-policy {policy}"] = "maxmemory-policy noeviction"
     if not info.get("aof_enabled"):
         wrong["no append-only file"] = "appendonly yes"
     if not wrong:
         return ok(what, "evicts nothing, append-only file on")
-    detail = f"{' and '.join(wrong)}: a failover makes it the master, which may lose the run"
+    loses = "a restart may lose payloads" if node.role == "master" else "a failover makes it the master, which may lose the run"
+    detail = f"{' and '.join(wrong)}: {loses}"
     return fault(what, detail, f"set {' and '.join(wrong.values())} (CONFIG SET, and in its configuration)")
 
 
-def _memory(info: dict[str, Any], config: RunConfig) -> Finding:
+def _judge_master(which: str, info: dict[str, Any], config: RunConfig, held: int) -> list[Finding]:
+    """Of the master that has the run's index, or of another that has `held` of its shards."""
+    found = []
+    if in_cluster(info) and not info.get("connected_slaves"):
+        whose = f"the {which}, which has shards of the run," if which else "the master that owns the run's slot"
+        remedy = "give it one, or the run stands still for as long as that master is away"
+        found.append(note("Redis: Cluster", f"{whose} has no replica", remedy))
+    return [*found, _memory(f"Redis: memory of {which}" if which else "Redis: memory", info, config, held)]
+
+
+def _memory(what: str, info: dict[str, Any], config: RunConfig, held: int) -> Finding:
     limit = (config.redis.max_memory_mib << 20) or int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
     used = int(info.get("used_memory", 0))
     tokens = config.slots * config.sampling.group_size * (config.sampling.max_tokens + config.data.max_prompt_tokens)
-    needed = tokens * PAYLOAD_BYTES
+    needed = tokens * PAYLOAD_BYTES * (held / config.redis.payload_shards if config.redis.payload_shards else 1)
     used_of = f"{used / GIBIBYTE:.2f} of {limit / GIBIBYTE:.2f} GiB used"
     detail = f"{used_of}; a run's groups under way take {needed / GIBIBYTE:.2f} GiB at most"
     if limit and used + needed > TYPICAL_SHARE * limit:
         remedy = "raise its maxmemory, or lower admission.prompts_per_step, admission.max_staleness or sampling.max_tokens"
-        return fault("Redis: memory", detail, remedy)
-    return ok("Redis: memory", detail)
+        return fault(what, detail, remedy)
+    return ok(what, detail)
 
 
 async def _users(config: RunConfig, url: str) -> AsyncIterator[Finding]:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from services.protocol.config.consistency import check
 from services.protocol.config.generation import Generator
-from services.protocol.config.root import RunConfig
+from services.protocol.config.root import Redis, RunConfig
 from services.protocol.config.training import Trainer
 from services.protocol.config.unread import unread
 
@@ -90,8 +90,9 @@ def to_toml(config: RunConfig) -> str:
 
 
 CARRIED_OUT: dict[str, Any] = {
-    "redis": True, "api": True, "web": True, "tracking": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
+    "api": True, "web": True, "tracking": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
     "run": {"dir"},
+    "redis": set(Redis.model_fields) - {"payload_shards"},
     "generator": set(Generator.model_fields) - {"engine", "engine_options"},
     "trainer": set(Trainer.model_fields) - {"mini_batches", "deterministic"},
 }  # fmt: skip
@@ -101,6 +102,8 @@ CARRIED_OUT: dict[str, Any] = {
 def digest(config: RunConfig) -> str:
     """SHA-256 (16 hex digits) of what the run is; how it is carried out does not count."""
     tree = config.model_dump(mode="json", exclude=CARRIED_OUT)
+    if not config.redis.payload_shards:  # runs that began before there was such a key go on
+        del tree["redis"]
     return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
 
 

@@ -25,6 +25,7 @@ from services.protocol.config.training import (
     Replay,
     Trainer,
 )
+from services.protocol.shards import MOST
 
 
 class Run(Section):
@@ -56,8 +57,11 @@ class Redis(Section):
     appendfsync: Literal["always", "everysec"] = "everysec"
     """How often the server that `grpo run` starts forces its append-only file to disk."""
     max_memory_mib: int = Field(default=0, ge=0)
-    """Memory that the server may use; 0: its own `maxmemory`, if it has one. Near it checkpoints come early, and no new prompt is
-    issued."""
+    """Memory that the server may use, or each, with `payload_shards`; 0: its own `maxmemory`, if it has one. Near it checkpoints
+    come early, and no new prompt is issued."""
+    payload_shards: int = Field(default=0, ge=0, le=MOST)
+    """On a Redis Cluster: payloads are spread over its masters, in so many shards; as many as there are masters, or some times
+    that. 0: they lie with the rest of the run, on one master. A run keeps what it began with."""
 
 
 class Model(Section):

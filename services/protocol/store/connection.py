@@ -13,6 +13,7 @@ import redis.asyncio as aioredis
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from services.protocol.client import Login, check_server, explain, make_client, plain_client
+from services.protocol.cluster import Owner
 from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.functions import library
 from services.protocol.keys import Keys
@@ -26,6 +27,8 @@ class Connection:
         self.client = client
         self.keys = keys
         self.url = url
+        self._login = Login()
+        self._owner: Owner | None = None  # of the run's slot; None: the server is no node of a Cluster
         self._wire = Wire.beside(client)
         self._plain = plain_client(client) if self._wire is None else None
         self._library, code = library()
@@ -41,6 +44,7 @@ class Connection:
         keys = Keys(run)
         owner = await check_server(url, login, keys.prefix)
         store = cls(make_client(url, login, owner), keys, url)
+        store._login, store._owner = login, owner
         try:
             [loaded] = await store._exchange([store._load])
             store._check_load(loaded)

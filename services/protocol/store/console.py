@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
 
-from services.protocol.store.connection import Connection
+from services.protocol.store.payloads import PayloadCalls
+from services.protocol.store.run import fullness
 
 METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
 
@@ -24,15 +26,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Server:
-    """Redis as a server."""
+    """Redis as a server; of several, where payloads lie in shards, the fullest."""
 
     used_memory: int  # bytes
     max_memory: int  # bytes; 0: no limit
-    clients: int
-    persists: bool  # the last write to its append-only file went well, or it keeps none
+    clients: int  # the most of any
+    persists: bool  # the last write to its append-only file went well, or it keeps none; of all of them
 
 
-class ConsoleCalls(Connection):
+class ConsoleCalls(PayloadCalls):
     """Reads that change nothing, and `record`."""
 
     async def record(self, metrics: dict[str, float]) -> None:
@@ -62,11 +64,10 @@ class ConsoleCalls(Connection):
 
     async def server(self) -> Server:
         """How the server is."""
-        info = await self._info("memory", "clients", "persistence")
-        return Server(
-            int(info["used_memory"]), int(info.get("maxmemory", 0)), int(info["connected_clients"]),
-            info.get("aof_last_write_status", "ok") == "ok",
-        )  # fmt: skip
+        said = await asyncio.gather(*(each._info("memory", "clients", "persistence") for each in (self, *self.shards)))
+        memory = max(((int(info["used_memory"]), int(info.get("maxmemory", 0))) for info in said), key=fullness)
+        clients = max(int(info["connected_clients"]) for info in said)
+        return Server(*memory, clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
 
     async def listen(self, few: bool = True) -> AsyncIterator[str]:
         """Topics that changed, as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, those that

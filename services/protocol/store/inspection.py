@@ -15,7 +15,7 @@ from services.protocol import codec
 from services.protocol.findings import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.protocol.messages import Header, Payload, RankPlan, StepPlan
 from services.protocol.records import HeaderEntry, read_claim, read_header
-from services.protocol.store.connection import Connection
+from services.protocol.store.payloads import ELSEWHERE, PayloadCalls
 
 Sort = Literal["order", "version", "weight"]
 
@@ -23,7 +23,7 @@ READ_TOGETHER = 256  # entries, groups or plans in one request
 NEAR = 100  # metrics records around the place where a step's must be: more than are out of order there
 
 
-class InspectionCalls(Connection):
+class InspectionCalls(PayloadCalls):
     """Reads of what the other parts write."""
 
     async def table_state(self) -> TableState:
@@ -127,6 +127,8 @@ class InspectionCalls(Connection):
     async def payload(self, name: str) -> Payload | None:
         """A payload, or None where there is none that can be read."""
         raw = await self._ask(self.client.get(self.keys.payload(name)))
+        if raw == ELSEWHERE:
+            [raw] = await self._sealed([name])
         try:
             return None if raw is None else codec.decode(codec.unseal(raw), Payload)
         except codec.CorruptMessage:

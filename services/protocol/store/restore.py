@@ -1,20 +1,34 @@
 """Taking a run back to a snapshot (functions/snapshot.lua, protocol/snapshot.py), and the end of a run's keys.
 
-Guarantees: nobody but the trainer that restores changes the run meanwhile, and a trainer that hung in it writes nothing any more;
-no command works on more than some hundred groups; a restore that is cut off is begun again.
+Guarantees: nobody but the trainer that restores changes the run meanwhile, and one that hung in it writes nothing any more, but
+for payloads in shards that nobody names; no command works on more than some hundred groups; a restore that is cut off is begun
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from services.protocol.snapshot import Group, Groups, Head, Letters, Restoration, Rows, Snapshot, restoration
-from services.protocol.store.connection import Connection, facts
+from services.protocol.snapshot import (
+    Group,
+    Groups,
+    Head,
+    Letters,
+    Restoration,
+    Rows,
+    Snapshot,
+    renamed,
+    renamed_plan,
+    restoration,
+)
+from services.protocol.store.connection import facts
+from services.protocol.store.payloads import ELSEWHERE, FIELD, PayloadCalls
 
 WORDS = 4000  # of commands in one call of a function, which Lua's stack has to hold
 TOGETHER = 256  # entries of a stream in one request
@@ -24,7 +38,7 @@ Command = tuple[Any, ...]
 Write = Callable[[Sequence[Command]], Awaitable[None]]
 
 
-class RestoreCalls(Connection):
+class RestoreCalls(PayloadCalls):
     """The way back to a snapshot."""
 
     async def restore(self, fence: int, snapshot: Snapshot, keep_plans: bool, alive: Callable[[], None]) -> None:
@@ -34,14 +48,21 @@ class RestoreCalls(Connection):
         Raises `Fenced`, `StoreError`, `SnapshotError`; then the next trainer has to begin it again.
         """
         head = snapshot.head
+        await self._spread(int(head.run.get(FIELD, 0)))
         await self._call("restore_begin", fence, head.step)
         write = partial(self._write, fence, head.step)
         await self._delete_all_but(KEPT, write)
+        await self.sweep()  # makes room for what comes back
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
+        if self.shards:
+            target = replace(target, plans={step: renamed_plan(plan, fence) for step, plan in target.plans.items()})
         pieces = snapshot.pieces()
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             alive()
-            await write(self._commands(piece, target))
+            if isinstance(piece, Groups) and target.whole and self.shards:
+                await self._put_in_shards([renamed(group, fence) for group in piece.groups], write)
+            else:
+                await write(self._commands(piece, target))
         await write(self._commands_of_head(head, target))
         await write([("ZADD", self.keys.requeued, place, name) for place, name in enumerate(head.requeued)])
         departed = head.departed if target.whole else []
@@ -56,6 +77,13 @@ class RestoreCalls(Connection):
         fields = [part for item in target.fields.items() for part in item]
         await self._call("restore_end", fence, head.step, *fields)
 
+    async def _put_in_shards(self, groups: Sequence[Group], write: Write) -> None:
+        """Groups of new names. The index names their payloads before they are there, or a sweep would take them."""
+        payloads = {group.fields["payload"].decode(): group.payload for group in groups if group.payload is not None}
+        named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
+        await write([command for group in named for command in self._put(group)])
+        await self._lay(payloads)
+
     async def _write(self, fence: int, step: int, commands: Sequence[Command]) -> None:
         """Write while the run is being restored to `step` by the trainer with this fence. Raises `Fenced` when it is not."""
         args: list[Any] = []
@@ -68,7 +96,8 @@ class RestoreCalls(Connection):
             await self._call("restore_write", fence, step, *args)
 
     async def delete_run(self) -> None:
-        """Delete every key of the run."""
+        """Delete every key of the run; those in shards first, as the run says where they are."""
+        await self._delete_shards()
 
         async def write(commands: Sequence[Command]) -> None:
             await self._send(*commands)

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import secrets
 from dataclasses import astuple
 
 from services.protocol.messages import WIRE
 from services.protocol.records import PauseMode, RunState, TableRules, read_state
-from services.protocol.store.connection import Connection
+from services.protocol.store.payloads import FIELD, PayloadCalls
 
 
-class RunCalls(Connection):
+class RunCalls(PayloadCalls):
     """The run as a whole."""
 
-    async def create(self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None) -> bool:
-        """Create the run, or attach to the same one (False). Raises `DifferentRun` when the name is taken."""
-        return bool(await self._call("create", WIRE, config, dataset, steps, slots, *astuple(table or TableRules())))
+    async def create(
+        self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None, payload_shards: int = 0
+    ) -> bool:
+        """Create the run, or attach to the same one (False). Raises `DifferentRun` when the name is taken, `StoreError` when its
+        payloads cannot lie in so many shards."""
+        if payload_shards:
+            await self.check_shards(payload_shards)
+        created = bool(await self._call("create", WIRE, config, dataset, steps, slots, *astuple(table or TableRules())))
+        if payload_shards:  # by whoever created it, and again by all that attach, in case that one died here
+            await self._call("desire", FIELD, payload_shards)
+            await self._spread(payload_shards)
+        return created
 
     async def state(self) -> RunState | None:
         """The run's state, or None when it was not created yet."""
-        return read_state(self.keys.name, await self._ask(self.client.hgetall(self.keys.run)))
+        state = read_state(self.keys.name, await self._ask(self.client.hgetall(self.keys.run)))
+        if state is not None:
+            await self._spread(state.payload_shards)
+        return state
 
     async def pause(self, role: str, why: str, mode: PauseMode = "keep") -> None:
         """Desire that `generator`, `dataprep` or `trainer` pods pause, until resumed. `why` says who wants it, too."""
@@ -72,9 +86,10 @@ class RunCalls(Connection):
         await self._call("desire", "finished", how, *_given(fence))
 
     async def memory(self, limit: int = 0) -> tuple[int, int]:
-        """Bytes that the server uses, and may use: `limit`, or else its own; 0: there is no limit."""
-        info = await self._info("memory")
-        return int(info["used_memory"]), limit or int(info.get("maxmemory", 0))
+        """Bytes that the server uses, and may use: `limit`, or else its own; 0: there is no limit. Of several the fullest."""
+        said = await asyncio.gather(*(each._info("memory") for each in (self, *self.shards)))
+        found = [(int(info["used_memory"]), limit or int(info.get("maxmemory", 0))) for info in said]
+        return max(found, key=fullness)
 
     async def audit(self) -> dict[str, int]:
         """Counts of every place a ticket can be in, and of every outcome, in one instant (functions/control.lua)."""
@@ -92,6 +107,12 @@ class RunCalls(Connection):
     async def attach_trainer(self) -> int:
         """The trainer's fencing number: older trainers are refused from now on."""
         return int(await self._call("attach_trainer"))
+
+
+def fullness(memory: tuple[int, int]) -> float:
+    """Share that is used, of bytes used and bytes that may be; 0 without a limit."""
+    used, limit = memory
+    return used / (limit or math.inf)
 
 
 def _given(fence: int | None) -> tuple[int, ...]:

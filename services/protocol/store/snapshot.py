@@ -15,18 +15,17 @@ from typing import Any
 
 from services.protocol.errors import StoreError
 from services.protocol.snapshot import LAYOUT, Group, Groups, Head, Letters, Rows, Writer
-from services.protocol.store.connection import Connection
+from services.protocol.store.payloads import PayloadCalls
 
 LEASE_S = 10.0  # the leader goes on so long after whoever copies has died
 HOLD_S = 2.0  # how often it says that it is still at it
 TOGETHER = 256  # groups, rows or letters in one request
 PAYLOADS_TOGETHER = 64  # of some 40 KB, and up to ten times that
-FETCHED_TOGETHER = 16  # payloads in one command
 ATTEMPTS = 5
 ROWS = ("rates", "drops")
 
 
-class SnapshotCalls(Connection):
+class SnapshotCalls(PayloadCalls):
     """Snapshots of a run."""
 
     async def save_snapshot(self, fence: int, step: int, path: Path, payloads: bool) -> None:
@@ -127,9 +126,7 @@ class SnapshotCalls(Connection):
         present = [i for i in range(len(names)) if fields[i]]
         payloads: dict[int, bytes | None] = {}
         if whole and present:
-            keys = [self.keys.payload(fields[i]["payload"].decode()) for i in present]
-            pieces = [keys[first : first + FETCHED_TOGETHER] for first in range(0, len(keys), FETCHED_TOGETHER)]
-            bodies = [body for piece in await self._send(*[("MGET", *piece) for piece in pieces]) for body in piece]
+            bodies = await self._sealed([fields[i]["payload"].decode() for i in present])
             payloads = dict(zip(present, bodies, strict=True))
         return [
             Group(

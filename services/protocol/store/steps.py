@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.messages import Payload, RankPlan, StepPlan
-from services.protocol.store.connection import Connection
+from services.protocol.store.payloads import FETCHED_TOGETHER, PayloadCalls
 
-FETCHED_TOGETHER = 16  # payloads in one request
 LANES = 2  # requests under way at a time: the server works on one while the client does on the other
 
 
-class StepCalls(Connection):
+class StepCalls(PayloadCalls):
     """What dataprep prepares and the trainer commits, publishes and checkpoints."""
 
     async def prepare(
@@ -49,18 +48,19 @@ class StepCalls(Connection):
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Payloads by name. Raises `Damaged`, which names all that are missing or cannot be read."""
-        pieces = [names[i : i + FETCHED_TOGETHER] for i in range(0, len(names), FETCHED_TOGETHER)]
+        together = FETCHED_TOGETHER * (len(self.shards) or 1)  # in one request, to each server
+        pieces = [names[i : i + together] for i in range(0, len(names), together)]
         fetched: dict[str, Payload] = {}
         damaged: dict[str, str] = {}
 
         async def fetch(lane: int) -> None:
             for piece in pieces[lane::LANES]:
-                (sealed,) = await self._send(("MGET", *map(self.keys.payload, piece)))
-                for name, data in zip(piece, sealed, strict=True):
+                for name, data in zip(piece, await self._sealed(piece), strict=True):
                     try:
                         if data is None:
                             raise codec.CorruptMessage(
-                                "it is gone from Redis: is an eviction policy or another client deleting keys?"
+                                "it is gone from Redis: is an eviction policy or another client deleting keys, or did its server "
+                                "lose its last moments?"
                             )
                         fetched[name] = codec.decode(codec.unseal(data), Payload)
                     except codec.CorruptMessage as error:

@@ -13,7 +13,7 @@ from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.protocol.messages import Header, Ticket
 from services.protocol.records import Claim, read_claim
-from services.protocol.store.connection import Connection
+from services.protocol.store.payloads import ELSEWHERE, PayloadCalls
 
 SUBMITTED_TOGETHER = 16  # groups in one request, of some 40 KB each: below a MB a request costs no more per group
 LANES = 2  # requests under way at a time: the server works on one while the client does on the other
@@ -22,11 +22,13 @@ LANES = 2  # requests under way at a time: the server works on one while the cli
 class _Submission(NamedTuple):
     """A group on its way to Redis."""
 
-    write: tuple[Any, ...]  # the command that writes the payload
+    payload: str
+    sealed: bytes
+    ttl_s: int
     args: tuple[Any, ...]  # of the function that commits it
 
 
-class TicketCalls(Connection):
+class TicketCalls(PayloadCalls):
     """What dataprep issues and generators claim, renew, hand back and submit."""
 
     def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
@@ -108,14 +110,10 @@ class TicketCalls(Connection):
         """Write the payload, then commit it with its header. False: the ticket was not held any more, nothing is stored.
 
         `payload` is an encoded `Payload`; it is sealed and written with an expiry that the commit takes away. Groups that are
-        submitted at the same time travel together.
+        submitted at the same time travel together. Where payloads lie in shards they go there first.
         """
-        accepted = await self._submissions.ask(
-            _Submission(
-                ("SET", self.keys.payload(claim.payload), codec.seal(payload), "EX", ttl_s, "NX"),
-                (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header)),
-            )
-        )
+        args = (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header))
+        accepted = await self._submissions.ask(_Submission(claim.payload, codec.seal(payload), ttl_s, args))
         if accepted == -1:
             raise StoreError(f"payload of ticket {claim.ticket_id} expired before its header arrived: raise replay.payload_ttl_s")
         if accepted == -2:
@@ -123,8 +121,14 @@ class TicketCalls(Connection):
         return bool(accepted)
 
     async def _submit(self, groups: Sequence[_Submission]) -> list[int]:
+        if shards := self.shards:
+            await self._lay({group.payload: group.sealed for group in groups})
+        writes = [
+            ("SET", self.keys.payload(group.payload), ELSEWHERE if shards else group.sealed, "EX", group.ttl_s, "NX")
+            for group in groups
+        ]
         args = [arg for group in groups for arg in group.args]
-        return (await self._send(*[group.write for group in groups], self._function("submit", *args)))[-1]
+        return (await self._send(*writes, self._function("submit", *args)))[-1]
 
     async def save_partial(self, consumer: str, claim: Claim, data: bytes, ttl_s: int) -> bool:
         """Save the tokens so far of a ticket. False: it was not held any more."""
