@@ -46,7 +46,7 @@ register('requeue', function(prefix, args)
       redis.call('ZREM', prefix .. ':drops:order', letter.ticket)
       put_back = put_back + 1
       redis.call('ZADD', prefix .. ':requeued', last + put_back, letter.ticket)
-      remember(prefix .. ':requeued:letters', prefix .. ':requeued:letters:order', id, letter.ticket)
+      remember(prefix .. ':requeued:letters', prefix .. ':requeued:letters:order', id, letter.ticket, now_ms())
     end
     for _, part in ipairs({id, letter and letter.ticket or before or '', why or '', before and 1 or 0}) do reply[#reply + 1] = part end
   end

@@ -81,12 +81,12 @@ end
 local ENTRY_BYTES = 1048576
 local REASON_BYTES = 4096
 
--- Remember `what` of `name` in the hash `memory`, whose names are in the zset `order` by time: the last 10,000, the oldest go.
+-- Remember `what` of `name` in the hash `memory`, whose names are in the zset `order` by `now`: the last 10,000, the oldest go.
 local REMEMBERED = 10000
 
-local function remember(memory, order, name, what)
+local function remember(memory, order, name, what, now)
   redis.call('HSET', memory, name, what)
-  redis.call('ZADD', order, now_ms(), name)
+  redis.call('ZADD', order, now, name)
   if redis.call('ZCARD', order) > REMEMBERED then redis.call('HDEL', memory, redis.call('ZPOPMIN', order)[1]) end
 end
 
@@ -94,7 +94,8 @@ end
 -- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
 --       drops:order zset  the same tickets by time
 local function remember_drop(prefix, ticket, outcome)
-  remember(prefix .. ':drops', prefix .. ':drops:order', ticket, now_ms() .. ' ' .. outcome)
+  local now = now_ms() -- once: Redis 7.0 lets it move on amid a function
+  remember(prefix .. ':drops', prefix .. ':drops:order', ticket, now .. ' ' .. outcome, now)
 end
 
 -- The last 10,000 dead letters or a little more are kept: the ledger counts them all. `outcome` is what the ledger counts the
