@@ -18,6 +18,7 @@ from services.generator.rewards.base import VerifierFailure
 from services.generator.rewards.pool import VerifierPool
 from services.generator.tokenizer import load_tokenizer
 from services.generator.weights import WeightFollower
+from services.runtime.entry import leaving_at_once
 from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
 
@@ -81,7 +82,8 @@ class Pod:
         """Load, claim and complete tickets until told to stop, then leave without holding up a round."""
         self.service.say(phase="loading")
         loop.limit_s = float("inf")  # loading takes as long as it takes
-        await self._load()
+        with leaving_at_once():
+            await self._load()
         if not await self.service.created():
             return
         loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s

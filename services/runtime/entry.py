@@ -1,6 +1,7 @@
 """Entry of a service process: its command line, its service opened and closed, errors made exit codes.
 
-Guarantees: SIGTERM sets the service's `stopping`; a failure that no retry can mend exits with a code and one line (EXIT_* below).
+Guarantees: SIGTERM sets the service's `stopping`, and ends a process that has begun nothing yet at once; a failure that no retry
+can mend exits with a code and one line (EXIT_* below).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +33,19 @@ CONFIG_ENV = "GRPO_CONFIG"
 REST_LOOK_S = 2.0  # how often a pod whose run is over looks whether it goes on
 
 
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """While this lasts, SIGTERM ends the process there and then: it has begun nothing, so there is nothing to finish.
+
+    The first process of a container is not ended by a signal that it has no handler for; libraries and models load for minutes.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_OK))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextlib.asynccontextmanager
 async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator[Service]:
     """A service with its store connected, its REST endpoints up and SIGTERM handled."""
@@ -41,18 +56,20 @@ async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator
         phase="starting", version=-1, world=0, gauges={},
     )  # fmt: skip
     service = Service(kind, config, store, status)
-    signals, loop = (signal.SIGTERM, signal.SIGINT), asyncio.get_running_loop()
-    with contextlib.suppress(ValueError, RuntimeError):  # only the main thread may handle signals; the trainer does its own
-        for sig in signals:
-            loop.add_signal_handler(sig, service.stop)
+    loop = asyncio.get_running_loop()
+    before = {sig: signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGINT)}
+    handled = threading.current_thread() is threading.main_thread()  # no other may handle signals; the trainer does its own
+    for sig in before if handled else ():
+        loop.add_signal_handler(sig, service.stop)
     try:
         async with serve(service, tokens) as url:
             service.say(url=url)
             yield service
     finally:
         await asyncio.to_thread(service.tracing.close)
-        for sig in signals:
+        for sig, handler in before.items() if handled else ():
             loop.remove_signal_handler(sig)
+            signal.signal(sig, handler)
         await store.close()
 
 
@@ -106,9 +123,10 @@ async def rest(kind: str, given: Arguments) -> bool:
 def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str] | None = None) -> int:
     """Entry of a service process: set up logs, run `work`, turn errors into one line and an exit code."""
     try:
-        given = arguments(kind, argv)
-        logs.configure(given.config.run.name, given.name)
-        asyncio.run(_live(kind, given, work))
+        with leaving_at_once():
+            given = arguments(kind, argv)
+            logs.configure(given.config.run.name, given.name)
+            asyncio.run(_live(kind, given, work))
     except KeyboardInterrupt:
         return EXIT_OK
     except (*FATAL, StoreError) as error:

@@ -20,7 +20,7 @@ from services.protocol.errors import StoreError
 from services.protocol.store import Store
 from services.runtime import logs
 from services.runtime.auth import redis_login
-from services.runtime.entry import EXIT_OK, Arguments, arguments, open_service, report
+from services.runtime.entry import EXIT_OK, Arguments, arguments, leaving_at_once, open_service, report
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
@@ -34,16 +34,17 @@ LOOK_S = 1.0  # how often a trainer that waits for its run looks for a reason to
 def main(argv: list[str] | None = None) -> int:
     """Run this rank to the end of the run; the exit code."""
     try:
-        given = arguments("trainer", argv)
-        logs.configure(given.config.run.name, given.name)
-        portal = Portal()
-        try:
-            if os.environ.get("RANK", "0") == "0":
-                _lead(given, portal)
-            else:
-                _follow(given, portal)
-        finally:
-            portal.close()
+        with leaving_at_once():
+            given = arguments("trainer", argv)
+            logs.configure(given.config.run.name, given.name)
+            portal = Portal()
+            try:
+                if os.environ.get("RANK", "0") == "0":
+                    _lead(given, portal)
+                else:
+                    _follow(given, portal)
+            finally:
+                portal.close()
     except (*FATAL, StoreError) as error:
         return report(error)
     return EXIT_OK
@@ -89,9 +90,6 @@ def _lead(given: Arguments, portal: Portal) -> None:
     def stop(_: int, __: FrameType | None) -> None:
         portal.loop.call_soon_threadsafe(service.stop)
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-
     def fault() -> None:
         if hosting.done():
             hosting.result()
@@ -99,6 +97,8 @@ def _lead(given: Arguments, portal: Portal) -> None:
     try:
         portal.loop.call_soon_threadsafe(partial(service.say, phase="loading"))
         worker = _worker(given.config, service.store, portal)
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
         crew = Crew(worker.operations())
         while not (created := portal.call(service.created(LOOK_S))) and not service.stopping.is_set():
             fault()

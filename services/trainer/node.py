@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from services.protocol.config import ConfigError
 from services.protocol.errors import StoreError
 from services.runtime import logs
-from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, report, rest
+from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, leaving_at_once, report, rest
 from services.runtime.loops import FATAL
 from services.runtime.units import PodPlan, Unit, UnitPlan, rank_environment
 
@@ -72,11 +72,12 @@ class Node:
 def main(argv: list[str] | None = None) -> int:
     """Keep this node's ranks until they end; the exit code."""
     try:
-        given = arguments("trainer", argv)
-        logs.configure(given.config.run.name, given.name)
-        unit = Unit(Node.from_environment(os.environ).plan(given.config.trainer.ranks, given, given.path))
-        if asyncio.run(rest("trainer", given)):
-            return EXIT_OK
+        with leaving_at_once():
+            given = arguments("trainer", argv)
+            logs.configure(given.config.run.name, given.name)
+            unit = Unit(Node.from_environment(os.environ).plan(given.config.trainer.ranks, given, given.path))
+            if asyncio.run(rest("trainer", given)):
+                return EXIT_OK
     except (*FATAL, StoreError) as error:
         return report(error)
     for sig in (signal.SIGTERM, signal.SIGINT):

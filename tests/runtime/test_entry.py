@@ -1,0 +1,55 @@
+"""SIGTERM to a process that has begun nothing yet: it ends there and then; a service that is open decides itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.console.redis_server import RedisServer
+from services.protocol.config import to_toml
+from services.protocol.store import Store
+from services.runtime.entry import leaving_at_once, open_service
+from tests.harness import save_tokenizer_folder, small_config
+
+LOADING = "import sys, time\ndef load(*_):\n    print('loading', flush=True)\n    time.sleep(300)\n"
+PROGRAMS = {
+    "entry": "from services.runtime import entry\nasync def work(_): load()\nsys.exit(entry.main('web', work))",
+    "generator": (
+        "from services.generator import __main__ as generator\nfrom tests.scripted import ScriptedEngine\n"
+        "ScriptedEngine.start = load\nsys.exit(generator.main('generator', generator.generate))"
+    ),
+    "trainer": "from services.trainer import __main__ as trainer\ntrainer._worker = load\nsys.exit(trainer.main())",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_it_ends_at_once_while_it_loads(program: str, server: RedisServer, store: Store, tmp_path: Path) -> None:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    save_tokenizer_folder(Path(config.model.path))
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    environ = {**os.environ, "GRPO_CONFIG": str(tmp_path / "resolved.toml")}
+    with subprocess.Popen([sys.executable, "-c", LOADING + PROGRAMS[program]], env=environ, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line == b"loading\n" for line in process.stdout)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+async def test_a_service_has_the_say_while_it_is_open(server: RedisServer, store: Store, tmp_path: Path) -> None:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    before = signal.getsignal(signal.SIGTERM)
+    with leaving_at_once():
+        at_once = signal.getsignal(signal.SIGTERM)
+        async with open_service("web", config, "web-0") as service:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await service.stopping.wait()
+        assert signal.getsignal(signal.SIGTERM) is at_once is not before
+    assert signal.getsignal(signal.SIGTERM) is before
