@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1.7
 # Dataprep, and what else needs no torch: scaler, console, preload, `grpo`.   docker build -f docker/dataprep.Dockerfile -t grpo-dataprep .
 ARG PYTHON=3.11.14-slim-bookworm
 
@@ -10,9 +9,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
     && python -m venv --without-pip /opt/grpo
 WORKDIR /src
 # Dependencies first: this layer stays as long as pyproject.toml does.
-COPY pyproject.toml README.md docker/lean.py ./
+COPY pyproject.toml docker/lean.py ./
 RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt \
-    mkdir services && touch services/__init__.py \
+    mkdir services && touch services/__init__.py README.md \
     && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[dataprep,tracing]' \
     && python lean.py /opt/grpo
 COPY services /src/services

@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1.7
 # Generator: vLLM and the verifiers, for CUDA or for CPUs.
 #   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cuda -t grpo-generator:0.1.0-cuda .
 #   docker build -f docker/generator.Dockerfile --build-arg VARIANT=cpu  -t grpo-generator:0.1.0-cpu .
@@ -8,15 +7,15 @@ ARG VARIANT=cuda
 # vLLM compiles kernels at run time: a compiler stays in the image. CUDA's libraries come as Python packages, the driver from the node.
 FROM docker.io/library/python:${PYTHON} AS base
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 tini && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
 
 FROM base AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv --without-pip /opt/grpo
 WORKDIR /src
-COPY pyproject.toml README.md ./
+COPY pyproject.toml ./
 COPY requirements ./requirements
-RUN mkdir services && touch services/__init__.py
+RUN mkdir services && touch services/__init__.py README.md
 
 FROM build AS build-cuda
 RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
@@ -50,5 +49,4 @@ USER 10001:10001
 WORKDIR /tmp
 COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 CMD ["grpo-health"]
-ENTRYPOINT ["tini", "--"]
 CMD ["python", "-m", "services.generator"]

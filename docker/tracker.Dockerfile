@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1.7
 # Tracker: TensorBoard's files and W&B.   docker build -f docker/tracker.Dockerfile -t grpo-tracker .
 ARG PYTHON=3.11.14-slim-bookworm
 
@@ -9,9 +8,9 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN apt-get update && apt-get install -y --no-install-recommends binutils && rm -rf /var/lib/apt/lists/* \
     && python -m venv --without-pip /opt/grpo
 WORKDIR /src
-COPY pyproject.toml README.md docker/lean.py ./
+COPY pyproject.toml docker/lean.py ./
 RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt \
-    mkdir services && touch services/__init__.py \
+    mkdir services && touch services/__init__.py README.md \
     && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[tracking,tracing]' \
     && python lean.py /opt/grpo
 COPY services /src/services

@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1.7
 # Trainer: DeepSpeed, for CUDA or for CPUs.
 #   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cuda -t grpo-trainer:0.1.0-cuda .
 #   docker build -f docker/trainer.Dockerfile --build-arg VARIANT=cpu  -t grpo-trainer:0.1.0-cpu .
@@ -8,14 +7,14 @@ ARG VARIANT=cuda
 # DeepSpeed compiles what a configuration needs of its operations (offloading does): a compiler stays in the image.
 FROM docker.io/library/python:${PYTHON} AS base
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends g++ ninja-build tini && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 
 FROM base AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv --without-pip /opt/grpo
 WORKDIR /src
-COPY pyproject.toml README.md ./
-RUN mkdir services && touch services/__init__.py
+COPY pyproject.toml ./
+RUN mkdir services && touch services/__init__.py README.md
 
 FROM build AS build-cuda
 RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
@@ -47,5 +46,4 @@ USER 10001:10001
 WORKDIR /tmp
 COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 CMD ["grpo-health"]
-ENTRYPOINT ["tini", "--"]
 CMD ["python", "-m", "services.trainer.node"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -80,6 +82,8 @@ def test_layers_with_dependencies_do_not_hang_on_the_code(path: Path) -> None:
     ]
     assert heavy
     assert max(heavy) < code
+    copied = {word for name, words in found[:code] if name == "COPY" for word in words.split()[:-1]}
+    assert copied <= {"pyproject.toml", "docker/lean.py", "requirements"}, "what changes more often would have all installed anew"
 
 
 @each
@@ -104,6 +108,11 @@ def pins(name: str) -> dict[str, str]:
     """A file of constraints."""
     lines = [line for line in (DOCKER / "constraints" / name).read_text().splitlines() if not line.startswith("#")]
     return dict(line.split("==") for line in lines)
+
+
+@each
+def test_a_build_needs_no_image_but_the_base(path: Path) -> None:
+    assert "syntax=" not in path.read_text(), "another frontend is an image from a registry"
 
 
 @each
@@ -195,3 +204,38 @@ def test_compose_is_whole(tmp_path: Path) -> None:
     assert set(overlay) <= set(services)
     drain = float(services["generator"]["stop_grace_period"].rstrip("s"))
     assert drain > config.generator.drain_s + 10
+
+
+@pytest.fixture
+def rehearse(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """docker/rehearse.py."""
+    monkeypatch.syspath_prepend(str(DOCKER))
+    return importlib.import_module("rehearse")
+
+
+def test_the_rehearsal_builds_all_and_runs_what_compose_runs(rehearse: ModuleType, tmp_path: Path) -> None:
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    assert {path.stem for path in FILES} == set(rehearse.VARIANTS)
+    assert set(rehearse.IN_ORDER) == set(services) - {"volumes"}
+    for service in set(rehearse.IN_ORDER) - {"redis"}:
+        image = services[service]["image"].replace("${TAG:-0.1.0}", rehearse.TAG).replace("${VARIANT:-cpu}", "cpu")
+        assert rehearse.name(service) == image
+    (tmp_path / "config.toml").write_text(rehearse.configuration())
+    config, composed = load_resolved(tmp_path / "config.toml"), load_resolved(DOCKER / "compose.toml")
+    for section in ("redis", "api", "sync"):
+        assert getattr(config, section) == getattr(composed, section)
+    assert config.run.dir == composed.run.dir
+    assert config.model.path.startswith(services["generator"]["volumes"][0].split(":")[1])
+    assert config.run.steps > rehearse.MIDDLE
+
+
+def test_the_rehearsal_names_what_is_not_as_it_should_be(rehearse: ModuleType) -> None:
+    audit = {"ok": True, "issued": 8, "outcomes": {"trained": 8}}
+    seen = {"confined": {"redis": True}, "stopped": {"redis": {"seconds": 0.2, "exit_codes": [0, 0]}}, "audit": audit}
+    assert rehearse.faults(seen) == []
+    seen = {
+        "confined": {"redis": False},
+        "stopped": {"redis": {"seconds": 9.0, "exit_codes": [0, 137]}},
+        "audit": audit | {"outcomes": {"trained": 7}},
+    }
+    assert len(rehearse.faults(seen)) == 3
