@@ -32,6 +32,8 @@ spec:
   serviceAccountName: {{ .account | default (printf "%s-services" .root.Release.Name) }}
   automountServiceAccountToken: {{ if .account }}true{{ else }}false{{ end }}
   enableServiceLinks: false
+  {{- /* The first process of a namespace does not hear a SIGTERM that comes before its handler, and Python takes seconds to get there. */}}
+  shareProcessNamespace: true
   terminationGracePeriodSeconds: {{ .grace | default 30 }}
   {{- if and .collective $values.interconnect.hostNetwork }}
   hostNetwork: true

@@ -37,7 +37,7 @@ REST_LOOK_S = 2.0  # how often a pod whose run is over looks whether it goes on
 def leaving_at_once() -> Iterator[None]:
     """While this lasts, SIGTERM ends the process there and then: it has begun nothing, so there is nothing to finish.
 
-    The first process of a container is not ended by a signal that it has no handler for; libraries and models load for minutes.
+    Models load for minutes, and the first process of a container is not ended by a signal that it has no handler for.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_OK))
     try:

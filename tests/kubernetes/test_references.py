@@ -195,6 +195,17 @@ def test_pods_have_no_right_that_they_do_not_need(objects: list[chart.Object]) -
                 assert {"mountPath": "/tmp", "name": "tmp"} in container["volumeMounts"]
 
 
+@RELEASES
+def test_services_are_not_the_first_process_of_their_namespace(objects: list[chart.Object]) -> None:
+    """That one does not hear a SIGTERM that comes before its handler."""
+    for label, template in chart.pods(objects):
+        if any(
+            container["command"][:2] == ["python", "-m"] and "readinessProbe" in container
+            for container in chart.containers(template)
+        ):
+            assert template["spec"]["shareProcessNamespace"], label
+
+
 def test_the_role_is_the_calls_that_are_made() -> None:
     objects = chart.render()
     (role,) = chart.of_kind(objects, "Role")
