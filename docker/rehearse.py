@@ -32,6 +32,7 @@ VARIANTS = {"dataprep": "", "tracker": "", "trainer": "cpu", "generator": "cpu"}
 IN_ORDER = ("generator", "trainer", "dataprep", "redis")  # are told to end
 GENERATORS, STEPS, MIDDLE = 2, 60, 10
 MODEL = "/srv/grpo/models/arithmetic"
+CHUNK_BYTES = 1 << 20
 LIMIT_S = 900.0  # for whatever is waited for
 CONFINED = 'test "$(id -u)" = 10001 && ! touch /x 2>/dev/null && touch /tmp/x && ! grep -q "^Cap.*:.*[1-9a-f]" /proc/self/status'
 Found = TypeVar("Found")
@@ -71,22 +72,25 @@ def build(service: str, options: list[str]) -> float:
 
 def sizes(image: str) -> dict[str, int]:
     """Bytes of an image as one layer on another, of all layers compressed each by itself, and of the largest."""
-    plain, compressed = [], []
     saving = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE)
     with saving, tarfile.open(fileobj=saving.stdout, mode="r|") as archive:
-        for member in archive:
-            if member.isfile() and (file := archive.extractfile(member)):
-                plain.append(member.size)
-                compressed.append(deflated(file))
+        files = ((archive.extractfile(member), member.size) for member in archive)
+        layers = [layer_sizes(file, size) for file, size in files if file]
+    plain, compressed = zip(*layers, strict=True)
     return {"bytes": sum(plain), "compressed_bytes": sum(compressed), "largest_layer_bytes": max(plain)}
 
 
-def deflated(file: IO[bytes]) -> int:
-    """Bytes of a file with gzip, as registries keep layers."""
-    squeeze, size = zlib.compressobj(6), 0
-    while chunk := file.read(1 << 20):
-        size += len(squeeze.compress(chunk))
-    return size + len(squeeze.flush())
+def layer_sizes(file: IO[bytes], size: int) -> tuple[int, int]:
+    """Bytes of a layer as containers see it and as registries keep it, with gzip; Docker saves it the one way or the other."""
+    chunk, other = file.read(CHUNK_BYTES), 0
+    zipped = chunk.startswith(b"\x1f\x8b")
+    work = zlib.decompressobj(wbits=31) if zipped else zlib.compressobj(6)
+    turn = getattr(work, "decompress" if zipped else "compress")
+    while chunk:
+        other += len(turn(chunk))
+        chunk = file.read(CHUNK_BYTES)
+    other += len(work.flush())
+    return (other, size) if zipped else (size, other)
 
 
 def configuration() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import importlib
+import io
 import re
 import shlex
 import shutil
@@ -227,6 +229,15 @@ def test_the_rehearsal_builds_all_and_runs_what_compose_runs(rehearse: ModuleTyp
     assert config.run.dir == composed.run.dir
     assert config.model.path.startswith(services["generator"]["volumes"][0].split(":")[1])
     assert config.run.steps > rehearse.MIDDLE
+
+
+def test_a_layer_is_measured_plain_and_with_gzip_however_it_is_saved(rehearse: ModuleType) -> None:
+    plain = b"0123456789" * 200_000
+    zipped = gzip.compress(plain, 6)
+    assert rehearse.layer_sizes(io.BytesIO(zipped), len(zipped)) == (len(plain), len(zipped))
+    size, compressed = rehearse.layer_sizes(io.BytesIO(plain), len(plain))
+    assert size == len(plain)
+    assert abs(compressed - len(zipped)) < 32  # gzip's own header
 
 
 def test_the_rehearsal_names_what_is_not_as_it_should_be(rehearse: ModuleType) -> None:
