@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,13 @@ from services.protocol.store import Store
 from services.runtime.entry import leaving_at_once, open_service
 from tests.harness import save_tokenizer_folder, small_config
 
-LOADING = "import sys, time\ndef load(*_):\n    print('loading', flush=True)\n    time.sleep(300)\n"
+LOADING = """
+import subprocess, sys, time
+def load(*_):
+    subprocess.Popen(["sleep", "300"])
+    print("loading", flush=True)
+    time.sleep(300)
+"""
 PROGRAMS = {
     "entry": "from services.runtime import entry\nasync def work(_): load()\nsys.exit(entry.main('web', work))",
     "generator": (
@@ -33,14 +40,17 @@ def test_it_ends_at_once_while_it_loads(program: str, server: RedisServer, store
     save_tokenizer_folder(Path(config.model.path))
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     environ = {**os.environ, "GRPO_CONFIG": str(tmp_path / "resolved.toml")}
-    with subprocess.Popen([sys.executable, "-c", LOADING + PROGRAMS[program]], env=environ, stdout=subprocess.PIPE) as process:
+    argv = [sys.executable, "-c", LOADING + PROGRAMS[program]]
+    with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert process.stdout is not None
             assert any(line == b"loading\n" for line in process.stdout)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
+            assert process.stdout.read() == b"", "what it had started has ended too"
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 async def test_a_service_has_the_say_while_it_is_open(server: RedisServer, store: Store, tmp_path: Path) -> None:
