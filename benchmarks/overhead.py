@@ -34,8 +34,6 @@ from services.protocol.messages import Ticket
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
 
-CONCURRENT_GROUPS = 48  # with 8 completions each three times what the demo's engine runs at once: it is never short of work
-
 
 async def bare(engine: VllmEngine, tickets: Sequence[Ticket], sampling: SamplingParameters, round_name: str) -> tuple[float, int]:
     """Seconds and tokens of all completions, straight from vLLM's AsyncLLM."""
@@ -96,7 +94,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     """Alternate both sides and report."""
     server = RedisServer(folder / "redis")
     server.start()
-    config = configured(options.config, folder, server, f"generator.max_concurrent_groups={CONCURRENT_GROUPS}", *options.set)
+    config = configured(options.config, folder, server, *options.set)
     source = PromptSource(config)
     tickets = []
     for row in range(options.groups):
