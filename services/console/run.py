@@ -130,7 +130,7 @@ async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) ->
                     "stop them first",
                     EXIT_CONFIG,
                 )
-            await store.delete_run()
+            await store.delete_run(config.redis.payload_shards)
         if config.redis.payload_shards:
             await store.check_shards(config.redis.payload_shards)
         state = await store.state()

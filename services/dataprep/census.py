@@ -70,9 +70,9 @@ class Census:
         shown.dead_letters.set(seen.dead_letters)
 
     async def _look_at_server(self) -> None:
-        shown, server = self._metrics, await self._store.server()
+        shown, server = self._metrics, await self._store.server(self._config.redis.max_memory_mib << 20)
         shown.redis_memory.set(server.used_memory)
-        shown.redis_limit.set((self._config.redis.max_memory_mib << 20) or server.max_memory)
+        shown.redis_limit.set(server.max_memory)
         shown.redis_clients.set(server.clients)
         shown.redis_persists.set(server.persists)
 

@@ -147,18 +147,18 @@ class Snapshot:
 
 
 def renamed(group: Group, fence: int) -> Group:
-    """With a name for its payload that nobody knows yet; `fence`: of the trainer that restores."""
+    """With a name for its payload that nobody knows yet; `fence`: of the trainer that restores. Raises `SnapshotError`."""
     payload = _renamed(group.name, fence)
-    header = msgspec.structs.replace(codec.decode(group.fields["header"], Header), payload=payload)
+    header = msgspec.structs.replace(_held(group.fields["header"], Header, f"group {group.name}"), payload=payload)
     fields = group.fields | {"payload": payload.encode(), "header": codec.encode(header)}
     return msgspec.structs.replace(group, fields=fields)
 
 
 def renamed_plan(plan: dict[str, bytes], fence: int) -> dict[str, bytes]:
-    """The hash of a step, of such groups."""
+    """The hash of a step, of such groups. Raises `SnapshotError`."""
 
     def of_rank(body: bytes) -> bytes:
-        rows = codec.decode(body, RankPlan).rows
+        rows = _held(body, RankPlan, "a plan").rows
         return codec.encode(RankPlan([[_of_renamed(sample, fence) for sample in row] for row in rows]))
 
     return {name: of_rank(body) if name.startswith("rank:") else body for name, body in plan.items()}
@@ -166,6 +166,13 @@ def renamed_plan(plan: dict[str, bytes], fence: int) -> dict[str, bytes]:
 
 def _of_renamed(sample: Sample, fence: int) -> Sample:
     return msgspec.structs.replace(sample, payload=_renamed(sample.payload.rpartition(".")[0], fence))
+
+
+def _held(body: bytes, kind: Any, of: str) -> Any:
+    try:
+        return codec.decode(body, kind)
+    except codec.CorruptMessage as error:
+        raise SnapshotError(f"the snapshot's {of} is damaged: {error}") from None
 
 
 def _renamed(group: str, fence: int) -> str:

@@ -22,9 +22,10 @@ from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.messages import Payload
 from services.protocol.shards import MOST, shard_of, shards
-from services.protocol.snapshot import Snapshot
-from services.protocol.store import Claim, Store
+from services.protocol.snapshot import Group, Snapshot, SnapshotError, renamed, renamed_plan
+from services.protocol.store import Claim, Store, payloads
 from services.protocol.store.connection import Connection
+from services.protocol.store.run import fullest
 from tests.conftest import SERVERS
 from tests.harness import ticket
 from tests.protocol import flow
@@ -319,6 +320,57 @@ async def test_a_payload_that_its_shard_lost_is_told_like_a_damaged_one(cluster:
         assert "or did its server lose its last moments?" in told.value.reasons[names[1]]
         await store.survey(team.leader, 1, 8)
         assert await store.sweep() == 2
+
+
+async def test_a_run_that_is_gone_leaves_payloads_to_whoever_knows_how_many_shards_it_had(cluster: RedisCluster) -> None:
+    async with run_of(cluster) as store:
+        team, run = await start(store), store.keys.name
+        groups = await flow.buffer(store, team, 12)
+        (name, *_) = [record.payload for record in (await store.group_records(groups)).values()]
+        await store.client.hdel(store.keys.run, "payload_shards")  # pyright: ignore[reportGeneralTypeIssues]
+        async with connected(cluster, run) as other:
+            with pytest.raises(StoreError, match="lie in shards, and the run does not say in how many"):
+                await other.payloads([name])
+            await other.delete_run()
+            assert sum(len(keys_of(cluster, node, run)) for node in cluster.nodes[:3]) > 12
+            await other.delete_run(SHARDS)
+
+
+async def test_what_needs_no_payload_goes_on_without_a_shard(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_of(cluster) as store:
+
+        async def silent(*_: str) -> dict[str, str]:
+            await asyncio.sleep(3600)
+            return {}
+
+        async def away(*_: str) -> dict[str, str]:
+            raise StoreError("nobody there")
+
+        monkeypatch.setattr(payloads, "ANSWER_S", 0.05)
+        monkeypatch.setattr(store.shards[0], "_info", silent)
+        monkeypatch.setattr(store.shards[1], "_info", away)
+        assert (await store.memory())[0] > 0
+        assert (await store.server()).clients > 0
+
+        async def refuse(_: int) -> None:
+            raise StoreError("a shard is away")
+
+        monkeypatch.setattr(store, "check_shards", refuse)
+        assert not await store.create("config", "dataset", 100, 12, payload_shards=SHARDS), "whoever attaches asks no shard"
+
+
+def test_the_fullest_server_has_the_largest_share_or_the_most() -> None:
+    said = [{"used_memory": "50", "maxmemory": "100"}, {"used_memory": "60", "maxmemory": "600"}]
+    assert fullest(said, 0) == (50, 100)
+    assert fullest(said, 1000) == (60, 1000)
+    assert fullest([{"used_memory": "50"}, {"used_memory": "60"}], 0) == (60, 0)
+
+
+def test_a_snapshot_that_cannot_be_renamed_is_damaged() -> None:
+    with pytest.raises(SnapshotError, match="group 0-1 is damaged"):
+        renamed(Group("0-1", 1, {"header": b"?", "payload": b"0-1.3"}, b"x", 1.0), 7)
+    with pytest.raises(SnapshotError, match="a plan is damaged"):
+        renamed_plan({"plan": b"", "rank:0": b"?"}, 7)
 
 
 async def test_shards_are_refused_where_there_is_no_cluster(server: RedisServer) -> None:

@@ -1,7 +1,8 @@
 -- Control: a run's identity, who leads, desired state, the end, and the count of everything.
 -- reads and writes: run, tickets, headers, outstanding, replay:*, step:<s>, ledger
 
--- args: wire version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses. Creates the run, or attaches to the same one.
+-- args: wire version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, and number of payload shards if
+-- there are any. Creates the run, or attaches to the same one.
 -- Returns 1 when created, 0 when it existed; a different run under the name is refused. Desired state may be there before.
 register('create', function(prefix, args)
   local key = prefix .. ':run'
@@ -18,6 +19,7 @@ register('create', function(prefix, args)
     'slots_used', 0, 'cursor', 0, 'published_version', -1, 'prepared_step', -1, 'committed_step', -1,
     'checkpointed_step', -1, 'retired_step', -1, 'last_epoch', -1,
     'incarnation', math.floor(now_ms() / 1000), 'created_ms', now_ms())
+  if args[10] then redis.call('HSET', key, 'payload_shards', args[10]) end
   redis.call('HSET', prefix .. ':replay:state', 'sampler', args[6], 'remover', args[7], 'capacity', args[8], 'max_uses', args[9])
   redis.call('XGROUP', 'CREATE', prefix .. ':tickets', 'generators', '0', 'MKSTREAM')
   redis.call('XGROUP', 'CREATE', prefix .. ':headers', 'dataprep', '0', 'MKSTREAM')

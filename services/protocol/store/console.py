@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
 
 from services.protocol.store.payloads import PayloadCalls
-from services.protocol.store.run import fullness
+from services.protocol.store.run import fullest
 
 METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
 
@@ -62,12 +61,11 @@ class ConsoleCalls(PayloadCalls):
         age_s = max(0.0, int(seconds) + int(micros) / 1e6 - issued_s) if first else 0.0
         return Sizes(claimed, age_s, groups, letters)
 
-    async def server(self) -> Server:
-        """How the server is."""
-        said = await asyncio.gather(*(each._info("memory", "clients", "persistence") for each in (self, *self.shards)))
-        memory = max(((int(info["used_memory"]), int(info.get("maxmemory", 0))) for info in said), key=fullness)
+    async def server(self, limit: int = 0) -> Server:
+        """How the server is, or of several the fullest and the busiest; `limit`: bytes that each may use, 0: its own."""
+        said = await self._info_of_all("memory", "clients", "persistence")
         clients = max(int(info["connected_clients"]) for info in said)
-        return Server(*memory, clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
+        return Server(*fullest(said, limit), clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
 
     async def listen(self, few: bool = True) -> AsyncIterator[str]:
         """Topics that changed, as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, those that

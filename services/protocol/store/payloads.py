@@ -2,16 +2,20 @@
 
 Guarantees, of shards: the index holds an empty string under the name of a payload that lies in one, by which the functions deal
 with it as with the payload itself. It is written when the shard has acknowledged the payload, so no header names one that never
-arrived. While there is a run nothing but `sweep` deletes there, and only what neither the index nor a claim named after it was
-seen in its shard: payloads are named after claims, of which no two are alike, so nothing will name it again, however late it is
-deleted. Each shard lists its payloads, and both change in one transaction, so none is left behind that a sweep does not find.
+arrived (but in a restore, which nobody reads before its end). While there is a run nothing but `sweep` deletes there, and only
+what neither the index nor a claim named after it was seen in its shard: payloads are named after claims, of which no two are
+alike, so nothing will name it again, however late it is deleted. Each shard lists its payloads, and both change in one
+transaction, so none is left behind that a sweep does not find.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+
+from redis.crc import key_slot
 
 from services.protocol.client import check_server, make_client
 from services.protocol.errors import StoreError
@@ -25,6 +29,7 @@ ELSEWHERE = b""
 """What the index holds in place of a payload."""
 FETCHED_TOGETHER = 16  # payloads in one command
 NAMED_TOGETHER = 512  # names in one command
+ANSWER_S = 2.0  # a shard's server that says nothing of itself for so long is away
 
 
 class PayloadCalls(Connection):
@@ -77,8 +82,10 @@ class PayloadCalls(Connection):
         """Payloads by name; None: it is gone."""
         if not self.shards:
             found = await _get(self, names)
-            if ELSEWHERE not in found or not await self._find_shards():
+            if ELSEWHERE not in found:
                 return found
+            if not await self._find_shards():
+                raise StoreError(f"payloads of run {self.keys.name!r} lie in shards, and the run does not say in how many")
         parted = list(self._parted(names))
         found = await asyncio.gather(*(_get(shard, held) for shard, held in parted))
         payloads = {
@@ -109,18 +116,33 @@ class PayloadCalls(Connection):
             raise StoreError(
                 f"payloads of run {self.keys.name!r} lie in a Redis Cluster, and Redis at {self.url} is a server alone"
             )
-        former, self.shards = self.shards, [self._shard(keys) for keys in shards(self.keys.name, count)] if count else ()
+        names = shards(self.keys.name, count) if count else ()
+        former, self.shards = self.shards, [self._shard(number, keys) for number, keys in enumerate(names)]
         for shard in former:
             await shard.close()
 
-    def _shard(self, keys: Keys) -> Connection:
+    def _shard(self, number: int, keys: Keys) -> Connection:
         assert self._owner is not None
-        return Connection(make_client(self.url, self._login, self._owner.of(keys.prefix)), keys, self.url)
+        client = make_client(self.url, self._login, self._owner.of(keys.prefix))
+        return Connection(client, keys, f"{self.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
 
-    async def _delete_shards(self) -> None:
-        """Delete every payload in them."""
-        if await self._find_shards():
-            await asyncio.gather(*map(self._empty, self.shards))
+    async def _delete_shards(self, count: int) -> None:
+        """Delete every payload in them; of a run that is gone, and does not say how many, in `count`."""
+        if not await self._find_shards() and self._owner is not None:
+            await self._spread(count)
+        await asyncio.gather(*map(self._empty, self.shards))
+
+    async def _info_of_all(self, *sections: str) -> list[dict[str, str]]:
+        """What the server of the index says of itself, and those of shards; but for one that is away, as most work needs none."""
+
+        async def ask(shard: Connection) -> dict[str, str] | None:
+            with contextlib.suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    return await shard._info(*sections)
+            return None
+
+        said = await asyncio.gather(self._info(*sections), *map(ask, self.shards))
+        return [info for info in said if info is not None]
 
     async def _empty(self, shard: Connection) -> None:
         async for names in _listed(shard):

@@ -95,9 +95,10 @@ class RestoreCalls(PayloadCalls):
         if args:
             await self._call("restore_write", fence, step, *args)
 
-    async def delete_run(self) -> None:
-        """Delete every key of the run; those in shards first, as the run says where they are."""
-        await self._delete_shards()
+    async def delete_run(self, payload_shards: int = 0) -> None:
+        """Delete every key of the run; those in shards first, as the run says where they are. `payload_shards`: how many, if it
+        does not say so any more."""
+        await self._delete_shards(payload_shards)
 
         async def write(commands: Sequence[Command]) -> None:
             await self._send(*commands)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 from services.protocol.messages import WIRE
 from services.protocol.records import PauseMode, RunState, TableRules, read_state
-from services.protocol.store.payloads import FIELD, PayloadCalls
+from services.protocol.store.payloads import PayloadCalls
 
 
 class RunCalls(PayloadCalls):
@@ -20,12 +20,12 @@ class RunCalls(PayloadCalls):
     ) -> bool:
         """Create the run, or attach to the same one (False). Raises `DifferentRun` when the name is taken, `StoreError` when its
         payloads cannot lie in so many shards."""
-        if payload_shards:
+        spread = (payload_shards,) if payload_shards else ()
+        if spread and await self.state() is None:  # whoever attaches can do without a shard for a while
             await self.check_shards(payload_shards)
-        created = bool(await self._call("create", WIRE, config, dataset, steps, slots, *astuple(table or TableRules())))
-        if payload_shards:  # by whoever created it, and again by all that attach, in case that one died here
-            await self._call("desire", FIELD, payload_shards)
-            await self._spread(payload_shards)
+        rules = astuple(table or TableRules())
+        created = bool(await self._call("create", WIRE, config, dataset, steps, slots, *rules, *spread))
+        await self._spread(payload_shards)
         return created
 
     async def state(self) -> RunState | None:
@@ -87,9 +87,7 @@ class RunCalls(PayloadCalls):
 
     async def memory(self, limit: int = 0) -> tuple[int, int]:
         """Bytes that the server uses, and may use: `limit`, or else its own; 0: there is no limit. Of several the fullest."""
-        said = await asyncio.gather(*(each._info("memory") for each in (self, *self.shards)))
-        found = [(int(info["used_memory"]), limit or int(info.get("maxmemory", 0))) for info in said]
-        return max(found, key=fullness)
+        return fullest(await self._info_of_all("memory"), limit)
 
     async def audit(self) -> dict[str, int]:
         """Counts of every place a ticket can be in, and of every outcome, in one instant (functions/control.lua)."""
@@ -109,10 +107,11 @@ class RunCalls(PayloadCalls):
         return int(await self._call("attach_trainer"))
 
 
-def fullness(memory: tuple[int, int]) -> float:
-    """Share that is used, of bytes used and bytes that may be; 0 without a limit."""
-    used, limit = memory
-    return used / (limit or math.inf)
+def fullest(said: Sequence[Mapping[str, str]], limit: int) -> tuple[int, int]:
+    """Of servers, by what they say of themselves, the one of whose memory the largest share is used, or the most where there is
+    no limit: bytes used, and those that may be: `limit`, or else its own."""
+    memory = [(int(info["used_memory"]), limit or int(info.get("maxmemory", 0))) for info in said]
+    return max(memory, key=lambda one: (one[0] / (one[1] or math.inf), one[0]))
 
 
 def _given(fence: int | None) -> tuple[int, ...]:
