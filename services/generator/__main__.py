@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from services.runtime.entry import Arguments, main, open_service
+from services.runtime.entry import Arguments, leaving_at_once, main, open_service
 
 
 async def generate(given: Arguments) -> None:
@@ -12,7 +12,9 @@ async def generate(given: Arguments) -> None:
     from services.generator.pod import Pod
 
     async with open_service("generator", given.config, given.name) as service:
-        await Pod(service).run()
+        with leaving_at_once():  # its tokenizer takes seconds, in which the event loop hears nothing
+            pod = Pod(service)
+        await pod.run()
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ class Pod:
         self.service.say(phase="loading")
         loop.limit_s = float("inf")  # loading takes as long as it takes
         with leaving_at_once():
+            if self.service.stopping.is_set():
+                return
             await self._load()
         if not await self.service.created():
             return

@@ -1,7 +1,7 @@
 """Entry of a service process: its command line, its service opened and closed, errors made exit codes.
 
-Guarantees: SIGTERM sets the service's `stopping`, and ends a process that has begun nothing yet at once; a failure that no retry
-can mend exits with a code and one line (EXIT_* below).
+Guarantees: SIGTERM sets the service's `stopping`; where `leaving_at_once` stands, because nothing has begun yet, it ends the
+process; a failure that no retry can mend exits with a code and one line (EXIT_* below).
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ REST_LOOK_S = 2.0  # how often a pod whose run is over looks whether it goes on
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """While this lasts, SIGTERM ends the process there and then: it has begun nothing, so there is nothing to finish.
+    """While this lasts, SIGTERM ends the process with 0, as soon as its main thread runs Python: nothing has begun yet.
 
-    Models load for minutes, and the first process of a container is not ended by a signal that it has no handler for.
+    Models load for minutes, and the first process of a container is not ended by a signal that it has no handler for. Trainer
+    ranks, which are never the first, do without: they wait for one another in calls that run no handler.
     """
 
     def leave(*_: object) -> None:

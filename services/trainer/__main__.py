@@ -1,6 +1,9 @@
 """Start a trainer rank: rank 0 leads and is the pod that others see, the other ranks follow it.
 
 The environment says which rank this is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
+
+Guarantees: SIGTERM ends a rank that has not loaded yet as it ends anybody, also while it waits for the others in a call that runs
+no handler of Python's. Of ranks that have loaded rank 0 says when to go.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from services.protocol.errors import StoreError
 from services.protocol.store import Store
 from services.runtime import logs
 from services.runtime.auth import redis_login
-from services.runtime.entry import EXIT_OK, Arguments, arguments, leaving_at_once, open_service, report
+from services.runtime.entry import EXIT_OK, Arguments, arguments, open_service, report
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
@@ -34,17 +37,18 @@ LOOK_S = 1.0  # how often a trainer that waits for its run looks for a reason to
 def main(argv: list[str] | None = None) -> int:
     """Run this rank to the end of the run; the exit code."""
     try:
-        with leaving_at_once():
-            given = arguments("trainer", argv)
-            logs.configure(given.config.run.name, given.name)
-            portal = Portal()
-            try:
-                if os.environ.get("RANK", "0") == "0":
-                    _lead(given, portal)
-                else:
-                    _follow(given, portal)
-            finally:
-                portal.close()
+        given = arguments("trainer", argv)
+        logs.configure(given.config.run.name, given.name)
+        portal = Portal()
+        try:
+            if os.environ.get("RANK", "0") == "0":
+                _lead(given, portal)
+            else:
+                _follow(given, portal)
+        finally:
+            portal.close()
+    except KeyboardInterrupt:
+        return EXIT_OK
     except (*FATAL, StoreError) as error:
         return report(error)
     return EXIT_OK
@@ -53,8 +57,6 @@ def main(argv: list[str] | None = None) -> int:
 def _follow(given: Arguments, portal: Portal) -> None:
     from services.trainer.crew import Crew
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to go; its death ends the collective
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = given.config
     store = portal.call(Store.connect(config.redis.url, config.run.name, redis_login(config, "trainer")))
     here = contextlib.AsyncExitStack()
@@ -62,6 +64,8 @@ def _follow(given: Arguments, portal: Portal) -> None:
         if os.environ.get("LOCAL_RANK") == "0":  # of a node of its own: probes find endpoints there as they do on rank 0's
             portal.call(here.enter_async_context(open_service("trainer", config, given.name)))
         worker = _worker(config, store, portal)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to go; its death ends the collective
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             Crew(worker.operations()).follow()
         finally:
@@ -88,7 +92,8 @@ def _lead(given: Arguments, portal: Portal) -> None:
     service = opened.result()
 
     def stop(_: int, __: FrameType | None) -> None:
-        portal.loop.call_soon_threadsafe(service.stop)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+            portal.loop.call_soon_threadsafe(service.stop)
 
     def fault() -> None:
         if hosting.done():

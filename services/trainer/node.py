@@ -4,7 +4,7 @@ The environment says which node this is: GRPO_NODE of GRPO_NODES, and where rank
 `trainer.ranks` are shared out evenly, so that a node's are neighbours.
 
 Guarantees: a rank that fails takes the others of its node with it, and the exit code is its own; those of other nodes fail in
-their next collective, so all meet anew. No rank outlives this process.
+their next collective, so all meet anew. No rank outlives this process. Told to end while ranks load, it ends with 0 at once.
 Waits for: the ranks, SIGTERM. Unblocked by: a tick of `TICK_S`; once told to end, by GRPO_STOP_S at the latest.
 """
 
@@ -78,13 +78,15 @@ def main(argv: list[str] | None = None) -> int:
             unit = Unit(Node.from_environment(os.environ).plan(given.config.trainer.ranks, given, given.path))
             if asyncio.run(rest("trainer", given)):
                 return EXIT_OK
+            _await_name(unit)
+            unit.start(os.environ)
+    except KeyboardInterrupt:
+        return EXIT_OK
     except (*FATAL, StoreError) as error:
         return report(error)
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda *_: unit.terminate())
     try:
-        _await_name(unit)
-        unit.start(os.environ)
         return _see_through(unit)
     finally:
         unit.kill()
@@ -93,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 def _await_name(unit: Unit) -> None:
     """Wait until MASTER_ADDR is a known name; a cluster makes it known a moment after the pod of rank 0 has begun."""
     host, deadline = unit.plan.pods[0].environ["MASTER_ADDR"], time.monotonic() + NAME_LIMIT_S
-    while time.monotonic() < deadline and unit.asked == float("inf"):
+    while time.monotonic() < deadline:
         try:
             socket.gethostbyname(host)
             return
@@ -102,9 +104,11 @@ def _await_name(unit: Unit) -> None:
 
 
 def _see_through(unit: Unit) -> int:
-    """Wait until every rank has ended, or one has failed; the exit code."""
+    """Wait until every rank has ended, or one has failed or, told to end, had not loaded yet; the exit code."""
     while unit.alive and not unit.overdue and not any(unit.codes):
         time.sleep(TICK_S)
+    if unit.asked < float("inf") and -signal.SIGTERM in unit.codes:
+        return EXIT_OK  # a rank that has loaded does not end by the signal; without this one the others cannot have trained
     if unit.overdue:
         return EXIT_FAILED
     deadline = time.monotonic() + LAST_WORDS_S

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import importlib
 import io
+import os
 import re
 import shlex
 import shutil
@@ -241,12 +242,27 @@ def test_a_layer_is_measured_plain_and_with_gzip_however_it_is_saved(rehearse: M
 
 
 def test_the_rehearsal_names_what_is_not_as_it_should_be(rehearse: ModuleType) -> None:
-    audit = {"ok": True, "issued": 8, "outcomes": {"trained": 8}}
+    audit = {"issued": 8, "outcomes": {"trained": 6, "stale": 1, "filtered:zero_std": 1}, "messages": []}
     seen = {"confined": {"redis": True}, "stopped": {"redis": {"seconds": 0.2, "exit_codes": [0, 0]}}, "audit": audit}
     assert rehearse.faults(seen) == []
     seen = {
         "confined": {"redis": False},
         "stopped": {"redis": {"seconds": 9.0, "exit_codes": [0, 137]}},
-        "audit": audit | {"outcomes": {"trained": 7}},
+        "audit": audit | {"outcomes": {"trained": 7}, "messages": ["1 of 8 issued tickets are lost"]},
     }
-    assert len(rehearse.faults(seen)) == 3
+    assert len(rehearse.faults(seen)) == 4
+
+
+def test_the_rehearsal_says_what_failed_and_what_it_could_not_remove(
+    rehearse: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*words: str) -> str:
+        raise SystemExit("in use" if "down" in words else "no model")
+
+    monkeypatch.setattr(rehearse, "call", call)
+    monkeypatch.setattr(rehearse, "sizes", lambda _: {})
+    monkeypatch.setattr("os.environ", dict(os.environ))  # Compose's variables are put there
+    monkeypatch.setattr(sys, "argv", ["rehearse.py", "--no-build"])
+    with pytest.raises(SystemExit, match="no model"):
+        rehearse.main()
+    assert "in use" in capsys.readouterr().err

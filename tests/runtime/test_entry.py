@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from services.console.redis_server import RedisServer
+from services.generator.pod import Pod
 from services.protocol.config import to_toml
 from services.protocol.store import Store
 from services.runtime.entry import leaving_at_once, open_service
 from tests.harness import save_tokenizer_folder, small_config
+from tests.scripted import ScriptedEngine
 
 LOADING = """
 import subprocess, sys, time
@@ -24,13 +26,11 @@ def load(*_):
     print("loading", flush=True)
     time.sleep(300)
 """
+GENERATOR = "from services.generator import __main__ as generator, pod\nfrom tests.scripted import ScriptedEngine\n"
 PROGRAMS = {
     "entry": "from services.runtime import entry\nasync def work(_): load()\nsys.exit(entry.main('web', work))",
-    "generator": (
-        "from services.generator import __main__ as generator\nfrom tests.scripted import ScriptedEngine\n"
-        "ScriptedEngine.start = load\nsys.exit(generator.main('generator', generator.generate))"
-    ),
-    "trainer": "from services.trainer import __main__ as trainer\ntrainer._worker = load\nsys.exit(trainer.main())",
+    "tokenizer": GENERATOR + "pod.load_tokenizer = load\nsys.exit(generator.main('generator', generator.generate))",
+    "engine": GENERATOR + "ScriptedEngine.start = load\nsys.exit(generator.main('generator', generator.generate))",
 }
 
 
@@ -63,3 +63,21 @@ async def test_a_service_has_the_say_while_it_is_open(server: RedisServer, store
             await service.stopping.wait()
         assert signal.getsignal(signal.SIGTERM) is at_once is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_a_generator_that_was_told_to_end_before_loads_nothing(
+    server: RedisServer, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    save_tokenizer_folder(Path(config.model.path))
+    started: list[object] = []
+
+    async def start(_: ScriptedEngine, config: object) -> None:
+        started.append(config)
+
+    monkeypatch.setattr(ScriptedEngine, "start", start)
+    async with open_service("generator", config, "generator-0") as service:
+        pod = Pod(service)
+        service.stop()
+        await pod.run()
+    assert not started
