@@ -112,6 +112,8 @@ def _lead(given: Arguments, portal: Portal) -> None:
             TrainLoop(service, portal, worker, crew, TrainerMetrics(service.registry), fault).run()
         else:
             crew.dismiss()
+    except KeyboardInterrupt:
+        pass  # while it loads: the service is left in order
     finally:
         portal.loop.call_soon_threadsafe(trained.set)
     hosting.result()
