@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from services.runtime.loops import end_tasks
+
 T = TypeVar("T")
+
+END_S = 5.0
+"""How long what runs on a loop that is closed may take to end."""
 
 
 class Portal:
@@ -36,7 +42,13 @@ class Portal:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Stop the loop and its thread."""
+        """End what still runs on the loop, if it ends within `END_S`; stop the loop and its thread."""
+
+        async def end() -> None:
+            await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
+
+        with contextlib.suppress(TimeoutError):
+            self.call(end(), END_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

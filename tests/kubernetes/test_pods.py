@@ -93,12 +93,15 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         made.close()
 
 
+NOT_THERE = ("nsenter: cannot open", "sh: 1: cd: can't cd to")  # it has no process, or no files yet
+
+
 def grpo(cluster: Cluster, *words: str, code: int = 0) -> str:
     """`kubectl exec deploy/demo-dataprep -- grpo …`; what it printed."""
     deadline = time.monotonic() + 60.0
     while True:
         done = cluster.of("dataprep")[0].execute(["grpo", *words], 300)
-        if not done.stderr.startswith("nsenter: cannot open") or time.monotonic() > deadline:
+        if not done.stderr.startswith(NOT_THERE) or time.monotonic() > deadline:
             break
         time.sleep(0.2)  # the container ended a moment ago and is started again
     assert done.returncode == code, done.stdout + done.stderr + cluster.words()

@@ -96,9 +96,9 @@ async def _led(
         try:
             await seen(lambda name, **labels: service.registry.get_sample_value(name, labels))
         finally:
-            stand_in.cancel()
+            await end_tasks([stand_in])
             service.stop()
-            await asyncio.gather(stand_in, running, return_exceptions=True)
+            await asyncio.gather(running, return_exceptions=True)
             await service.store.delete_run()
 
 

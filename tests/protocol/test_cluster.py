@@ -19,6 +19,7 @@ from services.protocol import client
 from services.protocol.cluster import Owner
 from services.protocol.errors import StoreError
 from services.protocol.store import Store
+from services.runtime.loops import end_tasks
 from services.runtime.processes import free_port
 from tests.certificates import make_certificates
 from tests.conftest import SERVERS
@@ -72,8 +73,7 @@ class Work:
     async def stop(self) -> None:
         self._busy = False
         await self._done
-        self._listening.cancel()
-        await asyncio.wait([self._listening])
+        await end_tasks([self._listening])
 
     async def _goes_on(self) -> None:
         for _ in range(2):  # what was under way before is done then
