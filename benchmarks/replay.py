@@ -57,7 +57,7 @@ from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, StepPlan, Ticket
 from services.protocol.records import Claim, TableRules
 from services.protocol.store import Settlement, Store
-from services.protocol.store.steps import FETCHED_TOGETHER
+from services.protocol.store.payloads import FETCHED_TOGETHER
 
 GROUP_SIZE, PROMPT_TOKENS = 16, 16
 CONCURRENT, ISSUE_BATCH, SETTLE_BATCH = 32, 128, 256  # as in benchmarks/datapath.py

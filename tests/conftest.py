@@ -30,13 +30,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--entries", default="300", help="fuzzed entries of each kind (tests/test_stream_fuzz.py); default 300")
 
 
+def skip_without(program: str) -> None:
+    """Skip the test where a server of `SERVERS` is not installed."""
+    try:
+        find_server(program)
+    except StoreError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="session", params=SERVERS)
 def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """Each kind of server in turn: Debian's Redis 7.0 and the wheel's Valkey 9."""
-    try:
-        find_server(request.param)
-    except StoreError as error:
-        pytest.skip(str(error))
+    skip_without(request.param)
     server = RedisServer(tmp_path_factory.mktemp(request.param), program=request.param)
     server.start()
     yield server

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.console.redis_server import RedisServer, find_server
+from services.console.redis_server import RedisServer
 from services.protocol import acl
 from services.protocol.client import Login
 from services.protocol.errors import StoreError
 from services.protocol.functions.footprint import footprints
 from services.protocol.keys import Keys
 from services.protocol.store import Store
-from tests.conftest import SERVERS
+from tests.conftest import SERVERS, skip_without
 from tests.harness import ticket
 
 RUN = "guarded"
@@ -26,10 +26,7 @@ KINDS = tuple(acl.GRANTS)
 @pytest.fixture(scope="module", params=SERVERS)
 def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A server with users, of each kind, with the functions loaded and a run created."""
-    try:
-        find_server(request.param)
-    except StoreError as error:
-        pytest.skip(str(error))
+    skip_without(request.param)
     server = RedisServer(tmp_path_factory.mktemp(request.param), program=request.param, run=RUN)
     server.start()
     yield server

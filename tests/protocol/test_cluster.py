@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from services.console.audit import audit
-from services.console.redis_server import RedisServer, find_server
+from services.console.redis_server import RedisServer
 from services.protocol import client
 from services.protocol.cluster import Owner
 from services.protocol.errors import StoreError
@@ -22,7 +22,7 @@ from services.protocol.store import Store
 from services.runtime.loops import end_tasks
 from services.runtime.processes import free_port
 from tests.certificates import make_certificates
-from tests.conftest import SERVERS
+from tests.conftest import SERVERS, skip_without
 from tests.harness import ticket, wait_until
 from tests.protocol import flow
 from tests.redis_cluster import RedisCluster, redis_cluster
@@ -34,10 +34,7 @@ Changed = TypeVar("Changed")
 @pytest.fixture(params=SERVERS)
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisCluster]:
     """A Cluster of each kind of server."""
-    try:
-        find_server(request.param)
-    except StoreError as error:
-        pytest.skip(str(error))
+    skip_without(request.param)
     with redis_cluster(tmp_path, request.param, RUN) as cluster:
         yield cluster
 

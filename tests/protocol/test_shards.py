@@ -26,7 +26,7 @@ from services.protocol.snapshot import Group, Snapshot, SnapshotError, renamed, 
 from services.protocol.store import Claim, Store, payloads
 from services.protocol.store.connection import Connection
 from services.protocol.store.run import fullest
-from tests.conftest import SERVERS
+from tests.conftest import SERVERS, skip_without
 from tests.harness import ticket
 from tests.protocol import flow
 from tests.protocol.flow import Team
@@ -40,10 +40,7 @@ SHARDS = 6
 @pytest.fixture(scope="module", params=SERVERS)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
     """A Cluster of each kind of server."""
-    try:
-        find_server(request.param)
-    except StoreError as error:
-        pytest.skip(str(error))
+    skip_without(request.param)
     with redis_cluster(tmp_path_factory.mktemp(request.param), request.param, RUN) as cluster:
         yield cluster
 

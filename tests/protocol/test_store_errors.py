@@ -12,11 +12,11 @@ import pytest
 import redis
 
 from services.console.audit import audit
-from services.console.redis_server import RedisServer, find_server
+from services.console.redis_server import RedisServer
 from services.protocol import client
 from services.protocol.errors import StoreError
 from services.protocol.store import Store
-from tests.conftest import SERVERS
+from tests.conftest import SERVERS, skip_without
 from tests.harness import ticket
 from tests.protocol import flow
 
@@ -177,10 +177,7 @@ async def test_an_audit_of_no_run_says_so(any_store: Store) -> None:
 @pytest.fixture(params=SERVERS)
 def durable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
     """A server that forces every write to disk, to be killed."""
-    try:
-        find_server(request.param)
-    except StoreError as error:
-        pytest.skip(str(error))
+    skip_without(request.param)
     server = RedisServer(tmp_path, program=request.param, appendfsync="always")
     server.start()
     yield server
