@@ -63,6 +63,16 @@ class Benchmark:
         return [f"benchmarks/{self.script or self.name}.py", "--json", *self.arguments]
 
 
+def _bandwidth(megabytes: int) -> tuple[Figure, ...]:
+    """Of weight-sync rounds with so many MB of weights."""
+    plain, verified = "bytes/s of a whole round, `sync.verify = false`", "the same with checksums, the default"
+    return tuple(
+        Figure(f"{megabytes}mb_{n}.{key}", f"{what}, {n} receivers", 0.8)
+        for key, what in (("bandwidth_ratio", plain), ("verified_bandwidth_ratio", verified))
+        for n in (1, 2, 4)
+    )
+
+
 REWARD = Axes("seconds from the first step", "mean reward of the last 5 steps")
 
 
@@ -104,7 +114,7 @@ SUITE = (
         "end_to_end",
         "The example, end to end",
         "TRL 1.16 `GRPOTrainer`: same model, prompts, reward, batch, loss and learning rate, transformers' `generate`",
-        450,
+        350,
         (
             Figure("to_reward_ratio", "TRL's seconds from its first step to the reward, over ours", 1.5),
             Figure("steps_ratio", "our steps per second over TRL's"),
@@ -212,16 +222,9 @@ SUITE = (
         "sync",
         "Weight sync",
         "a bare `torch.distributed` broadcast of the same bytes, gloo, 100 MB",
-        60,
+        45,
         (
-            *(
-                Figure(f"100mb_{n}.bandwidth_ratio", f"bytes/s of a whole round, `sync.verify = false`, {n} receivers", 0.8)
-                for n in (1, 2, 4)
-            ),
-            *(
-                Figure(f"100mb_{n}.verified_bandwidth_ratio", f"the same with checksums, the default, {n} receivers", 0.8)
-                for n in (1, 2, 4)
-            ),
+            *_bandwidth(100),
             *(
                 Figure(f"100mb_{n}.pause_share", f"pause of a generator over the round without them, {n} receivers", 0.3, "lower")
                 for n in (1, 2, 4)
@@ -232,8 +235,28 @@ SUITE = (
                 for n in (1, 2, 4)
             ),
         ),
-        gap="Members hold all weights before they apply them, which is a copy after the last byte: 0.14 of a round. Trainer and "
-        "receivers share two cores with the broadcast itself (docs/sync.md).",
+        gap="Members hold all weights before they apply them, a copy after the last byte. Trainer and receivers share two cores "
+        "with the broadcast itself, so checksums cost as much as bytes here, and little over a network (docs/sync.md).",
+    ),
+    Benchmark(
+        "sync_1gb",
+        "Weight sync, 1 GB",
+        "a bare `torch.distributed` broadcast of the same bytes, gloo, 1 GB",
+        90,
+        _bandwidth(1000),
+        ("--megabytes", "1000", "--repeats", "3"),
+        script="sync",
+        gap="As for 100 MB.",
+    ),
+    Benchmark(
+        "sync_10g",
+        "Weight sync over 10 Gbit/s",
+        "a bare `torch.distributed` broadcast of the same bytes, gloo, 100 MB, over the same link",
+        45,
+        _bandwidth(100),
+        ("--gbit", "10", "--repeats", "5"),
+        script="sync",
+        gap="To one receiver what follows the last byte weighs most: checking the last bucket, applying, acknowledgements.",
     ),
     Benchmark(
         "growth",

@@ -1,6 +1,7 @@
 """What a weight-sync round costs, beside a bare broadcast of the same bytes.
 
     python benchmarks/sync.py --json
+    python benchmarks/sync.py --gbit 10 --json
 
 Everything is real but the model and the engines: a server, the trainer's rounds and sender, one process for each generator that
 follows the rounds and copies what it receives into a model of its own, with torch in one thread here and there. Rounds take
@@ -10,7 +11,7 @@ For every size and number of receivers: `round_s`, `bytes_per_s` and `bandwidth_
 stands, from its opening to the last acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a
 generator over the round (goal: at most 0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and
 `join`; these with `sync.verify = false`, and `verified_` each of them with checksums. The last line is one JSON object; its
-figures are named `<MB>mb_<receivers>.<figure>`.
+figures are named `<MB>mb_<receivers>.<figure>`. With `--gbit` all of it, the broadcasts too, passes a link of that speed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if __name__ == "__main__":  # `python benchmarks/sync.py` from the repository's 
 import torch
 import torch.distributed as dist
 
+from benchmarks import link
 from benchmarks.common import arguments, bare_run, report, run
 from services.console.redis_server import RedisServer
 from services.generator.metrics import GeneratorMetrics
@@ -45,6 +47,7 @@ from services.runtime.entry import open_service
 from services.runtime.loops import Loop
 from services.runtime.portal import Portal
 from services.runtime.processes import free_port
+from services.trainer.host_memory import lay_end_to_end
 from services.trainer.sync import SyncRounds
 from services.trainer.weights import WeightSender
 from tests.scripted import ScriptedEngine
@@ -65,8 +68,10 @@ class TimedEngine(ScriptedEngine):
         self._staged, self.version = None, version
 
     def _load(self, staged: dict[str, torch.Tensor]) -> None:
+        if not self.weights:
+            self.weights = {name: torch.zeros_like(weight) for name, weight in staged.items()}
         for name, weight in staged.items():
-            self.weights.setdefault(name, torch.zeros_like(weight)).copy_(weight)
+            self.weights[name].copy_(weight)
 
     async def resume(self) -> None:
         await super().resume()
@@ -184,6 +189,7 @@ def measure_one(config: RunConfig, folder: Path, megabytes: int, count: int, rep
     torch.set_num_threads(1)  # what two processes with all cores each do to each other is not the question
     layers = max(1, round(megabytes * 1e6 / (4 * WIDTH * (WIDTH + 1))))
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    lay_end_to_end(model)
     figures: dict[str, list[float]] = {}
     with trainer_side(config) as (portal, store, rounds):
         receivers = Receivers(config, folder, count)
@@ -268,7 +274,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
                     print(f"{megabytes} MB to {count}: {shown}", flush=True)
     finally:
         server.stop()
-    report({"benchmark": "sync", "threads": torch.get_num_threads(), "bucket_mib": options.bucket_mib}, samples)
+    subject = {"benchmark": "sync", "threads": torch.get_num_threads(), "bucket_mib": options.bucket_mib, "gbit": options.gbit}
+    report(subject, samples)
 
 
 def main() -> int:
@@ -277,13 +284,16 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100], help="sizes of the weights")
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="numbers of receiving processes")
     parser.add_argument("--bucket-mib", type=int, default=32, help="sync.bucket_mib")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of each")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds of each")
+    parser.add_argument("--gbit", type=float, default=0.0, help="over a link of so many Gbit/s; 0: loopback as it is")
     parser.add_argument("--member", default="", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.member:
         asyncio.run(follow(load(options.config, [], environ=dict(os.environ)), options.member))
         return 0
+    if options.gbit:
+        link.enter(options.gbit)
     return run(measure, options)
 
 

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BU
 from vllm.utils.nccl import unpinned_nccl_env
 
 from services.generator.gloo_engine import JoinInfo, JoiningEngine, ReceiveInfo
-from services.runtime.checksums import Changed, check, checksum
+from services.runtime.checksums import Changed, check, checksums
 from services.runtime.collective import NCCL_ID, Abort, Manifest, arrive, join_store, read_manifest
 
 
@@ -38,11 +38,11 @@ class NcclWeightTransferEngine(JoiningEngine):
         """Receive packed buckets and load each into the model as it comes."""
         communicator, manifest, bucket_bytes = self.connection
         names = [meta.name for meta in manifest.tensors]
-        held: list[torch.Tensor] = []
+        held = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
 
         def take(weights: list[tuple[str, torch.Tensor]]) -> None:
             if manifest.verified:
-                held.extend(checksum(weight) for _, weight in weights)
+                held.append(checksums(weight for _, weight in weights))
             self.load(weights)
 
         self.changed = ""
@@ -65,6 +65,6 @@ class NcclWeightTransferEngine(JoiningEngine):
                 if abort.passed:
                     raise TimeoutError(f"no complete update within {update_info.timeout_s} s")
                 if manifest.verified:
-                    check(names, held, sent)
+                    check(names, torch.cat(held), sent)
         except Changed as error:
             self.changed = error.tensor

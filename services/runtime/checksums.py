@@ -9,12 +9,13 @@ No copy of a tensor is made, but of one whose elements do not lie end to end or 
 The bytes are read as int64 words in rows of `_WORDS`. Sums over every row and every column are taken, which is as fast as memory;
 each of these few sums is then mixed with its place by the bijection of splitmix64 (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", 2014), and the mixed sums of rows and of columns are the two numbers.
+Small tensors cost calls rather than bytes, so those of a bucket are mixed together.
 Imports torch; of `runtime` only this module and `collective` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -32,44 +33,58 @@ class Changed(RuntimeError):
 
 
 @torch.no_grad()
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """[2] int64 on the tensor's device, of the tensor's bytes in row-major order; of an empty tensor zeros."""
+def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[tensors, 2] int64 on their device, one for all, of the bytes of each in row-major order; of an empty tensor zeros."""
+    sums: list[torch.Tensor] = []
+    for tensor in tensors:
+        sums += _sums(tensor)
+    if not sums:
+        return torch.zeros(0, 2, dtype=torch.int64)
+    lengths = torch.tensor([part.numel() for part in sums])
+    ends = lengths.cumsum(0)
+    firsts = (ends - lengths)[::2]  # where the sums of each tensor begin: those of its rows, then those of its columns
+    joined = torch.cat(sums)
+    places = torch.arange(1, joined.numel() + 1) - firsts.repeat_interleave(lengths[::2] + lengths[1::2])
+    mixed = _mixed(joined, places.to(joined.device))
+    so_far = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])[ends]  # modulo 2^64, as is its difference
+    return so_far.diff(prepend=so_far.new_zeros(1)).view(-1, 2)
+
+
+def check(names: Sequence[str], held: torch.Tensor, sent: torch.Tensor) -> None:
+    """Raise `Changed` for the first tensor whose checksum in `held` is not the one in `sent`, both [len(names), 2] int64."""
+    differ = (held != sent).any(1).tolist()
+    if True in differ:
+        raise Changed(names[differ.index(True)])
+
+
+def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every row and of every column, int64."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.numel() == 0:
-        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     if flat.storage_offset() % 8:
         flat = flat.clone()
     full = flat.numel() // (8 * _WORDS) * (8 * _WORDS)
-    sums = []
+    rows: list[torch.Tensor] = []
+    columns = torch.zeros(_WORDS if full else 0, dtype=torch.int64, device=tensor.device)
     if full:
         words = flat[:full].view(torch.int64).view(-1, _WORDS)
-        pieces = words.split(_PIECE) if words.device.type == "cpu" else (words,)
-        both = [(piece.sum(1), piece.sum(0)) for piece in pieces]
-        sums.append((torch.cat([rows for rows, _ in both]), torch.stack([columns for _, columns in both]).sum(0)))
-    if rest := flat[full:].numel():
+        for piece in words.split(_PIECE) if words.device.type == "cpu" else (words,):
+            rows.append(piece.sum(1))
+            columns += piece.sum(0)
+    if rest := flat.numel() - full:
         padded = torch.zeros(-(-rest // 8) * 8, dtype=torch.uint8, device=tensor.device)
         padded[:rest] = flat[full:]
         row = padded.view(torch.int64)
-        sums.append((row.sum(0, keepdim=True), row))
-    rows = torch.cat([row for row, _ in sums])
-    columns = sums[0][1]
-    if len(sums) > 1:
-        columns[: sums[1][1].numel()] += sums[1][1]
-    mixed = _mixed(torch.cat([rows, columns]))  # in one go: of small tensors the calls cost more than the bytes
-    return torch.stack([mixed[: rows.numel()].sum(), mixed[rows.numel() :].sum()])
+        rows.append(row.sum(0, keepdim=True))
+        if full:
+            columns[: row.numel()] += row
+        else:
+            columns = row
+    return rows[0] if len(rows) == 1 else torch.cat(rows) if rows else columns, columns
 
 
-def check(names: Sequence[str], held: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
-    """Raise `Changed` for the first tensor whose checksum, [2] int64, is not the one in `sent`, [len(names), 2] int64."""
-    if held:
-        differ = (torch.stack(list(held)) != sent).any(1).tolist()
-        if True in differ:
-            raise Changed(names[differ.index(True)])
-
-
-def _mixed(sums: torch.Tensor) -> torch.Tensor:
+def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """`sums`, [n] int64, each mixed with its place."""
-    mixed = sums + torch.arange(1, sums.numel() + 1, device=sums.device) * _GAMMA
+    mixed = sums + places * _GAMMA
     mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
     mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
     return mixed ^ _shifted(mixed, 31)

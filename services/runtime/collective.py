@@ -8,6 +8,8 @@ Imports torch; of `runtime` only this module and `checksums` do.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import socket
 import threading
 import time
@@ -21,7 +23,7 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store, TCPStore  # typed, unlike torch.distributed
 
-from services.runtime.checksums import check, checksum
+from services.runtime.checksums import check, checksums
 
 NCCL_ID = "nccl_id"
 """Key in the store of the NCCL unique id, raw bytes."""
@@ -31,7 +33,7 @@ CONNECTIONS = 2
 
 _MANIFEST = "manifest"
 _ARRIVED = "arrived/"
-_ALIGNMENT = 16  # bytes; at least the largest element (complex128), so that any slice of a bucket can be viewed as its type
+_ALIGNMENT = 64  # bytes; as torch allocates tensors, so that weights in memory laid out like a bucket are as fast as in their own
 
 
 class Deadline:
@@ -136,6 +138,16 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: boo
     return Manifest(buckets, verified)
 
 
+def host_memory(nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8, zeros, in huge pages where the system gives them: buckets are large, and the first use of a page is a fault."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 def open_store(host: str, timeout_s: float) -> TCPStore:
     """The sender's store, listening on a free port (`store.port`).
 
@@ -231,13 +243,13 @@ def receive(
     """
     memory = {} if buffers is None else buffers
     weights: list[tuple[str, torch.Tensor]] = []
-    held: list[torch.Tensor] = []
+    held = [torch.empty(0, 2, dtype=torch.int64)]
     under_way: deque[Any] = deque()
 
     def begin(i: int) -> None:
         if i < len(manifest.buckets):
             if i not in memory:
-                memory[i] = torch.empty(manifest.buckets[i].nbytes, dtype=torch.uint8)
+                memory[i] = host_memory(manifest.buckets[i].nbytes)
             under_way.append(begin_broadcast(group, memory[i], deadline))
 
     for i in range(CONNECTIONS):
@@ -248,11 +260,11 @@ def receive(
         views = bucket.views(memory[i])
         weights += views
         if manifest.verified:
-            held += [checksum(tensor) for _, tensor in views]
+            held.append(checksums(tensor for _, tensor in views))
     if manifest.verified:
         sent = torch.empty(len(weights), 2, dtype=torch.int64)
         broadcast(group, sent, deadline)
-        check([name for name, _ in weights], held, sent)
+        check([name for name, _ in weights], torch.cat(held), sent)
     return weights
 
 

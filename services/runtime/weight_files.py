@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from services.runtime.checksums import check, checksum
+from services.runtime.checksums import check, checksums
 from services.runtime.collective import Bucket, Deadline, Manifest
 
 _MANIFEST = "manifest.json"
@@ -102,7 +102,7 @@ class Inbox:
         """
         self._transfer += 1
         weights: list[tuple[str, torch.Tensor]] = []
-        held: list[torch.Tensor] = []
+        held = [torch.empty(0, 2, dtype=torch.int64)]
         for i, bucket in enumerate(self._manifest.buckets):
             deadline.left  # noqa: B018  raises when there is none
             found = self._load(str(i))
@@ -111,13 +111,13 @@ class Inbox:
                 if tensor is None or list(tensor.shape) != meta.shape or str(tensor.dtype) != f"torch.{meta.dtype}":
                     raise RuntimeError(f"bucket {i} in {self._folder} does not hold {meta.name} as {meta.dtype} {meta.shape}")
                 weights.append((meta.name, tensor))
-                if self._manifest.verified:
-                    held.append(checksum(tensor))
+            if self._manifest.verified:
+                held.append(checksums(found[meta.name] for meta in bucket.tensors))
         if self._manifest.verified:
             sent = self._load(_SUMS).get(_SUMS)
-            if sent is None or sent.dtype != torch.int64 or sent.shape != (len(held), 2):
-                raise RuntimeError(f"the checksums in {self._folder} are not those of {len(held)} tensors")
-            check([name for name, _ in weights], held, sent)
+            if sent is None or sent.dtype != torch.int64 or sent.shape != (len(weights), 2):
+                raise RuntimeError(f"the checksums in {self._folder} are not those of {len(weights)} tensors")
+            check([name for name, _ in weights], torch.cat(held), sent)
         return weights
 
     def _load(self, name: str) -> dict[str, torch.Tensor]:

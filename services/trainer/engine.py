@@ -15,6 +15,7 @@ import torch
 
 from services.protocol.config import RunConfig
 from services.protocol.config.training import Optimizer
+from services.trainer.host_memory import lay_end_to_end
 from services.trainer.model import Scorer
 
 PERSISTENT_FACTOR = 10
@@ -70,6 +71,8 @@ def start(config: RunConfig, module: Scorer) -> Any:
     """A DeepSpeed engine that trains `module`."""
     import deepspeed
 
+    if config.trainer.zero_stage == 0 and not torch.cuda.is_available():
+        lay_end_to_end(module)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     engine, *_ = deepspeed.initialize(
         model=module,

@@ -28,7 +28,6 @@ log = structlog.get_logger()
 
 LOOK_S = 1.0  # a missed ring costs at most this much
 RETRY_PAUSE_S = 1.0
-MANY = 50  # members whose acknowledgements come faster than they can be looked at one by one
 ARRIVAL_LOOK_S = 0.02  # nothing rings when a rank comes to the meeting place
 
 
@@ -78,6 +77,7 @@ class SyncRounds:
         self._address = ("", 0)
         self._changed: set[str] = set()  # weights that arrived changed in the last transfer
         self._applied: dict[str, int] = {}  # the last version each member acknowledged
+        self._said: dict[str, tuple[str, str]] = {}  # stage and detail of each member, when a phase's answers were last looked at
 
     def run(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
         """Bring `version` to every loaded generator; waits until at least one holds it. Raises `Alone` if `ending` before."""
@@ -168,7 +168,7 @@ class SyncRounds:
     def _judge(self, group: Group) -> None:
         """Once may be an accident; a weight that arrives changed twice is a fault that further rounds would only hide."""
         before = self._changed
-        acks = {member: detail for member, (stage, detail) in self._acks().items() if stage == "failed" and member in group.ranks}
+        acks = {member: detail for member, (stage, detail) in self._said.items() if stage == "failed" and member in group.ranks}
         self._changed = {detail.removeprefix(CHANGED) for detail in acks.values() if detail.startswith(CHANGED)}
         for tensor in sorted(self._changed & before):
             raise Fatal(
@@ -236,26 +236,23 @@ class SyncRounds:
 
     def _collect(self, current: Round, limit_s: float) -> set[str]:
         """Members that acknowledge a phase before its deadline. A reported failure is an answer; who is gone is not awaited."""
-        started, silent = time.monotonic(), None
+        started, late = time.monotonic(), set[str]()
         deadline = started + limit_s
         while True:
-            began, before = time.monotonic(), silent
-            answers = answered(self._acks(), current.members, current.phase)
+            self._tick()
+            self._said = self._call(self._next_acks(min(LOOK_S, max(0.0, deadline - time.monotonic()))))
+            answers = answered(self._said, current.members, current.phase)
             silent = answers.awaited(current.members, current.members)
-            awaited = silent & self._heard() if silent == before else silent  # woken by no answer: somebody may be gone
-            if not awaited or time.monotonic() > deadline:
+            late = silent or late
+            if not silent or not silent & self._heard() or time.monotonic() > deadline:
                 if (waited_s := time.monotonic() - started) > LOOK_S:
-                    log.info(
-                        "sync phase was slow",
-                        phase=current.phase,
-                        seconds=round(waited_s, 3),
-                        last=sorted(silent or before or ()),
-                    )
+                    log.info("sync phase was slow", phase=current.phase, seconds=round(waited_s, 3), last=sorted(late))
                 return set(answers.done)
-            took = time.monotonic() - began
-            self._wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
-            if len(current.members) > MANY:
-                time.sleep(took)  # every acknowledgement rings: a look at all of them for each would be quadratic
+
+    async def _next_acks(self, seconds: float) -> dict[str, tuple[str, str]]:
+        """What has been said when the last member has answered, which rings, or after `seconds`."""
+        await self.bell.wait("acks", "fleet", timeout=seconds)
+        return (await self.store.round())[1]
 
     def _wait(self, seconds: float) -> None:
         self._tick()

@@ -2,7 +2,7 @@
 
 Guarantees: names are those of the Hugging Face model, tied weights included under each of their names; adapters are merged
 into what is sent and into nothing else; at most one bucket is gathered at a time, never the whole model; every wait has a
-limit; with `sync.verify` checksums follow, made of the weights and not of the buffers they travel in. After a failure the group
+limit; with `sync.verify` checksums follow, made of the weights and not of buffers they are copied into. After a failure the group
 is spent: all ranks have gone through all gathers, so the ranks stay in step, and rank 0 opens another group.
 How they travel: services/trainer/wires.py. Buffers of the model are not sent; training does not change them.
 """
@@ -10,14 +10,15 @@ How they travel: services/trainer/wires.py. Buffers of the model are not sent; t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from services.protocol.config import RunConfig
-from services.runtime.collective import Bucket, Deadline, TensorMeta, let_go, plan_buckets
+from services.runtime.collective import Deadline, let_go, plan_buckets
 from services.trainer import lora
+from services.trainer.host_memory import as_they_lie, describe
 from services.trainer.wires import FAILURES, Gathered, make_wire
 
 
@@ -38,14 +39,14 @@ class WeightSender:
         # A tied weight is listed under each name: an engine that repacks its weights holds two copies, and both must change.
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parts = {name: [parameters[part] for part in parts] for name, parts in lora.sources(parameters).items()}
-        metas = [
-            TensorMeta(name, str(weight.dtype).removeprefix("torch."), list(getattr(weight, "ds_shape", weight.shape)))
-            for name, (weight, *_) in self._parts.items()
-        ]
-        self.manifest = plan_buckets(metas, config.sync.bucket_mib << 20, config.sync.verify)
-        """What every transfer sends."""
         self._partitioned = any(hasattr(weight, "ds_id") for weight in parameters.values())
-        self._wire = make_wire(config)
+        first = {name: weight for name, (weight, *_) in self._parts.items()}
+        order = list(first) if self._partitioned else as_they_lie(first)
+        self.manifest = plan_buckets(
+            [describe(name, first[name]) for name in order], config.sync.bucket_mib << 20, config.sync.verify
+        )
+        """What every transfer sends."""
+        self._wire = make_wire(config, fleeting=self._partitioned)
 
     @property
     def backend(self) -> str:
@@ -106,12 +107,7 @@ class WeightSender:
         for bucket in self.manifest.buckets:
             parts = [part for meta in bucket.tensors for part in self._parts[meta.name]]
             with self._whole(parts):
-                yield bucket, self._merged(bucket)
-
-    def _merged(self, bucket: Bucket) -> Iterator[torch.Tensor]:
-        for meta in bucket.tensors:
-            weight = lora.merged(self._parts[meta.name], self._lora)
-            yield weight.clone() if self._partitioned and self._wire.keeps else weight
+                yield bucket, [lora.merged(self._parts[meta.name], self._lora) for meta in bucket.tensors]
 
     def _whole(self, weights: list[torch.nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         if not self._partitioned:

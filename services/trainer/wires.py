@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from services.protocol.config import RunConfig
-from services.runtime.checksums import checksum
+from services.runtime.checksums import checksums
 from services.runtime.collective import (
     CONNECTIONS,
     NCCL_ID,
@@ -34,8 +35,9 @@ from services.runtime.collective import (
     publish_manifest,
 )
 from services.runtime.weight_files import Outbox
+from services.trainer.host_memory import HostBuckets
 
-Gathered = Iterator[tuple[Bucket, Iterator[torch.Tensor]]]
+Gathered = Iterator[tuple[Bucket, list[torch.Tensor]]]
 """Buckets with their tensors, in the manifest's order, each whole until the next is asked for."""
 
 FAILURES = (RuntimeError, TimeoutError, OSError, SafetensorError)
@@ -48,11 +50,10 @@ class Wire(ABC):
     """As `sync.backend` calls it."""
     ahead = False
     """Whether everything is sent before members are told of it; otherwise they take part while it is sent."""
-    keeps = False
-    """Whether tensors are still read when the next bucket has been asked for."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.sync = config.sync
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        """`fleeting` weights are gone when the next bucket is asked for, others stay until `send` returns."""
+        self.sync, self.fleeting = config.sync, fleeting
 
     @abstractmethod
     def open(self, manifest: Manifest) -> tuple[str, int]:
@@ -75,32 +76,14 @@ class Wire(ABC):
         """Let go of the group, if there is one."""
 
 
-class _Buckets:
-    """Host memory that buckets are copied into, each while those before it are on their way."""
-
-    def __init__(self, count: int) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * count
-
-    def fill(self, number: int, bucket: Bucket, tensors: Iterable[torch.Tensor], sums: list[torch.Tensor] | None) -> torch.Tensor:
-        """Copy a bucket; `sums` takes the checksums of its tensors. What was sent `count` buckets ago is written over."""
-        place = number % len(self._buffers)
-        if self._buffers[place].numel() < bucket.nbytes:
-            self._buffers[place] = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        for (_, view), tensor in zip(bucket.views(self._buffers[place]), tensors, strict=True):
-            if sums is not None:
-                sums.append(checksum(tensor))
-            view.copy_(tensor)
-        return self._buffers[place][: bucket.nbytes]
-
-
 class _Meeting(Wire):
     """A wire whose members meet at a TCP store."""
 
     _store: Any = None
     _group: Any = None  # ProcessGroupGloo, or vLLM's PyNcclCommunicator
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        super().__init__(config, fleeting)
         self.host = config.sync.host or socket.gethostname()
 
     def open(self, manifest: Manifest) -> tuple[str, int]:
@@ -130,26 +113,28 @@ class GlooWire(_Meeting):
 
     backend = "gloo"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self._buckets = _Buckets(CONNECTIONS + 1)
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        super().__init__(config, fleeting)
+        self._buckets = HostBuckets(CONNECTIONS + 1, fleeting)
 
     def connect(self, world_size: int) -> None:
         """Over as many connections to each member as buckets are under way at a time."""
         self._group = make_group(self._store, 0, world_size, self.host, self._store.port, self.sync.join_deadline_s)
 
     def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
-        """One bucket is filled while `CONNECTIONS` are on their way."""
-        group, sums, under_way = self.group, [] if manifest.verified else None, []
+        """One bucket is made ready, and one looked at, while `CONNECTIONS` are on their way."""
+        group, sums, under_way = self.group, list[torch.Tensor](), deque[Any]()
         for i, (bucket, tensors) in enumerate(gathered):
-            buffer = self._buckets.fill(i, bucket, tensors, sums)
+            buffer = self._buckets.memory(i, bucket, tensors)
             if len(under_way) == CONNECTIONS:
-                under_way.pop(0).wait()
+                under_way.popleft().wait()
             under_way.append(begin_broadcast(group, buffer, deadline))
+            if manifest.verified:
+                sums.append(checksums(tensors))
         for work in under_way:
             work.wait()
-        if sums is not None:
-            broadcast(group, torch.stack(sums).cpu(), deadline)
+        if manifest.verified:
+            broadcast(group, torch.cat(sums).cpu(), deadline)
 
 
 class FolderWire(Wire):
@@ -158,10 +143,10 @@ class FolderWire(Wire):
     backend = "filesystem"
     ahead = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        super().__init__(config, fleeting)
         self._outbox = Outbox(config.weights_folder)
-        self._buckets = _Buckets(2)
+        self._buckets = HostBuckets(2, fleeting)
 
     def open(self, manifest: Manifest) -> tuple[str, int]:
         """A folder of the group's own."""
@@ -171,21 +156,23 @@ class FolderWire(Wire):
         """Nothing: a member says of itself that it sees the folder."""
 
     def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
-        """One bucket is filled while the one before is written."""
-        sums: list[torch.Tensor] | None = [] if manifest.verified else None
+        """One bucket is made ready, and one looked at, while one is written."""
+        sums: list[torch.Tensor] = []
         writing: Future[None] | None = None
         self._outbox.begin()
         with ThreadPoolExecutor(1, "weights") as writer:
             for i, (bucket, tensors) in enumerate(gathered):
-                buffer = self._buckets.fill(i, bucket, tensors, sums)
+                buffer = self._buckets.memory(i, bucket, tensors)
                 if writing is not None:
                     writing.result()
                 deadline.left  # noqa: B018  raises when there is none
                 writing = writer.submit(self._outbox.put, i, bucket, buffer)
+                if manifest.verified:
+                    sums.append(checksums(tensors))
             if writing is not None:
                 writing.result()
-        if sums is not None:
-            self._outbox.put_checksums(torch.stack(sums).cpu())
+        if manifest.verified:
+            self._outbox.put_checksums(torch.cat(sums).cpu())
 
     def close(self) -> None:
         """The folder goes with the group."""
@@ -196,7 +183,6 @@ class NcclWire(_Meeting):
     """Broadcasts between GPUs, packed by vLLM."""
 
     backend = "nccl"
-    keeps = True
 
     def connect(self, world_size: int) -> None:
         """In a thread, as NCCL itself waits for ever."""
@@ -210,10 +196,10 @@ class NcclWire(_Meeting):
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for bucket, tensors in gathered:
+                if manifest.verified:
+                    sums.append(checksums(tensors))
                 for meta, tensor in zip(bucket.tensors, tensors, strict=True):
-                    if manifest.verified:
-                        sums.append(checksum(tensor))
-                    yield meta.name, tensor
+                    yield meta.name, tensor.clone() if self.fleeting else tensor  # read when the next has been asked for
 
         with Abort(deadline.left.total_seconds(), group.destroy) as abort:
             packed_nccl_broadcast_producer(
@@ -226,7 +212,7 @@ class NcclWire(_Meeting):
             )
             torch.cuda.synchronize()
             if manifest.verified:
-                group.broadcast(torch.stack(sums), src=0)
+                group.broadcast(torch.cat(sums), src=0)
                 torch.cuda.synchronize()
             if abort.passed:
                 raise TimeoutError(f"the broadcast took longer than sync.transfer_deadline_s = {deadline.seconds:g}")
@@ -238,12 +224,12 @@ class NcclWire(_Meeting):
         super().close()
 
 
-def make_wire(config: RunConfig) -> Wire:
-    """The wire of `sync.backend`; `auto` is NCCL where there is a GPU."""
+def make_wire(config: RunConfig, fleeting: bool) -> Wire:
+    """The wire of `sync.backend`; `auto` is NCCL where there is a GPU. `fleeting`: as in `Wire`."""
     backend = config.sync.backend
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return {"gloo": GlooWire, "filesystem": FolderWire, "nccl": NcclWire}[backend](config)
+    return {"gloo": GlooWire, "filesystem": FolderWire, "nccl": NcclWire}[backend](config, fleeting)
 
 
 def _nccl_communicator(store: Any, world_size: int, timeout_s: float) -> Any:

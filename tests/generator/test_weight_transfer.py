@@ -386,9 +386,9 @@ async def test_buckets_keep_order_and_size() -> None:
     from services.runtime.collective import TensorMeta, plan_buckets
 
     metas = [TensorMeta(str(i), "float32", [size]) for i, size in enumerate((3, 5, 100, 1, 1))]
-    manifest = plan_buckets(metas, 64)
+    manifest = plan_buckets(metas, 256)
     assert [[meta.name for meta in bucket.tensors] for bucket in manifest.buckets] == [["0", "1"], ["2"], ["3", "4"]]
-    assert [bucket.offsets for bucket in manifest.buckets] == [[0, 16], [0], [0, 16]]
-    assert [bucket.nbytes for bucket in manifest.buckets] == [36, 400, 20]
+    assert [bucket.offsets for bucket in manifest.buckets] == [[0, 64], [0], [0, 64]]
+    assert [bucket.nbytes for bucket in manifest.buckets] == [84, 400, 68]
     assert manifest.tensors == metas
     assert plan_buckets([], 64).nbytes == 0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.runtime.checksums import Changed, check, checksum
+from services.runtime.checksums import Changed, check, checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64]
 SIZES = st.one_of(st.integers(1, 40), st.integers(1, 40_000))  # below and above a row of words
@@ -28,7 +28,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(checksum(a), checksum(b))
+    return torch.equal(checksums([a]), checksums([b]))
 
 
 @given(tensors(), st.data())
@@ -79,19 +79,25 @@ def test_it_depends_on_the_values_alone(tensor: torch.Tensor, offset: int) -> No
 def test_it_is_the_same_everywhere_and_for_ever() -> None:
     """Sender and receiver may run different machines."""
     numbers = torch.arange(5000, dtype=torch.int32)
-    assert checksum(numbers).tolist() == [-6245662841737281971, 5524801111106019727]
-    assert checksum(torch.empty(0, 3)).tolist() == [0, 0]
+    assert checksums([numbers]).tolist() == [[-6245662841737281971, 5524801111106019727]]
+    assert checksums([torch.empty(0, 3)]).tolist() == [[0, 0]]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert checksum(torch.arange(3_000_000)).tolist() == [424852087879302116, 5723123636840325069]
+        assert checksums([torch.arange(3_000_000)]).tolist() == [[424852087879302116, 5723123636840325069]]
     finally:
         torch.set_num_threads(threads)
 
 
+@given(st.lists(tensors(), max_size=5))
+def test_it_is_the_same_alone_and_among_others(several: list[torch.Tensor]) -> None:
+    several.insert(len(several) // 2, torch.empty(0))
+    assert checksums(several).tolist() == [checksums([tensor])[0].tolist() for tensor in several]
+
+
 def test_the_first_tensor_that_differs_is_named() -> None:
-    held = [checksum(torch.full((3,), float(i))) for i in range(4)]
-    sent = torch.stack(held)
+    held = checksums(torch.full((3,), float(i)) for i in range(4))
+    sent = held.clone()
     check(["a", "b", "c", "d"], held, sent)
     sent[2, 1] += 1
     with pytest.raises(Changed, match="of c are not") as raised:

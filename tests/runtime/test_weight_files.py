@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.runtime.checksums import Changed, checksum
+from services.runtime.checksums import Changed, checksums
 from services.runtime.collective import Deadline, Manifest, TensorMeta, plan_buckets
 from services.runtime.weight_files import Inbox, Outbox
 
@@ -22,7 +22,7 @@ WEIGHTS = {
 
 def manifest(verified: bool = True) -> Manifest:
     metas = [TensorMeta(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in WEIGHTS.items()]
-    return plan_buckets(metas, 64, verified)
+    return plan_buckets(metas, 128, verified)
 
 
 def send(outbox: Outbox, of: Manifest, add: float = 0.0, wrong_sums: bool = False) -> dict[str, torch.Tensor]:
@@ -35,8 +35,7 @@ def send(outbox: Outbox, of: Manifest, add: float = 0.0, wrong_sums: bool = Fals
             view.copy_(sent[name])
         outbox.put(i, bucket, buffer)
     if of.verified:
-        sums = torch.stack([checksum(tensor) for tensor in sent.values()])
-        outbox.put_checksums(sums + wrong_sums)
+        outbox.put_checksums(checksums(sent.values()) + wrong_sums)
     return sent
 
 

@@ -22,7 +22,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.weights import WeightFollower
 from services.protocol.config import RunConfig, load
 from services.runtime import logs
-from services.runtime.checksums import Changed, check, checksum
+from services.runtime.checksums import Changed, check, checksums
 from services.runtime.collective import Deadline, broadcast, let_go
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
@@ -88,7 +88,7 @@ class StreamingEngine(StagingEngine):
         names = [meta.name for meta in manifest.tensors]
         sent = torch.empty(len(names), 2, dtype=torch.int64)
         broadcast(group, sent, deadline)
-        check(names, [checksum(self.weights[name]) for name in names], sent)
+        check(names, checksums(self.weights[name] for name in names), sent)
 
 
 async def sample(engine: StagingEngine) -> None:

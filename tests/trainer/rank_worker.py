@@ -167,6 +167,24 @@ def decay(model: Path, stage: int) -> dict[str, float]:
     return {name: of_parameter[id(parameter)] for name, parameter in policy.module.named_parameters()}
 
 
+def in_place(model: Path, sections: Any, payloads: Any, samples: Any, layout: Any) -> list[bool]:
+    """Of each bucket of the weights after a step, small ones: whether it is sent from the weights' own memory."""
+    from services.runtime.collective import plan_buckets
+    from services.trainer.host_memory import HostBuckets, as_they_lie, describe
+
+    policy = _policy(model, sections)
+    _train(policy, payloads, samples, layout, 0)
+    weights = dict(policy.module.named_parameters(remove_duplicate=False))
+    manifest = plan_buckets([describe(name, weights[name]) for name in as_they_lie(weights)], 20_000)
+    memory, found = HostBuckets(1, fleeting=False), []
+    for number, bucket in enumerate(manifest.buckets):
+        tensors = [weights[meta.name].detach() for meta in bucket.tensors]
+        sent = memory.memory(number, bucket, tensors)
+        assert all(torch.equal(view, tensor) for (_, view), tensor in zip(bucket.views(sent), tensors, strict=True))
+        found.append(sent.data_ptr() == tensors[0].data_ptr())
+    return found
+
+
 def fixed_point(gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sums of the gradients, dealt to ranks in two ways; and of one that is too large."""
     from services.trainer.fixed_point import FixedPointSum
@@ -498,6 +516,7 @@ JOBS: dict[str, Callable[..., Any]] = {
     "polyak": polyak,
     "late average": late_average,
     "decay": decay,
+    "in place": in_place,
     "fixed point": fixed_point,
     "export": export,
     "through_worker": through_worker,

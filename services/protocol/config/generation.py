@@ -77,7 +77,7 @@ class Sync(Section):
     host: str = ""
     """Address under which generators reach trainer rank 0; empty: the trainer's own host name, 127.0.0.1 in `grpo run`."""
     bucket_mib: int = Field(default=32, ge=1)
-    """Weights are gathered and broadcast in buckets of about this size, in MiB; one is filled while another is sent."""
+    """Weights are gathered and broadcast in buckets of about this size, in MiB, of which several are on their way at a time."""
     verify: bool = True
     """Whether generators compare checksums of what they received with the trainer's; a quarter of a gloo transfer."""
     join_deadline_s: float = Field(default=20.0, gt=0)

@@ -64,13 +64,14 @@ register('members', function(prefix, args)
 end)
 
 -- args: trainer fence, attempt, phase, round without its members, then member and first rank of each. Opens or advances a round; a
--- new attempt forgets the acknowledgements of the old.
+-- new attempt forgets the acknowledgements of the old. Answers are counted anew in every phase.
 register('round', function(prefix, args)
   local refusal = fenced(prefix, 'trainer_fence', args[1])
   if refusal then return refusal end
   local key, ranks = prefix .. ':sync', prefix .. ':sync:ranks'
   if redis.call('HGET', key, 'attempt') ~= args[2] then redis.call('DEL', key) end
-  redis.call('HSET', key, 'attempt', args[2], 'round', args[4], 'mark', args[1] .. ' ' .. args[2] .. ' ' .. args[3])
+  redis.call('HSET', key, 'attempt', args[2], 'round', args[4], 'answers', 0,
+    'mark', args[1] .. ' ' .. args[2] .. ' ' .. args[3])
   redis.call('DEL', ranks)
   for i = 5, #args, 2 do
     redis.call('HSET', ranks, args[i], args[i + 1])
@@ -87,11 +88,12 @@ register('round_of', function(prefix, args)
   return {current[2], redis.call('HGET', prefix .. ':sync:ranks', args[1])}
 end)
 
--- args: member, attempt, stage, detail. Returns 0 when the round is over.
+-- args: member, attempt, stage, detail. Returns 0 when the round is over. The last of a phase rings, and whatever comes after it:
+-- a trainer that looked at all answers at each would read the square of its fleet.
 register('acknowledge', function(prefix, args)
   local key = prefix .. ':sync'
   if redis.call('HGET', key, 'attempt') ~= args[2] then return 0 end
   redis.call('HSET', key, 'ack:' .. args[1], args[3] .. ' ' .. args[4])
-  ring(prefix, 'acks')
+  if redis.call('HINCRBY', key, 'answers', 1) >= redis.call('HLEN', key .. ':ranks') then ring(prefix, 'acks') end
   return 1
 end)
