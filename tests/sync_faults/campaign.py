@@ -7,6 +7,7 @@ campaign that hangs dumps the stacks of all threads and ends.
 from __future__ import annotations
 
 import faulthandler
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 import services.trainer.wires as sending
 from services.console.redis_server import RedisServer
 from services.protocol.messages import Round
+from services.trainer.host_memory import lay_end_to_end
 from services.trainer.sync import SyncReport
 from tests.rounds_world import World, open_world
 from tests.sync_faults.faults import Fault
@@ -69,6 +71,7 @@ class Campaign:
         self._skipped: dict[str, int] = dict.fromkeys(members, 0)  # rounds missed in a row without having been hit
         self._hit: Hit | None = None  # armed, or being recovered from
         self._sent = 0
+        self._watching: threading.Thread | None = None
         sync = world.config.sync
         self.deadline_s = 2 * (sync.join_deadline_s + sync.transfer_deadline_s) + SLACK_S
         """A broken attempt and the one after it."""
@@ -121,6 +124,9 @@ class Campaign:
         self._digests[self.version] = digest(dict(self.world.model.named_parameters()))
         faulthandler.dump_traceback_later(4 * self.deadline_s, exit=True)
         report = self.world.train(self.version)
+        if self._watching is not None:
+            self._watching.join()
+            self._watching = None
         faulthandler.cancel_dump_traceback_later()
         self.outcome.rounds += 1
         self._judge(report)
@@ -163,7 +169,10 @@ class Campaign:
 
     def opened(self, current: Round) -> None:
         """A phase was opened."""
-        if self._armed(current.phase, current.members) and current.phase != "transfer":
+        if current.phase == "transfer" and self._armed("applied", current.members):
+            self._watching = threading.Thread(target=self._watch, args=(current.attempt,), daemon=True)
+            self._watching.start()
+        elif self._armed(current.phase, current.members) and current.phase != "transfer":
             self.strike()
 
     def sends(self) -> None:
@@ -172,11 +181,17 @@ class Campaign:
         if self._sent == MID_BROADCAST and self._armed("transfer", {f"{self._hit.fault.victim}:": 0} if self._hit else {}):
             self.strike()
 
-    def acknowledged(self, acks: dict[str, tuple[str, str]]) -> None:
-        """These were read."""
-        applied = {member: 0 for member, (stage, _) in acks.items() if stage == "applied"}
-        if self._armed("applied", applied):
-            self.strike()
+    def _watch(self, attempt: int) -> None:
+        """Strike when the victim has acknowledged that it applied, others perhaps have not."""
+        while True:
+            current, acks = self.world.portal.call(self.world.store.round())
+            if current is None or current.attempt != attempt:
+                return
+            if self._armed("applied", {member: 0 for member, (stage, _) in acks.items() if stage == "applied"}):
+                self.strike()
+            if current.phase != "transfer":
+                return
+            time.sleep(0.001)
 
     def _armed(self, phase: str, members: dict[str, int]) -> bool:
         hit = self._hit
@@ -199,6 +214,7 @@ def open_campaign(
     server.start()
     limits = (f"sync.join_deadline_s={join_s}", f"sync.transfer_deadline_s={transfer_s}", f"sync.host={network.trainer}")
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    lay_end_to_end(model)  # as the trainer does: buckets are sent from where they lie
     members: dict[str, Member] = {}
     try:
         with open_world(folder, server, *limits, "run.name=rounds", "sync.bucket_mib=1", "fleet.ttl_s=5", model=model) as world:
@@ -219,23 +235,18 @@ def open_campaign(
 
 @contextmanager
 def _watched(world: World, campaign: Campaign) -> Iterator[None]:
-    """Let the campaign see phases, buckets and acknowledgements as they come."""
-    opening, acks, broadcast = world.rounds._open, world.rounds._acks, sending.begin_broadcast
+    """Let the campaign see phases and buckets as they come."""
+    opening, broadcast = world.rounds._open, sending.begin_broadcast
 
     def opened(current: Round) -> None:
         opening(current)
         campaign.opened(current)
 
-    def read() -> dict[str, tuple[str, str]]:
-        found = acks()
-        campaign.acknowledged(found)
-        return found
-
     def sends(group: Any, buffer: torch.Tensor, deadline: Any) -> Any:
         campaign.sends()
         return broadcast(group, buffer, deadline)
 
-    world.rounds._open, world.rounds._acks, sending.begin_broadcast = opened, read, sends
+    world.rounds._open, sending.begin_broadcast = opened, sends
     try:
         yield
     finally:
