@@ -114,7 +114,7 @@ SUITE = (
         "end_to_end",
         "The example, end to end",
         "TRL 1.16 `GRPOTrainer`: same model, prompts, reward, batch, loss and learning rate, transformers' `generate`",
-        350,
+        340,
         (
             Figure("to_reward_ratio", "TRL's seconds from its first step to the reward, over ours", 1.5),
             Figure("steps_ratio", "our steps per second over TRL's"),
@@ -222,7 +222,7 @@ SUITE = (
         "sync",
         "Weight sync",
         "a bare `torch.distributed` broadcast of the same bytes, gloo, 100 MB",
-        45,
+        75,
         (
             *_bandwidth(100),
             *(
@@ -242,9 +242,9 @@ SUITE = (
         "sync_1gb",
         "Weight sync, 1 GB",
         "a bare `torch.distributed` broadcast of the same bytes, gloo, 1 GB",
-        90,
+        80,
         _bandwidth(1000),
-        ("--megabytes", "1000", "--repeats", "3"),
+        ("--megabytes", "1000", "--sets", "1", "--repeats", "3"),
         script="sync",
         gap="As for 100 MB.",
     ),
@@ -254,7 +254,7 @@ SUITE = (
         "a bare `torch.distributed` broadcast of the same bytes, gloo, 100 MB, over the same link",
         45,
         _bandwidth(100),
-        ("--gbit", "10", "--repeats", "5"),
+        ("--gbit", "10", "--sets", "1"),
         script="sync",
         gap="To one receiver what follows the last byte weighs most: checking the last bucket, applying, acknowledgements.",
     ),

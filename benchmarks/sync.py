@@ -6,7 +6,8 @@
 Everything is real but the model and the engines: a server, the trainer's rounds and sender, one process for each generator that
 follows the rounds and copies what it receives into a model of its own, with torch in one thread here and there. Rounds take
 turns with broadcasts by `torch.distributed` of the same bytes to the same processes on the same backend (gloo), one buffer at a
-time of the size of a bucket, each time into the same memory.
+time of the size of a bucket, each time into the same memory. There are several sets of processes, one after the other: with some
+a bare broadcast takes half as long again, for as long as they live, as their threads have come to share cores.
 For every size and number of receivers: `round_s`, `bytes_per_s` and `bandwidth_ratio` of a whole round with a group that
 stands, from its opening to the last acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a
 generator over the round (goal: at most 0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and
@@ -267,11 +268,13 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         )
         for megabytes in options.megabytes:
             for count in options.receivers:
-                found = await asyncio.to_thread(measure_one, config, folder, megabytes, count, options.repeats)
-                samples |= {f"{megabytes}mb_{count}.{name}": values for name, values in found.items()}
-                if not options.json:
-                    shown = ", ".join(f"{name} {sorted(values)[len(values) // 2]:.3g}" for name, values in found.items())
-                    print(f"{megabytes} MB to {count}: {shown}", flush=True)
+                for _ in range(options.sets):
+                    found = await asyncio.to_thread(measure_one, config, folder, megabytes, count, options.repeats)
+                    for name, values in found.items():
+                        samples.setdefault(f"{megabytes}mb_{count}.{name}", []).extend(values)
+                    if not options.json:
+                        shown = ", ".join(f"{name} {sorted(values)[len(values) // 2]:.3g}" for name, values in found.items())
+                        print(f"{megabytes} MB to {count}: {shown}", flush=True)
     finally:
         server.stop()
     subject = {"benchmark": "sync", "threads": torch.get_num_threads(), "bucket_mib": options.bucket_mib, "gbit": options.gbit}
@@ -284,7 +287,8 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100], help="sizes of the weights")
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="numbers of receiving processes")
     parser.add_argument("--bucket-mib", type=int, default=32, help="sync.bucket_mib")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds of each")
+    parser.add_argument("--sets", type=int, default=3, help="sets of receiving processes")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of each set")
     parser.add_argument("--gbit", type=float, default=0.0, help="over a link of so many Gbit/s; 0: loopback as it is")
     parser.add_argument("--member", default="", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)

@@ -139,7 +139,7 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: boo
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8, zeros, in huge pages where the system has them: the first use of a page is a fault, and buckets are large."""
+    """[nbytes] uint8, zeros, in huge pages where the system has them: the first use of each page is a fault."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

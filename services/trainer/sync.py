@@ -41,7 +41,7 @@ class Alone(Exception):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a round came to."""
+    """What a round came to; seconds are those to the last acknowledgement, of the round and of its last attempt."""
 
     version: int
     epoch: int
@@ -77,6 +77,7 @@ class SyncRounds:
         self._address = ("", 0)
         self._changed: set[str] = set()  # weights that arrived changed in the last transfer
         self._applied: dict[str, int] = {}  # the last version each member acknowledged
+        self._answered = 0.0  # when the answers of the last phase were complete, or its deadline had passed
         self._said: dict[str, tuple[str, str]] = {}  # stage and detail of each member, when a phase's answers were last looked at
 
     def run(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
@@ -100,9 +101,9 @@ class SyncRounds:
             attempt_started, blamed = time.monotonic(), set(self._membership.excluded)
             if applied := self._attempt_round(version, worlds):
                 self._applied |= dict.fromkeys(applied, version)
-                done, attempts = time.monotonic(), self._attempt - before
-                members = tuple(sorted(applied))
-                return SyncReport(version, self._membership.epoch, members, attempts, done - started, done - attempt_started)
+                members, attempts = tuple(sorted(applied)), self._attempt - before
+                total_s, transfer_s = self._answered - started, self._answered - attempt_started
+                return SyncReport(version, self._membership.epoch, members, attempts, total_s, transfer_s)
             if self._membership.excluded == blamed:  # the sender's own fault, a full disk for one
                 self._wait(RETRY_PAUSE_S)
         return None
@@ -244,8 +245,9 @@ class SyncRounds:
             answers = answered(self._said, current.members, current.phase)
             silent = answers.awaited(current.members, current.members)
             late = silent or late
-            if not silent or not silent & self._heard() or time.monotonic() > deadline:
-                if (waited_s := time.monotonic() - started) > LOOK_S:
+            self._answered = time.monotonic()
+            if not silent or not silent & self._heard() or self._answered > deadline:
+                if (waited_s := self._answered - started) > LOOK_S:
                     log.info("sync phase was slow", phase=current.phase, seconds=round(waited_s, 3), last=sorted(late))
                 return set(answers.done)
 
