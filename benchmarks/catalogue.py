@@ -236,7 +236,7 @@ SUITE = (
             ),
         ),
         gap="Members hold all weights before they apply them, a copy after the last byte. Trainer and receivers share two cores "
-        "with the broadcast itself, so checksums cost as much as bytes here, and little over a network (docs/sync.md).",
+        "with the broadcast itself, so checksums add a quarter to a third here, and little over a network (docs/sync.md).",
     ),
     Benchmark(
         "sync_1gb",

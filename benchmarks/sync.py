@@ -7,7 +7,7 @@ Everything is real but the model and the engines: a server, the trainer's rounds
 follows the rounds and copies what it receives into a model of its own, with torch in one thread here and there. Rounds take
 turns with broadcasts by `torch.distributed` of the same bytes to the same processes on the same backend (gloo), one buffer at a
 time of the size of a bucket, each time into the same memory. There are several sets of processes, one after the other: with some
-a bare broadcast takes half as long again, for as long as they live, as their threads have come to share cores.
+a bare broadcast takes 1.6 to 1.9 times as long, for as long as they live, as their threads have come to share cores.
 For every size and number of receivers: `round_s`, `bytes_per_s` and `bandwidth_ratio` of a whole round with a group that
 stands, from its opening to the last acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a
 generator over the round (goal: at most 0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and

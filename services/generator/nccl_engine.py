@@ -38,7 +38,7 @@ class NcclWeightTransferEngine(JoiningEngine):
         """Receive packed buckets and load each into the model as it comes."""
         communicator, manifest, bucket_bytes = self.connection
         names = [meta.name for meta in manifest.tensors]
-        held = [torch.empty(0, 2, dtype=torch.int64, device=self.device)]
+        held: list[torch.Tensor] = []
 
         def take(weights: list[tuple[str, torch.Tensor]]) -> None:
             if manifest.verified:
@@ -65,6 +65,6 @@ class NcclWeightTransferEngine(JoiningEngine):
                 if abort.passed:
                     raise TimeoutError(f"no complete update within {update_info.timeout_s} s")
                 if manifest.verified:
-                    check(names, torch.cat(held), sent)
+                    check(names, held, sent)
         except Changed as error:
             self.changed = error.tensor

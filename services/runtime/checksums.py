@@ -34,7 +34,7 @@ class Changed(RuntimeError):
 
 @torch.no_grad()
 def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[tensors, 2] int64 on their device, one for all, of the bytes of each in row-major order; of an empty tensor zeros."""
+    """[tensors, 2] int64 of the bytes of each in row-major order, on the device of all; of an empty tensor zeros."""
     sums: list[torch.Tensor] = []
     for tensor in tensors:
         sums += _sums(tensor)
@@ -50,11 +50,13 @@ def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return so_far.diff(prepend=so_far.new_zeros(1)).view(-1, 2)
 
 
-def check(names: Sequence[str], held: torch.Tensor, sent: torch.Tensor) -> None:
-    """Raise `Changed` for the first tensor whose checksum in `held` is not the one in `sent`, both [len(names), 2] int64."""
-    differ = (held != sent).any(1).tolist()
-    if True in differ:
-        raise Changed(names[differ.index(True)])
+def check(names: Sequence[str], held: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
+    """Raise `Changed` for the first tensor whose checksum in `held`, in as many parts as there were buckets, is not the one in
+    `sent`, [len(names), 2] int64."""
+    if held:
+        differ = (torch.cat(list(held)) != sent).any(1).tolist()
+        if True in differ:
+            raise Changed(names[differ.index(True)])
 
 
 def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +81,9 @@ def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             columns[: row.numel()] += row
         else:
             columns = row
-    return rows[0] if len(rows) == 1 else torch.cat(rows) if rows else columns, columns
+    if not rows:  # an empty tensor
+        return columns, columns
+    return rows[0] if len(rows) == 1 else torch.cat(rows), columns
 
 
 def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: boo
     return Manifest(buckets, verified)
 
 
-def host_memory(nbytes: int) -> torch.Tensor:
+def huge_pages(nbytes: int) -> torch.Tensor:
     """[nbytes] uint8, zeros, in huge pages where the system has them: the first use of each page is a fault."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -243,13 +243,13 @@ def receive(
     """
     memory = {} if buffers is None else buffers
     weights: list[tuple[str, torch.Tensor]] = []
-    held = [torch.empty(0, 2, dtype=torch.int64)]
+    held: list[torch.Tensor] = []
     under_way: deque[Any] = deque()
 
     def begin(i: int) -> None:
         if i < len(manifest.buckets):
             if i not in memory:
-                memory[i] = host_memory(manifest.buckets[i].nbytes)
+                memory[i] = huge_pages(manifest.buckets[i].nbytes)
             under_way.append(begin_broadcast(group, memory[i], deadline))
 
     for i in range(CONNECTIONS):
@@ -264,7 +264,7 @@ def receive(
     if manifest.verified:
         sent = torch.empty(len(weights), 2, dtype=torch.int64)
         broadcast(group, sent, deadline)
-        check([name for name, _ in weights], torch.cat(held), sent)
+        check([name for name, _ in weights], held, sent)
     return weights
 
 

@@ -102,7 +102,7 @@ class Inbox:
         """
         self._transfer += 1
         weights: list[tuple[str, torch.Tensor]] = []
-        held = [torch.empty(0, 2, dtype=torch.int64)]
+        held: list[torch.Tensor] = []
         for i, bucket in enumerate(self._manifest.buckets):
             deadline.left  # noqa: B018  raises when there is none
             found = self._load(str(i))
@@ -117,7 +117,7 @@ class Inbox:
             sent = self._load(_SUMS).get(_SUMS)
             if sent is None or sent.dtype != torch.int64 or sent.shape != (len(weights), 2):
                 raise RuntimeError(f"the checksums in {self._folder} are not those of {len(weights)} tensors")
-            check([name for name, _ in weights], torch.cat(held), sent)
+            check([name for name, _ in weights], held, sent)
         return weights
 
     def _load(self, name: str) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ def start(config: RunConfig, module: Scorer) -> Any:
     """A DeepSpeed engine that trains `module`."""
     import deepspeed
 
-    if config.trainer.zero_stage == 0 and not torch.cuda.is_available():
+    if keeps_gradients(config) and not torch.cuda.is_available():  # else DeepSpeed does it, or they go to a device
         lay_end_to_end(module)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     engine, *_ = deepspeed.initialize(

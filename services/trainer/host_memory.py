@@ -3,7 +3,7 @@
 Guarantees: a bucket whose weights lie in host memory as they do in the bucket is their own memory, and nothing is copied; any
 other is a copy. Either way its bytes stay as they are until as many further buckets have been asked for as there are buffers, as
 long as nobody trains.
-DeepSpeed lays weights end to end at ZeRO stages 1 and 2; at stage 0 `lay_end_to_end` does.
+DeepSpeed lays weights end to end at ZeRO stages 1 and 2; where it leaves them, `lay_end_to_end` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from services.runtime.collective import Bucket, TensorMeta, host_memory, plan_buckets
+from services.runtime.collective import Bucket, TensorMeta, huge_pages, plan_buckets
 
 
 def describe(name: str, weight: torch.Tensor) -> TensorMeta:
@@ -27,7 +27,7 @@ def lay_end_to_end(model: torch.nn.Module) -> None:
     the old memory."""
     parameters = dict(model.named_parameters())
     for whole in plan_buckets((describe(name, weight) for name, weight in parameters.items()), sys.maxsize).buckets:
-        memory = host_memory(whole.nbytes)
+        memory = huge_pages(whole.nbytes)
         for name, place in whole.views(memory):
             place.copy_(parameters[name])
             parameters[name].data = place
@@ -64,7 +64,7 @@ class HostBuckets:
             return own
         place = number % len(self._buffers)
         if self._buffers[place].numel() < bucket.nbytes:
-            self._buffers[place] = host_memory(bucket.nbytes)
+            self._buffers[place] = huge_pages(bucket.nbytes)
         for (_, view), tensor in zip(bucket.views(self._buffers[place]), tensors, strict=True):
             view.copy_(tensor)
         return self._buffers[place][: bucket.nbytes]

@@ -52,7 +52,7 @@ class Wire(ABC):
     """Whether everything is sent before members are told of it; otherwise they take part while it is sent."""
 
     def __init__(self, config: RunConfig, fleeting: bool) -> None:
-        """`fleeting` weights are gone when the next bucket is asked for, others stay until `send` returns."""
+        """`fleeting` weights are gone when the next bucket is asked for, others stay as long as somebody holds them."""
         self.sync, self.fleeting = config.sync, fleeting
 
     @abstractmethod
@@ -122,7 +122,7 @@ class GlooWire(_Meeting):
         self._group = make_group(self._store, 0, world_size, self.host, self._store.port, self.sync.join_deadline_s)
 
     def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
-        """One bucket is made ready, and one looked at, while `CONNECTIONS` are on their way."""
+        """One bucket is made ready, or summed up, while `CONNECTIONS` are on their way."""
         group, sums, under_way = self.group, list[torch.Tensor](), deque[Any]()
         for i, (bucket, tensors) in enumerate(gathered):
             buffer = self._buckets.memory(i, bucket, tensors)
@@ -156,7 +156,7 @@ class FolderWire(Wire):
         """Nothing: a member says of itself that it sees the folder."""
 
     def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
-        """One bucket is made ready, and one looked at, while one is written."""
+        """One bucket is made ready, or summed up, while one is written."""
         sums: list[torch.Tensor] = []
         writing: Future[None] | None = None
         self._outbox.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from services.protocol.errors import Fenced
 from services.protocol.messages import PodStatus, Round
 from services.protocol.store import Store
+from services.runtime.loops import end_tasks
 from tests.harness import wait_until
 from tests.protocol.flow import claim, issue, start
 
@@ -103,11 +105,13 @@ async def test_only_the_current_trainer_opens_rounds(any_store: Store) -> None:
         await any_store.set_round(team.trainer, sync_round(1))
 
 
-async def test_listeners_hear_what_changes(any_store: Store) -> None:
+@contextlib.asynccontextmanager
+async def hearing(store: Store) -> AsyncIterator[list[str]]:
+    """Topics that rang, as they do."""
     heard: list[str] = []
 
     async def listen() -> None:
-        async with contextlib.aclosing(any_store.listen()) as topics:
+        async with contextlib.aclosing(store.listen()) as topics:
             heard_now = aiter(topics)
             while True:
                 heard.append(await anext(heard_now))
@@ -115,10 +119,28 @@ async def test_listeners_hear_what_changes(any_store: Store) -> None:
     task = asyncio.create_task(listen())
     try:
         await wait_until(lambda: heard == ["connected"])
+        yield heard
+    finally:
+        await end_tasks([task])
+
+
+async def test_listeners_hear_what_changes(any_store: Store) -> None:
+    async with hearing(any_store) as heard:
         team = await start(any_store)
         await issue(any_store, team, 1)
         await wait_until(lambda: {"control", "version", "tickets"} <= set(heard))
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+
+
+async def test_the_last_answer_of_a_phase_rings(any_store: Store) -> None:
+    team = await start(any_store)
+    both = msgspec.structs.replace(sync_round(1), members={"g0:b1": 1, "g1:b1": 2})
+    async with hearing(any_store) as heard:
+        for number, (phase, stage) in enumerate([("gather", "present"), ("join", "joined")]):
+            current = msgspec.structs.replace(both, phase=phase)
+            await any_store.set_round(team.trainer, current)
+            assert await any_store.acknowledge("g0:b1", 1, stage)
+            await any_store.set_round(team.trainer, current)  # again, as after a lost reply: it forgets no answer
+            await wait_until(lambda number=number: heard.count("sync") == 2 * number + 2)
+            assert heard.count("acks") == number, "one has not answered"
+            assert await any_store.acknowledge("g1:b1", 1, stage)
+            await wait_until(lambda number=number: heard.count("acks") == number + 1)

@@ -88,7 +88,7 @@ class StreamingEngine(StagingEngine):
         names = [meta.name for meta in manifest.tensors]
         sent = torch.empty(len(names), 2, dtype=torch.int64)
         broadcast(group, sent, deadline)
-        check(names, checksums(self.weights[name] for name in names), sent)
+        check(names, [checksums(self.weights[name] for name in names)], sent)
 
 
 async def sample(engine: StagingEngine) -> None:

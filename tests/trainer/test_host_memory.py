@@ -44,7 +44,8 @@ def test_a_model_laid_end_to_end_is_the_same_and_sent_from_where_it_lies() -> No
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     lay_end_to_end(model)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    assert model.tied is model.a
+    both = dict(model.named_parameters(remove_duplicate=False))
+    assert both["tied"].data_ptr() == both["a"].data_ptr()
     assert [weight.dtype for weight in weights.values()] == [weight.dtype for weight in before.values()]
     assert all(torch.equal(weights[name], before[name]) for name in before)
     assert all(weight.data_ptr() % 64 == 0 for weight in weights.values()), "as fast as in memory of their own"
@@ -104,12 +105,15 @@ def test_the_order_is_that_of_memory_within_a_piece_and_of_names_between_pieces(
     assert as_they_lie(elsewhere) == list(given)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16")])
-def test_what_deepspeed_trains_is_sent_from_where_it_lies(stage: int, dtype: str, tiny_model: Path, tmp_path: Path) -> None:
-    """After a step, too: DeepSpeed writes new weights where the old were."""
+@pytest.mark.parametrize(("stage", "dtype", "copied"), [(0, "float32", 0), (1, "float32", 1), (2, "bfloat16", 1)])
+def test_what_deepspeed_trains_is_sent_from_where_it_lies(
+    stage: int, dtype: str, copied: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    """After a step, too: DeepSpeed writes new weights where the old were. It has two pieces of memory, and copied is the bucket
+    that goes over from one into the other."""
     sections = {"trainer": {"zero_stage": stage}, "model": {"dtype": dtype}, "loss": {"kl_beta": 0.0}}
     payloads = make_payloads(2, 2)
     given = {"payloads": payloads, "samples": make_samples(payloads), "layout": [[[[0, 1, 2, 3]]]]}
     [[in_place]] = launch(1, [("in place", {"model": tiny_model, "sections": sections, **given})], tmp_path / "ranks")
-    assert len(in_place) > 4
-    assert sum(in_place) / len(in_place) > 0.8, "a bucket across two of DeepSpeed's pieces is copied"
+    assert len(in_place) >= 4, "buckets of several tensors"
+    assert in_place.count(False) == copied

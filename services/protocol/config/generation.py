@@ -79,7 +79,7 @@ class Sync(Section):
     bucket_mib: int = Field(default=32, ge=1)
     """Weights are gathered and broadcast in buckets of about this size, in MiB, of which several are on their way at a time."""
     verify: bool = True
-    """Whether generators compare checksums of what they received with the trainer's; a quarter of a gloo transfer."""
+    """Whether generators compare checksums of what they received with the trainer's: over a network some per cent of a round."""
     join_deadline_s: float = Field(default=20.0, gt=0)
     """A member that has not joined and paused by then is left out of the round."""
     transfer_deadline_s: float = Field(default=120.0, gt=0)

@@ -3,7 +3,8 @@
 -- owns:             fleet        zset  member -> last heartbeat, ms
 --                   fleet:status hash  member -> PodStatus
 --                   fleet:claimers zset generators that share the training tickets -> last heartbeat, ms
---                   sync         hash  attempt; round; mark "<fence> <attempt> <phase>"; ack:<member> -> "<stage> <detail>"
+--                   sync         hash  attempt; round; mark "<fence> <attempt> <phase>"; answers (their number in this phase);
+--                                      ack:<member> -> "<stage> <detail>"
 --                   sync:ranks   hash  member of the round -> its first rank
 
 local function forget(prefix, member)
@@ -69,9 +70,10 @@ register('round', function(prefix, args)
   local refusal = fenced(prefix, 'trainer_fence', args[1])
   if refusal then return refusal end
   local key, ranks = prefix .. ':sync', prefix .. ':sync:ranks'
+  local mark = args[1] .. ' ' .. args[2] .. ' ' .. args[3]
   if redis.call('HGET', key, 'attempt') ~= args[2] then redis.call('DEL', key) end
-  redis.call('HSET', key, 'attempt', args[2], 'round', args[4], 'answers', 0,
-    'mark', args[1] .. ' ' .. args[2] .. ' ' .. args[3])
+  if redis.call('HGET', key, 'mark') ~= mark then redis.call('HSET', key, 'answers', 0) end
+  redis.call('HSET', key, 'attempt', args[2], 'round', args[4], 'mark', mark)
   redis.call('DEL', ranks)
   for i = 5, #args, 2 do
     redis.call('HSET', ranks, args[i], args[i + 1])
@@ -88,12 +90,12 @@ register('round_of', function(prefix, args)
   return {current[2], redis.call('HGET', prefix .. ':sync:ranks', args[1])}
 end)
 
--- args: member, attempt, stage, detail. Returns 0 when the round is over. The last of a phase rings, and whatever comes after it:
--- a trainer that looked at all answers at each would read the square of its fleet.
+-- args: member, attempt, stage, detail. Returns 0 when the round is over. The last of a phase rings, and whatever comes after it: a
+-- trainer that looked at all answers at each would read the square of its fleet.
 register('acknowledge', function(prefix, args)
   local key = prefix .. ':sync'
   if redis.call('HGET', key, 'attempt') ~= args[2] then return 0 end
   redis.call('HSET', key, 'ack:' .. args[1], args[3] .. ' ' .. args[4])
-  if redis.call('HINCRBY', key, 'answers', 1) >= redis.call('HLEN', key .. ':ranks') then ring(prefix, 'acks') end
+  if redis.call('HINCRBY', key, 'answers', 1) >= redis.call('HLEN', prefix .. ':sync:ranks') then ring(prefix, 'acks') end
   return 1
 end)
