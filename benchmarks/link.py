@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 
+from tests.sync_faults.network import UNSHARE
+
 INSIDE = "GRPO_BENCHMARK_GBIT"
 """Set in the environment of what runs inside, to the speed."""
 
@@ -18,12 +20,11 @@ INSIDE = "GRPO_BENCHMARK_GBIT"
 def enter(gbit: float) -> None:
     """Run this command again, in a network of its own where all bytes together pass `gbit` Gbit/s (10^9); returns inside.
     Ends the process, with what is missing, where none can be made."""
-    shaped = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gbit * 1e9:.0f}bit burst 4mb latency 50ms"
     if os.environ.get(INSIDE) == str(gbit):
         return
+    shaped = f"ip link set lo up && tc qdisc add dev lo root tbf rate {gbit * 1e9:.0f}bit burst 4mb latency 50ms"
     missing = [program for program in ("unshare", "ip", "tc") if shutil.which(program) is None]
-    network = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
-    if missing or subprocess.run([*network, "sh", "-c", shaped], check=False).returncode:
+    if missing or subprocess.run([*UNSHARE, "sh", "-c", shaped], check=False).returncode:
         sys.exit(f"--gbit needs util-linux and iproute2 (missing: {missing or 'nothing'}), and root or user namespaces")
     again = [sys.executable, *sys.argv]
-    os.execvpe(network[0], [*network, "sh", "-c", f'{shaped} && exec "$@"', "sh", *again], os.environ | {INSIDE: str(gbit)})
+    os.execvpe(UNSHARE[0], [*UNSHARE, "sh", "-c", f'{shaped} && exec "$@"', "sh", *again], os.environ | {INSIDE: str(gbit)})
