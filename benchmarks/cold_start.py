@@ -28,12 +28,12 @@ if __name__ == "__main__":  # `python benchmarks/cold_start.py` from the reposit
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, report, run
-from services.console.folder import RunFolder
+from services.config import load_resolved
+from services.console.local.folder import RunFolder
 from services.protocol import codec
-from services.protocol.config import load_resolved
 from services.protocol.messages import Header, PodStatus
-from services.protocol.store import Store
-from services.runtime.processes import die_with_parent
+from services.runtime.process_tools import die_with_parent
+from services.store import Store
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/arithmetic/config.toml"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.console.redis_server import RedisServer
-from services.protocol.config import RunConfig, load
+from services.config import RunConfig, load
+from services.console.local.redis_server import RedisServer
 
 
 def machine() -> dict[str, Any]:

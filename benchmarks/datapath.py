@@ -32,14 +32,16 @@ if __name__ == "__main__":  # `python benchmarks/datapath.py` from the repositor
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import group_arguments, report, run, whole_steps
-from services.console.audit import audit
-from services.console.redis_server import RedisServer
-from services.dataprep import admission
-from services.dataprep.planning import Layout, PlanGroup, plan_step
-from services.protocol import advantages, codec, group_stats
+from services.algorithm import advantages
+from services.algorithm import group_statistics as group_stats
+from services.console.commands.audit import audit
+from services.console.local.redis_server import RedisServer
+from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
+from services.dataprep.replay import admission
+from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan, Ticket
-from services.protocol.store import BufferedGroup, Claim, Settlement, Store
-from services.protocol.store.tickets import LANES, SUBMITTED_TOGETHER
+from services.store import BufferedGroup, Claim, Settlement, Store
+from services.store.calls.tickets import LANES, SUBMITTED_TOGETHER
 
 GROUP_SIZE = 16
 COMPLETION_TOKENS = 310  # of int32 and float32 each: 16 of them make 40 KB

@@ -36,7 +36,7 @@ if __name__ == "__main__":  # `python benchmarks/end_to_end.py` from the reposit
 
 from benchmarks.common import arguments, report
 from benchmarks.trl_environment import trl_python
-from services.runtime.processes import die_with_parent
+from services.runtime.process_tools import die_with_parent
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/arithmetic/config.toml"

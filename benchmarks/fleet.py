@@ -33,19 +33,19 @@ if __name__ == "__main__":  # `python benchmarks/fleet.py` from the repository's
 
 from benchmarks.common import arguments, bare_run, report, run
 from benchmarks.datapath import make_header, make_tickets
-from services.console.redis_server import RedisServer
-from services.generator.engine import Engine
+from services.config import RunConfig, load, to_toml
+from services.console.local.redis_server import RedisServer
+from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
-from services.generator.weights import WeightFollower
-from services.protocol.config import RunConfig, load, to_toml
 from services.protocol.messages import PodStatus, Round
-from services.protocol.store import Store
-from services.runtime.auth import redis_password
-from services.runtime.bell import Bell
+from services.runtime.http.credentials import redis_password
 from services.runtime.loops import end_tasks
+from services.runtime.notifications import Bell
 from services.runtime.portal import Portal
 from services.runtime.service import Service
-from services.trainer.sync import SyncRounds
+from services.store import Store
+from services.weights.leader import SyncRounds
+from services.weights.member import WeightFollower
 
 PROCESSES = 2
 CONNECTED_TOGETHER = 25

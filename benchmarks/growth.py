@@ -33,12 +33,12 @@ if __name__ == "__main__":  # `python benchmarks/growth.py` from the repository'
 from benchmarks.common import arguments, report, run
 from benchmarks.fitting import growth, power_law, relative
 from benchmarks.fleet import measure_one
-from services.console.redis_server import RedisServer
-from services.dataprep.planning import Layout, PlanGroup, plan_step
+from services.console.local.redis_server import RedisServer
+from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, StepPlan
-from services.protocol.records import TableRules
-from services.protocol.store import Settlement, Store
+from services.store import Settlement, Store
+from services.store.records import TableRules
 
 GROUP_SIZE = 4
 SETTLED_TOGETHER = 256  # as in services/dataprep/loop.py

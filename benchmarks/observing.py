@@ -29,14 +29,14 @@ if __name__ == "__main__":  # `python benchmarks/observing.py` from the reposito
 from prometheus_client import CollectorRegistry
 
 from benchmarks.common import arguments, configured, report, run
-from services.console.redis_server import RedisServer
+from services.config import RunConfig, digest, to_toml
+from services.console.local.redis_server import RedisServer
 from services.dataprep.metrics import DataprepMetrics
 from services.generator.metrics import GeneratorMetrics
-from services.protocol.config import RunConfig, digest, to_toml
 from services.protocol.messages import Header
-from services.protocol.store import Store
-from services.runtime.metrics import exposition
+from services.runtime.metrics.declarations import exposition
 from services.runtime.tracing import OtlpTracing, Tracing
+from services.store import Store
 
 ROUNDS = 2000
 SPANS = ("claim", "generate", "verify", "submit", "settle", "plan", "train")

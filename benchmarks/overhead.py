@@ -19,17 +19,17 @@ if __name__ == "__main__":  # `python benchmarks/overhead.py` from the repositor
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, configured, report, run
-from services.console.redis_server import RedisServer
-from services.dataprep.prompts import PromptSource
-from services.dataprep.seeds import ticket_seed
-from services.generator.engine import SamplingParameters
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
+from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.seeds import ticket_seed
+from services.generator.engines.base import SamplingParameters
+from services.generator.engines.tokenizer import load_tokenizer
+from services.generator.engines.vllm import VllmEngine
+from services.generator.engines.vllm_requests import sampling_params
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rewards.pool import VerifierPool
-from services.generator.tokenizer import load_tokenizer
-from services.generator.vllm_engine import VllmEngine
-from services.generator.vllm_requests import sampling_params
-from services.protocol.config import RunConfig
+from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.messages import Ticket
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop

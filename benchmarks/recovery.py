@@ -24,7 +24,7 @@ if __name__ == "__main__":  # `python benchmarks/recovery.py` from the repositor
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, report
-from services.runtime.processes import die_with_parent
+from services.runtime.process_tools import die_with_parent
 from tests.faults.kinds import Shape, chosen, sequence
 
 ROOT = Path(__file__).parent.parent

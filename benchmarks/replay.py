@@ -52,12 +52,12 @@ if __name__ == "__main__":  # `python benchmarks/replay.py` from the repository'
 
 from benchmarks.common import arguments, report, run
 from benchmarks.reverb_client import BATCH, Reverb
-from services.console.redis_server import WHEEL, RedisServer
+from services.console.local.redis_server import WHEEL, RedisServer
 from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, StepPlan, Ticket
-from services.protocol.records import Claim, TableRules
-from services.protocol.store import Settlement, Store
-from services.protocol.store.payloads import FETCHED_TOGETHER
+from services.store import Settlement, Store
+from services.store.calls.payloads import FETCHED_TOGETHER
+from services.store.records import Claim, TableRules
 
 GROUP_SIZE, PROMPT_TOKENS = 16, 16
 CONCURRENT, ISSUE_BATCH, SETTLE_BATCH = 32, 128, 256  # as in benchmarks/datapath.py

@@ -24,11 +24,11 @@ if __name__ == "__main__":  # `python benchmarks/settling.py` from the repositor
 from benchmarks.common import arguments, report, run
 from benchmarks.datapath import make_header, make_tickets
 from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
-from services.console.redis_server import RedisServer
+from services.config import RunConfig, load, to_toml
+from services.console.local.redis_server import RedisServer
 from services.protocol import codec
-from services.protocol.config import RunConfig, load, to_toml
-from services.protocol.records import Claim
-from services.protocol.store import Store
+from services.store import Store
+from services.store.records import Claim
 
 PER_STEP = 512
 

@@ -25,10 +25,10 @@ if __name__ == "__main__":  # `python benchmarks/snapshot.py` from the repositor
 
 from benchmarks.common import arguments, report, run
 from benchmarks.replay import Ours, make_payload
-from services.console.redis_server import RedisServer
-from services.protocol.snapshot import Snapshot
-from services.protocol.store import Store
-from services.protocol.store.payloads import FETCHED_TOGETHER
+from services.console.local.redis_server import RedisServer
+from services.store import Store
+from services.store.calls.payloads import FETCHED_TOGETHER
+from services.store.snapshot_format import Snapshot
 
 PAYLOAD_BYTES = 1000
 PAUSE_S = 0.002  # between two PINGs

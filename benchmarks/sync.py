@@ -37,21 +37,22 @@ import torch.distributed as dist
 
 from benchmarks import link
 from benchmarks.common import arguments, bare_run, report, run
-from services.console.redis_server import RedisServer
+from services.config import RunConfig, load, to_toml
+from services.console.local.redis_server import RedisServer
 from services.generator.metrics import GeneratorMetrics
-from services.generator.weights import WeightFollower
-from services.protocol.config import RunConfig, load, to_toml
-from services.protocol.store import Store
 from services.runtime import logs
-from services.runtime.bell import Bell
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
+from services.runtime.notifications import Bell
 from services.runtime.portal import Portal
-from services.runtime.processes import free_port
-from services.trainer.host_memory import lay_end_to_end
-from services.trainer.sync import SyncRounds
-from services.trainer.weights import WeightSender
-from tests.scripted import ScriptedEngine
+from services.runtime.process_tools import free_port
+from services.store import Store
+from services.trainer.weight_sender import make_weight_sender
+from services.weights.host_memory import lay_end_to_end
+from services.weights.leader import SyncRounds
+from services.weights.member import WeightFollower
+from services.weights.sender import WeightSender
+from tests.support.scripted import ScriptedEngine
 
 WIDTH = 1024  # of the model's square matrices: 4 MiB each
 
@@ -202,7 +203,7 @@ def measure_one(config: RunConfig, folder: Path, megabytes: int, count: int, rep
                 time.sleep(0.05)
             for verify in (False, True):
                 sync = config.sync.model_copy(update={"verify": verify})
-                sender = WeightSender(config.model_copy(update={"sync": sync}), model, 0)
+                sender = make_weight_sender(config.model_copy(update={"sync": sync}), model, 0)
                 try:
                     found = _rounds(rounds, sender, receivers, repeats, (repeats + 2) * verify)
                 finally:

@@ -69,12 +69,12 @@ def ours(job: dict[str, Any], said: Said) -> None:
     """Our policy on one rank: ZeRO 0, float32, packed rows, one mini-batch."""
     import torch
 
-    from services.dataprep.packing import Response, pack
-    from services.protocol.config.load import validate
+    from services.config.load import validate
+    from services.dataprep.planning.packing import Response, pack
     from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
-    from services.trainer import batches
-    from services.trainer.policy import Policy
     from services.trainer.ranks import World
+    from services.trainer.step import batches
+    from services.trainer.step.policy import Policy
 
     torch.set_num_threads(job["threads"])
     config = validate(

@@ -1,4 +1,4 @@
-"""What TRL's GRPOTrainer makes of fixed tensors: losses and gradients, recorded for tests/trainer/test_loss_trl.py.
+"""What TRL's GRPOTrainer makes of fixed tensors: losses and gradients, recorded for tests/trainer/losses/test_trl.py.
 
     python -m benchmarks.trl_losses                  # compares with what is recorded
     python -m benchmarks.trl_losses --record         # records anew
@@ -26,7 +26,7 @@ if __name__ == "__main__":  # `python benchmarks/trl_losses.py` from the reposit
 from benchmarks.trl_environment import TRL, trl_python
 
 ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "tests" / "trainer" / "data" / "trl_losses.json"
+RECORD = ROOT / "tests" / "trainer" / "losses" / "data" / "trl_losses.json"
 LENGTHS = (9, 1, 5, 9, 3, 7)
 TOLERANCE = 1e-6
 

@@ -30,10 +30,10 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from services.dataprep.prompts import PromptSource
-    from services.generator.rewards.base import named
-    from services.generator.rewards.registry import build
-    from services.protocol.config import load
+    from services.config import load
+    from services.dataprep.prompts.catalogue import PromptSource
+    from services.generator.verifiers.base import named
+    from services.generator.verifiers.registry import build
 
     config = load(job["config"], job["overrides"], environ={})
     torch.set_num_threads(job["threads"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
 
 HERE = Path(__file__).parent
 CHART_SETS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.protocol.acl import GRANTS, rules
+from services.store.acl import GRANTS, rules
 
 FILE = Path(__file__).parent / "files" / "users.acl"
 RUN = "@RUN@"

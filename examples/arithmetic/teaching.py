@@ -25,8 +25,8 @@ from transformers import Qwen3ForCausalLM
 from examples.arithmetic.model import complete, make_model, save_model
 from examples.arithmetic.tokenizer import END, PAD_ID, render, save_tokenizer, train_tokenizer
 from examples.arithmetic.worked import Example, make_examples, make_task
-from services.protocol.config import RunConfig
-from services.protocol.config.data import ReasoningGymSource
+from services.config import RunConfig
+from services.config.data import ReasoningGymSource
 
 BATCH = 32  # reached a reward in 0.7 of the time that 64 took
 LEARNING_RATE = 2e-3  # 4e-3 did not learn the task with every seed

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.protocol.config import ConfigError, RunConfig, load
-from services.protocol.config.data import ReasoningGymSource
+from services.config import ConfigError, RunConfig, load
+from services.config.data import ReasoningGymSource
 
 HERE = Path(__file__).parent
 STAMP = "warmstart.json"

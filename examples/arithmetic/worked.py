@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.protocol.config.data import ReasoningGymSource
+from services.config.data import ReasoningGymSource
 
 # Item i of a task comes from its seed + i, so seeds this far away are other items; sums of three numbers are few and recur.
 WORKED_SEED = 1_000_000_000

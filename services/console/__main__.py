@@ -64,7 +64,7 @@ def _report_known(error: Exception) -> int:
     """Errors that say themselves what to do; any other is a bug and keeps its traceback."""
     from redis.exceptions import RedisError
 
-    from services.protocol.config import ConfigError
+    from services.config import ConfigError
     from services.protocol.errors import DifferentRun, StoreError
 
     if isinstance(error, ConfigError | DifferentRun):

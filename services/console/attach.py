@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.config import RunConfig, load_resolved
+from services.config.generation import Fleet
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
-from services.console.folder import RunFolder, split_password
-from services.console.lock import FolderLock, InUse
-from services.console.redis_server import RedisServer
-from services.console.run import start_server
-from services.protocol.client import Login
-from services.protocol.config import RunConfig, load_resolved
-from services.protocol.config.generation import Fleet
+from services.console.local.folder import RunFolder, split_password
+from services.console.local.lock import FolderLock, InUse
+from services.console.local.redis_server import RedisServer
+from services.console.local.run import start_server
 from services.protocol.errors import StoreError
-from services.protocol.store import Store
-from services.runtime.auth import REDIS_PASSWORD_ENV, redis_login
 from services.runtime.entry import CONFIG_ENV
+from services.runtime.http.credentials import REDIS_PASSWORD_ENV, redis_login
+from services.store import Store
+from services.store.connection.client import Login
 
 RUNS = Path("runs")  # default of run.dir
 

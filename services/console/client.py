@@ -13,15 +13,15 @@ from typing import Any, Literal, Self, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from services.protocol.records import PauseMode
-from services.protocol.store.inspection import Sort
-from services.runtime.answers import Desired, Draining, Live, Outcome, Ready, Replicas, Scaled, State
-from services.runtime.inspection.buffer import Buffer
-from services.runtime.inspection.checkpoints import AskedCheckpoint, AskedRestore, CheckpointList
-from services.runtime.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
-from services.runtime.inspection.group import Group
-from services.runtime.inspection.ledger import AuditReport
-from services.runtime.inspection.step import Step
+from services.operations.inspection.buffer import Buffer
+from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore, CheckpointList
+from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
+from services.operations.inspection.group import Group
+from services.operations.inspection.ledger import AuditReport
+from services.operations.inspection.step import Step
+from services.runtime.http.models import Desired, Draining, Live, Outcome, Ready, Replicas, Scaled, State
+from services.store.calls.inspection import Sort
+from services.store.records import PauseMode
 
 Answer = TypeVar("Answer")
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from services.protocol.config import digest
+from services.config import digest
 from services.runtime.entry import Arguments, main, open_service
 
 
 async def prepare(given: Arguments) -> None:
     """The whole life of the pod."""
-    from services.dataprep.census import Census
-    from services.dataprep.curriculum import load_curriculum
-    from services.dataprep.evaluation import Evaluation
+    from services.dataprep.evaluation.rounds import Evaluation
     from services.dataprep.loop import DataprepLoop
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
-    from services.dataprep.prompts import PromptSource
-    from services.dataprep.replay import table_rules
-    from services.dataprep.sweeping import sweep
-    from services.runtime import heap
-    from services.runtime.endpoints.run import add_routes
+    from services.dataprep.prompts.catalogue import PromptSource
+    from services.dataprep.prompts.curriculum import load_curriculum
+    from services.dataprep.replay.sweeping import sweep
+    from services.dataprep.replay.weights import table_rules
+    from services.dataprep.run_gauges import Census
+    from services.operations.endpoints.run import add_routes
+    from services.runtime import garbage_collection as heap
 
     config = given.config
     load_curriculum(config.data.curriculum)  # a name that cannot be used is told before there is a run

@@ -16,18 +16,21 @@ from dataclasses import replace
 
 import structlog
 
-from services.dataprep import admission, replay, stats, step
-from services.dataprep.errors import DataError
-from services.dataprep.evaluation import Evaluation
-from services.dataprep.issuing import Issuer
-from services.dataprep.memory import MemoryGuard
+from services.dataprep.evaluation.rounds import Evaluation
 from services.dataprep.metrics import DataprepMetrics
-from services.dataprep.prompts import PromptSource
-from services.dataprep.settling import settle
+from services.dataprep.planning import step
+from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.errors import DataError
+from services.dataprep.prompts.issuing import Issuer
+from services.dataprep.replay import admission
+from services.dataprep.replay import generated_statistics as stats
+from services.dataprep.replay import weights as replay
+from services.dataprep.replay.memory import MemoryGuard
+from services.dataprep.replay.settling import settle
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
-from services.protocol.records import RunState, Survey
 from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
+from services.store.records import RunState, Survey
 
 log = structlog.get_logger()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from services.generator.loop import RolloutLoop
-from services.runtime.answers import Draining
-from services.runtime.effects import WaitS, until_none
+from services.runtime.http.models import Draining
+from services.runtime.http.waiting import WaitS, until_none
 from services.runtime.service import Service
 
 

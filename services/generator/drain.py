@@ -12,9 +12,9 @@ import time
 
 import httpx
 
-from services.protocol.config import ConfigError, RunConfig
-from services.runtime.auth import api_tokens
+from services.config import ConfigError, RunConfig
 from services.runtime.entry import EXIT_OK, arguments, report
+from services.runtime.http.credentials import api_tokens
 
 LOOK_S = 0.2
 ANSWER_LIMIT_S = 5.0

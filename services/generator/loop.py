@@ -1,8 +1,8 @@
 """The generator's main loop: claim tickets, generate, score, submit; hand back what it cannot finish.
 
-Guarantees: those of a lane (services/generator/lane.py); training tickets are claimed only while the engine holds the
+Guarantees: those of a lane (services/generator/rollouts/worker.py); training tickets are claimed only while the engine holds the
 published weights and does not stay on them to evaluate, and no more of them than it can run at once
-(services/generator/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave lying.
+(services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave lying.
 Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`), the
 trainer (`version`), operators (`control`), its own finished groups (`room`).
 """
@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 import structlog
 
-from services.generator.concurrency import LOOK_S, Bounds, Limit, adjust, fair_share
-from services.generator.engine import Engine, Generated, SamplingParameters
-from services.generator.evaluation import EvaluationLane
-from services.generator.in_flight import InFlight
-from services.generator.lane import Lane, Rollout
+from services.generator.engines.base import Engine, Generated, SamplingParameters
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rewards.pool import VerifierPool
-from services.generator.rollout import make_header, pack_partial, pack_payload, unpack_partial
+from services.generator.rollouts.concurrency import LOOK_S, Bounds, Limit, adjust, fair_share
+from services.generator.rollouts.evaluation import EvaluationLane
+from services.generator.rollouts.in_flight import InFlight
+from services.generator.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
+from services.generator.rollouts.worker import Lane, Rollout
+from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.errors import StoreError
-from services.protocol.store import Claim
 from services.runtime.loops import Loop
 from services.runtime.service import Service
+from services.store import Claim
 
 log = structlog.get_logger()
 

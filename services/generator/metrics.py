@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.generator.concurrency import REASONS, Limit
-from services.generator.engine import Gauges
-from services.generator.rewards.pool import PoolCounts
+from services.generator.engines.base import Gauges
+from services.generator.rollouts.concurrency import REASONS, Limit
+from services.generator.verifiers.sandbox.pool import PoolCounts
 from services.protocol.messages import SYNC_PHASES, Header
-from services.runtime.metrics import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
+from services.runtime.metrics.declarations import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
 
 FAILURES = ("verifier", "generation", "store", "other")
 HANDED_BACK = ("drain", "load")

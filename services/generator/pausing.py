@@ -1,4 +1,4 @@
-"""A generator's side of an operator's pause (services/protocol/records.py, PauseMode).
+"""A generator's side of an operator's pause (services/store/records.py, PauseMode).
 
 Guarantees: the pod says that a pause holds once it does: no token is sampled (`keep`), or nothing is under way any more (`drain`,
 `abort`); that it works again once it does. Tickets are claimed by nobody meanwhile: `claim` is refused in Redis.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.generator.lane import Lane
-from services.generator.weights import WeightFollower
+from services.generator.rollouts.worker import Lane
 from services.runtime.loops import Loop
 from services.runtime.service import Service
+from services.weights.member import WeightFollower
 
 LOOK_S = 1.0  # a missed ring costs at most this much
 

@@ -9,18 +9,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.generator.api import add_routes
-from services.generator.engine import EngineDead, make_engine
-from services.generator.evaluation import EvaluationLane
+from services.generator.engines.base import make_engine
+from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
-from services.generator.rewards.base import VerifierFailure
-from services.generator.rewards.pool import VerifierPool
-from services.generator.tokenizer import load_tokenizer
-from services.generator.weights import WeightFollower
+from services.generator.rollouts.evaluation import EvaluationLane
+from services.generator.verifiers.base import VerifierFailure
+from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.runtime.entry import leaving_at_once
 from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
+from services.weights.member import WeightFollower
+from services.weights.receiver import EngineDead
 
 LOOP_LIMIT_S = 60.0
 ROUND_S = 3.0  # beyond the drain: how long a weight-sync round that counts on this pod may still take

@@ -31,3 +31,7 @@ class Damaged(StoreError):
 
 class DifferentRun(StoreError):
     """Another run already has this name."""
+
+
+class NotFound(LookupError):
+    """There is no such thing in the run; the message says why, in one line."""

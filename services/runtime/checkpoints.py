@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.runtime import folders
-from services.runtime.folders import FolderError, Manifest
+from services.runtime import atomic_folders as folders
+from services.runtime.atomic_folders import FolderError, Manifest
 
 logger = logging.getLogger(__name__)
 

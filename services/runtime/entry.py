@@ -18,15 +18,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from services.protocol.config import RunConfig, load_resolved
+from services.config import RunConfig, load_resolved
 from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
 from services.runtime import logs
-from services.runtime.api import serve
-from services.runtime.auth import api_tokens, redis_login
+from services.runtime.http.api import serve
+from services.runtime.http.credentials import api_tokens, redis_login
 from services.runtime.loops import FATAL, Broken
 from services.runtime.service import Service
+from services.store import Store
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
 CONFIG_ENV = "GRPO_CONFIG"

@@ -17,7 +17,7 @@ from structlog.typing import EventDict, Processor
 RUN, POD = "GRPO_LOG_RUN", "GRPO_LOG_POD"
 """Environment variables by which processes that a service starts know whose they are."""
 GUESTS = ("DeepSpeed", "huggingface_hub", "transformers")
-"""Packages with handlers of their own. vLLM's are in services/generator/vllm_logging.json, as it has processes of its own."""
+"""Packages with handlers of their own. vLLM's are in generator/engines/vllm_logging.json, as it has processes of its own."""
 
 
 def configure(run: str, pod: str, level: str = "INFO") -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from services.protocol.config import ConfigError
+from services.config import ConfigError
 from services.protocol.errors import DifferentRun
 
 log = structlog.get_logger()

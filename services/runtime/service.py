@@ -15,15 +15,15 @@ from pathlib import Path
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from services.runtime.bell import Bell
 from services.runtime.loops import Loop, end_tasks
-from services.runtime.pod_metrics import PodMetrics
+from services.runtime.metrics.pod import PodMetrics
+from services.runtime.notifications import Bell
 from services.runtime.tracing import Tracing, open_tracing
 from services.runtime.view import RunView
+from services.store import Store
 
 LEAVE_LIMIT_S = 3.0
 URGENT = ("phase", "version", "paused", "unreached")  # what others wait for: told at once, not with the next heartbeat

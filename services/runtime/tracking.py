@@ -6,7 +6,7 @@ import importlib.util
 import netrc
 from collections.abc import Mapping
 
-from services.protocol.config import ConfigError, RunConfig
+from services.config import ConfigError, RunConfig
 
 WANDB_HOST = "api.wandb.ai"
 

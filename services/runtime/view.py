@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 
-from services.protocol.records import PauseMode
-from services.protocol.store import RunState, Store
-from services.runtime.bell import Bell
 from services.runtime.loops import Loop
+from services.runtime.notifications import Bell
+from services.store import RunState, Store
+from services.store.records import PauseMode
 
 REFRESH_S = 1.0
 

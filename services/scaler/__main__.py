@@ -13,13 +13,13 @@ import sys
 
 import structlog
 
-from services.protocol.config import ConfigError
-from services.protocol.records import Scale
+from services.config import ConfigError
 from services.runtime.entry import Arguments, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.scaler.deployment import Changed, Deployment
 from services.scaler.reconcile import decide
+from services.store.records import Scale
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx
 
-from services.protocol.config import ConfigError
+from services.config import ConfigError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where the cluster mounts the token, its certificate authority and the namespace."""

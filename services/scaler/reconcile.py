@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.protocol.records import Scale
+from services.store.records import Scale
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from functools import partial
 
-from services.protocol.config import ConfigError
+from services.config import ConfigError
 from services.runtime.entry import Arguments, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.tracking import check_tracking

@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
 from services.protocol.errors import StoreError
-from services.protocol.store import Store
 from services.runtime.loops import Loop
+from services.store import Store
 from services.tracker.metrics import TrackerMetrics
 from services.tracker.tracker import Record, Tracker
 from services.tracker.trackers import open_tracker

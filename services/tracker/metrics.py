@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.runtime.metrics import Metrics, counters, gauges, histograms
+from services.runtime.metrics.declarations import Metrics, counters, gauges, histograms
 
 TRACKERS = ("tensorboard", "wandb")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
 from services.tracker.tracker import Tracker
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 os.environ.setdefault("WANDB_SILENT", "true")  # its lines are none of the log's; what goes wrong it raises
 import wandb  # pyright: ignore
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
 from services.tracker.tracker import Record
 
 

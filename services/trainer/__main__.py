@@ -18,15 +18,15 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
 from services.protocol.errors import StoreError
-from services.protocol.store import Store
 from services.runtime import logs
-from services.runtime.auth import redis_login
 from services.runtime.entry import EXIT_OK, Arguments, arguments, open_service, report
+from services.runtime.http.credentials import redis_login
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
+from services.store import Store
 
 if TYPE_CHECKING:
     from services.trainer.worker import Worker
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _follow(given: Arguments, portal: Portal) -> None:
-    from services.trainer.crew import Crew
+    from services.trainer.rank_commands import Crew
 
     config = given.config
     store = portal.call(Store.connect(config.redis.url, config.run.name, redis_login(config, "trainer")))
@@ -76,9 +76,9 @@ def _follow(given: Arguments, portal: Portal) -> None:
 
 
 def _lead(given: Arguments, portal: Portal) -> None:
-    from services.trainer.crew import Crew
     from services.trainer.loop import TrainLoop
     from services.trainer.metrics import TrainerMetrics
+    from services.trainer.rank_commands import Crew
 
     opened: concurrent.futures.Future[Service] = concurrent.futures.Future()
     trained = asyncio.Event()
@@ -121,7 +121,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
 
 async def _host(given: Arguments, opened: concurrent.futures.Future[Service], trained: asyncio.Event) -> None:
     """The pod's endpoints, heartbeat and view, beside the main thread that trains."""
-    from services.runtime.endpoints.checkpoints import add_routes
+    from services.operations.endpoints.checkpoints import add_routes
 
     async def until_trained(loop: Loop) -> None:
         loop.limit_s = float("inf")
@@ -137,9 +137,9 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
     from pathlib import Path
 
-    from services.runtime import heap
-    from services.trainer.policy import Policy
+    from services.runtime import garbage_collection as heap
     from services.trainer.ranks import World
+    from services.trainer.step.policy import Policy
     from services.trainer.worker import Worker
 
     policy = Policy(config, World.from_environment())

@@ -19,20 +19,20 @@ import structlog
 
 from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
-from services.protocol.store import RunState
 from services.runtime.loops import Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
-from services.trainer.condemn import condemn
-from services.trainer.crew import Crew
+from services.store import RunState
+from services.trainer.checkpoints.recovery import Recovery
+from services.trainer.checkpoints.saving import Saving
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.policy import Trained
-from services.trainer.priorities import sampling_weights
-from services.trainer.recovery import Recovery
-from services.trainer.saving import Saving
-from services.trainer.sync import Alone, Stopped, SyncReport, SyncRounds
-from services.trainer.weights import SendFailed
+from services.trainer.rank_commands import Crew
+from services.trainer.step.discard_damaged import condemn
+from services.trainer.step.policy import Trained
+from services.trainer.step.priorities import sampling_weights
 from services.trainer.worker import Worker
+from services.weights.leader import Alone, Stopped, SyncReport, SyncRounds
+from services.weights.sender import SendFailed
 
 log = structlog.get_logger()
 

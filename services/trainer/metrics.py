@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.protocol.messages import SYNC_PHASES, StepPlan
-from services.runtime.metrics import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
+from services.runtime.metrics.declarations import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
 
 PHASES = (
     "restoring", "catching up", "training", "syncing", "saving", "waiting for data", "paused", "exporting",

@@ -19,12 +19,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.protocol.config import ConfigError
+from services.config import ConfigError
 from services.protocol.errors import StoreError
 from services.runtime import logs
+from services.runtime.child_processes import PodPlan, Unit, UnitPlan, rank_environment
 from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, leaving_at_once, report, rest
 from services.runtime.loops import FATAL
-from services.runtime.units import PodPlan, Unit, UnitPlan, rank_environment
 
 TICK_S = 0.1
 NAME_LIMIT_S = 120.0  # then the ranks start, and say what they miss

@@ -14,17 +14,18 @@ from pathlib import Path
 
 import structlog
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
 from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
-from services.protocol.store import Store
 from services.runtime.loops import Broken
 from services.runtime.portal import Portal
-from services.trainer import batches, ranks
-from services.trainer.checkpoint import CheckpointError, Checkpoints, Saved
-from services.trainer.policy import Policy, Trained
-from services.trainer.prefetch import REFUSALS, Fetched, Prefetch
-from services.trainer.weights import WeightSender
+from services.store import Store
+from services.trainer import ranks
+from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Saved
+from services.trainer.step import batches
+from services.trainer.step.policy import Policy, Trained
+from services.trainer.step.prefetch import REFUSALS, Fetched, Prefetch
+from services.trainer.weight_sender import make_weight_sender
 
 
 class Worker:
@@ -40,7 +41,7 @@ class Worker:
         self.restored: Saved | None = None
         """The checkpoint whose state this process took up."""
         self.model_folder = folder / "model"
-        self.sender = WeightSender(config, policy.module, policy.world.rank)
+        self.sender = make_weight_sender(config, policy.module, policy.world.rank)
 
     def operations(self) -> dict[str, Callable[[int], object]]:
         """By name, for the crew."""

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Response
 from fastapi.security import HTTPAuthorizationCredentials
 from pydantic import BaseModel
 
-from services.protocol.config import RunConfig
-from services.runtime.guard import BEARER, Scope, scope_of
-from services.runtime.inspection import MAX_PAGE
-from services.runtime.inspection.ledger import OUTCOMES, PLACES
+from services.config import RunConfig
+from services.operations.inspection import MAX_PAGE
+from services.operations.inspection.ledger import OUTCOMES, PLACES
+from services.runtime.http.authorization import BEARER, Scope, scope_of
 from services.runtime.service import Service
 from services.web import series
 from services.web.feed import EventResponse, Feed, Full

@@ -13,14 +13,14 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 
-from services.protocol.config import RunConfig
+from services.config import RunConfig
+from services.operations.endpoints import checkpoints, run
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from services.runtime.api import serve
-from services.runtime.auth import api_tokens
-from services.runtime.endpoints import checkpoints, run
+from services.runtime.http.api import serve
+from services.runtime.http.credentials import api_tokens
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.service import Service
+from services.store import Store
 from services.web.api import console_router
 from services.web.pages import Pages
 from services.web.watch import Watch

@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from services.operations.figures import left_s
+from services.operations.history import EVALUATED, STEP, History
+from services.operations.observe import LOOK_LIMIT_S, Member, Observer
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
-from services.protocol.store import RunState, Store
-from services.protocol.store.evaluation import EvaluationState
-from services.runtime.figures import left_s
-from services.runtime.history import EVALUATED, STEP, History
 from services.runtime.loops import Loop, end_tasks
-from services.runtime.observe import LOOK_LIMIT_S, Member, Observer
+from services.store import RunState, Store
+from services.store.calls.evaluation import EvaluationState
 from services.web import series
 from services.web.feed import Feed
 

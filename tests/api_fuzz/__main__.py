@@ -6,7 +6,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from services.console.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer
 from services.runtime.portal import Portal
 from tests.api_fuzz.fuzz import fuzz
 from tests.api_fuzz.world import endpoints

@@ -8,22 +8,22 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from services.console.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer
 from services.generator.api import add_routes as add_generator
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
+from services.operations.endpoints.checkpoints import add_routes as add_trainer
+from services.operations.endpoints.run import add_routes as add_dataprep
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from services.runtime.api import serve
-from services.runtime.auth import Tokens
-from services.runtime.endpoints.checkpoints import add_routes as add_trainer
-from services.runtime.endpoints.run import add_routes as add_dataprep
+from services.runtime.http.api import serve
+from services.runtime.http.credentials import Tokens
 from services.runtime.service import Service
+from services.store import Store
 from services.web.serving import add_console
-from tests.harness import PlainTokenizer, save_tokenizer_folder, small_config
-from tests.protocol import flow
-from tests.rounds_world import AnyVerifier
-from tests.scripted import ScriptedEngine
+from tests.support import flow
+from tests.support.harness import PlainTokenizer, save_tokenizer_folder, small_config
+from tests.support.rounds_world import AnyVerifier
+from tests.support.scripted import ScriptedEngine
 
 KINDS = ("generator", "dataprep", "trainer", "tracker", "web")
 ENDLESS = "/v1/console/live"  # a stream of events: an answer that does not end

@@ -13,10 +13,10 @@ import signal
 import sys
 import time
 
-from services.protocol.config import digest, load_resolved
+from services.config import digest, load_resolved
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from services.runtime.auth import redis_password
+from services.runtime.http.credentials import redis_password
+from services.store import Store
 
 
 async def serve(kind: str, path: str, name: str) -> int:

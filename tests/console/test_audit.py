@@ -7,9 +7,9 @@ import json
 import pytest
 from rich.console import Console
 
-from services.console.audit import as_table, assess, audit
-from services.protocol.store import Store
-from tests.protocol.flow import buffer, prepare, start
+from services.console.commands.audit import as_table, assess, audit
+from services.store import Store
+from tests.support.flow import buffer, prepare, start
 
 COUNTS = {
     "tickets": 3, "headers": 2, "outstanding": 5, "buffered": 4, "prepared": 2, "requeued": 0, "reissue": 0,

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from services.config import digest, to_toml
 from services.console.__main__ import main
-from services.console.redis_server import RedisServer
-from services.protocol.config import digest, to_toml
-from services.protocol.store import Store
-from services.runtime import folders
+from services.console.local.redis_server import RedisServer
+from services.operations.inspection.checkpoints import kept_until
+from services.runtime import atomic_folders as folders
+from services.runtime.atomic_folders import Manifest
 from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder
-from services.runtime.folders import Manifest
-from services.runtime.inspection.checkpoints import kept_until
-from tests.harness import small_config
+from services.store import Store
+from tests.support.harness import small_config
 
 
 def _write(root: Path, step: int, **facts: Any) -> Path:

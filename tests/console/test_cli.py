@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from services.config import digest, load_resolved, to_toml
 from services.console.__main__ import main
-from services.console.folder import RunFolder
-from services.console.redis_server import RedisServer
-from services.console.run import start_server
-from services.protocol.config import digest, load_resolved, to_toml
+from services.console.local.folder import RunFolder
+from services.console.local.redis_server import RedisServer
+from services.console.local.run import start_server
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from tests.console.harness import ROOT
-from tests.harness import small_config
+from services.store import Store
+from tests.support.console import ROOT
+from tests.support.harness import small_config
 
 COMMANDS = [
     "",

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import redis
 
+from services.config import RunConfig, load, to_toml
 from services.console.__main__ import main
 from services.console.doctor import Finding, gathered, machine, server, work
 from services.console.doctor.server import Asked, judge
-from services.console.redis_server import RedisServer, find_server
-from services.protocol.acl import GRANTS
-from services.protocol.config import RunConfig, load, to_toml
+from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
 from services.runtime.entry import CONFIG_ENV
-from tests.harness import save_tokenizer_folder, small_config, wait_until
-from tests.redis_cluster import RedisCluster, redis_cluster
+from services.store import Store
+from services.store.acl import GRANTS
+from tests.support.harness import save_tokenizer_folder, small_config, wait_until
+from tests.support.redis_cluster import RedisCluster, redis_cluster
 
 
 def only(findings: Any, what: str) -> Finding:

@@ -14,23 +14,23 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from services.console import inspect_verbs as verbs
 from services.console.__main__ import main
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
-from services.console.folder import RunFolder
+from services.console.inspect import verbs
+from services.console.local.folder import RunFolder
+from services.console.local.redis_server import RedisServer
 from services.console.printable import printable, safe_json
-from services.console.redis_server import RedisServer
+from services.operations.inspection.buffer import look_at_buffer
+from services.operations.inspection.group import look_at_group
+from services.operations.inspection.text import TextReader
 from services.protocol import codec
+from services.protocol.errors import NotFound
 from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
-from services.protocol.records import TableRules
-from services.protocol.store import Claim, Settlement, Store
-from services.runtime.inspection import NotFound
-from services.runtime.inspection.buffer import look_at_buffer
-from services.runtime.inspection.group import look_at_group
-from services.runtime.inspection.text import TextReader
-from tests.harness import save_tokenizer_folder, small_config
-from tests.protocol import flow
-from tests.protocol.flow import claim, header, issue, prepare, settle, start, submit
+from services.store import Claim, Settlement, Store
+from services.store.records import TableRules
+from tests.support import flow
+from tests.support.flow import claim, header, issue, prepare, settle, start, submit
+from tests.support.harness import save_tokenizer_folder, small_config
 
 PRIORITIZED = TableRules("prioritized", "lowest_priority", 100, 2)
 NASTY = "say \x1b[2J\x1b]0;owned\x07 [bold red]5[/] \u202e\x9b31m\n2"

@@ -11,7 +11,7 @@ import pytest
 
 from services.console.__main__ import main
 from services.console.doctor.reach import check
-from tests.harness import small_config
+from tests.support.harness import small_config
 
 
 def test_two_machines_add_up_what_each_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,16 +9,16 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from services.console.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer
+from services.operations.endpoints.run import add_routes
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from services.runtime.api import serve
-from services.runtime.auth import Tokens
-from services.runtime.endpoints.run import add_routes
+from services.runtime.http.api import serve
+from services.runtime.http.credentials import Tokens
 from services.runtime.service import Service
-from tests.harness import save_tokenizer_folder, small_config
-from tests.protocol import flow
-from tests.protocol.flow import buffer, claim, header, issue, payload_bytes, prepare, settle, start
+from services.store import Store
+from tests.support import flow
+from tests.support.flow import buffer, claim, header, issue, payload_bytes, prepare, settle, start
+from tests.support.harness import save_tokenizer_folder, small_config
 
 TOKEN = {"Authorization": "Bearer test-token"}
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.console.audit import assess
-from services.console.redis_server import RedisServer
+from services.console.commands.audit import assess
+from services.console.local.redis_server import RedisServer
 from services.protocol.messages import StepPlan, Ticket
-from services.protocol.store import Store
+from services.store import Store
 from tests.dataprep.test_loop import answer, configured, dataprep
-from tests.harness import wait_until
-from tests.protocol import flow
+from tests.support import flow
+from tests.support.harness import wait_until
 
 Rewards = Callable[[Ticket], list[float]]
 

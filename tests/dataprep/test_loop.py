@@ -11,24 +11,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.console.redis_server import RedisServer
-from services.dataprep.evaluation import Evaluation
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
+from services.dataprep.evaluation.rounds import Evaluation
 from services.dataprep.loop import DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
-from services.dataprep.order import permutation
-from services.dataprep.prompts import PromptSource
-from services.dataprep.replay import table_rules
-from services.dataprep.seeds import ticket_seed
-from services.dataprep.settling import settle
+from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.order import permutation
+from services.dataprep.prompts.seeds import ticket_seed
+from services.dataprep.replay.settling import settle
+from services.dataprep.replay.weights import table_rules
 from services.protocol import codec
-from services.protocol.config import RunConfig
 from services.protocol.errors import Fenced
 from services.protocol.messages import Header, Payload, StepPlan, Ticket
-from services.protocol.store import Claim, HeaderEntry, Store
 from services.runtime.entry import open_service
 from services.runtime.service import Service
-from tests.harness import buried, save_tokenizer_folder, small_config, ticket, wait_until
-from tests.protocol import flow
+from services.store import Claim, HeaderEntry, Store
+from tests.support import flow
+from tests.support.harness import buried, save_tokenizer_folder, small_config, ticket, wait_until
 
 LENGTH = 6  # tokens of every completion
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from examples.arithmetic.tokenizer import ASSISTANT, END, END_ID, PAD, PAD_ID, USER, render
 from examples.arithmetic.warmstart import main
 from examples.arithmetic.worked import make_examples, make_task, solve
-from services.dataprep.rows import Row
-from services.dataprep.tokenizer import PromptTokenizer
-from services.protocol.config import RunConfig, load
-from services.protocol.config.data import ReasoningGymSource
+from services.config import RunConfig, load
+from services.config.data import ReasoningGymSource
+from services.dataprep.prompts.rows import Row
+from services.dataprep.prompts.tokenizer import PromptTokenizer
 
 CONFIG = Path(__file__).parents[2] / "examples/arithmetic/config.toml"
 SMALL = ["--steps", "6", "--examples", "64", "--held-out", "4", "--threads", "1"]

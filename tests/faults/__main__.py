@@ -14,7 +14,7 @@ import time
 from math import inf
 from pathlib import Path
 
-from services.protocol.config import load
+from services.config import load
 from tests.faults.campaign import Outcome, campaign
 from tests.faults.kinds import Shape, chosen, sequence
 from tests.faults.mutants import MUTANTS, copy_code

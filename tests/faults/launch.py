@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.console import run
+from services.config import RunConfig, to_toml
 from services.console.__main__ import main
-from services.console.plan import plan_units
-from services.protocol.config import RunConfig, to_toml
-from services.runtime.units import PodPlan, UnitPlan
+from services.console.local import run
+from services.console.local.plan import plan_units
+from services.runtime.child_processes import PodPlan, UnitPlan
 
 _places: dict[str, Path] = {}  # pod -> its own configuration
 

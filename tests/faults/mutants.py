@@ -13,17 +13,17 @@ ROOT = Path(__file__).parent.parent.parent
 
 MUTANTS = {
     "fencing": (
-        "services/protocol/functions/prelude.lua",
+        "services/store/functions/prelude.lua",
         "  if redis.call('HGET', prefix .. ':run', field) ~= fence then\n",
         "  if false then\n",
     ),
     "commit": (
-        "services/protocol/functions/steps.lua",
+        "services/store/functions/steps.lua",
         "  if step <= committed then return 0 end\n  if step ~= committed + 1 or step > number(prefix, 'prepared_step') then\n",
         "  if step > number(prefix, 'prepared_step') then\n",
     ),
     "submit": (
-        "services/protocol/functions/tickets.lua",
+        "services/store/functions/tickets.lua",
         "  return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence\n",
         "  return true\n",
     ),

@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.console.folder import RunFolder
-from services.protocol.config import load, to_toml
-from services.protocol.config.load import load_resolved
+from services.config import load, to_toml
+from services.config.load import load_resolved
+from services.console.local.folder import RunFolder
 from services.protocol.errors import StoreError
-from services.protocol.store import Store
-from services.runtime.auth import redis_password
-from services.runtime.processes import die_with_parent, free_port
+from services.runtime.http.credentials import redis_password
+from services.runtime.process_tools import die_with_parent, free_port
+from services.store import Store
 from tests.faults.kinds import Shape
 from tests.faults.mutants import ROOT
 from tests.faults.proxy import Proxy
-from tests.harness import save_model_folder, small_config
+from tests.support.harness import save_model_folder, small_config
 
 PROFILES = {
     "fifo": (),

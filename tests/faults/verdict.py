@@ -9,12 +9,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.console.audit import audit
-from services.console.redis_server import RedisServer
-from services.dataprep.order import PromptOrder
-from services.dataprep.prompts import PromptSource
-from services.protocol.records import RunState
-from services.protocol.store import Store
+from services.console.commands.audit import audit
+from services.console.local.redis_server import RedisServer
+from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.order import PromptOrder
+from services.store import Store
+from services.store.records import RunState
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import Watcher
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
-from services.console.audit import assess
+from services.console.commands.audit import assess
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus, Round
-from services.protocol.store import RunState, Store
+from services.store import RunState, Store
 from tests.faults.run_under_test import RunUnderTest
 
 LOOK_S = 0.05

@@ -16,12 +16,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.generator.engine import EngineDead, Generated, GenerationFailed, SamplingParameters, make_engine
-from services.generator.vllm_arguments import check_cpu_arguments, engine_arguments, stop_tokens
-from services.generator.vllm_engine import VllmEngine
-from services.protocol.config import ConfigError
+from services.config import ConfigError
+from services.generator.engines.base import Generated, GenerationFailed, SamplingParameters, make_engine
+from services.generator.engines.vllm import VllmEngine
+from services.generator.engines.vllm_arguments import check_cpu_arguments, engine_arguments, stop_tokens
 from services.protocol.messages import Span
-from tests.generator.tiny import EOS, assert_greedy, make_config, make_model, reference_logprobs
+from services.weights.receiver import EngineDead
+from tests.support.tiny_vllm import EOS, assert_greedy, make_config, make_model, reference_logprobs
 
 pytestmark = [
     pytest.mark.slow,
@@ -262,8 +263,8 @@ async def test_a_stop_string_ends_a_completion(served: Served, tmp_path: Path) -
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from services.generator.vllm_engine import VllmEngine
-from tests.generator.tiny import make_config
+from services.generator.engines.vllm import VllmEngine
+from tests.support.tiny_vllm import make_config
 async def main():
     await VllmEngine().start(make_config(Path(sys.argv[1])))
     print("started", flush=True)

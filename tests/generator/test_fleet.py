@@ -12,20 +12,20 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.console.redis_server import RedisServer
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
 from services.generator.api import add_routes
-from services.generator.concurrency import REASONS
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.weights import WeightFollower
-from services.protocol.config import RunConfig
+from services.generator.rollouts.concurrency import REASONS
 from services.protocol.messages import Round
-from services.protocol.store import Store
 from services.runtime.entry import open_service
 from services.runtime.service import Service
-from tests.harness import PlainTokenizer, small_config, ticket, wait_until
-from tests.rounds_world import AnyVerifier
-from tests.scripted import ScriptedEngine
+from services.store import Store
+from services.weights.member import WeightFollower
+from tests.support.harness import PlainTokenizer, small_config, ticket, wait_until
+from tests.support.rounds_world import AnyVerifier
+from tests.support.scripted import ScriptedEngine
 
 GROUP = 4
 

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.console.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rewards.base import VerifierFailure
+from services.generator.verifiers.base import VerifierFailure
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
-from services.protocol.store import Store
 from services.runtime.entry import open_service
 from services.runtime.service import Service
-from tests.harness import PlainTokenizer, buried, small_config, ticket, wait_until
-from tests.protocol import flow
-from tests.scripted import ScriptedEngine, scripted_logprobs, scripted_tokens
+from services.store import Store
+from tests.support import flow
+from tests.support.harness import PlainTokenizer, buried, small_config, ticket, wait_until
+from tests.support.scripted import ScriptedEngine, scripted_logprobs, scripted_tokens
 
 STEPS, SLOTS = 4, 16
 
@@ -220,7 +220,7 @@ async def _never(_: object) -> None:
 async def test_a_full_redis_costs_no_attempt_and_no_completion(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.generator.lane.SUBMIT_AGAIN_S", 0.01)
+    monkeypatch.setattr("services.generator.rollouts.worker.SUBMIT_AGAIN_S", 0.01)
     async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, engine):
         submit, refusals = service.store.submit, 3
 

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import httpx
 
-from services.console.redis_server import RedisServer
-from services.generator.evaluation import EvaluationLane
+from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
-from services.generator.weights import WeightFollower
+from services.generator.rollouts.evaluation import EvaluationLane
 from services.protocol.messages import Round
-from services.protocol.store import Store
 from services.runtime.entry import open_service
 from services.runtime.service import Service
-from tests.harness import PlainTokenizer, small_config, ticket, wait_until
-from tests.protocol import flow
-from tests.rounds_world import AnyVerifier
-from tests.scripted import ScriptedEngine, scripted_tokens
+from services.store import Store
+from services.weights.member import WeightFollower
+from tests.support import flow
+from tests.support.harness import PlainTokenizer, small_config, ticket, wait_until
+from tests.support.rounds_world import AnyVerifier
+from tests.support.scripted import ScriptedEngine, scripted_tokens
 
 TOKEN = {"Authorization": "Bearer test-token"}
 SLOW = ("generator.engine_options.token_s=0.05", "sampling.max_tokens=24", "generator.partial_every_s=60", "generator.drain_s=0")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.console.redis_server import find_server
+from services.console.local.redis_server import find_server
 from tests.kubernetes import chart
 from tests.kubernetes.api_server import ApiServer
 from tests.kubernetes.network import Network

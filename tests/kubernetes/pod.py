@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from services.runtime.processes import die_with_parent
+from services.runtime.process_tools import die_with_parent
 from tests.kubernetes.chart import ROOT, Object
 
 USER = 10001

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.protocol.acl import GRANTS
-from services.protocol.config import load, load_resolved
+from services.config import load, load_resolved
+from services.store.acl import GRANTS
 from tests.kubernetes import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
@@ -153,8 +153,8 @@ def test_alerts_and_dashboard_are_those_that_the_metrics_have() -> None:
 
 
 def test_grace_periods_fit_what_happens_in_them(tmp_path: Path) -> None:
+    from services.config.generation import Generator
     from services.generator.drain import BEYOND_S
-    from services.protocol.config.generation import Generator
     from services.trainer.node import LAST_WORDS_S
 
     objects = chart.render()

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from services.protocol.config import load_resolved
+from services.config import load_resolved
 from tests.kubernetes import chart
 
 DOCKER = chart.ROOT / "docker"

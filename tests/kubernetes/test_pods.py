@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
+from services.config import to_toml
 from services.console.client import ApiError, Client
-from services.protocol.config import to_toml
-from tests.certificates import make_certificates
-from tests.harness import save_model_folder, small_config
 from tests.kubernetes import chart, network
 from tests.kubernetes.cluster import Cluster
+from tests.support.certificates import make_certificates
+from tests.support.harness import save_model_folder, small_config
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 WHY_NOT = network.reason_against()

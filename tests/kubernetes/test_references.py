@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from services.console.__main__ import app as grpo
-from services.runtime.api import make_app
+from services.runtime.http.api import make_app
 from services.scaler.__main__ import DEPLOYMENT_ENV
 from tests.kubernetes import chart
 

@@ -10,21 +10,21 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from services.config import ConfigError, to_toml
 from services.console.__main__ import main
-from services.console.redis_server import RedisServer
-from services.protocol.config import ConfigError, to_toml
+from services.console.local.redis_server import RedisServer
 from services.protocol.messages import PodStatus
-from services.protocol.records import Scale
-from services.protocol.store import Store
-from services.runtime.api import serve
-from services.runtime.auth import Tokens
 from services.runtime.entry import CONFIG_ENV, open_service
+from services.runtime.http.api import serve
+from services.runtime.http.credentials import Tokens
 from services.runtime.service import Service
 from services.scaler.__main__ import follow
 from services.scaler.deployment import Changed, ClusterError, Deployment, Replicas
 from services.scaler.reconcile import Decision, decide
-from tests.harness import small_config, wait_until
+from services.store import Store
+from services.store.records import Scale
 from tests.kubernetes.api_server import ApiServer
+from tests.support.harness import small_config, wait_until
 
 
 @pytest_asyncio.fixture

@@ -18,12 +18,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.console.redis_server import find_server
-from services.protocol import acl
+from services.console.local.redis_server import find_server
 from services.protocol.keys import Keys
-from services.runtime.processes import free_port
-from tests.certificates import Certificates, make_certificates
+from services.runtime.process_tools import free_port
+from services.store import acl
 from tests.kubernetes import chart
+from tests.support.certificates import Certificates, make_certificates
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 

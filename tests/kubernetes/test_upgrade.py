@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.protocol.acl import GRANTS
+from services.store.acl import GRANTS
 from tests.kubernetes import chart
 from tests.kubernetes.lookups import LookupServer
 

@@ -14,24 +14,24 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.console.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer
 from services.protocol.errors import Damaged, StoreError
-from services.protocol.store import Store
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.portal import Portal
 from services.runtime.service import Service
+from services.store import Store
 from services.tracker.follower import Follower
 from services.tracker.metrics import TrackerMetrics
 from services.trainer.loop import TrainLoop
 from services.trainer.metrics import TrainerMetrics
 from tests.dataprep.test_loop import answer, configured, dataprep
-from tests.harness import small_config, wait_until
 from tests.monitoring.test_trouble import pod
-from tests.protocol import flow
-from tests.rounds_world import open_world
+from tests.support import flow
+from tests.support.harness import small_config, wait_until
+from tests.support.rounds_world import open_world
 from tests.tracker import test_follower as tracker
-from tests.trainer.test_sync import Breaking
+from tests.weights.test_leader import Breaking
 
 recorder = tracker.recorder
 Value = Callable[..., float | None]

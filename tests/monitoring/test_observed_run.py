@@ -24,10 +24,10 @@ from monitoring import declared
 from services.console.attach import attach
 from services.dataprep.metrics import EvaluationMetrics
 from services.protocol.messages import PodStatus
-from services.runtime.metrics import Declared, declarations
-from tests.harness import save_model_folder
-from tests.monitoring.collector import Collector, Span, collecting
-from tests.test_run import finish, pids_of, start, summary, write_run
+from services.runtime.metrics.declarations import Declared, declarations
+from tests.runs.test_run import finish, pids_of, start, summary, write_run
+from tests.support.collector import Collector, Span, collecting
+from tests.support.harness import save_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 400.0  # for all there is to see; it takes some twenty seconds on an idle machine
@@ -46,7 +46,7 @@ ONLY_IN_TROUBLE = {
 }  # fmt: skip
 """What stays as it was in a run without faults; tests/monitoring/test_movement.py and test_trouble.py move it."""
 OF_EVALUATION = {metric.name for metric in declarations(EvaluationMetrics).values()}
-"""Of which this run has none; tests/test_evaluation.py moves them."""
+"""Of which this run has none; tests/runs/test_evaluation.py moves them."""
 OF_A_MOMENT = {
     "grpo_generator_kv_usage_ratio", "grpo_generator_evaluating", "grpo_generator_rollouts", "grpo_generator_requests",
     "grpo_run_ended", "grpo_run_replay_groups",

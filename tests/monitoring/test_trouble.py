@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.console.redis_server import RedisServer
-from services.dataprep import census
-from services.dataprep.census import Census
+from services.console.local.redis_server import RedisServer
+from services.dataprep import run_gauges as census
 from services.dataprep.metrics import RunMetrics
-from services.generator.engine import Gauges
+from services.dataprep.run_gauges import Census
+from services.generator.engines.base import Gauges
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rewards.pool import PoolCounts
-from services.generator.weights import WeightFollower
+from services.generator.verifiers.sandbox.pool import PoolCounts
 from services.protocol.messages import PodStatus, Round
-from services.protocol.store import Store
 from services.runtime.loops import Loop
-from services.runtime.metrics import PhaseClock
+from services.runtime.metrics.declarations import PhaseClock
 from services.runtime.service import Service
+from services.store import Store
 from services.trainer.metrics import TrainerMetrics
+from services.weights.member import WeightFollower
 from tests.generator.test_loop import generator, issue
-from tests.harness import small_config, ticket, wait_until
+from tests.support.harness import small_config, ticket, wait_until
 
 
 def pod(kind: str, store: Store, server: RedisServer, folder: Path) -> Service:
@@ -113,7 +113,7 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
 
 def test_phases_last_until_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("services.runtime.metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.runtime.metrics.declarations.time.monotonic", lambda: now)
     noted: list[tuple[str, float]] = []
     clock = PhaseClock({"a": lambda s: noted.append(("a", s)), "b": lambda s: noted.append(("b", s))})
     for at, phase in ((11.0, "a"), (13.0, "a"), (14.0, "b"), (17.0, ""), (18.0, "unknown"), (20.0, "b"), (21.0, "")):
@@ -124,7 +124,7 @@ def test_phases_last_until_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_trainer_notes_what_it_does_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("services.runtime.metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.runtime.metrics.declarations.time.monotonic", lambda: now)
     registry = CollectorRegistry()
     clock = TrainerMetrics(registry).phase_clock()
     for phase in ("training", "syncing", "saving", "waiting for data"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.protocol.codec import CorruptMessage, decode, encode
 from services.protocol.messages import Header, Partial, Payload, PodStatus, RankPlan, Round, Sample, Span, StepPlan, Ticket
-from tests.harness import ticket
+from tests.support.harness import ticket
 
 MUTATIONS = 10_000
 MEMORY_LIMIT = 16 << 20  # bytes; the damaged messages have some hundred each, all refusals are kept

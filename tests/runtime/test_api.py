@@ -10,17 +10,17 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from services.console.redis_server import RedisServer
-from services.protocol.config import ConfigError
+from services.config import ConfigError
+from services.console.local.redis_server import RedisServer
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from services.runtime.api import serve
-from services.runtime.auth import Tokens, api_tokens
 from services.runtime.entry import open_service
-from services.runtime.guard import BODY_LIMIT_BYTES
+from services.runtime.http.api import serve
+from services.runtime.http.authorization import BODY_LIMIT_BYTES
+from services.runtime.http.credentials import Tokens, api_tokens
 from services.runtime.loops import Loop
 from services.runtime.service import Service
-from tests.harness import small_config
+from services.store import Store
+from tests.support.harness import small_config
 
 TOKEN = {"Authorization": "Bearer test-token"}
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from services.console.redis_server import RedisServer
+from services.config import to_toml
+from services.console.local.redis_server import RedisServer
 from services.generator.pod import Pod
-from services.protocol.config import to_toml
-from services.protocol.store import Store
 from services.runtime.entry import leaving_at_once, open_service
-from tests.harness import save_tokenizer_folder, small_config
-from tests.scripted import ScriptedEngine
+from services.store import Store
+from tests.support.harness import save_tokenizer_folder, small_config
+from tests.support.scripted import ScriptedEngine
 
 LOADING = """
 import subprocess, sys, time
@@ -26,7 +26,7 @@ def load(*_):
     print("loading", flush=True)
     time.sleep(300)
 """
-GENERATOR = "from services.generator import __main__ as generator, pod\nfrom tests.scripted import ScriptedEngine\n"
+GENERATOR = "from services.generator import __main__ as generator, pod\nfrom tests.support.scripted import ScriptedEngine\n"
 PROGRAMS = {
     "entry": "from services.runtime import entry\nasync def work(_): load()\nsys.exit(entry.main('web', work))",
     "tokenizer": GENERATOR + "pod.load_tokenizer = load\nsys.exit(generator.main('generator', generator.generate))",

@@ -119,7 +119,7 @@ init_logger("vllm.v1.engine.core").info("not shown")
 """
     events = lines_of(f"""
 import os, subprocess, sys
-from services.generator.vllm_arguments import VLLM_LOGGING
+from services.generator.engines.vllm_arguments import VLLM_LOGGING
 os.environ |= {{"VLLM_LOGGING_CONFIG_PATH": str(VLLM_LOGGING), "VLLM_LOGGING_LEVEL": "WARNING"}}
 with structlog.contextvars.bound_contextvars(ticket="0-7"):
     logging.getLogger("vllm.engine").warning("here")

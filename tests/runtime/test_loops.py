@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from services.protocol.config import ConfigError
+from services.config import ConfigError
 from services.protocol.errors import DifferentRun, StoreError
-from services.protocol.store import Store
 from services.runtime import loops
 from services.runtime.loops import Fatal, Loop, end_tasks
+from services.store import Store
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.console.redis_server import RedisServer
-from services.protocol.config import RunConfig
-from services.protocol.store import Store
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
 from services.runtime.entry import Arguments, open_service, rest
-from services.runtime.processes import free_port
-from tests.harness import small_config, wait_until
+from services.runtime.process_tools import free_port
+from services.store import Store
+from tests.support.harness import small_config, wait_until
 
 
 @pytest.fixture

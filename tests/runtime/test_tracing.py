@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.observing import black_hole
-from services.protocol.config import ConfigError
+from services.config import ConfigError
 from services.runtime import tracing
 from services.runtime.tracing import OtlpTracing, Tracing, check_tracing, open_tracing
-from tests.harness import small_config, wait_until
-from tests.monitoring.collector import collecting
+from tests.support.collector import collecting
+from tests.support.harness import small_config, wait_until
 
 
 def test_off_by_default_and_then_nothing_is_imported_or_kept(tmp_path: Path) -> None:

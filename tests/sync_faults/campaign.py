@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-import services.trainer.wires as sending
-from services.console.redis_server import RedisServer
+import services.weights.transports as sending
+from services.console.local.redis_server import RedisServer
 from services.protocol.messages import Round
-from services.trainer.host_memory import lay_end_to_end
-from services.trainer.sync import SyncReport
-from tests.rounds_world import World, open_world
+from services.weights.host_memory import lay_end_to_end
+from services.weights.leader import SyncReport
+from tests.support.rounds_world import World, open_world
 from tests.sync_faults.faults import Fault
 from tests.sync_faults.member import digest
 from tests.sync_faults.members import Member

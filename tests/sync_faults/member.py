@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from services.generator.engine import TransferFailed, WeightsChanged
+from services.config import RunConfig, load
 from services.generator.metrics import GeneratorMetrics
-from services.generator.weights import WeightFollower
-from services.protocol.config import RunConfig, load
 from services.runtime import logs
-from services.runtime.checksums import Changed, check, checksums
-from services.runtime.collective import Deadline, broadcast, let_go
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
-from tests.scripted import ScriptedEngine
+from services.weights.checksums import Changed, check, checksums
+from services.weights.collective import Deadline, broadcast, let_go
+from services.weights.member import WeightFollower
+from services.weights.receiver import TransferFailed, WeightsChanged
+from tests.support.scripted import ScriptedEngine
 
 SAMPLE_S = 0.005
 

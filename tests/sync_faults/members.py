@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.protocol.config import RunConfig, to_toml
+from services.config import RunConfig, to_toml
 from services.runtime.portal import Portal
-from services.runtime.processes import die_with_parent
+from services.runtime.process_tools import die_with_parent
 from tests.faults.proxy import Proxy
 from tests.sync_faults.faults import Fault
 from tests.sync_faults.network import Loopback, Networks

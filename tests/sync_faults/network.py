@@ -12,7 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from services.runtime.processes import die_with_parent
+from services.runtime.process_tools import die_with_parent
 
 TRAINER, REDIS = "10.77.0.1", "10.77.0.2"
 NOBODY = "02:00:00:00:00:fe"  # a hardware address that nobody has

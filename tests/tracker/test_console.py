@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.console.plan import plan_units
-from tests.console.harness import config_file, grpo, log, steps
-from tests.harness import small_config
+from services.console.local.plan import plan_units
+from tests.support.console import config_file, grpo, log, steps
+from tests.support.harness import small_config
 
 
 def test_the_tracker_is_a_unit_only_where_one_is_asked_for(tmp_path: Path) -> None:

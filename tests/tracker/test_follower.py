@@ -17,17 +17,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.console.redis_server import RedisServer
-from services.protocol.config import ConfigError, RunConfig, digest, to_toml
-from services.protocol.store import Store
+from services.config import ConfigError, RunConfig, digest, to_toml
+from services.console.local.redis_server import RedisServer
 from services.runtime import tracking
 from services.runtime.loops import Loop
+from services.store import Store
 from services.tracker import follower
 from services.tracker.event_files import EventFiles
 from services.tracker.follower import Follower
 from services.tracker.metrics import TrackerMetrics
 from services.tracker.tracker import Record
-from tests.harness import small_config, wait_until
+from tests.support.harness import small_config, wait_until
 from tests.tracker.readers import read_tensorboard, read_wandb
 
 

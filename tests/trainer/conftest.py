@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.tiny import make_model
+from tests.support.tiny_model import make_model
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.protocol.config.loss import Loss
+from services.config.loss import Loss
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _policy(theta: list[Tensor], old: list[float], mu: list[float], a: float, co
             return [-a * min(max(r.item(), low), high) * now for r, now in zip(ratios, theta, strict=True)]
         case "dppo":
             return [_dppo(now, before, a, config) for now, before in zip(theta, mu, strict=True)]
-    assert config.policy == "tests.trainer.test_loss_custom:half"
+    assert config.policy == "tests.trainer.losses.test_custom:half"
     return [-a * now / 2 for now in theta]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.protocol.config.loss import Loss
+from services.config.loss import Loss
 from services.protocol.messages import Payload, Sample
 from tests.trainer import literal
 
@@ -21,7 +21,7 @@ VARIANTS: dict[str, Loss] = {
         "reinforce": {"policy": "reinforce", "denominator": "group", "correction_sequence_mask": [0.1, 3.0]},
         "dppo": {"policy": "dppo", "denominator": "constant", "denominator_tokens": 64, "divergence_bound": 0.003},
         "grpo": {"policy": "grpo", "denominator": "sequence", "correction_token_mask": [0.1, 5.0], "entropy_coefficient": 0.05},
-        "own": {"policy": "tests.trainer.test_loss_custom:half", "correction_variation_mask": 0.4, "denominator": "sequence"},
+        "own": {"policy": "tests.trainer.losses.test_custom:half", "correction_variation_mask": 0.4, "denominator": "sequence"},
     }.items()
 }
 """One mini-batch: those from behaviour have ratios of all sizes, the others have corrections of all sizes."""

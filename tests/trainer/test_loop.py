@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.trainer.loop import TrainLoop
-from services.trainer.policy import Trained
-from services.trainer.sync import Stopped
+from services.trainer.step.policy import Trained
+from services.weights.leader import Stopped
 
 
 class Interrupted(TrainLoop):

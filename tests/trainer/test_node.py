@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from services.console.redis_server import RedisServer
-from services.protocol.config import ConfigError, RunConfig, to_toml
-from services.protocol.store import Store
+from services.config import ConfigError, RunConfig, to_toml
+from services.console.local.redis_server import RedisServer
+from services.runtime.child_processes import PodPlan, Unit, UnitPlan, rank_environment
 from services.runtime.entry import Arguments
-from services.runtime.units import PodPlan, Unit, UnitPlan, rank_environment
+from services.store import Store
 from services.trainer.node import Node, _see_through
-from tests.harness import small_config, wait_until
+from tests.support.harness import small_config, wait_until
 
 LAST = "import time; time.sleep(60)"
 OBSTINATE = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"

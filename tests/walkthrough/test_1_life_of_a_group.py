@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.console.audit import audit
+from services.console.commands.audit import audit
 from services.protocol.messages import Ticket
-from services.protocol.store import Settlement, Store
-from tests.protocol.flow import TTL_S, header, payload_bytes, plan
+from services.store import Settlement, Store
+from tests.support.flow import TTL_S, header, payload_bytes, plan
 
 
 async def test_a_group_lives_in_exactly_one_place_at_a_time(store: Store) -> None:

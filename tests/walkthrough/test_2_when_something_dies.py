@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.console.audit import audit
+from services.console.commands.audit import audit
 from services.protocol.errors import Fenced
-from services.protocol.store import Store
-from tests.harness import ticket
-from tests.protocol.flow import buffer, claim, issue, prepare, start, submit
+from services.store import Store
+from tests.support.flow import buffer, claim, issue, prepare, start, submit
+from tests.support.harness import ticket
 
 
 async def test_a_generator_dies_and_another_finishes_its_ticket(store: Store) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from services.protocol.config import RunConfig
-from tests.scripted import ScriptedEngine
+from services.config import RunConfig
+from tests.support.scripted import ScriptedEngine
 
 LEARNT = 100  # version from which nearly all answers are right
 

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from services.protocol.config import RunConfig
-from services.protocol.store import Store
+from services.config import RunConfig
+from services.store import Store
 from services.web.serving import show
-from tests.harness import wait_until
+from tests.support.harness import wait_until
 
 
 @contextlib.asynccontextmanager

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.console.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
-from services.protocol.store import Store
 from services.runtime.loops import Loop
+from services.store import Store
 from services.web.feed import MAX_WATCHERS
 from services.web.pages import POLICY, STATIC
 from services.web.watch import Watch
-from tests.harness import small_config, wait_until
-from tests.protocol.flow import start
+from tests.support.flow import start
+from tests.support.harness import small_config, wait_until
 from tests.web.served import served
 
 TOKEN = {"Authorization": "Bearer test-token"}

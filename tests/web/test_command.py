@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.console.commands.web import web
 from services.console.errors import ConsoleError
-from services.console.plan import plan_units
-from services.console.redis_server import RedisServer
-from services.console.web import web
-from services.protocol.store import Store
-from tests.console.harness import config_file, environment, grpo, log, processes_of, wait_until
-from tests.harness import small_config
+from services.console.local.plan import plan_units
+from services.console.local.redis_server import RedisServer
+from services.store import Store
+from tests.support.console import config_file, environment, grpo, log, processes_of, wait_until
+from tests.support.harness import small_config
 
 
 def test_the_page_is_a_unit_only_where_one_is_asked_for_and_the_run_can_do_without_it(tmp_path: Path) -> None:

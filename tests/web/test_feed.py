@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from services.web.feed import EventResponse, Feed
-from tests.harness import wait_until
+from tests.support.harness import wait_until
 
 SCOPE: Scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
 

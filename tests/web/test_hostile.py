@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from services.console.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer
 from services.protocol import codec
 from services.protocol.messages import Payload, PodStatus
-from services.protocol.store import Store
-from tests.harness import save_tokenizer_folder, small_config
-from tests.protocol.flow import claim, header, issue, settle, start
+from services.store import Store
+from tests.support.flow import claim, header, issue, settle, start
+from tests.support.harness import save_tokenizer_folder, small_config
 from tests.web import browser as browsers
 from tests.web.browser import PAGES, chromium, go, opened
 from tests.web.served import served

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.protocol.config import load_resolved, to_toml
-from services.protocol.store import RunState, Store
-from services.runtime.auth import redis_login
-from services.runtime.processes import free_port
-from tests.harness import save_model_folder, small_config
+from services.config import load_resolved, to_toml
+from services.runtime.http.credentials import redis_login
+from services.runtime.process_tools import free_port
+from services.store import RunState, Store
+from tests.support.harness import save_model_folder, small_config
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ def buffer(
     as_json: Json = False,
 ) -> int:
     """The replay table: how full it is, how it is drawn from, and its groups."""
-    from services.console import inspect_verbs
+    from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.buffer(run, redis_url, sort, reverse, offset, limit, as_json))
 
@@ -48,7 +48,7 @@ def group(
     as_json: Json = False,
 ) -> int:
     """One group: where it is or how it ended, its prompt, completions, scores and advantages."""
-    from services.console import inspect_verbs
+    from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.group(run, redis_url, ticket, offset, limit, as_json))
 
@@ -63,7 +63,7 @@ def step(
     as_json: Json = False,
 ) -> int:
     """One step: the groups it trains on and how they are laid out; of a retired one, its metrics."""
-    from services.console import inspect_verbs
+    from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.step(run, redis_url, number, offset, limit, as_json))
 
@@ -71,7 +71,7 @@ def step(
 @inspect_app.command()
 def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Where all tickets are and how they ended, counted in one instant; `grpo audit` judges it too."""
-    from services.console import inspect_verbs
+    from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.ledger(run, redis_url, as_json))
 
@@ -86,7 +86,7 @@ def deadletter(
     as_json: Json = False,
 ) -> int:
     """What failed for good, and why."""
-    from services.console import inspect_verbs
+    from services.console.inspect import verbs as inspect_verbs
 
     if id:
         return finish(inspect_verbs.dead_letter(run, redis_url, id, as_json))
@@ -107,6 +107,6 @@ def requeue(
     Those that never counted as failed, or whose ticket is elsewhere by now, stay, each with its reason; exit code 1 says that
     none was put back.
     """
-    from services.console import inspect_verbs
+    from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.requeue(run, redis_url, ids or [], everything, reason, as_json))

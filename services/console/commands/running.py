@@ -30,8 +30,8 @@ def run(
     Everything lies in run.dir/run.name: config.toml, logs/, checkpoints/, metrics.jsonl, summary.json, report.png.
     Ctrl-C stops the run in order; a second one ends it at once.
     """
-    from services.console.run import Options
-    from services.console.run import run as run_here
+    from services.console.local.run import Options
+    from services.console.local.run import run as run_here
 
     return run_here(Options(file, overrides or [], redis_url, screen, fresh, resume, web))
 
@@ -46,7 +46,7 @@ def smoke(
 
     It watches and changes nothing. Exit code 1 says that the run did not get on in time, and why.
     """
-    from services.console import smoke as smoking
+    from services.console.commands import smoke as smoking
 
     return finish(smoking.smoke(run, redis_url, steps, limit_s))
 
@@ -61,8 +61,8 @@ def acl(
 
     `grpo run` makes its own server know them; elsewhere give them to the server, and each pod the password of its kind.
     """
-    from services.console.secrets import user_passwords
-    from services.protocol.acl import users as lines
+    from services.console.local.secrets import user_passwords
+    from services.store.acl import users as lines
 
     for line in lines(run, user_passwords(users)):
         print(line)
@@ -104,13 +104,13 @@ def config(
     Or, with --explain, every key that there is.
     """
     if explain:
-        from services.console import explain as explanation
+        from services.config import explain as explanation
 
         print(explanation.as_json() if as_json else explanation.as_text())
         return EXIT_OK
     if file is None:
         raise ConsoleError("give a configuration file, or --explain", EXIT_CONFIG)
-    from services.protocol.config import load, to_toml
+    from services.config import load, to_toml
 
     loaded = load(file, overrides or [])
     print(loaded.model_dump_json(indent=2) if as_json else to_toml(loaded).rstrip())

@@ -29,7 +29,8 @@ def pause(
     and their tickets handed back with the tokens made so far (abort); dataprep and trainer halt between two steps. With --wait,
     exit code 1 says that somebody has not followed by then.
     """
-    from services.console import steer, verbs
+    from services.console.commands import over_http as steer
+    from services.console.commands import verbs
 
     roles = verbs.roles(role, mode)
     if api:
@@ -47,7 +48,8 @@ def resume(
     ca_file: CaFile = "",
 ) -> int:
     """Let a paused role go on. With --wait, exit code 1 says who has not followed by then."""
-    from services.console import steer, verbs
+    from services.console.commands import over_http as steer
+    from services.console.commands import verbs
 
     roles = verbs.roles(role)
     if api:
@@ -69,8 +71,8 @@ def scale(
 
     New ones start and join the next weight sync; the last ones finish what they do, or hand it back, and end.
     """
-    from services.console import scale as scaling
-    from services.console import steer
+    from services.console.commands import over_http as steer
+    from services.console.commands import scale as scaling
 
     if api:
         return steer.scale(steer.Endpoint(api, token_file, ca_file), run, number, why)
@@ -86,7 +88,7 @@ def drain(
 
     Whoever starts generators may start it again: `grpo scale` is for fewer of them.
     """
-    from services.console import steer
+    from services.console.commands import over_http as steer
 
     return finish(steer.drain(pod, run, wait))
 
@@ -101,7 +103,7 @@ def checkpoint(
 
     A step that is being trained is trained to its end first. With --wait, exit code 1 says that it could not be written.
     """
-    from services.console import checkpoints as verbs
+    from services.console.commands import checkpoints as verbs
 
     return finish(verbs.checkpoint(run, redis_url, why, wait))
 
@@ -115,7 +117,7 @@ def restore(
 
     What came after is trained anew, with the same prompts in the same order.
     """
-    from services.console import checkpoints as verbs
+    from services.console.commands import checkpoints as verbs
 
     return finish(verbs.restore(step, run, redis_url))
 
@@ -128,7 +130,8 @@ def stop(
     The trainer finishes its step, saves and ends the run. To go on later, press Ctrl-C in `grpo run` instead. --api is
     dataprep's.
     """
-    from services.console import steer, verbs
+    from services.console.commands import over_http as steer
+    from services.console.commands import verbs
 
     if api:
         return steer.stop(steer.Endpoint(api, token_file, ca_file), run, why)

@@ -12,7 +12,7 @@ from services.console.options import Json, RedisUrl, Run
 
 def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Show a run's state, last step and pods."""
-    from services.console import verbs
+    from services.console.commands import verbs
 
     return finish(verbs.status(run, redis_url, as_json))
 
@@ -27,7 +27,7 @@ def web(
 
     It prints the address and serves the page until Ctrl-C. Buttons need the run's token.
     """
-    from services.console import web as page
+    from services.console.commands import web as page
 
     return finish(page.web(run, redis_url, host, port))
 
@@ -37,7 +37,7 @@ def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int
 
     The run may be live, stopped or finished; exit code 1 says that a ticket was lost or doubled, or that slots leak.
     """
-    from services.console import verbs
+    from services.console.commands import verbs
 
     return finish(verbs.audit(run, redis_url, as_json))
 
@@ -51,6 +51,6 @@ def checkpoints(
 
     Exit code 1 says that one cannot be taken up; --verify finds damage in files.
     """
-    from services.console import checkpoints as verbs
+    from services.console.commands import checkpoints as verbs
 
     return verbs.checkpoints(run, as_json, verify)

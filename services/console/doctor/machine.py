@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from services.config import RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.errors import ConsoleError
-from services.console.plan import sharing, visible_gpus
-from services.protocol.config import RunConfig
+from services.console.local.plan import sharing, visible_gpus
 
 GIBIBYTE = 2**30
 SHARED_BYTES = 64 * 2**20  # what vLLM's and torch's processes exchange on a CPU; Docker's default

@@ -1,6 +1,6 @@
 """One of the two processes of `grpo doctor --listen` and `--reach`: a collective between two machines, tried for real.
 
-Guarantees: the same meeting place and gloo group as weight-sync rounds make (services/runtime/collective.py), then NCCL where
+Guarantees: the same meeting place and gloo group as weight-sync rounds make (services/weights/collective.py), then NCCL where
 both have a GPU; a line of JSON for every part that was tried, and none after the first that failed. Whoever started it ends it
 when its time is over, as NCCL itself may wait for ever. Torch is imported when it runs.
 """
@@ -21,7 +21,7 @@ LOOK_S = 0.1
 
 def main(role: str, host: str, port: str, wait_s: str, limit_s: str) -> int:
     """Listen at `host`, or reach the one who does; exit code 1 when a part failed."""
-    from services.runtime.collective import absent, arrive, join_store, make_group, open_store
+    from services.weights.collective import absent, arrive, join_store, make_group, open_store
 
     rank, limit = int(role == "reach"), float(limit_s)
     try:

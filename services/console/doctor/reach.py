@@ -15,9 +15,9 @@ import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
+from services.config import RunConfig
 from services.console.doctor import Finding, fault, ok
 from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.protocol.config import RunConfig
 
 WAIT_S = 300.0  # for the other to come: time to go there and type
 START_S = 120.0  # to import torch, on a cold disk

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
+from services.config import RunConfig
 from services.console.client import ApiError, Client
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.printable import printable
-from services.protocol.config import RunConfig
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
-from services.protocol.store import Store
-from services.runtime.auth import redis_login
+from services.runtime.http.credentials import redis_login
+from services.store import Store
 
 NEEDED = ("dataprep", "trainer", "generator")
 MOST_PODS = 64  # that are asked one by one; of a fleet of hundreds, Prometheus tells who cannot be reached

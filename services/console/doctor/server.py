@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.config import ConfigError, RunConfig
 from services.console.doctor import Finding, fault, note, ok, told
-from services.console.redis_server import find_server
-from services.protocol.acl import GRANTS
-from services.protocol.client import Login, Node, ask_nodes
-from services.protocol.cluster import in_cluster
-from services.protocol.config import ConfigError, RunConfig
+from services.console.local.redis_server import find_server
 from services.protocol.errors import StoreError
 from services.protocol.shards import shards
-from services.protocol.store import Store
-from services.runtime.auth import redis_login, redis_password
+from services.runtime.http.credentials import redis_login, redis_password
+from services.store import Store
+from services.store.acl import GRANTS
+from services.store.connection.client import Login, Node, ask_nodes
+from services.store.connection.cluster import in_cluster
 
 SKEW_S = 1.0  # beyond, times in logs and metrics of different machines cannot be compared; leases go by the server's clock alone
 SLOW_S = 0.02  # of a round trip: each hand-over takes some

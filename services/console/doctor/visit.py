@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
+from services.config import RunConfig, load
 from services.console.doctor import Finding, gathered, machine, release, server, work
 from services.console.doctor import reach as collective
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
-from services.console.folder import split_password
-from services.console.plan import visible_gpus
+from services.console.local.folder import split_password
+from services.console.local.plan import visible_gpus
 from services.console.printable import cell, safe_json
-from services.protocol.config import RunConfig, load
 from services.runtime.entry import CONFIG_ENV
 
 

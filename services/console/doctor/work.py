@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from services.config import ConfigError, RunConfig
+from services.config.data import FileSource, Source
+from services.config.model_files import check_model, largest_token_id
 from services.console.doctor import Finding, fault, note, ok, told
-from services.protocol.config import ConfigError, RunConfig
-from services.protocol.config.data import FileSource, Source
-from services.protocol.model_files import check_model, largest_token_id
-from services.runtime.auth import api_tokens
+from services.runtime.http.credentials import api_tokens
 from services.runtime.tracking import check_tracking
 
 VERIFIER_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
@@ -96,7 +96,7 @@ def verifiers(config: RunConfig) -> Iterator[Finding]:
 
 def secrets(config: RunConfig, environ: Mapping[str, str], own: bool) -> Iterator[Finding]:
     """Trackers' keys; tokens and certificates of the endpoints, which `grpo run` makes for its `own` run."""
-    from services.runtime.certificate import load_certificate
+    from services.runtime.http.certificate import load_certificate
 
     try:
         check_tracking(config, environ)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.protocol.config.loss import Loss
+from services.config.loss import Loss
 from services.trainer.losses.tokens import Tokens, response_mean
 
 MAX_LOG_CORRECTION = 10.0

@@ -14,8 +14,8 @@ from functools import cache
 
 import torch
 
-from services.protocol.config import ConfigError
-from services.protocol.config.loss import POLICIES, Loss
+from services.config import ConfigError
+from services.config.loss import POLICIES, Loss
 from services.trainer.losses.policies import POLICY_LOSSES, PolicyLoss
 from services.trainer.losses.tokens import PolicyTerm, Tokens
 

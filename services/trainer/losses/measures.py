@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.protocol.config.loss import Loss
+from services.config.loss import Loss
 from services.trainer.losses.correction import Correction
 from services.trainer.losses.kl import ESTIMATORS, reference_kl
 from services.trainer.losses.tokens import PolicyTerm, Tokens

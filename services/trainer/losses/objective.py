@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.protocol.config.loss import Loss
+from services.config.loss import Loss
 from services.trainer.losses.correction import correct, counted
 from services.trainer.losses.custom import find
 from services.trainer.losses.kl import reference_kl

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from services.protocol.config.loss import Loss
+from services.config.loss import Loss
 from services.trainer.losses.tokens import PolicyTerm, Tokens, bounded, response_mean
 
 PolicyLoss = Callable[[Tokens, Loss], PolicyTerm]

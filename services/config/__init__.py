@@ -1,0 +1,11 @@
+"""The configuration of a run, one frozen model.
+
+Guarantees: a configuration that loads is complete and consistent; every key is documented (the docstring is the help
+text) and read somewhere; an unknown key, a wrong value, an impossible combination or a key that nothing reads beside the
+others is a `ConfigError` that names the key, the value and the remedy.
+"""
+
+from services.config.load import ConfigError, digest, load, load_resolved, to_toml
+from services.config.root import RunConfig
+
+__all__ = ["ConfigError", "RunConfig", "digest", "load", "load_resolved", "to_toml"]

@@ -1,0 +1,151 @@
+"""The rules that span sections: which combinations of keys make a run that goes on, and mean something."""
+
+from __future__ import annotations
+
+from services.config.data import check_verifiers
+from services.config.evaluation import check_evaluation
+from services.config.generation import check_sync
+from services.config.loss import check_loss
+from services.config.root import RunConfig
+
+
+def check(config: RunConfig) -> None:
+    """Raise ValueError with the keys, their values and the remedy for the first fault."""
+    _check_room(config)
+    _check_replay(config)
+    _check_training(config)
+    check_loss(config.loss, config.advantage.kind)
+    check_sync(config.sync)
+    _check_pods(config)
+    check_verifiers(config.verifiers, [*config.data.sources, *config.evaluation.sources])
+    _check_rewards(config)
+    check_evaluation(
+        config.evaluation, config.sampling, config.data.max_prompt_tokens, config.model.max_tokens, config.generator.count
+    )
+
+
+def _check_room(config: RunConfig) -> None:
+    """Whether sequences fit into model and rows, and steps into the table."""
+    longest, row_tokens = config.max_sequence_tokens, config.trainer.row_tokens
+    if longest > config.model.max_tokens:
+        raise ValueError(
+            f"data.max_prompt_tokens + sampling.max_tokens = {longest} exceeds model.max_tokens = {config.model.max_tokens}: "
+            "lower one of the two or raise model.max_tokens"
+        )
+    if longest > row_tokens:
+        raise ValueError(
+            f"trainer.row_tokens = {row_tokens} is shorter than the longest sequence, "
+            f"data.max_prompt_tokens + sampling.max_tokens = {longest}: raise trainer.row_tokens"
+        )
+    per_step, capacity, mini_batches = config.admission.prompts_per_step, config.replay.capacity, config.trainer.mini_batches
+    if capacity < per_step:
+        raise ValueError(
+            f"replay.capacity = {capacity} cannot hold a step of admission.prompts_per_step = {per_step} groups: "
+            "raise replay.capacity"
+        )
+    if mini_batches > per_step:
+        raise ValueError(
+            f"trainer.mini_batches = {mini_batches} exceeds admission.prompts_per_step = {per_step}: "
+            "a mini-batch holds at least one group, lower it"
+        )
+
+
+def _check_replay(config: RunConfig) -> None:
+    """Whether the replay table makes a run that goes on."""
+    replay, admission, slots = config.replay, config.admission, config.slots
+    if replay.max_uses > admission.max_staleness + 1:
+        raise ValueError(
+            f"replay.max_uses = {replay.max_uses} cannot be reached: a group is at most admission.max_staleness = "
+            f"{admission.max_staleness} steps old; lower replay.max_uses to {admission.max_staleness + 1} "
+            "or raise admission.max_staleness"
+        )
+    if replay.max_uses == 0 and replay.sampler == "fifo":
+        raise ValueError(
+            'replay.sampler = "fifo" needs replay.max_uses >= 1: without it the same oldest groups would be drawn for ever'
+        )
+    if replay.max_uses == 0 and not replay.samples_per_insert:
+        raise ValueError(
+            "replay.max_uses = 0 needs replay.samples_per_insert >= 1: else nothing says how many prompts are to be generated"
+        )
+    if replay.samples_per_insert and replay.samples_per_insert < 1:
+        raise ValueError(
+            f"replay.samples_per_insert = {replay.samples_per_insert} would generate groups that no step trains on: "
+            "set 1 or more, or 0 for no limiter"
+        )
+    if replay.max_uses and replay.samples_per_insert > replay.max_uses:
+        raise ValueError(
+            f"replay.samples_per_insert = {replay.samples_per_insert} cannot be reached with replay.max_uses = "
+            f"{replay.max_uses}: lower it, or raise replay.max_uses"
+        )
+    if replay.error_buffer and replay.error_buffer < config.smallest_error_buffer:
+        raise ValueError(
+            f"replay.error_buffer = {replay.error_buffer} could refuse a step and an insert at once: set at least "
+            f"{config.smallest_error_buffer} (half of admission.prompts_per_step + replay.samples_per_insert), or 0 for that"
+        )
+    if replay.min_size > min(replay.capacity, slots):
+        raise ValueError(
+            f"replay.min_size = {replay.min_size} cannot be reached: the table holds replay.capacity = {replay.capacity} "
+            f"groups and the run has {slots} slots, (admission.max_staleness + 1) x admission.prompts_per_step; lower it"
+        )
+
+
+def _check_training(config: RunConfig) -> None:
+    """Whether model, reference, optimizer and trainer go together."""
+    trainer, optimizer, reference, beta = config.trainer, config.optimizer, config.reference, config.loss.kl_beta
+    if trainer.offload and trainer.zero_stage == 0:
+        raise ValueError("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one, or trainer.offload = false")
+    if trainer.ranks % trainer.sequence_parallel:
+        raise ValueError(
+            f"trainer.ranks = {trainer.ranks} cannot be split into teams of trainer.sequence_parallel = "
+            f"{trainer.sequence_parallel}: set a multiple of it"
+        )
+    if beta > 0 and reference.kind == "none":
+        raise ValueError(
+            f'loss.kl_beta = {beta} needs a reference policy, but reference.kind = "none": set "frozen" or "polyak", '
+            "or loss.kl_beta = 0"
+        )
+    if config.lora.rank and reference.kind == "polyak":
+        raise ValueError(
+            f'lora.rank = {config.lora.rank} and reference.kind = "polyak" do not go together: the average of adapters is '
+            'not that of the weights they make; set reference.kind = "frozen", or lora.rank = 0'
+        )
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step of run.steps = {config.run.steps} for "
+            f'optimizer.schedule = "{optimizer.schedule}": lower it'
+        )
+
+
+def _check_pods(config: RunConfig) -> None:
+    """Whether pods are told apart from dead ones, and can speak TLS."""
+    fleet, api = config.fleet, config.api
+    if fleet.ttl_s <= 2 * fleet.heartbeat_s:
+        raise ValueError(
+            f"fleet.ttl_s = {fleet.ttl_s} must be more than twice fleet.heartbeat_s = {fleet.heartbeat_s}, "
+            "else one late heartbeat removes a pod"
+        )
+    if bool(api.certificate_file) != bool(api.key_file):
+        raise ValueError(
+            f"api.certificate_file = {api.certificate_file!r} and api.key_file = {api.key_file!r} go together: "
+            "set both for TLS, or neither"
+        )
+
+
+def _check_rewards(config: RunConfig) -> None:
+    """Whether verifiers can score, and a share of the largest reward means something where it is asked for."""
+    for verifier in config.verifiers:
+        if verifier.kind == "regex" and not verifier.pattern:
+            raise ValueError('verifiers: kind "regex" needs `pattern`')
+    if solved := config.filters.exclude_pass_rate:
+        for source in config.data.sources:
+            if not config.largest_reward(source.name):
+                raise ValueError(
+                    f'filters.exclude_pass_rate = {solved} has no meaning for the prompt source "{source.name}", whose largest '
+                    "reward is 0: give it a verifier of positive weight, or remove the key"
+                )
+    for source in config.evaluation.sources:
+        if not config.largest_reward(source.name):
+            raise ValueError(
+                f'the largest reward of evaluation source "{source.name}" is 0, so every completion would count as correct: '
+                "give it a verifier of positive weight"
+            )

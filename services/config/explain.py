@@ -1,0 +1,75 @@
+"""`grpo config`: a configuration as services will read it, and every key that there is, from the models' docstrings."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from services.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration."""
+
+    key: str
+    type: str
+    default: str  # as TOML; empty for a required key
+    help: str
+
+
+def keys() -> list[Key]:
+    """Every key, in the order of the models."""
+    return list(_keys(RunConfig, ""))
+
+
+def as_text() -> str:
+    """Every key with its type, default and meaning."""
+    return "\n".join(
+        f"{key.key}: {key.type}{f' = {key.default}' if key.default else '  (required)'}\n    {key.help}" for key in keys()
+    )
+
+
+def as_json() -> str:
+    """The same as a JSON list."""
+    return msgspec.json.format(msgspec.json.encode([asdict(key) for key in keys()]), indent=2).decode()
+
+
+def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in model.model_fields.items():
+        models, listed = _models(field.annotation)
+        if not models:
+            yield Key(prefix + name, _type(field.annotation), _default(field), field.description or "")
+        for each in models:
+            kind = f"({_type(each.model_fields['kind'].annotation)})" if len(models) > 1 else ""
+            yield from _keys(each, f"{prefix}{name}{'[]' if listed else ''}{kind}.")
+
+
+def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+    """The sections an annotation names, and whether it is a list of them."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
+        return [annotation], False
+    found = [model for part in typing.get_args(annotation) for model in _models(part)[0]]
+    return found, bool(found) and typing.get_origin(annotation) is list
+
+
+def _type(annotation: Any) -> str:
+    if typing.get_origin(annotation) is Literal:
+        return " | ".join(msgspec.json.encode(value).decode() for value in typing.get_args(annotation))
+    if isinstance(annotation, types.GenericAlias):
+        return str(annotation).replace("typing.", "")
+    return annotation.__name__
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return ""
+    return msgspec.json.encode(field.default).decode()

@@ -1,0 +1,67 @@
+"""What a model's folder says about itself, read as JSON, and what its training needs: enough to refuse a run before anything
+is loaded.
+
+Guarantees: no torch and no transformers are imported; a file that is not there is not judged, since whoever needs it says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from services.config import ConfigError, RunConfig
+
+
+def check_model(config: RunConfig) -> None:
+    """Refuse a model that cannot work with its tokenizer or with `trainer.sequence_parallel`, and adapters without peft.
+
+    A hub name is not looked up.
+    """
+    if config.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"lora.rank = {config.lora.rank} needs peft: pip install 'grpo[trainer]', or set lora.rank = 0")
+    folder = Path(config.model.path)
+    text = _read(folder / "config.json")
+    text = text.get("text_config", text)
+    _check_vocabulary(folder, text.get("vocab_size"))
+    _check_heads(config, text)
+
+
+def largest_token_id(folder: Path) -> int:
+    """The largest id that the tokenizer in `folder` gives, or -1 if `tokenizer.json` names none."""
+    tree = _read(folder / "tokenizer.json")
+    vocabulary = tree.get("model", {}).get("vocab", {})
+    # A unigram model lists its tokens in the order of their ids; others map tokens to ids.
+    ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
+    return max(ids + [token["id"] for token in tree.get("added_tokens") or []], default=-1)
+
+
+def _check_vocabulary(folder: Path, size: int | None) -> None:
+    largest = largest_token_id(folder)
+    if size is not None and largest >= size:
+        raise ConfigError(
+            f"model.path = {str(folder)!r}: its tokenizer gives token ids up to {largest}, but config.json has vocab_size = "
+            f"{size}: use the tokenizer that the model was trained with, or enlarge the model's embedding"
+        )
+
+
+def _check_heads(config: RunConfig, text: dict[str, Any]) -> None:
+    width, heads = config.trainer.sequence_parallel, text.get("num_attention_heads")
+    if width == 1 or heads is None:
+        return
+    shared = text.get("num_key_value_heads") or heads
+    if heads % width or (shared % width and width % shared):
+        raise ConfigError(
+            f"trainer.sequence_parallel = {width} cannot share out the {heads} attention heads and {shared} key/value heads of "
+            f"model.path = {config.model.path!r}: set a divisor of both"
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is not JSON: {error}") from None

@@ -1,0 +1,25 @@
+"""Experiment trackers beside the run's own files (docs/metrics.md). They follow the run from outside and never hold it up."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.config.base import Section
+
+
+class Tracking(Section):
+    """Trackers that are given every recorded step and evaluation round; they need the extra `tracking` (docs/metrics.md)."""
+
+    tensorboard: bool = False
+    """Write TensorBoard's event files to run.dir/run.name/tracking/tensorboard."""
+    wandb: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,128}$")
+    """Project at Weights & Biases; empty: none."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """`offline` writes to run.dir/run.name/tracking/wandb, for `wandb sync`; `online` sends, and needs a key and a network."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers that are asked for."""
+        return ("tensorboard",) * self.tensorboard + ("wandb",) * bool(self.wandb)

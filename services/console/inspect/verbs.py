@@ -1,0 +1,126 @@
+"""`grpo inspect` and `grpo replay`: each one look into a run, straight from its Redis. Returns the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+from rich.console import Console, RenderableType
+
+from services.console.attach import Attached, attach
+from services.console.commands.audit import as_table
+from services.console.commands.audit import audit as count
+from services.console.commands.verbs import existing, later, print_json
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.inspect import tables
+from services.console.printable import safe_json
+from services.operations.inspection import Answer
+from services.operations.inspection import deadletters as letters
+from services.operations.inspection.buffer import look_at_buffer
+from services.operations.inspection.group import look_at_group
+from services.operations.inspection.step import look_at_step
+from services.operations.inspection.text import TextReader
+from services.protocol.errors import NotFound
+from services.store.calls.inspection import Sort
+
+PIPE_COLUMNS = 200  # width of what no terminal shows
+
+
+@contextlib.asynccontextmanager
+async def _looking(run: str, redis_url: str) -> AsyncIterator[Attached]:
+    """A run that exists; what is not in it is an error of one line."""
+    async with attach(run, redis_url) as attached:
+        await existing(attached)
+        try:
+            yield attached
+        except NotFound as error:
+            raise ConsoleError(f"run {attached.name}: {error}", EXIT_CONFIG) from None
+
+
+async def buffer(run: str, redis_url: str, sort: Sort, reverse: bool, offset: int, limit: int, as_json: bool) -> int:
+    """Show the replay table and a page of its groups."""
+    async with _looking(run, redis_url) as attached:
+        found = await look_at_buffer(attached.store, sort, offset, limit, reverse)
+    _show(found, tables.buffer_table(found), as_json)
+    return EXIT_OK
+
+
+async def group(run: str, redis_url: str, ticket: str, offset: int, limit: int, as_json: bool) -> int:
+    """Show a group, where it is and what is in it."""
+    async with _looking(run, redis_url) as attached:
+        config = attached.config
+        reader = TextReader(config.model.path if config else None)
+        found = await look_at_group(attached.store, ticket, reader, config.advantage.kind if config else None, offset, limit)
+    _show(found, tables.group_tables(found), as_json)
+    return EXIT_OK
+
+
+async def step(run: str, redis_url: str, number: int, offset: int, limit: int, as_json: bool) -> int:
+    """Show a step's plan, or its metrics once the plan is gone."""
+    async with _looking(run, redis_url) as attached:
+        row_tokens = attached.config.trainer.row_tokens if attached.config else None
+        found = await look_at_step(attached.store, number, row_tokens, offset, limit)
+    _show(found, tables.step_tables(found), as_json)
+    return EXIT_OK
+
+
+async def ledger(run: str, redis_url: str, as_json: bool) -> int:
+    """Show the counts of an audit."""
+    async with _looking(run, redis_url) as attached:
+        found = await count(attached.store)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        console().print(as_table(found))
+    return EXIT_OK
+
+
+async def dead_letters(run: str, redis_url: str, limit: int, before: str, as_json: bool) -> int:
+    """List dead letters, the last one first."""
+    async with _looking(run, redis_url) as attached:
+        found = await letters.look_at_dead_letters(attached.store, limit, before)
+    _show(found, tables.dead_letters_table(found), as_json)
+    return EXIT_OK
+
+
+async def dead_letter(run: str, redis_url: str, id: str, as_json: bool) -> int:
+    """Show what is in a dead letter."""
+    async with _looking(run, redis_url) as attached:
+        found = await letters.look_at_dead_letter(attached.store, id)
+    _show(found, tables.dead_letter_table(found), as_json)
+    return EXIT_OK
+
+
+async def requeue(run: str, redis_url: str, ids: Sequence[str], everything: bool, reason: str, as_json: bool) -> int:
+    """Put dead letters back; exit code 1 when none could be."""
+    if (bool(ids), everything, bool(reason)).count(True) != 1:
+        raise ConsoleError(
+            "give either ids of dead letters (see grpo inspect deadletter), or --reason TEXT, or --all", EXIT_CONFIG
+        )
+    async with _looking(run, redis_url) as attached:
+        state = await existing(attached)
+        found = await letters.requeue(attached.store, ids or None, reason)
+        if state.ended and not found.requeued:
+            over = state.finished or f"stopping: {state.stopping}"
+            raise ConsoleError(f"run {attached.name} issues no more tickets ({over}): nothing can be requeued", EXIT_CONFIG)
+    if as_json:
+        _show(found, "", True)
+    else:
+        console().print(tables.requeue_table(found))
+        print(f"run {attached.name}: {len(found.requeued)} requeued, {len(found.refused)} refused{later(attached)}")
+    return EXIT_FAILED if found.refused and not found.requeued else EXIT_OK
+
+
+def _show(answer: Answer, table: RenderableType, as_json: bool) -> None:
+    if as_json:
+        print(safe_json(answer.model_dump_json(indent=2)))
+    else:
+        console().print(table)
+
+
+def console() -> Console:
+    """For tables: as wide as the terminal, or wide where there is none."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else PIPE_COLUMNS, highlight=False, markup=False, emoji=False)

@@ -1,0 +1,263 @@
+"""The one-machine launcher: keeps a run's services and its Redis server alive until the run is over.
+
+Guarantees: a service that dies is started again, or the run ends with the reason (supervision.py); nobody is started again
+once the run is finished or was asked to stop; when `run` returns, no service of the run is left. There are as many generators
+as are wanted (plan.py): new ones start, the last ones drain, which is no death.
+Waits for: services, the run's state, signals. Unblocked by: a tick of `TICK_S`; no wait is longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.console.errors import EXIT_OK, EXIT_REDIS, EXIT_STOPPED
+from services.console.local import supervision
+from services.console.local.display import Display
+from services.console.local.mirror import Mirror
+from services.console.local.plan import wanted_generators
+from services.console.local.redis_server import RedisServer
+from services.operations import figures
+from services.operations.observe import LOOK_EVERY_S, Look, Observer
+from services.protocol.errors import StoreError
+from services.runtime.child_processes import Unit, UnitPlan
+
+TICK_S = 0.1
+OWN_END_S = 25.0  # how long services may take to end by themselves once the run is finished
+WAIT_TOLD_S = 3.0  # after which a wait for them is told: most ends take less
+REDIS_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the launcher ended: `finished`, `stopped` or `failed`."""
+
+    status: str
+    message: str
+    code: int
+
+
+class Launcher:
+    """Supervises the units of `plan`, which gives those of a run with so many generators; `count` and `most` bound these."""
+
+    def __init__(
+        self, plan: Callable[[int], Sequence[UnitPlan]], count: int, most: int | None, observer: Observer, mirror: Mirror,
+        evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
+        server: RedisServer | None,
+    ) -> None:  # fmt: skip
+        """`count`: generators as long as nobody wants another number. `most`: those there is room for; None: no bound."""
+        self.observer, self.display, self.server = observer, display, server
+        self.mirror, self.evaluations = mirror, evaluations
+        self._plan, self._count, self._most = plan, count, most
+        self._logs, self._environ, self._lock_fd = logs, environ, lock_fd
+        self.units: list[Unit] = []
+        self.restarts = {"redis": 0} if server else {}
+        self._generators = -1  # wanted when that was last looked at
+        self._records: dict[str, supervision.Record] = {}
+        self._died: dict[str, float] = {}  # unit -> when it was seen dead, until that is decided upon
+        self._due: dict[str, float] = {}  # unit -> when it starts again
+        self._redis_failures = 0
+        self._outcome: Outcome | None = None
+        self._signals = 0
+        self._resumed = ""  # what the trainer last said of how it took the run up
+        self._quit = asyncio.Event()
+
+    def interrupt(self) -> None:
+        """Ctrl-C or SIGTERM: stop in order; the second time, at once."""
+        self._signals += 1
+        if self._signals == 1:
+            self._outcome = self._outcome or Outcome("stopped", "stopped", EXIT_STOPPED)
+            self.display.event("stopping: services finish what they do (again: end them at once)")
+
+    async def run(self) -> Outcome:
+        """Start everything and see it through to the end."""
+        looking = asyncio.create_task(self._look())
+        try:
+            while self._outcome is None:
+                self._rescale()
+                await self._tick(looking)
+                self._keep_redis()
+                for unit in list(self.units):
+                    self._keep(unit)
+                if self._outcome is None and self.observer.last.finished:
+                    self._outcome = Outcome("finished", self.observer.last.finished, EXIT_OK)
+            await self._end(self._outcome, looking)
+        finally:
+            for unit in self.units:
+                unit.kill()
+            self._quit.set()
+            await asyncio.wait([looking])  # not cancelled: a look is short, and a client may swallow the cancellation
+        for look in await self.observer.look_to_the_end():
+            self._take_in(look)
+        return self._outcome
+
+    async def _tick(self, looking: asyncio.Task[None]) -> None:
+        await asyncio.wait([looking], timeout=TICK_S)
+        if looking.done():
+            looking.result()
+
+    async def _look(self) -> None:
+        silent = ""
+        while not self._quit.is_set():
+            look = await self.observer.look()
+            if look is not None:
+                self._take_in(look)
+            if self.observer.fault and not silent and self.server is None:
+                self.display.event(f"Redis does not answer: {self.observer.fault}")
+            silent = self.observer.fault
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._quit.wait(), LOOK_EVERY_S)
+
+    def _take_in(self, look: Look) -> None:
+        resumed = look.state.resumed if look.state else ""
+        if resumed not in ("", self._resumed):
+            self.display.event(f"the trainer took the run up: {resumed}")
+        self._resumed = resumed
+        self.display.steps(self.mirror.add(look.records))
+        self.evaluations.outlive(self.mirror)
+        for record in self.evaluations.add(look.evaluations):
+            self.display.event(figures.evaluation_line(record))
+        now = time.monotonic()
+        self.display.draw(look, {name: max(0.0, due - now) for name, due in self._due.items()})
+
+    def _keep_redis(self) -> None:
+        if self.server is None or self.server.alive:
+            return
+        try:
+            self.server.start()
+        except StoreError as error:
+            self._redis_failures += 1
+            if self._redis_failures >= REDIS_ATTEMPTS:
+                self._outcome = Outcome("failed", str(error), EXIT_REDIS)
+            return
+        self._redis_failures = 0
+        self.restarts["redis"] += 1
+        self.display.event("Redis died and was started again, with its state")
+
+    def _rescale(self) -> None:
+        """Start the units that are missing, drain those that are too many. One that still drains comes back when it has ended."""
+        generators, refusal = wanted_generators(self.observer.last.state, self._count, self._most)
+        plans = {plan.name: plan for plan in self._plan(generators)}
+        if generators != self._generators:
+            if refusal:
+                self.display.event(refusal)
+            elif self._generators >= 0:
+                self.display.event(f"{generators} generators are wanted, there were {self._generators}")
+            self._generators = generators
+        for unit in [unit for unit in self.units if unit.name not in plans and not unit.retired]:
+            self._due.pop(unit.name, None)
+            unit.retire()
+        there = {unit.name for unit in self.units}
+        for name in [name for name in plans if name not in there]:
+            unit = Unit(plans[name], self._logs)
+            self.units.append(unit)
+            self.restarts.setdefault(name, 0)
+            self._records[name] = supervision.Record()
+            unit.start(self._environ, self._lock_fd)
+
+    def _see_off(self, unit: Unit) -> None:
+        """Of a unit that was retired: forget it when it has ended, kill it when it does not."""
+        if unit.overdue:
+            self._kill(unit)
+        if unit.alive:
+            return
+        unit.kill()  # what it has started
+        self.units.remove(unit)
+        self._died.pop(unit.name, None)
+        codes = unit.codes
+        how = "has drained" if all(code == EXIT_OK for code in codes) else supervision.account(codes)
+        self.display.event(f"{unit.name} {how} and is gone")
+
+    def _keep(self, unit: Unit) -> None:
+        if self._outcome is not None:
+            return
+        if unit.retired:
+            self._see_off(unit)
+            return
+        now = time.monotonic()
+        if unit.name in self._due:
+            if now >= self._due[unit.name]:
+                del self._due[unit.name]
+                self.restarts[unit.name] += 1
+                unit.start(self._environ, self._lock_fd)
+            return
+        codes = unit.codes
+        if all(code is None for code in codes):
+            return
+        died = self._died.setdefault(unit.name, now)
+        verdict = any(code in supervision.FINAL for code in codes)
+        # Whether the run was over when the unit ended is known from a look begun after that.
+        if not verdict and self.observer.last.at <= died:
+            return
+        del self._died[unit.name]
+        self._decide(unit, codes, now)
+
+    def _decide(self, unit: Unit, codes: Sequence[int | None], now: float) -> None:
+        look = self.observer.last
+        decision, self._records[unit.name] = supervision.decide(
+            unit.name, self._records[unit.name], codes, lived_s=now - unit.started, committed_step=look.committed_step,
+            over=bool(look.finished), redis_served=self.server is not None or look.state is not None,
+        )  # fmt: skip
+        if isinstance(decision, supervision.Ended):
+            return
+        if isinstance(decision, supervision.GiveUp) and not unit.plan.essential:
+            decision = supervision.Start(supervision.LATER_S)
+        pod = next(pod for pod, code in zip(unit.pods, codes, strict=True) if code is not None)
+        said = next((text for each in unit.pods if (text := each.last_error())), "")
+        unit.kill()
+        if isinstance(decision, supervision.GiveUp):
+            message = f"{decision.reason}: {said}" if said else decision.reason
+            self._outcome = Outcome("failed", f"{message} (log: {pod.log})", decision.code)
+            return
+        self._due[unit.name] = now + decision.pause_s
+        account = supervision.account(codes)
+        self.display.event(
+            f"{pod.name} {account}{f': {said}' if said else ''}; {unit.name} starts again in {decision.pause_s:g} s"
+        )
+
+    async def _end(self, outcome: Outcome, looking: asyncio.Task[None]) -> None:
+        """See every unit to its end: by itself when the run is finished, asked otherwise, killed past its limit."""
+        self._due.clear()
+        asked, told = outcome.status != "finished", False
+        began = time.monotonic()
+        if asked:
+            self._terminate()
+        else:
+            self._see_out()
+        while self._left():
+            await self._tick(looking)
+            self._keep_redis()  # a trainer that saves needs it
+            waited = time.monotonic() - began
+            if self._signals > 1:
+                return
+            if not (asked or told) and waited > WAIT_TOLD_S and (left := ", ".join(self._left())):
+                self.display.event(f"the run is over; waiting up to {OWN_END_S:g} s for {left} to end (Ctrl-C: no longer)")
+                told = True
+            if not asked and (waited > OWN_END_S or self._signals):
+                self.display.event(f"still running after the end: {', '.join(self._left())}; asked to stop")
+                self._terminate()
+                asked, began = True, time.monotonic()
+            for unit in self.units:
+                if unit.overdue:
+                    self._kill(unit)
+
+    def _see_out(self) -> None:
+        """Ask those to end that do not with the run."""
+        for unit in self.units:
+            if unit.plan.stays:
+                unit.terminate()
+
+    def _left(self) -> list[str]:
+        return [unit.name for unit in self.units if unit.alive]
+
+    def _terminate(self) -> None:
+        for unit in self.units:
+            unit.terminate()
+
+    def _kill(self, unit: Unit) -> None:
+        self.display.event(f"{unit.name} did not stop within {unit.plan.stop_s:g} s and is killed")
+        unit.kill()

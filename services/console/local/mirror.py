@@ -1,0 +1,66 @@
+"""What a run records, as files: `metrics.jsonl`, one JSON object a step, and `evaluations.jsonl`, one an evaluation round.
+
+Guarantees: each step and each round stands in its file exactly once, in the order it was recorded, whatever
+happened to the console in between: a torn last line is cut off, and what is there already is passed over. When the run was taken
+back to a checkpoint, what it records anew takes the place of what it had recorded from there on (services/operations/history.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from services.operations.history import EVALUATED, STEP, History
+
+__all__ = ["EVALUATED", "Mirror"]
+
+
+class Mirror:
+    """Writes records, numbered by `key`, to `path` and remembers which are there."""
+
+    def __init__(self, path: Path, key: str = STEP) -> None:
+        self._key, self._path = key, path
+        self._history = History(key, lambda record: {**record, key: int(record[key])})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.read_bytes() if path.exists() else b""
+        kept = whole[: whole.rfind(b"\n") + 1]
+        self._history.begin(msgspec.json.decode(line) for line in kept.splitlines())
+        self._file = path.open("ab", buffering=0)
+        if len(kept) < len(whole):
+            self._file.truncate(len(kept))
+
+    @property
+    def rows(self) -> dict[int, dict[str, float]]:
+        """The records that are there, by number."""
+        return self._history.rows
+
+    def add(self, records: Iterable[dict[str, float]]) -> list[dict[str, float]]:
+        """Append the records whose number is not there yet; returns them."""
+        added = []
+        for record in records:
+            new, forgot = self._history.add(record)
+            row = self.rows[int(record[self._key])] if new else {}
+            if forgot:
+                self._write_anew()
+            elif new:
+                self._file.write(msgspec.json.encode(row) + b"\n")
+            added += [row] if new else []
+        return added
+
+    def outlive(self, steps: Mirror) -> None:
+        """Take out the evaluation rounds whose versions `steps` made anew."""
+        if self._history.outlive(steps._history):
+            self._write_anew()
+
+    def _write_anew(self) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in self.rows.values()))
+        fresh.replace(self._path)
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

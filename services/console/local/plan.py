@@ -1,0 +1,124 @@
+"""Which processes a run on this machine consists of, and which GPUs each may see. Pure.
+
+Guarantees: trainer ranks get the first GPUs, generators those after them; nobody shares a GPU unless there are too few
+and weights travel by gloo, as two NCCL members cannot be on one GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from services.config import RunConfig
+from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.runtime.child_processes import STOP_S, PodPlan, UnitPlan, rank_environment
+from services.store.records import RunState
+
+TRAINER_STOP_S = 30.0  # a trainer that was asked to stop finishes its step and saves
+
+
+def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -> list[UnitPlan]:
+    """The units of a run; `gpus` are the devices' names for CUDA_VISIBLE_DEVICES, none on a CPU machine.
+
+    A unit's plan does not depend on generator.count, so that a run grows and shrinks by its last generators.
+    """
+    ranks, tensor_parallel = config.trainer.ranks, config.generator.tensor_parallel
+    sharing(config, gpus)  # refuses what does not fit
+
+    def visible(first: int, count: int) -> dict[str, str]:
+        if not gpus:
+            return {}
+        chosen = [gpus[(first + i) % len(gpus)] for i in range(count)]  # round about only where they may be shared
+        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
+
+    def pod(kind: str, name: str, environ: Mapping[str, str]) -> PodPlan:
+        argv = (sys.executable, "-m", f"services.{kind}", "--config", str(config_path), "--name", name)
+        return PodPlan(name, argv, {**environ, "GRPO_CONFIG": str(config_path), "GRPO_POD": name})
+
+    trainers = []
+    for rank in range(ranks):
+        place = rank_environment(rank, rank, ranks, "127.0.0.1")
+        trainers.append(pod("trainer", f"trainer-{rank}", {**place, **visible(0, ranks)}))
+    generators = [
+        pod("generator", f"generator-{i}", visible(ranks + i * tensor_parallel, tensor_parallel))
+        for i in range(config.generator.count)
+    ]
+    trackers = [pod("tracker", "tracker-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.tracking.trackers else []
+    webs = [pod("web", "web-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.web.port else []
+    return [
+        UnitPlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),
+        UnitPlan("trainer", tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
+        *(UnitPlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
+        *(UnitPlan(tracker.name, (tracker,), essential=False) for tracker in trackers),
+        *(UnitPlan(web.name, (web,), essential=False, stays=True) for web in webs),
+    ]
+
+
+def most_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
+    """As many generators as there are GPUs for; None: no bound, on CPUs and where weights travel through host memory, as GPUs are
+    shared."""
+    if not gpus or config.sync.backend in ("gloo", "filesystem") or sharing(config, gpus):
+        return None
+    return (len(gpus) - config.trainer.ranks) // config.generator.tensor_parallel
+
+
+def wanted_generators(state: RunState | None, count: int, most: int | None) -> tuple[int, str]:
+    """How many generators there are to be, and why not as many as are wanted (empty: as many).
+
+    `count`: as long as nobody wants another number. `most`: those there is room for; the wish may come from a larger machine.
+    """
+    wanted = count if state is None or state.scale.wanted is None else state.scale.wanted
+    if most is None or wanted <= most:
+        return wanted, ""
+    return most, f"{wanted} generators are wanted, and there are GPUs for {most}"
+
+
+def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:
+    """Whether generators share GPUs with others, for want of GPUs. Raises `ConsoleError` where that cannot work."""
+    ranks, tensor_parallel = config.trainer.ranks, config.generator.tensor_parallel
+    wanted = ranks + config.generator.count * tensor_parallel
+    if not gpus or wanted <= len(gpus):
+        return False
+    if max(ranks, tensor_parallel) > len(gpus):
+        raise ConsoleError(
+            f"trainer.ranks = {ranks} and generator.tensor_parallel = {tensor_parallel} need as many GPUs each, "
+            f"and this machine shows {len(gpus)}: lower them",
+            EXIT_CONFIG,
+        )
+    if config.sync.backend == "nccl":
+        raise ConsoleError(
+            f"the run wants {wanted} GPUs and this machine shows {len(gpus)}; generators can share GPUs with "
+            'sync.backend = "gloo" only, not "nccl": set it, or lower trainer.ranks or generator.count',
+            EXIT_CONFIG,
+        )
+    return True
+
+
+def forced_backend(config: RunConfig, gpus: Sequence[str]) -> str:
+    """`gloo` where generators share GPUs and nobody said how weights are to travel, as `auto` would take NCCL; else empty."""
+    return "gloo" if sharing(config, gpus) and config.sync.backend == "auto" else ""
+
+
+def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequence[str]) -> dict[str, str]:
+    """What every service inherits. Configuration comes from the file alone, so overrides for the console are left out."""
+    common = {name: value for name, value in environ.items() if not name.startswith("GRPO__")}
+    common.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not gpus:
+        common.setdefault("OMP_NUM_THREADS", "1")  # generators, trainer and verifiers share the cores
+    if Path(config.model.path).is_dir():
+        common.setdefault("HF_HUB_OFFLINE", "1")  # nothing to fetch, so no waiting for a network
+    return common
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them, found without importing torch."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+    return [str(i) for i in range(count)]

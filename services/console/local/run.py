@@ -1,0 +1,301 @@
+"""`grpo run`: one run on this machine, from its folder and server to its summary.
+
+Guarantees: what it started is gone when it returns; state is in the run folder, so the same command continues a run that
+was stopped or killed; two runs of different names share nothing but the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from services.config import RunConfig, digest, load
+from services.config.model_files import check_model
+from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
+from services.console.local import summary
+from services.console.local.folder import RunFolder, check_redis, resolve, split_password
+from services.console.local.launcher import Launcher, Outcome
+from services.console.local.lock import FolderLock, InUse
+from services.console.local.mirror import EVALUATED, Mirror
+from services.console.local.plain import PlainDisplay
+from services.console.local.plan import common_environment, forced_backend, most_generators, plan_units, visible_gpus
+from services.console.local.redis_server import RedisServer
+from services.console.local.secrets import write_secret
+from services.operations.inspection.checkpoints import restorable
+from services.operations.observe import Observer
+from services.protocol.errors import StoreError
+from services.runtime.checkpoints import CheckpointError, CheckpointFolder
+from services.runtime.child_processes import UnitPlan
+from services.runtime.http.credentials import redis_password
+from services.runtime.process_tools import free_port
+from services.runtime.tracing import check_tracing
+from services.runtime.tracking import check_tracking
+from services.store import Store
+from services.store.connection.client import Login
+
+ORPHANS_S = 60.0  # services of a killed console, whose Redis is gone too, took up to 35 s to end; beyond, `grpo run` is refused
+PORT_ATTEMPTS = 5  # a free port may be taken by another process before our server has it
+
+Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[UnitPlan]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `grpo run`."""
+
+    file: Path
+    overrides: Sequence[str] = ()
+    redis_url: str = ""
+    screen: bool = True
+    fresh: bool = False
+    resume: str = ""  # `latest`, or the step of a checkpoint
+    web: bool = False  # serve the web console
+
+
+def run(options: Options, planner: Planner = plan_units) -> int:
+    """Run to the end, or until stopped; the exit code."""
+    config = load(options.file, options.overrides, before=lambda config: None if options.fresh else RunFolder.of(config).held())
+    check_model(config)
+    check_tracking(config, os.environ)
+    check_tracing(config)
+    url, password = split_password(options.redis_url or config.redis.url)
+    check_redis(config, url)
+    folder = RunFolder.of(config)
+    gpus = visible_gpus(os.environ)
+    backend = forced_backend(config, gpus)
+    try:
+        with FolderLock(folder.path, ORPHANS_S) as lock:
+            config = resolve(config, folder, backend=backend, web_port=config.web.port or (free_port() if options.web else 0))
+            held = not options.fresh and folder.check(config)
+            step = resumed_step(options, folder, held)
+            if url:
+                asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
+            if options.fresh:
+                folder.clear()
+            with _redis(config, folder, url, password) as (config, server):
+                folder.write(config)
+                environ = common_environment(os.environ, config, gpus)
+                job = _Job(options, config, folder, planner, gpus, server, lock.fd, environ, step)
+                return asyncio.run(job.run())
+    except InUse as error:
+        raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+
+
+def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
+    """Step of the checkpoint that --resume asks for; None: the run goes on from where it stands. Raises `ConsoleError`."""
+    asked = options.resume
+    if not asked:
+        return None
+    if options.fresh:
+        raise ConsoleError(f"--resume {asked} and --fresh exclude each other: leave one out", EXIT_CONFIG)
+    if not held:
+        raise ConsoleError(f"--resume {asked}: {folder.path} holds no run yet; leave --resume out to start one", EXIT_CONFIG)
+    if asked == "latest":
+        return None
+    if not asked.isdecimal():
+        raise ConsoleError(f"--resume {asked}: give `latest` or the step of a checkpoint (grpo checkpoints)", EXIT_CONFIG)
+    try:
+        return restorable(CheckpointFolder(folder.path / "checkpoints"), int(asked)).step
+    except CheckpointError as error:
+        raise ConsoleError(f"--resume {asked}: {error}", EXIT_CONFIG) from None
+
+
+def _administrator(config: RunConfig, password: str = "") -> Login:
+    """Whoever starts a run loads the functions and deletes what was there: that is none of the users of the run."""
+    return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)
+
+
+async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) -> None:
+    """Whether the name in a shared Redis is this run's, or free; with --fresh, make it free. Raises `ConsoleError`."""
+    name = config.run.name
+    store = await Store.connect(url, name, login)
+    try:
+        if fresh:
+            alive = ", ".join(sorted(status.name for status in await store.members(config.fleet.ttl_s)))
+            if alive:
+                raise ConsoleError(
+                    f"run {name!r} in Redis at {url} is not deleted: {alive} were heard of in the last {config.fleet.ttl_s:g} s; "
+                    "stop them first",
+                    EXIT_CONFIG,
+                )
+            await store.delete_run(config.redis.payload_shards)
+        if config.redis.payload_shards:
+            await store.check_shards(config.redis.payload_shards)
+        state = await store.state()
+        if state is not None and state.config != digest(config):
+            raise ConsoleError(
+                f"Redis at {url} holds a run {name!r} of another configuration; choose another run.name, or delete it "
+                "with --fresh",
+                EXIT_CONFIG,
+            )
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Iterator[tuple[RunConfig, RedisServer | None]]:
+    """The configuration with Redis filled in, and the run's own server unless it is told of another at `url`."""
+    if url:
+        if password:
+            write_secret(folder.redis_password, password)
+        yield resolve(config, folder, url, str(folder.redis_password.resolve()) if password else ""), None
+        return
+    server = start_server(folder, config.redis.appendfsync)
+    try:
+        password_file = str((folder.redis / "password").resolve())
+        yield resolve(config, folder, server.url, password_file, str(server.users.resolve())), server
+    finally:
+        server.stop()
+
+
+def start_server(folder: RunFolder, appendfsync: str) -> RedisServer:
+    """Start the run's own server on its folder, on a free port."""
+    for attempt in range(PORT_ATTEMPTS):
+        server = RedisServer(folder.redis, appendfsync=appendfsync, run=folder.path.name)
+        try:
+            server.start()
+            return server
+        except StoreError:
+            if attempt == PORT_ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+@dataclass
+class _Job:
+    options: Options
+    config: RunConfig
+    folder: RunFolder
+    planner: Planner
+    gpus: Sequence[str]
+    server: RedisServer | None
+    lock_fd: int
+    environ: dict[str, str]
+    restore: int | None  # step of the checkpoint to go back to
+
+    async def run(self) -> int:
+        config = self.config
+        store = await Store.connect(config.redis.url, config.run.name, _administrator(config))
+        mirror, evaluations = Mirror(self.folder.metrics), Mirror(self.folder.evaluations, EVALUATED)
+        try:
+            return await self._see_through(store, mirror, evaluations)
+        finally:
+            mirror.close()
+            evaluations.close()
+            await store.close()
+
+    async def _see_through(self, store: Store, mirror: Mirror, evaluations: Mirror) -> int:
+        began = time.monotonic()
+        await store.resumed("")
+        if self.restore is not None:
+            await store.want_restore(self.restore)
+        observer = Observer(store, self.config.fleet.ttl_s)
+        before = summary.read(self.folder.summary)
+        for look in await observer.look_to_the_end():
+            mirror.add(look.records)
+            evaluations.add(look.evaluations)
+        evaluations.outlive(mirror)
+        if how := observer.last.finished:
+            print(f"run {self.config.run.name} has finished ({how}); --fresh starts it again", flush=True)
+            if before.get("status") == "finished":
+                return EXIT_OK
+            outcome, restarts = Outcome("finished", how, EXIT_OK), {}
+        else:
+            outcome, restarts = await self._launch(observer, mirror, evaluations)
+        totals = {**before.get("restarts", {})}
+        for unit, count in restarts.items():
+            totals[unit] = totals.get(unit, 0) + count
+        wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
+        await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
+        if outcome.status == "failed":
+            raise ConsoleError(outcome.message, outcome.code)
+        return outcome.code
+
+    async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[Outcome, dict[str, int]]:
+        config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
+        with contextlib.ExitStack() as stack:
+            if self.options.screen and sys.stdout.isatty():
+                from services.console.local.screen import ScreenDisplay
+                from services.console.local.warnings_tail import WarningsTail
+
+                display = stack.enter_context(
+                    ScreenDisplay(config.run.name, config.run.steps, rows, WarningsTail(self.folder.logs))
+                )
+            else:
+                display = stack.enter_context(PlainDisplay(config.run.steps))
+            new = observer.last.state is None
+            where = "new" if new else f"goes on at {observer.last.committed_step + 1} of {config.run.steps} steps"
+            display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
+            if config.web.port:
+                display.event(f"web console at http://{config.web.host}:{config.web.port}, its token in {config.api.token_file}")
+            most = most_generators(config, self.gpus)
+            await observer.store.bound_generators(most)
+            launcher = Launcher(
+                self._plan, config.generator.count, most, observer, mirror, evaluations, display, logs=self.folder.logs,
+                environ=self.environ, lock_fd=self.lock_fd, server=self.server,
+            )  # fmt: skip
+            loop = asyncio.get_running_loop()
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(sig, launcher.interrupt)
+            try:
+                return await launcher.run(), launcher.restarts
+            finally:
+                for sig in (signal.SIGINT, signal.SIGTERM):
+                    loop.remove_signal_handler(sig)
+
+    def _plan(self, generators: int) -> Sequence[UnitPlan]:
+        counted = self.config.generator.model_copy(update={"count": generators})
+        config = self.config.model_copy(update={"generator": counted})
+        return self.planner(config, self.folder.config.resolve(), self.gpus)
+
+    async def _conclude(
+        self,
+        store: Store,
+        observer: Observer,
+        mirror: Mirror,
+        evaluations: Mirror,
+        outcome: Outcome,
+        wall_s: float,
+        restarts: dict[str, int],
+    ) -> None:
+        rows = [mirror.rows[step] for step in sorted(mirror.rows)]
+        state = observer.last.state
+        audited = None
+        if state is not None:
+            with contextlib.suppress(StoreError, RedisError):
+                audited = await audit_run(store)
+        evaluated = [evaluations.rows[version] for version in sorted(evaluations.rows)]
+        result = summary.summarise(
+            self.config, rows, state, audited, status=outcome.status, wall_s=wall_s, restarts=restarts, evaluated=evaluated
+        )
+        summary.write(self.folder.summary, result)
+        if rows:
+            from services.console.local.report import write_report
+
+            write_report(self.folder.metrics, result, self.folder.report)
+        print(f"{outcome.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
+        if outcome.status == "stopped":
+            command = shlex.join(["grpo", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
+            print(f"  it goes on from there with: {command}", flush=True)
+        else:
+            print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
+
+
+async def audit_run(store: Store) -> summary.Audited:
+    """Count every ticket of a run."""
+    from services.console.commands.audit import audit
+
+    found = await audit(store)
+    return summary.Audited(found.lost, found.doubled, found.outcomes["stale"], found.as_dict())

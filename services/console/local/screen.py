@@ -1,0 +1,117 @@
+"""A run as one calm screen: progress, the last step's figures, the fleet, the last events.
+
+Guarantees: redrawn at most twice a second; a value that is not known is a dash.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from services.console.local.warnings_tail import WarningsTail
+from services.operations import figures
+from services.operations.figures import NOTHING, duration, number
+from services.operations.observe import Look, Member
+
+EVENTS = 6  # lines kept on the screen
+QUIET_AGE_S = 3.0  # a heartbeat older than this is worth a colour
+
+
+class ScreenDisplay:
+    """Draws on a terminal. Use as a context manager."""
+
+    def __init__(
+        self, run: str, steps: int, rows: Sequence[Mapping[str, float]], tail: WarningsTail, console: Console | None = None
+    ) -> None:
+        """`rows`: the steps known so far."""
+        self._run, self._steps, self._tail = run, steps, tail
+        self._rows = list(rows)
+        self._events: deque[str] = deque(maxlen=EVENTS)
+        self._look, self._waiting = Look(), dict[str, float]()
+        self._live = Live(console=console, auto_refresh=False, get_renderable=self.render)
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.refresh()
+        self._live.stop()
+
+    def event(self, text: str) -> None:
+        """Show an event."""
+        self._events.append(text)
+        self._live.refresh()
+
+    def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Take in steps; the next `draw` shows them."""
+        self._rows.extend(rows)
+
+    def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
+        """Redraw; called twice a second."""
+        self._look, self._waiting = look, dict(waiting)
+        self._events.extend(self._tail.look())
+        self._live.refresh()
+
+    def render(self) -> RenderableType:
+        """The whole screen."""
+        parts = [self._progress(), Text(), self._figures(), Text(), fleet_table(self._look.members, self._waiting)]
+        if self._events:
+            parts += [Text(), *(Text(f"  {line}", style="yellow", no_wrap=True, overflow="ellipsis") for line in self._events)]
+        return Group(*parts)
+
+    def _progress(self) -> RenderableType:
+        done = self._look.committed_step + 1
+        left = figures.left_s(self._rows, self._steps)
+        grid = Table.grid(padding=(0, 2))
+        state = self._look.state
+        mood = "" if state is None else state.finished or state.stopping or ", ".join(f"{role} paused" for role in state.paused)
+        grid.add_row(
+            Text(f"  {self._run}", style="bold"), ProgressBar(self._steps, done, width=40), f"{done}/{self._steps} steps",
+            f"{duration(left)} left" if left else "", Text(mood, style="yellow"),
+        )  # fmt: skip
+        return grid
+
+    def _figures(self) -> RenderableType:
+        last = self._rows[-1] if self._rows else {}
+        state = self._look.state
+        slots = f"{state.slots_used}/{state.slots}" if state else NOTHING
+        shown = [
+            ("reward", number(last, figures.REWARD, ".3f")),
+            ("lag mean/max", f"{number(last, figures.LAG_MEAN)} / {number(last, figures.LAG_MAX, '.0f')}"),
+            ("generated tok/s", number(last, figures.GENERATED, ",.0f")),
+            ("trained tok/s", number(last, figures.TRAINED, ",.0f")),
+            ("length", number(last, figures.LENGTH, ".1f")),
+            ("step", duration(last.get(figures.STEP_S))),
+            ("slots", slots),
+        ]
+        table = Table(box=None, padding=(0, 2), show_edge=False)
+        for name, _ in shown:
+            table.add_column(name, header_style="dim", justify="right")
+        table.add_row(*(value for _, value in shown))
+        return table
+
+
+def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Table:
+    """Pods: what they do, which weights they hold, how fast they are, when they were last heard of."""
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("pod", header_style="dim")
+    table.add_column("phase", header_style="dim", min_width=14)
+    for name in ("version", "tok/s", "heard of"):
+        table.add_column(name, header_style="dim", justify="right")
+    for member in members:
+        status = member.status
+        style = "yellow" if member.age_s > QUIET_AGE_S else ""
+        version = NOTHING if status.version < 0 else str(status.version)
+        rate = number(status.gauges, "tokens_per_s", ",.0f")
+        table.add_row(status.name, status.phase, version, rate, Text(f"{member.age_s:.1f} s ago", style=style))
+    for unit, seconds in sorted(waiting.items()):
+        table.add_row(unit, Text(f"starts again in {seconds:.0f} s", style="yellow"), NOTHING, NOTHING, NOTHING)
+    return table

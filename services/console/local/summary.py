@@ -1,0 +1,102 @@
+"""What came of a run, `summary.json`. The figures are pure; writing is atomic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from services.config import RunConfig
+from services.operations import figures
+from services.store import RunState
+
+ENDS = 10  # steps over which the first and the last reward are averaged
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What an audit found."""
+
+    lost: int
+    doubled: int
+    stale: int
+    places: Mapping[str, Any]  # the whole count
+
+
+def summarise(
+    config: RunConfig, rows: Sequence[Mapping[str, float]], state: RunState | None, audit: Audited | None, *,
+    status: str, wall_s: float, restarts: Mapping[str, int], evaluated: Sequence[Mapping[str, float]] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Figures over `rows`, the steps in order; None where nothing is known. `wall_s` adds up over the starts of the run.
+
+    `evaluated`: the complete evaluation rounds in order.
+    """
+    rewards = _values(rows, figures.REWARD)
+    lags = _values(rows, figures.LAG_MAX)
+    fleet = _values(rows, "fleet/generators")
+    return {
+        "run": config.run.name,
+        "status": status,
+        "model": config.model.path,
+        "seed": config.run.seed,
+        "steps": state.committed_step + 1 if state else len(rows),
+        "reward_first": fmean(rewards[:ENDS]) if rewards else None,
+        "reward_last": fmean(rewards[-ENDS:]) if rewards else None,
+        "lost": audit.lost if audit else None,
+        "doubled": audit.doubled if audit else None,
+        "max_lag": max(lags, default=None),
+        "max_staleness": config.admission.max_staleness,
+        "stale_dropped": audit.stale if audit else None,
+        "generators": int(max(fleet, default=config.generator.count)),
+        "syncs": state.published_version + 1 if state else 0,
+        "tokens_per_s_generated": figures.average_rate(rows, figures.GENERATED),
+        "tokens_per_s_trained": figures.average_rate(rows, figures.TRAINED),
+        "wall_s": round(wall_s, 3),
+        "restarts": dict(restarts),
+        "audit": dict(audit.places) if audit else None,
+        "evaluations": len(evaluated),
+        "evaluation_last": dict(evaluated[-1]) if evaluated else None,
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The summary an earlier start of the run left, or nothing."""
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write it whole or not at all."""
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    temporary.replace(path)
+
+
+def in_words(summary: Mapping[str, Any]) -> list[str]:
+    """The summary for a person, a few lines."""
+    first, last = summary["reward_first"], summary["reward_last"]
+    last_round = summary["evaluation_last"]
+    reward = f"reward {first:.3f} → {last:.3f}, " if first is not None else ""
+    lag = "" if summary["max_lag"] is None else f"largest lag {summary['max_lag']:.0f} of {summary['max_staleness']}, "
+    checked = (
+        "tickets not audited"
+        if summary["lost"] is None
+        else (f"{summary['lost']} tickets lost, {summary['doubled']} doubled, {summary['stale_dropped']} dropped as stale")
+    )
+    return [
+        f"{summary['steps']} steps in {figures.duration(summary['wall_s'])}, {summary['syncs']} weight syncs, "
+        f"{sum(summary['restarts'].values())} restarts",
+        f"{reward}{lag}{checked}",
+        *([figures.evaluation_line(last_round)] if last_round else []),
+    ]
+
+
+def _values(rows: Sequence[Mapping[str, float]], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]

@@ -1,0 +1,94 @@
+"""What a complete evaluation round says. Pure.
+
+Guarantees: a result that is not the whole answer to its ticket, by the round's version alone, is never part of a report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.algorithm.group_statistics import SOLVED_TOLERANCE
+from services.config.evaluation import ALL
+from services.protocol import codec
+from services.protocol.messages import Header, Ticket
+
+
+class Unfit(Exception):
+    """A result that cannot be reported; the message says why."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The n completions of one prompt."""
+
+    source: str
+    rewards: list[float]
+    correct: int
+    lengths: list[int]
+    truncated: list[bool]
+
+
+def read_result(ticket: Ticket, body: bytes, longest: int, largest: float) -> Result:
+    """The result of a ticket; completions have at most `longest` tokens, rewards are at most `largest`. Raises `Unfit`."""
+    try:
+        header = codec.decode(body, Header)
+    except codec.CorruptMessage as error:
+        raise Unfit(f"the result of {ticket.id} is corrupt: {error}") from None
+    n = ticket.group_size
+    columns = (header.lengths, header.rewards, header.truncated, header.oldest, header.newest)
+    if header.ticket != ticket.id or any(len(column) != n for column in columns):
+        raise Unfit(f"the result of {ticket.id} is of {header.ticket} and has not {n} completions throughout")
+    if {*header.oldest, *header.newest} != {ticket.epoch}:
+        versions = sorted({*header.oldest, *header.newest})
+        raise Unfit(f"the result of {ticket.id} was sampled by policy versions {versions}, not by {ticket.epoch} alone")
+    rewards_fit = all(math.isfinite(reward) and reward <= largest + SOLVED_TOLERANCE for reward in header.rewards)
+    if not rewards_fit or min(header.lengths) < 1 or max(header.lengths) > longest:
+        raise Unfit(
+            f"the result of {ticket.id} cannot be: rewards {header.rewards}, lengths {header.lengths} of at most {longest}"
+        )
+    correct = sum(reward >= largest - SOLVED_TOLERANCE for reward in header.rewards)
+    return Result(ticket.source, header.rewards, correct, header.lengths, header.truncated)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that k of the n completions, drawn without return, hold a correct one.
+
+    As a product of ratios, which cannot overflow (Chen et al. 2021, appendix A).
+    """
+    if n - correct < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
+
+
+def report(results: Sequence[Result], ks: Sequence[int]) -> dict[str, float]:
+    """Metrics of each source and of `all`: means over prompts for pass@k, over completions for the rest."""
+    by_source: dict[str, list[Result]] = {}
+    for result in results:
+        by_source.setdefault(result.source, []).append(result)
+    record: dict[str, float] = {}
+    for name, group in (*sorted(by_source.items()), (ALL, list(results))):
+        for k in sorted(ks):
+            record[f"eval/{name}/pass@{k}"] = float(np.mean([pass_at_k(len(r.rewards), r.correct, k) for r in group]))
+        columns: dict[str, Callable[[Result], Sequence[float]]] = {
+            "reward": lambda r: r.rewards,
+            "length": lambda r: r.lengths,
+            "truncated": lambda r: r.truncated,
+        }
+        for column, values in columns.items():
+            record[f"eval/{name}/{column}"] = float(np.mean(np.concatenate([values(r) for r in group])))
+        record[f"eval/{name}/prompts"] = float(len(group))
+    return record
+
+
+def read_results(
+    tickets: Sequence[Ticket], bodies: Mapping[str, bytes], longest: int, largest: Callable[[str], float]
+) -> list[Result]:
+    """Results of all tickets; `largest(source)` is the largest reward. Raises `Unfit` when one is missing or unfit."""
+    missing = [ticket.id for ticket in tickets if ticket.id not in bodies]
+    if missing or len(bodies) != len(tickets):
+        raise Unfit(f"{len(bodies)} results are there for {len(tickets)} tickets; missing: {', '.join(missing[:3]) or 'none'}")
+    return [read_result(ticket, bodies[ticket.id], longest, largest(ticket.source)) for ticket in tickets]

@@ -1,0 +1,170 @@
+"""Evaluation rounds, the leader's part: open, watch, report or abandon (docs/evaluation.md).
+
+Guarantees: one round is open at a time; it is reported once, when every prompt is answered by the round's version alone, or
+abandoned with a reason that is counted and logged; either way no key of it is left. Nothing here waits: `tend` is one turn.
+
+A round opens as soon as the step that makes its version is planned, before the version exists. So it is there when the first
+generator holds the version, and generators can stay on it before the next sync round begins.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from services.config import RunConfig
+from services.dataprep.evaluation.report import Unfit, read_results, report
+from services.dataprep.metrics import EvaluationMetrics
+from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.seeds import drawn
+from services.protocol.messages import PodStatus, Ticket
+from services.runtime.tracing import Tracing
+from services.store import RunState, Store
+from services.store.calls.evaluation import EvaluationRound
+
+log = structlog.get_logger()
+
+LOOK_S = 0.25  # how often an open round is looked at
+
+
+class Evaluation:
+    """Sees the rounds of a run through, for whoever leads it."""
+
+    def __init__(
+        self, config: RunConfig, store: Store, source: PromptSource | None, metrics: EvaluationMetrics, tracing: Tracing
+    ) -> None:
+        """`source` holds the rows of `evaluation.sources`; None where evaluation is off."""
+        self.metrics, self.tracing = metrics, tracing
+        self._traces: dict[int, tuple[str, float]] = {}  # of the round that this process opened: its trace, and since when
+        self.config, self.given, self.store, self.source = config, config.evaluation, store, source
+        self._fence = 0
+        self._dealt_with = -1
+        self._open: int | None = None  # version of the open round
+        self._look_at = 0.0
+        self._last_since: float | None = None  # when the last version was first seen published
+
+    async def tend(self, fence: int, state: RunState) -> bool:
+        """One turn of the leader; whether anything was done. Raises `Fenced` when another leads."""
+        if self.source is None or not self.given.every_steps:
+            return False
+        now = time.monotonic()
+        if fence != self._fence or (self._open is not None and now >= self._look_at):
+            return await self._look(fence, state, now)
+        return self._open is None and await self._open_next(fence, state)
+
+    async def _look(self, fence: int, state: RunState, now: float) -> bool:
+        seen = await self.store.evaluation(self.config.fleet.ttl_s)
+        self._fence, self._dealt_with, self._look_at = fence, seen.dealt_with, now + LOOK_S
+        self._open = seen.round.version if seen.round else None
+        if seen.round is None:
+            return False
+        if seen.round.done == seen.round.total and not seen.round.fault:
+            await self._close(fence, seen.round, state.incarnation)
+            return True
+        members = []
+        if state.published_version > seen.round.version and not seen.round.volunteers:
+            members = await self.store.members(self.config.fleet.ttl_s)
+        if state.published_version < state.steps:
+            self._last_since = None
+        elif self._last_since is None:
+            self._last_since = now
+        last_s = 0.0 if self._last_since is None else now - self._last_since
+        if reason := hopeless(seen.round, state, members, last_s, self.given.final_s):
+            await self._abandon(fence, seen.round, reason)
+            return True
+        return False
+
+    async def _open_next(self, fence: int, state: RunState) -> bool:
+        due = self.given.next_version(self._dealt_with, state.steps)
+        if due is None or state.ended or due > state.prepared_step + 1:
+            return False
+        late = 0
+        while due is not None and due < state.published_version:  # the fleet has left it behind
+            late, self._dealt_with = late + 1, due
+            due = self.given.next_version(due, state.steps)
+        if late:
+            log.warning("evaluation rounds skipped: their versions passed", last=self._dealt_with, skipped=late)
+            if await self.store.skip_evaluations(fence, self._dealt_with, late):
+                self.metrics.rounds["skipped"].inc(late)
+            return True
+        assert due is not None
+        trace, began = self.tracing.begin(always=True), time.monotonic()
+        tickets = self.tickets(due, trace)
+        opened = await self.store.open_evaluation(fence, due, tickets)
+        self.tracing.issued([trace], done=opened)
+        if opened:
+            self._traces = {due: (trace, began)}
+            log.info("evaluation round opened", version=due, prompts=len(tickets))
+        self._dealt_with = self._open = due
+        return True
+
+    async def _close(self, fence: int, found: EvaluationRound, incarnation: int) -> None:
+        tickets = self.tickets(found.version)
+        longest = self.given.max_tokens or self.config.sampling.max_tokens
+        try:
+            results = read_results(tickets, await self.store.evaluation_results(), longest, self.config.largest_reward)
+        except Unfit as fault:
+            await self._abandon(fence, found, str(fault))
+            return
+        record = report(results, self.given.ks) | {
+            "eval/version": float(found.version), "eval/wall_s": found.wall_s, "time_s": time.time(),
+            "run/incarnation": float(incarnation),
+        }  # fmt: skip
+        await self.store.report_evaluation(fence, found.version, record)
+        self.metrics.complete(record, sum(len(result.rewards) for result in results))
+        self._ended(found, "complete")
+        log.info("evaluation round complete", **{name: round(value, 4) for name, value in record.items()})
+
+    async def _abandon(self, fence: int, found: EvaluationRound, reason: str) -> None:
+        await self.store.abandon_evaluation(fence, found.version, reason)
+        self.metrics.rounds["abandoned"].inc()
+        self._ended(found, "abandoned")
+        log.warning("evaluation round abandoned", version=found.version, done=found.done, total=found.total, reason=reason)
+
+    def _ended(self, found: EvaluationRound, outcome: str) -> None:
+        """A round that another process opened has no span: its trace is not known here."""
+        self._open = None
+        trace, began = self._traces.pop(found.version, ("", 0.0))
+        self.tracing.record("evaluate", trace, began, version=found.version, outcome=outcome, prompts=found.done)
+
+    def tickets(self, version: int, trace: str = "") -> list[Ticket]:
+        """The round's tickets, the same ones whenever asked, but for their `trace`; `epoch` is the version, `index` the row.
+
+        A prompt has the same seeds in every round, so that rounds differ by the policy and not by the draw.
+        """
+        assert self.source is not None
+        tickets: list[Ticket] = []
+        for span in self.source.spans:
+            for index in range(min(span.rows, self.given.prompts or span.rows)):
+                prompt, answer = self.source.prompt(span.first + index)
+                tickets.append(
+                    Ticket(
+                        id=f"{span.name}:{index}", seq=len(tickets), epoch=version, index=index,
+                        seed=drawn(48, "evaluation", self.config.run.seed, span.name, index), prompt=prompt, answer=answer,
+                        group_size=self.given.samples, source=span.name, trace=trace,
+                    )
+                )  # fmt: skip
+        return tickets
+
+
+def hopeless(found: EvaluationRound, state: RunState, members: list[PodStatus], last_s: float, final_s: float) -> str:
+    """Why a round that is not complete never will be, or is not waited for any longer; empty: it goes on.
+
+    `members`: who is live. `last_s`: for how long the last version of the run has been published.
+    """
+    if found.fault:
+        return found.fault
+    if state.ended:
+        return f"the run ends: {state.stopping or state.finished}"
+    holders = found.volunteers or sum(pod.kind == "generator" and pod.version == found.version for pod in members)
+    if state.published_version > found.version and not holders:
+        if found.started:
+            return f"no generator that holds version {found.version} is left"
+        return (
+            f"no generator stayed on version {found.version} before version {state.published_version} came: none was to spare "
+            "(evaluation.min_training_generators), or the round was opened late because another was open"
+        )
+    if last_s > final_s:
+        return f"evaluation.final_s = {final_s:g} s ran out"
+    return ""

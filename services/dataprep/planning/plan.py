@@ -1,0 +1,206 @@
+"""From a step's groups to packed rows on every rank. Values in, values out; the same input gives the same plan.
+
+Guarantees: every response lies whole in exactly one row of one rank, and no row exceeds its token budget; every rank has
+equally many rows, of which some may be empty; ranks carry equal cost to within a few percent, and a mini-batch holds whole
+groups; denominators are those of the written formula, whatever the number of ranks and the packing, and never 0.
+
+How: groups are dealt to mini-batches; a mini-batch's responses, in the order of groups, are cut into as many stretches of
+equal cost as there are ranks, so that a group's payload is fetched by one rank, seldom two; what the cut leaves uneven is
+evened out by swaps (balance.py); each rank packs its stretch into rows, groups together where it can (packing.py), as
+a prompt lies in a row once. Or, for `same_rows`, the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from services.dataprep.planning.balance import deal, spread
+from services.dataprep.planning.packing import Response, pack
+from services.protocol.messages import RankPlan, Sample, StepPlan
+
+CROSSOVER_TOKENS = 24_576
+"""Length at which attention costs as much as all else: 12 x width for a dense transformer (24 d^2 against 2 d L operations a
+token and layer), here for a width of 2,048. Only the balance between ranks depends on it."""
+
+ALONE = 4
+"""A response so many times as long as its prompt, with the prompt, may go to another rank than its group, where the prompt comes
+along."""
+
+
+class PlanningError(ValueError):
+    """A step that cannot be packed; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """A group as planning sees it. n = group size."""
+
+    group: str
+    payload: str
+    prompt_tokens: int
+    lengths: np.ndarray  # [n] int, completion tokens
+    advantages: np.ndarray  # [n] float
+    trained: np.ndarray  # [n] bool, False: masked
+    tool_tokens: np.ndarray  # [n] int, completion tokens that the policy did not sample
+    fresh: bool = True
+    """Whether the group trains for the first time."""
+    weight: float = 1.0
+    """Importance weight of the group: factor of its tokens' loss."""
+    trace: str = ""
+    """Context of its trace; empty: it has none."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is to be laid out."""
+
+    ranks: int
+    row_tokens: int
+    mini_batches: int = 1
+    denominator_tokens: int = 0
+    """The constant denominator; 0: what `denominator` counts."""
+    denominator: Literal["token", "constant", "sequence", "group"] = "token"
+    """What is counted of what is in the loss: response tokens, responses or groups, each as one whatever its group's weight."""
+    same_rows: bool = False
+    """Pack rows first and deal them to the ranks whole, so that rows do not depend on how many ranks there are."""
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """All responses of a mini-batch, in the order of groups; columns share one index."""
+
+    group: np.ndarray  # [m] place of the group in the step
+    index: np.ndarray  # [m] place of the response in its group
+    prompts: np.ndarray  # [m] tokens of the prompt
+    tokens: np.ndarray  # [m] prompt + completion
+    trained_tokens: np.ndarray  # [m] completion tokens in the loss
+    advantages: np.ndarray  # [m]
+
+
+def plan_step(
+    step: int, groups: Sequence[PlanGroup], layout: Layout, stats: Mapping[str, float] | None = None
+) -> tuple[StepPlan, list[RankPlan]]:
+    """The plan of a step and one `RankPlan` a rank. Raises `PlanningError` if a response is longer than a row."""
+    if not groups:
+        raise PlanningError(f"step {step} has no groups")
+    _check_lengths(groups, layout.row_tokens)
+    rows: list[list[list[Sample]]] = [[] for _ in range(layout.ranks)]
+    mini_batch_rows, denominators, response_tokens, total_tokens = [], [], 0, 0
+    for members in deal([_group_tokens(group) for group in groups], min(layout.mini_batches, len(groups))):
+        samples = _columns(groups, members)
+        packed = _pack_ranks(samples, layout)
+        for rank, rank_rows in enumerate(packed):
+            rows[rank].extend(_row(groups, samples, row) for row in rank_rows)
+        mini_batch_rows.append(len(packed[0]))
+        in_loss = int(samples.trained_tokens.sum())
+        denominators.append(_denominator(samples, layout))
+        response_tokens += in_loss
+        total_tokens += int(samples.tokens.sum())
+    plan = StepPlan(
+        step=step,
+        groups=[group.group for group in groups],
+        fresh_groups=[group.group for group in groups if group.fresh],
+        ranks=layout.ranks,
+        rows_per_rank=sum(mini_batch_rows),
+        mini_batch_rows=mini_batch_rows,
+        denominators=denominators,
+        response_tokens=response_tokens,
+        total_tokens=total_tokens,
+        stats=dict(stats or {}),
+        row_tokens=layout.row_tokens,
+        traces=[group.trace for group in groups if group.trace],
+    )
+    return plan, [RankPlan(rank_rows) for rank_rows in rows]
+
+
+def cost(tokens: np.ndarray, shared: np.ndarray | int = 0) -> np.ndarray:
+    """Relative cost [m] int64 of responses of so many tokens with their prompts: linear layers and attention, tokens x (crossover
+    + tokens). `shared`: tokens of each that the linear layers see in another response's place."""
+    tokens = tokens.astype(np.int64)
+    return (tokens - shared) * CROSSOVER_TOKENS + tokens * tokens
+
+
+def _check_lengths(groups: Sequence[PlanGroup], row_tokens: int) -> None:
+    for group in groups:
+        longest = int(np.argmax(group.lengths))
+        tokens = group.prompt_tokens + int(group.lengths[longest])
+        if tokens > row_tokens:
+            raise PlanningError(
+                f"completion {longest} of group {group.group} has {tokens} tokens with its prompt, "
+                f"more than trainer.row_tokens = {row_tokens}: raise trainer.row_tokens"
+            )
+
+
+def _group_tokens(group: PlanGroup) -> int:
+    return group.prompt_tokens + int(group.lengths.sum())
+
+
+def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
+    sizes = [len(groups[member].lengths) for member in members]
+    lengths = np.concatenate([groups[member].lengths for member in members]).astype(np.int64)
+    tool_tokens = np.concatenate([groups[member].tool_tokens for member in members]).astype(np.int64)
+    prompts = np.repeat([groups[member].prompt_tokens for member in members], sizes)
+    trained = np.concatenate([groups[member].trained for member in members]).astype(bool)
+    return _Samples(
+        group=np.repeat(members, sizes),
+        index=np.concatenate([np.arange(size) for size in sizes]),
+        prompts=prompts,
+        tokens=prompts + lengths,
+        trained_tokens=np.where(trained, lengths - tool_tokens, 0),
+        advantages=np.concatenate([groups[member].advantages for member in members]).astype(np.float64),
+    )
+
+
+def _denominator(samples: _Samples, layout: Layout) -> float:
+    in_loss = samples.trained_tokens > 0
+    match layout.denominator:
+        case "sequence":
+            count = int(in_loss.sum())
+        case "group":
+            count = len(np.unique(samples.group[in_loss]))
+        case _:
+            count = int(samples.trained_tokens.sum())
+    return float(layout.denominator_tokens or max(1, count))
+
+
+def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
+    """[rank][row] -> samples. Every rank has equally many rows; the costliest come first, so that rows of one place match."""
+    costs, budget = cost(samples.tokens, _shared(samples)), layout.row_tokens
+    columns = (samples.group.tolist(), samples.prompts.tolist(), samples.tokens.tolist())
+    responses = [Response(*of) for of in zip(*columns, strict=True)]
+    if layout.same_rows:
+        return _deal_rows(pack([responses], budget)[0], costs, layout.ranks)
+    shares = spread(costs, layout.ranks, samples.tokens >= ALONE * samples.prompts)
+    packed = []
+    for share, share_rows in zip(shares, pack([[responses[i] for i in share] for share in shares], budget), strict=True):
+        rank_rows = [[share[i] for i in row] for row in share_rows]
+        packed.append(sorted(rank_rows, key=lambda row: -int(costs[row].sum())))
+    return packed
+
+
+def _shared(samples: _Samples) -> np.ndarray:
+    """[m] int64, the prompt's tokens less this response's part of them: groups stand together but where a row or a rank ends."""
+    _, places, sizes = np.unique(samples.group, return_inverse=True, return_counts=True)
+    return samples.prompts - samples.prompts // sizes[places]
+
+
+def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
+    """[rank][row] -> samples, with empty rows where the number of rows does not divide."""
+    dealt = deal([int(costs[row].sum()) for row in rows], ranks)
+    most = max(len(places) for places in dealt)
+    return [[rows[place] for place in places] + [[]] * (most - len(places)) for places in dealt]
+
+
+def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> list[Sample]:
+    return [
+        Sample(
+            groups[samples.group[i]].payload, int(samples.index[i]), float(samples.advantages[i]),
+            int(samples.trained_tokens[i]), float(groups[samples.group[i]].weight), int(samples.tokens[i]),
+            int(samples.prompts[i]),
+        )
+        for i in sorted(row)
+    ]  # fmt: skip

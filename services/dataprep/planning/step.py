@@ -1,0 +1,50 @@
+"""A step from the groups that were drawn: advantages, importance weights, statistics, packed rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.algorithm import advantages
+from services.algorithm import group_statistics as group_stats
+from services.config import RunConfig
+from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
+from services.dataprep.replay import generated_statistics as stats
+from services.dataprep.replay import weights as replay
+from services.protocol.messages import RankPlan, StepPlan
+from services.store import BufferedGroup
+from services.store.records import Survey
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """How the steps of a run are laid out."""
+    trainer, loss = config.trainer, config.loss
+    return Layout(
+        config.data_parallel, trainer.row_tokens, trainer.mini_batches, loss.denominator_tokens, loss.denominator,
+        trainer.deterministic,
+    )  # fmt: skip
+
+
+def make_step(
+    step: int, groups: Sequence[BufferedGroup], survey: Survey, made: stats.GeneratedStats, config: RunConfig
+) -> tuple[StepPlan, list[RankPlan]]:
+    """The plan of a step of these groups, the first of the survey."""
+    headers = [group.header for group in groups]
+    given = [advantages.advantages(header.rewards, config.advantage.kind) for header in headers]
+    drawn = [survey.weights.get(group.group, 1.0) for group in groups]
+    weights = replay.importance(drawn, survey.weight_sum, survey.size, config.replay.importance_beta)
+    planned = [
+        PlanGroup(
+            group.group, header.payload, header.prompt_tokens, np.asarray(header.lengths), advantage,
+            advantages.trained(header.truncated, config.advantage.mask_truncated), np.asarray(header.tool_tokens),
+            group.uses == 0, float(weight), header.trace,
+        )
+        for group, header, advantage, weight in zip(groups, headers, given, weights, strict=True)
+    ]  # fmt: skip
+    record = group_stats.trained(
+        headers, step, [group.uses for group in groups], config.largest_rewards,
+        weights.tolist() if config.replay.importance_beta else None,
+    )  # fmt: skip
+    record |= made.record(headers) | {"replay/buffer/groups": float(survey.size)}
+    return plan_step(step, planned, layout_of(config), record)

@@ -1,0 +1,144 @@
+"""The prompts of a run: tokenised once, then looked up by row. The rows of all sources lie one after the other.
+
+Guarantees: whatever is wrong with a source, the template or lengths is a `DataError` of one line before the run starts; the
+same sources and tokenizer have the same digest, and any change of a prompt, an answer or the order they are asked in
+changes it.
+
+Memory: 4 bytes a token and the answers' text, whatever the size of the sources; they are read in chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import islice
+
+import msgspec
+import numpy as np
+import structlog
+
+from services.config import RunConfig
+from services.config.data import Data, Source
+from services.dataprep.prompts.errors import DataError
+from services.dataprep.prompts.order import SourceSpan
+from services.dataprep.prompts.rows import read_rows
+from services.dataprep.prompts.tokenizer import PromptTokenizer, tokenizer_folder
+
+log = structlog.get_logger()
+
+CHUNK_ROWS = 2048
+"""Rows tokenised at a time: enough for the tokenizer's threads, little enough to hold."""
+
+
+class PromptSource:
+    """All prompts of `sources` by row; None: those of `data.sources`. The order they are asked in is `order.PromptOrder`."""
+
+    def __init__(self, config: RunConfig, sources: Sequence[Source] | None = None) -> None:
+        tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), config.data)
+        columns = _Columns()
+        spans = []
+        for source in config.data.sources if sources is None else sources:
+            first = len(columns.token_ends)
+            columns.read(source, tokenizer, config.data)
+            spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
+        self.spans = tuple(spans)
+        """The rows of each source."""
+        self._tokens = np.frombuffer(columns.tokens, dtype=np.int32)
+        self._token_starts = np.concatenate(([0], np.frombuffer(columns.token_ends, dtype=np.int64)))
+        self._answers = bytes(columns.answers)
+        self._answer_starts = np.concatenate(([0], np.frombuffer(columns.answer_ends, dtype=np.int64)))
+        self.digest = self._digest(config.run.seed, config.data.shuffle)
+        """SHA-256 of all token ids, all answers and what their order is made of: the identity of the data set."""
+
+    def __len__(self) -> int:
+        return len(self._token_starts) - 1
+
+    def prompt(self, row: int) -> tuple[list[int], str]:
+        """Token ids and gold answer of a row."""
+        ids = self._tokens[self._token_starts[row] : self._token_starts[row + 1]].tolist()
+        return ids, self._answers[self._answer_starts[row] : self._answer_starts[row + 1]].decode()
+
+    def name_of(self, row: int) -> str:
+        """Name of the source that a row is of."""
+        return self.spans[bisect_right(self.spans, row, key=lambda span: span.first) - 1].name
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(np.diff(self._token_starts).max())
+
+    def _digest(self, seed: int, shuffle: bool) -> str:
+        digest = hashlib.sha256(msgspec.json.encode((seed, shuffle, self.spans)))
+        for column in (self._token_starts, self._tokens, self._answer_starts):
+            digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).data)
+        digest.update(self._answers)
+        return digest.hexdigest()
+
+
+class _Columns:
+    """Token ids and answers, end to end."""
+
+    def __init__(self) -> None:
+        self.tokens, self.answers = array("i"), bytearray()
+        self.token_ends, self.answer_ends = array("q"), array("q")
+
+    def read(self, source: Source, tokenizer: PromptTokenizer, data: Data) -> None:
+        """Add all rows of a source."""
+        first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
+        rows = read_rows(source)
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            for row, ids in zip(chunk, tokenizer.encode(chunk), strict=True):
+                if not ids:
+                    raise DataError(f"{row.where}: the prompt has no tokens: fill or remove it")
+                if len(ids) > data.max_prompt_tokens:
+                    too_long.see(row.where, len(ids))
+                    continue
+                self.tokens.extend(ids)
+                self.token_ends.append(len(self.tokens))
+                self.answers += row.answer.encode("utf-8", "replace")
+                self.answer_ends.append(len(self.answers))
+        if too_long.count and data.long_prompts == "error":
+            raise DataError(too_long.fault())
+        if too_long.count and len(self.token_ends) == first:
+            raise DataError(f'source "{source.name}" has no rows left: {too_long.summary()}: raise data.max_prompt_tokens')
+        if too_long.count:
+            log.warning("prompts left out", source=source.name, why=too_long.summary())
+        if len(self.token_ends) == first:
+            raise DataError(f'source "{source.name}" has no rows ({_place(source)}): add prompts')
+
+
+class _TooLong:
+    """Collects prompts over the limit, so that one message tells of all."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.count = 0
+        self._first = self._longest = ("", 0)
+
+    def see(self, where: str, length: int) -> None:
+        self.count += 1
+        if self.count == 1:
+            self._first = (where, length)
+        if length > self._longest[1]:
+            self._longest = (where, length)
+
+    def summary(self) -> str:
+        """How many there are."""
+        rows = "1 row has" if self.count == 1 else f"{self.count} rows have"
+        where, length = self._longest
+        return f"{rows} more than data.max_prompt_tokens = {self._limit} tokens, the longest {length} ({where})"
+
+    def fault(self) -> str:
+        """The first of them, as an error."""
+        where, length = self._first
+        others = f"; {self.summary()}" if self.count > 1 else ""
+        return (
+            f"{where}: the prompt has {length} tokens, more than data.max_prompt_tokens = {self._limit}{others}: "
+            'raise data.max_prompt_tokens, remove the rows or set data.long_prompts = "drop"'
+        )
+
+
+def _place(source: Source) -> str:
+    return f"task {source.task!r}" if source.kind == "reasoning_gym" else f"path = {source.path!r}"

@@ -1,0 +1,103 @@
+"""From the order of prompts to tickets; and again, what a restore cut off.
+
+Guarantees: tickets are issued in the order that `PromptOrder` gives, each once. Redis alone says where the order stands: whenever
+its cursor is not where the last call left it, the order is read anew, so a lost reply, a leader that died or a server that
+lost its last second leave no prompt out and repeat none.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from services.config import RunConfig
+from services.dataprep.prompts.catalogue import PromptSource
+from services.dataprep.prompts.curriculum import load_curriculum
+from services.dataprep.prompts.order import Exhausted, Pick, PromptOrder
+from services.dataprep.prompts.seeds import ticket_seed
+from services.protocol.messages import Ticket
+from services.runtime.tracing import Tracing
+from services.store import Store
+from services.store.records import PassRate, Survey
+
+log = structlog.get_logger()
+
+ISSUE_BATCH = 128  # tickets per call
+
+
+class Issuer:
+    """Issues the leader's tickets: first those that come back from the dead letters, then the next prompts."""
+
+    def __init__(self, store: Store, source: PromptSource, config: RunConfig, tracing: Tracing) -> None:
+        self.store, self.source, self.config, self.tracing = store, source, config, tracing
+        self.order = PromptOrder(
+            source.spans, config.run.seed, config.data.shuffle, config.slots, config.filters.exclude_pass_rate,
+            load_curriculum(config.data.curriculum),
+        )  # fmt: skip
+        self._needs_rates = bool(config.filters.exclude_pass_rate or config.data.curriculum)
+        self._cursor = 0  # where `order` stands
+        self.exhausted = ""
+
+    def forget(self) -> None:
+        """Read the order anew at the next call: another may have led meanwhile."""
+        self._cursor, self.exhausted = -1, ""
+
+    async def restore(self, cursor: int) -> None:
+        """Take the order up where Redis holds it, which is at prompt number `cursor` of the run."""
+        self.order.restore(*await self.store.order())
+        self._cursor, self.exhausted = cursor, ""
+
+    async def issue(self, fence: int, cursor: int, wanted: int, survey: Survey) -> int:
+        """Issue up to `wanted` tickets. Returns how many were issued. Once no prompt is left, `exhausted` says why."""
+        if cursor != self._cursor:  # a call whose reply was lost took effect, or the server lost its last one
+            await self.restore(cursor)
+        count = min(wanted, ISSUE_BATCH)
+        names = await self.store.requeued(min(survey.requeued, count)) if survey.requeued and count > 0 else []
+        again, rest = [_pick(name, self.source) for name in names], 0 if self.exhausted else count - len(names)
+        rates: dict[int, PassRate] = {}
+        if rest > 0 and self._needs_rates and self.order.begins_epoch(rest):
+            if 0 <= survey.oldest_outstanding < cursor + count - self.config.slots:
+                rest = 0  # the epoch's rows depend on the reward of this straggler
+            else:
+                rates = await self.store.rates()
+        try:
+            draft = self.order.draft(max(rest, 0), cursor, rates, again)
+        except Exhausted as reason:
+            log.warning("no prompt is left to ask", reason=str(reason))
+            self.exhausted, draft = str(reason), self.order.draft(0, cursor, rates, again)
+        tickets = [self.ticket(pick, cursor + place) for place, pick in enumerate(draft.picks)]
+        if not tickets:
+            return 0
+        issued = 0
+        try:
+            issued = await self.store.issue(fence, cursor, tickets, draft.state, draft.epochs, len(again))
+        finally:
+            self.tracing.issued([ticket.trace for ticket in tickets], done=issued > 0)
+        if issued:
+            self.order.accept(draft)
+            self._cursor = cursor + issued
+        return issued
+
+    async def issue_again(self, fence: int) -> int:
+        """Issue the next tickets that a restore cut off. Returns how many."""
+        found = await self.store.reissue(ISSUE_BATCH)
+        tickets = [self.ticket(_pick(name, self.source), seq) for name, seq in found]
+        issued = 0
+        try:
+            issued = await self.store.issue_again(fence, tickets)
+        finally:
+            self.tracing.issued([ticket.trace for ticket in tickets], done=issued > 0)
+        return issued
+
+    def ticket(self, pick: Pick, seq: int) -> Ticket:
+        """The ticket of a prompt as number `seq` of the run. Its trace, if it gets one, begins here."""
+        prompt, answer = self.source.prompt(pick.row)
+        return Ticket(
+            id=f"{pick.epoch}-{pick.row}", seq=seq, epoch=pick.epoch, index=pick.row,
+            seed=ticket_seed(self.config.run.seed, pick.epoch, pick.row), prompt=prompt, answer=answer,
+            group_size=self.config.sampling.group_size, source=pick.source, trace=self.tracing.begin(),
+        )  # fmt: skip
+
+
+def _pick(ticket: str, source: PromptSource) -> Pick:
+    epoch, row = map(int, ticket.split("-"))
+    return Pick(source.name_of(row), epoch, row)

@@ -1,0 +1,262 @@
+"""The order of prompts: sources mixed by weight, each in epochs of its own.
+
+Guarantees: at every prefix of a run each source was asked its share of the prompts, rounded up or down; every row that an
+epoch holds is asked once in it. The order is a function of the configuration, the data, the places at which failed prompts are
+asked again and the pass rates of groups more than `slots` prompts old, not of timing: an interrupted run that resumes meets the
+rows it would have met. Permutations are made of 64-bit integer arithmetic and a stable sort, the same on every platform and with
+every numpy.
+
+The leader drafts, hands the draft's state and epochs to Redis, and accepts it once Redis took them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import msgspec
+import numpy as np
+import structlog
+
+from services.dataprep.prompts.curriculum import Curriculum, arrange
+from services.dataprep.prompts.errors import DataError
+from services.protocol import codec
+from services.store.records import PassRate
+
+log = structlog.get_logger()
+
+ROW = np.dtype("<i4")  # a global row id, in memory and in Redis
+RATE_SLACK = 1e-8  # rewards are sums of floats
+
+
+class Exhausted(Exception):
+    """No source has a row left to ask; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class SourceSpan:
+    """A prompt source within the rows of a run: it has the global row ids `first` to `first + rows - 1`."""
+
+    name: str
+    weight: float
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Pick:
+    """One prompt of the run."""
+
+    source: str
+    epoch: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The next prompts, and what is written down together with their tickets."""
+
+    picks: list[Pick]
+    """First those that are asked again. May be fewer than asked for, when every source becomes exhausted on the way."""
+    state: bytes
+    """Where the order stands after them: some 10 bytes and the name of each source, with a curriculum 4 bytes a slot."""
+    epochs: dict[str, bytes]
+    """Source -> rows of the epoch that began on the way, int32 little-endian; they replace those of its last one."""
+
+
+class _Source(msgspec.Struct, array_like=True):
+    """Where a source stands."""
+
+    name: str
+    epoch: int = -1
+    taken: int = 0
+    """Rows asked of the epoch."""
+    mixed: int = 0
+    """Prompts asked since the mixture has had its present sources."""
+    exhausted: bool = False
+
+
+class _State(msgspec.Struct, array_like=True):
+    sources: list[_Source]
+    recent: np.ndarray
+    """[<= slots] int32: rows of the last prompts, asked again or for the first time, whose groups may not be settled. Kept for a
+    curriculum."""
+
+
+class PromptOrder:
+    """Which row comes next. Values in, values out: `draft` changes nothing, `accept` and `restore` do."""
+
+    def __init__(
+        self, spans: Sequence[SourceSpan], seed: int, shuffle: bool, slots: int, exclude_pass_rate: float = 0.0,
+        curriculum: Curriculum | None = None,
+    ) -> None:  # fmt: skip
+        self._spans = {span.name: span for span in spans}
+        exact = [Fraction(str(span.weight)) for span in spans]  # as they are written: 0.7 and 0.3 are 7 to 3
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        self._weights = {span.name: int(weight * scale) for span, weight in zip(spans, exact, strict=True)}
+        self._seed, self._shuffle, self._slots = seed, shuffle, slots
+        self._exclude, self._curriculum = exclude_pass_rate, curriculum
+        self._begin_run()
+
+    def restore(self, state: bytes, epochs: Mapping[str, bytes]) -> None:
+        """Go on where the last accepted draft of the run stood: its `state`, and the last `epochs` of every source that had one.
+
+        Both empty: a new run. Raises `DataError` for bytes of something else.
+        """
+        self._begin_run()
+        if not state and not epochs:
+            return
+        try:
+            read = codec.decode(state, _State)
+            if [source.name for source in read.sources] != list(self._spans) or not epochs.keys() <= self._spans.keys():
+                raise ValueError("it is that of other sources")
+            rows = {name: _rows(body, self._spans[name]) for name, body in epochs.items()}
+            self._check(read, rows)
+        except ValueError as error:
+            raise DataError(
+                f"the run's order of prompts, as Redis has it, cannot be read ({error}): start under another run.name"
+            ) from None
+        self._state, self._rows = read, self._rows | rows
+
+    def begins_epoch(self, count: int) -> bool:
+        """Whether the next `count` prompts begin an epoch of some source, which `draft` then needs pass rates for."""
+        sources = _copy(self._state.sources)
+        for _ in range(count):
+            source = self._due(sources)
+            if source is None:
+                return False
+            if source.taken == len(self._rows[source.name]):
+                return True
+            _take(source)
+        return False
+
+    def draft(self, count: int, cursor: int, rates: Mapping[int, PassRate], again: Sequence[Pick] = ()) -> Draft:
+        """The prompts that are asked `again`, then the next `count`; the first is number `cursor` of the run.
+
+        `rates` (row -> pass rate) is read only where an epoch begins. For an epoch that begins at prompt c, groups with
+        seq >= c - slots do not count, settled or not; all others have to be settled by then.
+        Raises `Exhausted`; `DataError` for a curriculum that fails.
+        """
+        sources, rows = _copy(self._state.sources), dict(self._rows)
+        picks = list(again)
+        began: dict[str, bytes] = {}
+        while len(picks) < len(again) + count:
+            source = self._due(sources)
+            if source is None and len(picks) == len(again):
+                raise Exhausted(
+                    f"every row of every prompt source reached filters.exclude_pass_rate = {self._exclude}: raise it, or end the "
+                    "run here, where nothing is left to learn"
+                )
+            if source is None:
+                break
+            if source.taken == len(rows[source.name]):
+                begun = self._begin(source, cursor + len(picks), rates, self._recent(picks))
+                if not len(begun):
+                    source.exhausted = True
+                    for each in sources:  # the others' shares hold from here on
+                        each.mixed = 0
+                    continue
+                source.epoch, source.taken = source.epoch + 1, 0
+                rows[source.name], began[source.name] = begun, begun.tobytes()
+            picks.append(Pick(source.name, source.epoch, int(rows[source.name][source.taken])))
+            _take(source)
+        return Draft(picks, codec.encode(_State(sources, self._recent(picks))), began)
+
+    def accept(self, draft: Draft) -> None:
+        """Go on behind `draft`, made from where the order stands now."""
+        state = codec.decode(draft.state, _State)
+        for before, now in zip(self._state.sources, state.sources, strict=True):
+            if now.exhausted and not before.exhausted:
+                log.warning("prompt source exhausted: all its rows reached filters.exclude_pass_rate", source=now.name)
+        self._state = state
+        began = {name: np.frombuffer(body, ROW) for name, body in draft.epochs.items()}
+        for source in state.sources:
+            if source.name in began:
+                rows, of = len(began[source.name]), self._spans[source.name].rows
+                log.info("epoch begins", source=source.name, epoch=source.epoch, rows=rows, left_out=of - rows)
+        self._rows |= began
+
+    def _begin_run(self) -> None:
+        self._state = _State([_Source(name) for name in self._spans], np.zeros(0, np.int32))
+        self._rows = {name: np.zeros(0, ROW) for name in self._spans}
+
+    def _check(self, state: _State, rows: Mapping[str, np.ndarray]) -> None:
+        for source in state.sources:
+            began = len(rows.get(source.name, ()))
+            if source.epoch < -1 or (source.epoch == -1) != (began == 0) or not 0 <= source.taken <= began or source.mixed < 0:
+                raise ValueError(f"epoch {source.epoch} of source {source.name} is not the one that was written down")
+        if state.recent.shape != (min(state.recent.size, self._slots),) or state.recent.dtype != ROW:
+            raise ValueError("its recent prompts are too many")
+
+    def _due(self, sources: Sequence[_Source]) -> _Source | None:
+        """The source to ask next; None when all are exhausted.
+
+        The quota method (Balinski and Young 1975): of the sources below their share of the prompts, this one included, the
+        one that has to be asked first if it is not to fall a whole prompt behind. The largest deficit alone does not hold
+        the quota for more than two sources.
+        """
+        live = [source for source in sources if not source.exhausted]
+        prompts = 1 + sum(source.mixed for source in live)
+        weight = sum(self._weights[source.name] for source in live)
+        below = [source for source in live if source.mixed * weight < self._weights[source.name] * prompts]
+        return min(below, key=lambda source: Fraction(source.mixed + 1, self._weights[source.name]), default=None)
+
+    def _recent(self, picks: Sequence[Pick]) -> np.ndarray:
+        """Rows [<= slots] of the last prompts after `picks`; none without a curriculum, which alone depends on them."""
+        if self._curriculum is None:
+            return self._state.recent
+        return np.concatenate((self._state.recent, np.array([pick.row for pick in picks], ROW)))[-self._slots :]
+
+    def _begin(self, source: _Source, cursor: int, rates: Mapping[int, PassRate], recent: np.ndarray) -> np.ndarray:
+        """Rows of the source's next epoch, which begins at prompt `cursor`; none: all are excluded."""
+        span, epoch = self._spans[source.name], source.epoch + 1
+        order = permutation(self._seed, epoch, span.rows) if self._shuffle else np.arange(span.rows)
+        rows = (span.first + order).astype(ROW)
+        if not self._exclude and self._curriculum is None:
+            return rows
+        known = self._known(span, cursor, rates)
+        if self._exclude:
+            rows = rows[~(known[rows - span.first] >= self._exclude - RATE_SLACK)]  # NaN is never above
+        if self._curriculum is not None and len(rows):
+            # A row asked since: whether `rates` still has its older group is a matter of timing.
+            known[[row - span.first for row in recent.tolist() if 0 <= row - span.first < span.rows]] = np.nan
+            rows = arrange(self._curriculum, rows, known[rows - span.first], epoch)
+        return rows
+
+    def _known(self, span: SourceSpan, cursor: int, rates: Mapping[int, PassRate]) -> np.ndarray:
+        """Pass rates [rows] of a source's groups that must have settled at prompt `cursor`; NaN: there is none."""
+        known = np.full(span.rows, np.nan)
+        for row, rate in rates.items():
+            if 0 <= row - span.first < span.rows and rate.seq < cursor - self._slots:
+                known[row - span.first] = rate.rate
+        return known
+
+
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """Rows [n] int32 in the order of the epoch: rows sorted by one SplitMix64 number each (Steele et al. 2014), ties by row."""
+    start = int.from_bytes(hashlib.sha256(f"order {seed} {epoch}".encode()).digest()[:8], "little")
+    with np.errstate(over="ignore"):
+        z = np.uint64(start) + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return np.argsort(z, kind="stable").astype(np.int32)
+
+
+def _rows(body: bytes, span: SourceSpan) -> np.ndarray:
+    rows = np.frombuffer(body, ROW)
+    if not len(rows) or len(np.unique(rows)) < len(rows) or rows.min() < span.first or rows.max() >= span.first + span.rows:
+        raise ValueError(f"the rows of source {span.name} are not some of its own, each once")
+    return rows
+
+
+def _copy(sources: Sequence[_Source]) -> list[_Source]:
+    return [msgspec.structs.replace(source) for source in sources]
+
+
+def _take(source: _Source) -> None:
+    source.taken += 1
+    source.mixed += 1

@@ -1,0 +1,152 @@
+"""Rows of a prompt source: JSONL, parquet or a reasoning-gym task, one at a time.
+
+Guarantees: a row that is yielded has a prompt and an answer; anything else is a `DataError` that names file and line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.config.data import FileSource, ReasoningGymSource, Source
+from services.dataprep.prompts.errors import DataError
+from services.protocol.entries import encode_entry
+
+PARQUET_BATCH = 1024  # rows held at a time
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt as the source has it."""
+
+    prompt: str | Messages
+    answer: str
+    where: str
+    """Its place, for messages: `prompts.jsonl:17`."""
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """All rows of the source, in its order."""
+    if isinstance(source, ReasoningGymSource):
+        return _reasoning_gym(source)
+    return _file_rows(source)
+
+
+def _file_rows(source: FileSource) -> Iterator[Row]:
+    pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
+    path = Path(source.path)
+    if not path.is_file():
+        raise DataError(
+            f'path of source "{source.name}" = {source.path!r} is not a file (looked at {path.absolute()}): correct the path'
+        )
+    for where, record in _jsonl(path) if source.kind == "jsonl" else _parquet(path, source):
+        prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
+        answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, where)
+        if pattern is not None:
+            match = pattern.search(answer)
+            if match is None or match[1] is None:
+                raise DataError(
+                    f'{where}: answer_pattern of source "{source.name}" = {source.answer_pattern!r} finds nothing in '
+                    f"{_short(answer)}: mend the pattern or the row"
+                )
+            answer = match[1].strip()
+        yield Row(prompt, answer, where)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    decoder = msgspec.json.Decoder()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise DataError(f"{where}: not JSON ({error}): mend or remove the line") from None
+            if not isinstance(record, dict):
+                raise DataError(f"{where}: a JSON object is expected, not {type(record).__name__}: mend or remove the line")
+            yield where, record
+
+
+def _parquet(path: Path, source: FileSource) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            wanted = [name for name in dict.fromkeys((source.prompt_field, source.answer_field)) if name in names]
+            number = 0
+            for batch in file.iter_batches(PARQUET_BATCH, columns=wanted):
+                for record in batch.to_pylist():
+                    yield f"{path}, row {number}", record if len(wanted) > 1 else dict.fromkeys(names) | record
+                    number += 1
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(
+            f'path of source "{source.name}" = {source.path!r} is not a parquet file ({error}): correct path or kind'
+        ) from None
+
+
+def _field(record: dict[str, Any], name: str, key: str, where: str) -> Any:
+    if name not in record:
+        raise DataError(f"{where}: has no field {name!r} ({key} of its source); fields: {', '.join(sorted(record)) or 'none'}")
+    return record[name]
+
+
+def _prompt(value: Any, name: str, where: str) -> str | Messages:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(_is_message(message) for message in value):
+        return value
+    raise DataError(
+        f"{where}: field {name!r} must be a string or a list of messages with `role` and `content`, not {_short(value)}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _answer(value: Any, name: str, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}")
+
+
+def _reasoning_gym(source: ReasoningGymSource) -> Iterator[Row]:
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if source.task not in DATASETS:
+        near = difflib.get_close_matches(source.task, DATASETS, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see the task list of reasoning-gym"
+        raise DataError(f'task of source "{source.name}" = {source.task!r} is not a task of reasoning-gym; {hint}')
+    try:
+        task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(
+            f'options of source "{source.name}" = {source.options!r} do not suit the task {source.task!r}: {error}'
+        ) from None
+    for index in range(source.size):
+        where = f"{source.task}, row {index}"
+        entry = task[index]
+        try:
+            yield Row(entry["question"], encode_entry(entry), where)
+        except TypeError as error:
+            raise DataError(f"{where}: the entry cannot be sent to generators ({error}): choose another task") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

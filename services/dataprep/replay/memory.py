@@ -1,0 +1,49 @@
+"""Redis' memory: no prompt is issued for whose group there may be no room.
+
+Guarantees: the last tenth of `redis.max_memory_mib`, or of the server's own limit, is left to what is under way; a leader that
+waits says why.
+"""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from services.config import RunConfig
+from services.store import Store
+
+log = structlog.get_logger()
+
+FULL, ROOM = 0.9, 0.85
+"""Shares of the limit in use: at the first nothing more is issued, until the second is reached."""
+
+LOOK_S = 1.0
+
+
+class MemoryGuard:
+    """Watches the server's memory for the leader."""
+
+    def __init__(self, config: RunConfig, store: Store) -> None:
+        self._limit, self._store = config.redis.max_memory_mib << 20, store
+        self._looked = float("-inf")
+        self.why = ""
+        """Why nothing is issued, or empty."""
+
+    async def full(self) -> bool:
+        """Whether to issue nothing now; the server is asked once a second."""
+        if time.monotonic() - self._looked < LOOK_S:
+            return bool(self.why)
+        self._looked = time.monotonic()
+        used, limit = await self._store.memory(self._limit)
+        if limit and used >= (ROOM if self.why else FULL) * limit:
+            if not self.why:
+                log.warning("Redis is nearly full: no prompt is issued until a checkpoint lets it forget", remedy=REMEDY)
+            self.why = f"Redis uses {used >> 20} of {limit >> 20} MiB: {REMEDY}"
+        elif self.why:
+            log.info("Redis has room again")
+            self.why = ""
+        return bool(self.why)
+
+
+REMEDY = "lower replay.capacity or checkpoint.every_steps, or raise redis.max_memory_mib and the server's maxmemory"

@@ -1,0 +1,95 @@
+"""What becomes of a finished group. Pure.
+
+Guarantees: a header that cannot be right is buried with the reason; the filters run in the order of docs/semantics.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+from services.algorithm import advantages
+from services.algorithm.group_statistics import SOLVED_TOLERANCE
+from services.config import RunConfig
+from services.config.data import verifier_names
+from services.dataprep.prompts.order import RATE_SLACK
+from services.dataprep.replay import weights as replay
+from services.dataprep.replay.admission import is_stale
+from services.protocol.messages import Header
+from services.store import HeaderEntry, Settlement
+
+
+def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) -> Settlement:
+    """Insert a group, drop it with its outcome, or bury a header that cannot be right, with the reason.
+
+    `base`: policy version that weights by recency are relative to.
+    """
+    header = item.header
+    if header is None:
+        return Settlement(item, f"failed:corrupt header: {item.fault}")
+    if fault := _fault(header, next_step, config):
+        return Settlement(item, f"failed:{fault}")
+    oldest, rate = min(header.oldest), None
+    if config.filters.exclude_pass_rate or config.data.curriculum:
+        share = pass_rate(header, config.largest_reward(header.source))
+        rate = (header.index, share, RATE_SLACK < config.filters.exclude_pass_rate <= share + RATE_SLACK)
+    outcome = _filtered(header, config)
+    if not outcome and is_stale(next_step, oldest, config.admission.max_staleness):
+        outcome = "stale"
+    if outcome:
+        return Settlement(item, outcome, oldest, rate=rate)
+    seed, weight = config.run.seed, 1.0
+    if config.replay.sampler == "prioritized" or config.replay.remover == "lowest_priority":
+        weight = replay.weight(header, advantages.advantages(header.rewards, config.advantage.kind), config, base)
+    variate, victim = replay.exponential(seed, header.ticket, 0), replay.uniform(seed, header.ticket, "victim")
+    return Settlement(item, "insert", oldest, weight, variate, victim, rate)
+
+
+def pass_rate(header: Header, largest: float) -> float:
+    """Mean reward over the largest there is, within 0..1."""
+    return min(max(math.fsum(header.rewards) / len(header.rewards) / largest, 0.0), 1.0) if largest > 0 else 0.0
+
+
+def _filtered(header: Header, config: RunConfig) -> str:
+    """The outcome of a group that is not worth training on, or empty."""
+    if config.filters.zero_std and advantages.constant(header.rewards):
+        if header.rewards[0] == 0:
+            return "filtered:zero"
+        solved = header.rewards[0] >= config.largest_reward(header.source) - SOLVED_TOLERANCE
+        return "filtered:solved" if solved else "filtered:nonzero"
+    if config.advantage.mask_truncated and all(header.truncated):
+        return "filtered:all_truncated"
+    return ""
+
+
+def _fault(header: Header, next_step: int, config: RunConfig) -> str:
+    n = config.sampling.group_size
+    columns = {
+        "lengths": header.lengths, "rewards": header.rewards, "truncated": header.truncated, "oldest": header.oldest,
+        "newest": header.newest, "tool_tokens": header.tool_tokens, **{f"scores of {k}": v for k, v in header.scores.items()},
+    }  # fmt: skip
+    for name, column in columns.items():
+        if len(column) != n:
+            return f"header has {len(column)} {name}, sampling.group_size is {n}"
+    if header.ticket != f"{header.epoch}-{header.index}":
+        return f"epoch {header.epoch} and row {header.index} are not those of ticket {header.ticket}"
+    if all(header.source != source.name for source in config.data.sources):
+        return f"there is no prompt source {header.source!r}"
+    if not all(map(math.isfinite, header.rewards)):
+        return f"rewards are not finite: {header.rewards}"
+    bound = sum(abs(verifier.weight) for verifier in config.verifiers) + SOLVED_TOLERANCE
+    if max(map(abs, header.rewards)) > bound:
+        return f"rewards {header.rewards} are beyond the verifiers' weights, {bound:g} together"
+    names = verifier_names(config.verifiers)
+    if not header.scores.keys() <= set(names) or not all(
+        0 <= score <= 1 for column in header.scores.values() for score in column
+    ):
+        return f"scores {header.scores} are not 0..1 of the verifiers {', '.join(names)}"
+    if min(header.lengths) < 1 or max(header.lengths) > config.sampling.max_tokens:
+        return f"lengths {header.lengths} are outside 1..{config.sampling.max_tokens}"
+    if any(not 0 <= tool <= length for tool, length in zip(header.tool_tokens, header.lengths, strict=True)):
+        return f"tool tokens {header.tool_tokens} do not fit in lengths {header.lengths}"
+    if not 1 <= header.prompt_tokens <= config.data.max_prompt_tokens:
+        return f"prompt of {header.prompt_tokens} tokens is outside 1..{config.data.max_prompt_tokens}"
+    if min(header.oldest) < 0 or any(not old <= new <= next_step for old, new in zip(header.oldest, header.newest, strict=True)):
+        return f"policy versions {header.oldest}..{header.newest} cannot be at step {next_step}"
+    return ""

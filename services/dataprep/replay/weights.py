@@ -1,0 +1,77 @@
+"""What a group weighs in the replay table, and the chance that moves its clocks. Values in, values out.
+
+Guarantees: variates depend on (seed, group, number of the draw) alone, so a draw can be replayed and no random state has to
+be saved; weights are finite; importance weights lie in 0..1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.algorithm import advantages
+from services.algorithm.sampling_weights import sampling_weight
+from services.config import RunConfig
+from services.config.training import Replay
+from services.dataprep.prompts.seeds import drawn
+from services.protocol.messages import Header
+from services.store.records import TableRules
+
+HALVINGS = 16
+"""Half-lives after which weights by recency are rescaled: 2^16 keeps the clocks' steps far above a double's last digit."""
+
+
+def table_rules(config: RunConfig) -> TableRules:
+    """What the table of a run is held to."""
+    replay = config.replay
+    return TableRules(replay.sampler, replay.remover, replay.capacity, replay.max_uses)
+
+
+def uniform(seed: int, group: str, use: str) -> float:
+    """In (0, 1), 53 bits, a function of its arguments alone."""
+    return ((drawn(64, seed, group, use) >> 11) + 0.5) / 2**53
+
+
+def exponential(seed: int, group: str, draw: int) -> float:
+    """Exp(1)-distributed: how long the group's clock runs before draw number `draw`, at weight 1."""
+    return -math.log(uniform(seed, group, str(draw)))
+
+
+def recency_base(step: int, replay: Replay) -> int:
+    """Policy version that weights by recency are relative to at a step."""
+    span = max(1, round(HALVINGS * replay.recency_half_life / max(replay.priority_exponent, 1.0)))
+    return step // span * span
+
+
+def recency_weight(versions: int, replay: Replay) -> float:
+    """Weight of a group that is so many policy versions younger than one of weight 1; at most 2^1023, whatever a header says."""
+    return 2.0 ** min(replay.priority_exponent * versions / replay.recency_half_life, 1023.0)
+
+
+def weight(header: Header, given: np.ndarray, config: RunConfig, base: int) -> float:
+    """Sampling weight of a new group; `given` [n] are its advantages, `base` as in `recency_base`."""
+    replay = config.replay
+    match replay.priority:
+        case "recency":
+            return sampling_weight(recency_weight(min(header.oldest) - base, replay), 1.0)
+        case "reward":
+            priority = float(sum(header.rewards))
+        case _:  # `trainer` too, until the trainer has seen the group
+            mask = advantages.trained(header.truncated, config.advantage.mask_truncated)
+            priority = float(np.abs(given[mask]).sum())
+    return sampling_weight(priority, replay.priority_exponent)
+
+
+def importance(weights: Sequence[float], total: float, size: int, beta: float) -> np.ndarray:
+    """(N P)^-beta over the largest, [k], with P = weight / total (Schaul et al. 2016, section 3.4).
+
+    Groups of weight 0 count as the rarest of the others. A step draws without replacement, so heavy groups come somewhat less
+    often than k independent draws of P would bring them, and are corrected somewhat too much.
+    """
+    w = np.asarray(weights, dtype=np.float64)
+    if not beta or not (w > 0).any() or total <= 0:
+        return np.ones(len(w))
+    corrected = (size * np.where(w > 0, w, w[w > 0].min()) / total) ** -beta
+    return corrected / corrected.max()

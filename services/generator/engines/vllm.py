@@ -1,0 +1,297 @@
+"""vLLM's `AsyncLLM` as an `Engine`.
+
+Guarantees: those of services/generator/engines/base.py. The model runs in processes of its own, which end when this one does,
+however it ends. Nothing here imports vLLM at module import.
+Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, the one part that is not public interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from services.config import ConfigError, RunConfig
+from services.generator.engines.base import QUEUED_S, Gauges, Generated, GenerationFailed, SamplingParameters
+from services.generator.engines.vllm_arguments import (
+    check_cpu_arguments,
+    engine_arguments,
+    has_gpu,
+    set_environment,
+    stop_tokens,
+    transport,
+)
+from services.generator.engines.vllm_requests import continued_seed, generated, last, sampling_params
+from services.protocol.messages import Round
+from services.runtime import garbage_collection as heap
+from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_GRACE_S = 15.0
+"""A worker keeps its own limits; an answer that is later than that by so much will never come. Covers one long iteration."""
+_CLOSE_S = 5.0
+"""Time for vLLM to end on its own before its processes are killed."""
+_JOIN_POLL_S = 0.02
+_ABORT_POLL_S = 0.005
+
+
+class VllmEngine:
+    """One `AsyncLLM`, owned by the event loop that called `start`."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.whole = True
+        self.world = 1
+        self.stages = False
+        self._staged = -1  # the version that waits in the workers to be applied
+        self._started: AsyncLLM | None = None
+        self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
+        self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, since when
+        self._tokens = 0  # of completions that ended
+        self._joined = False
+        self._strangers: set[int | None] = set()  # child processes of this one that are not the engine's
+
+    async def start(self, config: RunConfig) -> None:
+        """Load the model; some 10-15 s on a CPU."""
+        self._config = config
+        self.world = config.generator.tensor_parallel
+        self.stages = transport(config, has_gpu()) != "nccl"
+        self._strangers = {child.pid for child in multiprocessing.active_children()}
+        await asyncio.to_thread(self._load)
+        heap.freeze()  # as vLLM's own server does
+        await self._llm.update_weight_version("-1")
+
+    def _load(self) -> None:
+        gpu = has_gpu()
+        set_environment(self._config, gpu)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(self._config, gpu)
+        if not gpu:
+            check_cpu_arguments(arguments)
+        self._stop_tokens = stop_tokens(self._config.model.path)
+        try:
+            self._started = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except ValueError as error:
+            raise ConfigError(f"vLLM refuses the configuration of model and generator: {error}") from error
+        except RuntimeError as error:
+            raise EngineDead(f"vLLM did not start: {error}") from error
+        cache = self._started.vllm_config.cache_config
+        self._kv_blocks, self._kv_block = cache.num_gpu_blocks or 0, cache.block_size
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        if self._started is None:
+            raise EngineDead("the engine is not running")
+        return self._started
+
+    async def generate(
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
+    ) -> Generated:
+        """Complete `prompt`; a stop string that begins inside `prefix` is not seen."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        made = 0 if prefix is None else len(prefix.tokens)
+        if prefix is not None and (prefix.finish != "aborted" or made >= sampling.max_tokens):
+            return prefix if prefix.finish != "aborted" else replace(prefix, finish="length")
+        tokens = prompt if prefix is None else prompt + prefix.tokens.tolist()
+        parameters = sampling_params(sampling, continued_seed(seed, made), made, self._stop_tokens)
+        if request_id in self._prefixes:
+            raise ValueError(f"request {request_id!r} is running already")
+        self._prefixes[request_id] = prefix
+        self._prompts[request_id] = hash(tuple(tokens)), time.monotonic()
+        try:
+            output = await last(self._llm.generate(tokens_input(tokens), parameters, request_id))
+        except EngineDeadError as error:
+            raise EngineDead(f"vLLM's engine core died while it made {request_id}; its log says why") from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise GenerationFailed(f"{request_id}: {error.__cause__ or error}") from error
+        finally:
+            del self._prefixes[request_id], self._prompts[request_id]
+        self._tokens += len(output.outputs[0].token_ids)
+        return generated(request_id, output, prefix)
+
+    def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
+        """Tokens so far, read from vLLM's output processor: nothing is sent for it while a completion runs."""
+        from vllm.v1.engine import FinishReason
+
+        found: dict[str, Generated] = {}
+        for request_id in list(self._prefixes) if request_ids is None else request_ids:
+            for state in self._states(request_id):
+                output = state.make_request_output([], None, FinishReason.ABORT, None)
+                found[request_id] = generated(request_id, output, self._prefixes[request_id])
+        return found
+
+    def _states(self, request_id: str) -> list[Any]:
+        processor = self._llm.output_processor
+        return [processor.request_states[key] for key in processor.external_req_ids.get(request_id, ())]
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Stop completions; returns when their `generate` calls have. One that vLLM does not know yet is waited for."""
+        named = set(self._prefixes) if request_ids is None else set(request_ids)
+        while named := {request_id for request_id in named if request_id in self._prefixes}:
+            await self._llm.abort([request_id for request_id in named if self._states(request_id)])
+            await asyncio.sleep(_ABORT_POLL_S)
+
+    async def pause(self) -> None:
+        """Stop after the iteration that runs, keep the requests, drop all KV and the prefix cache."""
+        async with self._limit(self._config.sync.join_deadline_s, "pause"):
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        """Sample again."""
+        if not self.whole:
+            raise TransferFailed("half an update was applied: a full one has to arrive before sampling goes on")
+        async with self._limit(self._config.sync.join_deadline_s, "resume"):
+            await self._llm.resume_generation()
+
+    async def join(self, round: Round, first_rank: int) -> None:
+        """Join beside generation: the worker connects in a thread, and is asked until it is done."""
+        limit_s = self._config.sync.join_deadline_s
+        folder = self._config.weights_folder.absolute() / round.host if round.backend == "filesystem" else None
+        info = {
+            "host": round.host if folder is None else str(folder),
+            "port": round.port,
+            "first_rank": first_rank,
+            "world_size": round.world_size,
+            "bucket_bytes": self._config.sync.bucket_mib << 20,
+            "timeout_s": limit_s,
+        }
+        self._joined = True
+        async with self._limit(limit_s + _GRACE_S, "join"):
+            deadline = time.monotonic() + limit_s
+            await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+            while True:
+                states = set(await self._llm.collective_rpc("weight_group_state"))
+                if states == {"joined"}:
+                    return
+                if failures := sorted(states - {"joined", "joining"}):
+                    where = f"epoch {round.epoch} at {folder or f'{round.host}:{round.port}'}"
+                    raise TransferFailed(f"weight group of {where}: {'; '.join(failures)}")
+                if time.monotonic() > deadline:
+                    raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks met within {limit_s} s")
+                await asyncio.sleep(_JOIN_POLL_S)
+
+    async def stage(self, version: int) -> None:
+        """Receive beside generation: the worker receives in a thread, and is asked until it is done."""
+        self._staged = -1
+        limit_s = self._config.sync.transfer_deadline_s
+        async with self._limit(limit_s + _GRACE_S, "weight transfer"):
+            failures = {said for said in await self._llm.collective_rpc("stage_weights", args=(limit_s,)) if said}
+            while not failures:
+                states = set(await self._llm.collective_rpc("weight_stage_state"))
+                if states == {"staged"}:
+                    self._staged = version
+                    return
+                if "staging" not in states:
+                    failures = states - {"staged"}
+                    break
+                await asyncio.sleep(_JOIN_POLL_S)
+            for changed in await self._llm.collective_rpc("weights_changed"):
+                if changed:
+                    raise WeightsChanged(changed)
+        raise TransferFailed(f"weight transfer of version {version} failed: {'; '.join(sorted(failures))}")
+
+    async def receive(self, version: int) -> None:
+        """Receive, or take what is staged; apply and stamp."""
+        if self.stages and self._staged != version:
+            await self.stage(version)
+        self._staged = -1
+        await self._apply(version)
+
+    async def _apply(self, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        limit_s = self._config.sync.transfer_deadline_s
+        async with self._limit(limit_s + _GRACE_S, "weight transfer"):
+            try:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout_s": limit_s}))
+                changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
+                await self._llm.finish_weight_update(None if changed else str(version))
+            except Exception as error:  # vLLM has no type of its own for what failed in a worker
+                if self._llm.errored or self.world > 1:  # with several workers, replies of the failed call would answer the next
+                    raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
+                self.whole = all(await self._llm.collective_rpc("weights_whole"))
+                raise TransferFailed(f"weight transfer of version {version} failed: {error}") from error
+            if changed:  # one worker may have taken what another has not
+                self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
+                raise WeightsChanged(changed[0])
+        self.version, self.whole = version, True
+
+    async def leave_group(self) -> None:
+        """Let the workers drop their connections."""
+        if self._joined:
+            self._joined = False
+            async with self._limit(_GRACE_S, "leaving the weight group"):
+                await self._llm.shutdown_weight_transfer_engine()
+
+    def gauges(self) -> Gauges:
+        """Counted here: vLLM's own statistics cost some percent of throughput.
+
+        `kv_usage` is what the running completions need, in blocks: at 1 some were put off. Completions of one prompt share its
+        full blocks, as far as their prompts are the same (one that is continued has a prompt of its own).
+        """
+        running = waiting = queued = made = blocks = 0
+        shared: dict[int, int] = {}  # blocks of each prompt
+        long_ago = time.monotonic() - QUEUED_S
+        for request_id, (prompt, since) in self._prompts.items():
+            for state in self._states(request_id):
+                tokens = state.detokenizer.num_output_tokens()
+                made += tokens
+                if not tokens:
+                    waiting, queued = waiting + 1, queued + (since < long_ago)
+                    continue
+                running += 1
+                shared[prompt] = state.prompt_len // self._kv_block
+                blocks += -(-(state.prompt_len + tokens) // self._kv_block) - shared[prompt]
+        usage = min((blocks + sum(shared.values())) / self._kv_blocks, 1.0) if self._kv_blocks else 0.0
+        return Gauges(running, waiting, queued, usage, self._tokens + made)
+
+    async def close(self) -> None:
+        """Fail what still runs, ask vLLM to end, then kill what is left."""
+        llm, self._started = self._started, None
+        try:
+            if llm is not None:
+                _release(llm)
+                async with asyncio.timeout(2 * _CLOSE_S):
+                    await asyncio.to_thread(llm.shutdown, _CLOSE_S)
+        except TimeoutError:
+            pass  # what follows does not ask
+        del llm
+        heap.thaw()  # its finalizer fails with a trace when it runs at interpreter exit
+        for child in multiprocessing.active_children():
+            if child.name.startswith("EngineCore") and child.pid not in self._strangers:
+                child.kill()
+                child.join(1.0)
+
+    @asynccontextmanager
+    async def _limit(self, seconds: float, what: str) -> AsyncIterator[None]:
+        """Bound calls to the engine core. One that does not answer in time is stuck, and so is the engine."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            raise EngineDead(f"vLLM did not answer within {seconds} s: {what}") from None
+        except EngineDeadError as error:
+            raise EngineDead(f"vLLM's engine core died: {what}") from error
+
+
+def _release(llm: AsyncLLM) -> None:
+    """Let pending `generate` calls fail, and stop listening to the engine core: its end would be logged as a crash."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    llm.output_processor.propagate_error(EngineDeadError())
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()

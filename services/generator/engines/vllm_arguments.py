@@ -1,0 +1,143 @@
+"""From a run's configuration to vLLM's: environment, engine arguments, stop tokens.
+
+Guarantees: the environment is set before vLLM is imported; `generator.engine_options` win over everything here; a
+combination that would kill the engine later is a `ConfigError` now. Imports vLLM inside functions only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from services.config import ConfigError, RunConfig
+from services.weights.receivers import OWNER
+
+VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
+"""How processes that vLLM starts log; what it names is in vllm_logging.py, which they import."""
+
+_CPU_PREFILL_TOKENS = 4096
+"""Prompt tokens that a CPU engine takes into one iteration, unless a single sequence needs more: bounds activation memory."""
+
+
+def has_gpu() -> bool:
+    """Whether vLLM will run on CUDA."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def set_environment(config: RunConfig, gpu: bool) -> None:
+    """Variables that vLLM reads when it is imported and that its processes inherit. What the user has set stays."""
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(VLLM_LOGGING)}
+    if Path(config.model.path).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    if not gpu:
+        defaults |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the machine; binding would put all on the same cores
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # saves 2-15 s at the first request with logprobs
+        }
+        if config.generator.tensor_parallel == 1:
+            # On a CPU this is what lets the worker live inside the engine core: one process and its 0.6 GiB less.
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ[OWNER] = str(os.getpid())
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # of this process; the file is for its others
+
+
+def transport(config: RunConfig, gpu: bool) -> str:
+    """`nccl`, `gloo` or `filesystem`: what weights travel by."""
+    return config.sync.backend if config.sync.backend != "auto" else ("nccl" if gpu else "gloo")
+
+
+def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs`."""
+    generator = config.generator
+    backend = transport(config, gpu)
+    if backend == "nccl" and not gpu:
+        raise ConfigError('sync.backend = "nccl" needs GPUs, and this machine has none: use "gloo" or "auto"')
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_tokens,
+        "max_num_seqs": generator.max_num_seqs,
+        "tensor_parallel_size": generator.tensor_parallel,
+        "seed": config.run.seed,
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-p and top-k: the distribution that was sampled from
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "skip_tokenizer_init": not config.sampling.stop,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,  # the completions of a group share their prompt
+        "weight_transfer_config": {"backend": f"grpo_{backend}"},
+        "worker_extension_cls": "services.weights.receivers.gloo.WorkerExtension",
+    }
+    if gpu:
+        arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
+    else:
+        arguments |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": generator.cpu_kv_cache_mib << 20,
+            # A CPU generator has no offset to rewind: a seeded request must not be prefilled in chunks.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.model.max_tokens, generator.max_num_seqs, _CPU_PREFILL_TOKENS),
+        }
+    options = _checked_options(config)
+    if config.model.fp32_head:
+        overrides = options.get("hf_overrides", {})
+        if "head_dtype" in overrides:
+            raise ConfigError(
+                f"generator.engine_options.hf_overrides.head_dtype = {overrides['head_dtype']!r} contradicts "
+                "model.fp32_head = true: remove one of the two"
+            )
+        options = options | {"hf_overrides": overrides | {"head_dtype": "float32"}}
+    return arguments | options
+
+
+def check_cpu_arguments(arguments: dict[str, Any]) -> None:
+    """Refuse options under which vLLM's CPU engine would die at the first prompt that is prefilled in chunks."""
+    if not arguments["enable_chunked_prefill"]:
+        return
+    # A continued or paused completion is prefilled with its tokens, so the longest prefill is a whole sequence.
+    need = arguments["max_num_seqs"] * arguments["max_model_len"]
+    if arguments["max_num_batched_tokens"] < need:
+        raise ConfigError(
+            f"generator.engine_options.max_num_batched_tokens = {arguments['max_num_batched_tokens']} is below max_num_seqs x "
+            f"max_model_len = {need}: on a CPU a seeded request cannot be prefilled in chunks; raise it, or leave out "
+            "enable_chunked_prefill"
+        )
+
+
+def stop_tokens(path: str) -> list[int]:
+    """Token ids that end a completion: the tokenizer's and the generation configuration's end-of-sequence ids."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    ids: set[int] = set()
+    tokenizer_eos = AutoTokenizer.from_pretrained(path).eos_token_id
+    try:
+        generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # no generation_config.json: the model's own configuration says it
+        generation_eos = getattr(AutoConfig.from_pretrained(path).get_text_config(), "eos_token_id", None)
+    for eos in (tokenizer_eos, generation_eos):
+        ids |= set(eos) if isinstance(eos, list | tuple) else {eos} if eos is not None else set()
+    if not ids:
+        raise ConfigError(
+            f"model.path = {path!r}: tokenizer and generation config name no end-of-sequence token; add eos_token_id"
+        )
+    return sorted(ids)
+
+
+def _checked_options(config: RunConfig) -> dict[str, Any]:
+    from vllm import AsyncEngineArgs
+
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in config.generator.engine_options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"generator.engine_options.{name} is not an engine argument of vLLM{hint}")
+    return config.generator.engine_options

@@ -1,9 +1,0 @@
-"""Rewards: verifiers score completions in a pool of killable processes.
-
-Guarantees: a score lies in 0..1; a verifier that breaks, hangs or dies is a `VerifierFailure`, never a score.
-"""
-
-from services.generator.rewards.base import VerifierFailure, combine, verifier_names
-from services.generator.rewards.pool import VerifierPool
-
-__all__ = ["VerifierFailure", "VerifierPool", "combine", "verifier_names"]

@@ -1,0 +1,150 @@
+"""The evaluation lane of a generator: stay on one policy version, complete the round's tickets, then go back to training.
+
+Guarantees: while a round holds this pod, its weights do not change (it declines sync rounds) and every token of a result was
+sampled by the round's version, or the ticket is failed; when no ticket is left for this pod it returns to training by itself.
+Waits for: an open round of the version that it holds, tickets of that round. Unblocked by: dataprep and other volunteers
+(`evaluation`), the weight follower, which offers the pod between sync rounds, its own finished tickets (`evaluated`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from services.generator.engines.base import Engine, GenerationFailed, SamplingParameters
+from services.generator.metrics import GeneratorMetrics
+from services.generator.rollouts.concurrency import Bounds
+from services.generator.rollouts.records import make_header
+from services.generator.rollouts.worker import Lane, Rollout
+from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.protocol.errors import StoreError
+from services.protocol.messages import Header
+from services.runtime.loops import Loop
+from services.runtime.service import Service
+from services.store import Claim
+
+log = structlog.get_logger()
+
+IDLE_S = 1.0  # a missed ring costs at most this much
+
+
+class EvaluationLane(Lane):
+    """Completes evaluation tickets while a round holds this pod."""
+
+    room = "evaluated"
+
+    def __init__(
+        self, service: Service, engine: Engine, tokenizer: Any, verifiers: VerifierPool, metrics: GeneratorMetrics
+    ) -> None:
+        super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.evaluation(service.config))
+        self.version: int | None = None
+        """The policy version that this pod stays on; None: it trains."""
+        self._member = service.status.member
+        training = Bounds.of(self.config).runnable * self.config.sampling.group_size
+        self._most = max(1, training // self.config.evaluation.samples)  # tickets: as many completions as in training
+        self._closed = False
+        self._turns = asyncio.Lock()  # nothing is claimed while everything is handed back
+
+    async def offer(self) -> None:
+        """Offer the version held to an open round. Called by the weight follower alone, and never inside a sync round."""
+        given = self.config.evaluation
+        held = self.version is not None or self._closed or self.service.view.paused
+        if not given.every_steps or held or not self.engine.whole:
+            return
+        version = self.engine.version
+        try:
+            admitted = await self.store.volunteer(
+                self._member, version, self.service.status.sender, self.config.fleet.ttl_s, given.max_generators,
+                given.min_training_generators,
+            )  # fmt: skip
+        except StoreError as error:  # the next turn offers again; until then the pod follows sync rounds as any other
+            log.warning("not offered for evaluation", error=str(error))
+            return
+        if admitted:
+            log.info("evaluates", version=version)
+            self.version = version
+            self.service.say(phase="evaluating", world=0)
+            self.bell.ring(self.room)
+
+    async def work(self, loop: Loop) -> None:
+        """Complete tickets whenever a round holds this pod, for ever."""
+        while True:
+            loop.progress()
+            self.check_engine()
+            async with self._turns:
+                if self.version is not None and not self.service.view.paused and not self._closed:
+                    await self._turn(self.version)
+            await self.bell.wait("evaluation", "control", self.room, timeout=IDLE_S)
+
+    async def _turn(self, version: int) -> None:
+        """Claim what there is room for; return to training when nothing is left, or when the round is over."""
+        room = self._most - len(self.rollouts)
+        if room <= 0:
+            return
+        claims = await self.store.claim_evaluation(
+            self._member, version, self.config.generator.lease_s, room, self.config.generator.max_expiries
+        )
+        for rollout in list(self.rollouts.values()) if claims is None else ():
+            await self.cancel(rollout)
+        for claim in claims or ():
+            await self.start(claim)
+        if not self.rollouts:
+            await self._hand_back()
+
+    async def abort(self) -> None:
+        """Hand back everything: other generators complete the round, or this one after the pause."""
+        async with self._turns:
+            await self._hand_back()
+
+    async def _hand_back(self) -> None:
+        """Let go of the round and of all its tickets; a pod that goes on returns to training."""
+        held = list(self.rollouts.values())
+        for rollout in held:
+            await self.cancel(rollout)
+        if self.version is not None:
+            await self.store.resign(self._member, [rollout.claim for rollout in held])
+            log.info("returns to training", version=self.version)
+            self.version = None
+            if not self._closed:
+                self.service.say(phase="ready", world=self.engine.world)
+
+    def close(self) -> None:
+        """Volunteer and claim no more; what is under way goes on."""
+        self._closed = True
+
+    async def drain(self) -> None:
+        """Hand everything back before the process ends."""
+        self.close()
+        with contextlib.suppress(StoreError):  # a pod must be able to go without Redis: its leases run out
+            async with self._turns:
+                await self._hand_back()
+
+    async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
+        """Hand a ticket back, or say that the round cannot be completed."""
+        return await self.store.fail_evaluation(self._member, claim, reason, max_attempts)
+
+    async def extend(self, claims: Sequence[Claim]) -> set[str]:
+        """Renew leases."""
+        return await self.store.renew_evaluation(self._member, claims, self.config.generator.lease_s)
+
+    async def submit(self, rollout: Rollout) -> bool:
+        """Generate, score and submit; the tokens stay here."""
+        ticket = rollout.ticket
+        done = await self.complete(rollout, [None] * ticket.group_size)
+        header = make_header(
+            ticket, done.completions, done.scores, done.rewards, payload="", payload_bytes=0, generator=self.name,
+            generate_s=done.generate_s, score_s=done.score_s,
+        )  # fmt: skip
+        if fault := mixed(header, ticket.epoch):
+            raise GenerationFailed(fault)
+        return await self.insist(rollout, lambda: self.store.submit_evaluation(self._member, rollout.claim, header))
+
+
+def mixed(header: Header, version: int) -> str:
+    """How a result is not all of `version`; empty: it is."""
+    held = sorted({*header.oldest, *header.newest})
+    return "" if held == [version] else f"sampled by policy versions {held}, the round is of version {version}"

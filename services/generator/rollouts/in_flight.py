@@ -1,0 +1,71 @@
+"""What becomes of completions under way when new weights are applied: `sync.in_flight`.
+
+Guarantees: with `keep` nothing is held up, and completions go on under the new weights; with `drain` and `abort` every completion
+is of one version, as those that did not end in time are begun anew, and none is begun between `quiesce` and `go_on`.
+Waits for: completions to end, at most `sync.drain_deadline_s`. Unblocked by: the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from services.config import RunConfig
+from services.generator.engines.base import Engine, Generated, SamplingParameters
+from services.generator.metrics import GeneratorMetrics
+
+
+class InFlight:
+    """Stands between the training lane and the engine."""
+
+    def __init__(self, config: RunConfig, engine: Engine, metrics: GeneratorMetrics) -> None:
+        self._mode, self._limit_s = config.sync.in_flight, config.sync.drain_deadline_s
+        self._engine, self._metrics = engine, metrics
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+        self._running: set[str] = set()
+        self._anew: set[str] = set()  # were stopped, to be begun anew
+
+    async def generate(
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None
+    ) -> Generated:
+        """As `Engine.generate`; a `prefix` of other weights is given up where completions are of one version."""
+        if self._mode == "keep":
+            return await self._engine.generate(request_id, prompt, seed, sampling, prefix)
+        while True:
+            await self._open.wait()
+            if prefix is not None and any(span.version != self._engine.version for span in prefix.spans):
+                prefix = self._give_up(prefix)
+            self._running.add(request_id)
+            self._idle.clear()
+            try:
+                done = await self._engine.generate(request_id, prompt, seed, sampling, prefix)
+            finally:
+                self._running.discard(request_id)
+                if not self._running:
+                    self._idle.set()
+                stopped = request_id in self._anew
+                self._anew.discard(request_id)
+            if done.finish != "aborted" or not stopped:
+                return done
+            prefix = self._give_up(done)
+
+    async def quiesce(self, frozen: bool) -> None:
+        """Before weights are applied. `frozen`: the engine samples nothing, so that there is nothing to wait for."""
+        if self._mode == "keep":
+            return
+        self._open.clear()
+        if self._mode == "drain" and not frozen:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), self._limit_s)
+        if self._running:
+            self._anew |= self._running
+            await self._engine.abort(list(self._running))
+
+    def go_on(self) -> None:
+        """After they were applied, or the round went on without this pod."""
+        self._open.set()
+
+    def _give_up(self, done: Generated) -> None:
+        self._metrics.discarded_tokens.inc(len(done.tokens))

@@ -1,0 +1,232 @@
+"""A lane: the claimed tickets of one kind, training or evaluation, that are under way in this process.
+
+Guarantees: a claimed ticket is submitted, handed back or failed with a reason, or its lease runs out and another pod claims
+it; nothing that goes wrong with one ticket ends the loop of its lane, but for the end of the engine, which ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from services.generator.engines.base import Engine, Generated, GenerationFailed, SamplingParameters
+from services.generator.metrics import GeneratorMetrics
+from services.generator.verifiers.base import VerifierFailure, combine
+from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.protocol.errors import StoreError
+from services.protocol.messages import Ticket
+from services.runtime.loops import Broken, Loop, end_tasks
+from services.runtime.service import Service
+from services.store import Claim
+from services.weights.receiver import EngineDead
+
+log = structlog.get_logger()
+
+LEASE_SHARE = 3  # renewals per lease
+SUBMIT_AGAIN_S = 1.0
+
+
+@dataclass
+class Rollout:
+    """A ticket being worked on."""
+
+    claim: Claim
+    ticket: Ticket
+    started: float = field(default_factory=time.monotonic)
+    completions: list[Generated | None] = field(default_factory=list)  # finished ones, by sample
+    generating: bool = True
+    submitting: bool = False  # from then on Redis alone decides who owns the ticket
+    task: asyncio.Task[None] | None = None
+
+    def request(self, sample: int) -> str:
+        """Identity of one completion in the engine."""
+        return f"{self.claim.payload}.{sample}"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A finished group of n completions."""
+
+    completions: list[Generated]  # [n]
+    scores: dict[str, list[float]]  # verifier -> [n]
+    rewards: list[float]  # [n]
+    generate_s: float
+    score_s: float
+
+
+class Lane:
+    """Takes claimed tickets through generation and scoring. A subclass claims them, and says where they go from there."""
+
+    room = "room"
+    """Bell topic of this process: a ticket has ended, another may be claimed."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        tokenizer: Any,
+        verifiers: VerifierPool,
+        metrics: GeneratorMetrics,
+        sampling: SamplingParameters,
+    ) -> None:
+        """`tokenizer` is the model's, as transformers loads it."""
+        self.service, self.engine, self.tokenizer, self.verifiers, self.metrics = service, engine, tokenizer, verifiers, metrics
+        self.store, self.bell, self.config, self.sampling = service.store, service.bell, service.config, sampling
+        self.name = service.status.name
+        self.rollouts: dict[str, Rollout] = {}  # by entry of the claim
+        self._fault: BaseException | None = None
+
+    async def submit(self, rollout: Rollout) -> bool:
+        """Generate, score and submit a ticket. False: it was not held any more."""
+        raise NotImplementedError
+
+    async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
+        """Hand a ticket back after a failure. True: after so many of them it will not be tried again."""
+        raise NotImplementedError
+
+    async def extend(self, claims: Sequence[Claim]) -> set[str]:
+        """Renew leases; the entries that are lost."""
+        raise NotImplementedError
+
+    async def generate(self, request_id: str, prompt: list[int], seed: int, prefix: Generated | None) -> Generated:
+        """One completion."""
+        return await self.engine.generate(request_id, prompt, seed, self.sampling, prefix)
+
+    async def abort(self) -> None:
+        """Hand back what is being generated: a pause does not let it finish."""
+        raise NotImplementedError
+
+    def check_engine(self) -> None:
+        """Raise `Broken` once the engine has died; leases run out, others take over."""
+        if self._fault is not None:
+            raise Broken(str(self._fault))
+
+    async def start(self, claim: Claim) -> None:
+        """Begin to work on a ticket; one that cannot be worked on is failed for good."""
+        fault = "its bytes are not a ticket" if claim.ticket is None else self._unfit(claim.ticket)
+        if fault or claim.ticket is None:
+            await self.report(claim, fault, max_attempts=1)
+            return
+        if held := self.rollouts.pop(claim.entry, None):  # our own lease ran out and came back to us
+            await self.cancel(held)
+        rollout = Rollout(claim, claim.ticket)
+        self.rollouts[claim.entry] = rollout
+        rollout.task = asyncio.create_task(self._complete(rollout), name=claim.ticket_id)
+
+    def _unfit(self, ticket: Ticket) -> str:
+        longest = len(ticket.prompt) + self.sampling.max_tokens
+        if longest > self.config.model.max_tokens:
+            return f"prompt and completion of {longest} tokens exceed model.max_tokens = {self.config.model.max_tokens}"
+        if not ticket.prompt or min(ticket.prompt) < 0 or max(ticket.prompt) >= len(self.tokenizer):
+            return f"prompt is empty or has token ids outside 0..{len(self.tokenizer) - 1}, the tokenizer's vocabulary"
+        return ""
+
+    async def _complete(self, rollout: Rollout) -> None:
+        """One ticket from claim to submission; whatever goes wrong becomes a failure with a reason."""
+        structlog.contextvars.bind_contextvars(ticket=rollout.ticket.id)
+        try:
+            if not await self.submit(rollout):
+                self.metrics.refused.inc()
+        except VerifierFailure as failure:
+            self.metrics.failures["verifier"].inc()
+            await self._fail(rollout, str(failure))
+        except GenerationFailed as failure:
+            self.metrics.failures["generation"].inc()
+            await self._fail(rollout, str(failure))
+        except EngineDead as error:
+            self._fault = error  # the lane's loop ends the process
+        except StoreError as error:  # no fault of the ticket: its lease runs out, and it is claimed again
+            self.metrics.failures["store"].inc()
+            log.warning("rollout given up for want of Redis", error=str(error))
+        except Exception as error:  # a ticket must not end the loop; it is retried, then given up with this reason
+            self.metrics.failures["other"].inc()
+            log.warning("rollout failed", exc_info=True)
+            await self._fail(rollout, f"{type(error).__name__}: {error}")
+        finally:
+            if self.rollouts.get(rollout.claim.entry) is rollout:
+                del self.rollouts[rollout.claim.entry]
+            self.bell.ring(self.room)
+
+    async def _fail(self, rollout: Rollout, reason: str) -> None:
+        try:
+            given_up = await self.report(rollout.claim, reason, self.config.generator.max_attempts)
+        except StoreError as error:  # its lease runs out, and it is claimed again
+            log.warning("failure not reported", reason=reason, error=str(error))
+            return
+        if given_up:
+            self.metrics.given_up.inc()
+            log.error("ticket given up", reason=reason)
+
+    async def complete(self, rollout: Rollout, prefixes: Sequence[Generated | None]) -> Scored:
+        """All completions of a ticket and their rewards; what `prefixes` [n] holds of a completion is continued or kept."""
+        ticket = rollout.ticket
+        rollout.completions = [None] * ticket.group_size
+
+        async def one(sample: int) -> Generated:
+            prefix = prefixes[sample]
+            if prefix is not None and prefix.finish != "aborted":
+                done = prefix
+            else:
+                done = await self.generate(rollout.request(sample), ticket.prompt, ticket.seed + sample, prefix)
+            if done.finish == "aborted":
+                raise GenerationFailed(f"the engine stopped completion {sample} before its end")
+            rollout.completions[sample] = done
+            return done
+
+        tasks = [asyncio.ensure_future(one(sample)) for sample in range(ticket.group_size)]
+        try:
+            completions = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # those that go on when one has failed
+                task.cancel()
+        rollout.generating = False
+        generated = time.monotonic()
+        texts = self.tokenizer.batch_decode([c.tokens.tolist() for c in completions], skip_special_tokens=True)
+        scores = await self.verifiers.score(texts, ticket.answer, ticket.source)
+        rewards = combine(scores, self.config.verifiers)
+        scored, tracing = time.monotonic(), self.service.tracing
+        tokens = sum(len(completion.tokens) for completion in completions)
+        tracing.record("generate", ticket.trace, rollout.started, generated, tokens=tokens, version=self.engine.version)
+        tracing.record("verify", ticket.trace, generated, scored, reward=sum(rewards) / len(rewards))
+        return Scored(completions, scores, rewards, generated - rollout.started, scored - generated)
+
+    async def insist(self, rollout: Rollout, submit: Callable[[], Awaitable[bool]]) -> bool:
+        """Submit until Redis answers: what was made is kept as long as nobody else has the ticket."""
+        rollout.submitting = True
+        started = time.monotonic()
+        while True:
+            try:
+                accepted = await submit()
+                self.metrics.submit_s.observe(time.monotonic() - started)
+                self.service.tracing.record("submit", rollout.ticket.trace, started, accepted=accepted)
+                return accepted
+            except StoreError as error:  # Redis is away or full
+                log.warning("not submitted yet", error=str(error))
+                await asyncio.sleep(SUBMIT_AGAIN_S)
+
+    async def renew(self, loop: Loop) -> None:
+        """Renew the leases of everything under way; drop what was lost to another pod."""
+        while True:
+            held = list(self.rollouts.values())
+            if held:
+                lost = await self.extend([rollout.claim for rollout in held])
+                for rollout in held:
+                    still = self.rollouts.get(rollout.claim.entry) is rollout
+                    if rollout.claim.entry in lost and not rollout.submitting and still:
+                        self.metrics.lost.inc()
+                        log.warning("lease lost", ticket=rollout.ticket.id)
+                        await self.cancel(rollout)
+            loop.progress()
+            await asyncio.sleep(self.config.generator.lease_s / LEASE_SHARE)
+
+    async def cancel(self, rollout: Rollout) -> None:
+        """Stop working on a ticket."""
+        if rollout.task is not None:
+            await end_tasks([rollout.task])
+        if self.rollouts.get(rollout.claim.entry) is rollout:
+            del self.rollouts[rollout.claim.entry]

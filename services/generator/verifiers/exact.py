@@ -1,0 +1,18 @@
+"""`exact`: the completion's answer is the gold answer, character by character, white space around them aside."""
+
+from __future__ import annotations
+
+from services.config.data import Source
+from services.config.data import Verifier as VerifierConfig
+from services.generator.verifiers.extract import Extractor
+
+
+class ExactVerifier:
+    """1 for equal text, else 0."""
+
+    def __init__(self, config: VerifierConfig, source: Source) -> None:
+        self._extract = Extractor(config.extract)
+
+    def score(self, completion: str, answer: str) -> float:
+        """1.0 or 0.0."""
+        return float(self._extract(completion) == answer.strip())

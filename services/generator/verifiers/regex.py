@@ -1,0 +1,21 @@
+"""`regex`: the pattern matches somewhere in the completion."""
+
+from __future__ import annotations
+
+import re
+
+from services.config.data import Source
+from services.config.data import Verifier as VerifierConfig
+
+PLACEHOLDER = "{answer}"
+
+
+class RegexVerifier:
+    """1 for a match, else 0. `{answer}` in the pattern stands for the escaped gold answer."""
+
+    def __init__(self, config: VerifierConfig, source: Source) -> None:
+        self._pattern = config.pattern
+
+    def score(self, completion: str, answer: str) -> float:
+        """1.0 or 0.0."""
+        return float(re.search(self._pattern.replace(PLACEHOLDER, re.escape(answer)), completion) is not None)

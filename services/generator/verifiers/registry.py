@@ -1,0 +1,25 @@
+"""Verifiers by name. A verifier's module is imported only where a run uses it: some bring a computer algebra system along."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from services.config.data import Source
+from services.config.data import Verifier as VerifierConfig
+from services.generator.verifiers.base import Verifier
+
+VERIFIERS: dict[str, str] = {
+    "math": "services.generator.verifiers.math:MathVerifier",
+    "exact": "services.generator.verifiers.exact:ExactVerifier",
+    "regex": "services.generator.verifiers.regex:RegexVerifier",
+    "reasoning_gym": "services.generator.verifiers.reasoning_gym:ReasoningGymVerifier",
+}
+"""Kind -> `module:Class`. The class takes (VerifierConfig, Source)."""
+
+
+def build(config: VerifierConfig, source: Source) -> Verifier:
+    """The verifier that `config` names. Raises ValueError for settings that cannot work."""
+    module, _, name = VERIFIERS[config.kind].partition(":")
+    make: Callable[[VerifierConfig, Source], Verifier] = getattr(importlib.import_module(module), name)
+    return make(config, source)

@@ -1,0 +1,113 @@
+"""A pool of warm worker processes that score whole groups.
+
+`score` waits for: an idle worker. Unblocked by: another group's end, which every group reaches within its time limit, and by
+the replacement of a worker that died. Guarantees: a group gets the scores of all verifiers of its prompt source or one
+`VerifierFailure`; a worker that broke is replaced, in the background, before the next group gets it; the pool goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.config.data import Source
+from services.config.data import Verifier as VerifierConfig
+from services.generator.verifiers.base import VerifierFailure, named
+from services.generator.verifiers.sandbox.frames import Setup
+from services.generator.verifiers.sandbox.process import WorkerProcess
+from services.generator.verifiers.sandbox.scratch import sweep
+
+
+@dataclass
+class PoolCounts:
+    """What the pool has done since it started."""
+
+    groups: int = 0
+    failures: int = 0
+    restarts: int = 0
+    busy_s: float = 0.0
+    """Time spent by workers on groups, failed ones included."""
+
+
+class VerifierPool:
+    """Scores groups with the verifiers of their prompt source, on `workers` processes. `sources`: all whose groups may come."""
+
+    def __init__(self, verifiers: Sequence[VerifierConfig], workers: int, sources: Sequence[Source]) -> None:
+        self.counts = PoolCounts()
+        setup = Setup([each.model_dump(mode="json") for each in verifiers], [each.model_dump(mode="json") for each in sources])
+        self._limits = {
+            source.name: [(name, verifier.timeout_s) for name, verifier in named(verifiers) if verifier.scores(source.name)]
+            for source in sources
+        }
+        self._workers = [WorkerProcess(setup, self._limits) for _ in range(workers)]
+        self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
+        self._replacing: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [worker.pid for worker in self._workers if worker.pid is not None]
+
+    async def start(self) -> None:
+        """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a broken pattern.
+
+        What workers of processes that were killed have left is swept first.
+        """
+        await asyncio.to_thread(sweep)
+        outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
+        """Name of each verifier of the source -> scores [n] in 0..1 of a group's completions. Raises `VerifierFailure`."""
+        if source not in self._limits:
+            raise VerifierFailure(f"the run has no prompt source {source!r}: its sources are {', '.join(self._limits)}")
+        worker = await self._idle.get()
+        started = time.monotonic()
+        try:
+            if not worker.alive:
+                self.counts.restarts += 1
+                await worker.start()
+            return await worker.score([_encodable(text) for text in completions], _encodable(answer), source)
+        except VerifierFailure:
+            self.counts.failures += 1
+            raise
+        finally:
+            self.counts.groups += 1
+            self.counts.busy_s += time.monotonic() - started
+            self._hand_back(worker)
+
+    async def close(self) -> None:
+        """End all workers. Calls of `score` still running fail."""
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    def _hand_back(self, worker: WorkerProcess) -> None:
+        if worker.alive:
+            self._idle.put_nowait(worker)
+            return
+        task = asyncio.create_task(self._replace(worker))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, worker: WorkerProcess) -> None:
+        """Start a dead worker anew. Where that fails, the next group tries again and reports why."""
+        self.counts.restarts += 1
+        try:
+            await worker.start()
+        except VerifierFailure:
+            self.counts.failures += 1
+        self._idle.put_nowait(worker)
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, which no byte string can hold, replaced."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,164 @@
+"""One worker process, seen from the pool: start it, let it score a group, end it.
+
+Guarantees: every exchange ends within its limit, with scores or with a `VerifierFailure`; after a failure of the process
+it is dead and reaped, and its scratch folder gone. One exchange at a time. It inherits no secret from the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from services.generator.verifiers.base import VerifierFailure
+from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Job, Setup, Verdict, frame
+from services.generator.verifiers.sandbox.scratch import Scratch
+
+START_LIMIT_S = 120.0
+"""Limit of a worker's start: seconds on an idle machine, tens while a model loads beside it."""
+GRACE_S = 5.0
+"""A worker ends itself at a call's limit; one that does not, because it is stopped or stuck, is killed so much later."""
+REAP_LIMIT_S = 1.0
+"""A process whose end of the socket closed is gone within milliseconds; past this it is killed."""
+_SECRET = re.compile("^GRPO_|PASSWORD|SECRET|TOKEN$|_KEY$|CREDENTIAL")
+"""Environment variables that a worker does not inherit."""
+_ROOT = Path(__file__).resolve().parents[4]
+
+T = TypeVar("T")
+
+
+class WorkerProcess:
+    """A process that may be started again and again.
+
+    `limits`: source -> its verifiers' (name, time limit of a call in seconds).
+    """
+
+    def __init__(self, setup: Setup, limits: Mapping[str, Sequence[tuple[str, float]]]) -> None:
+        self._setup = setup
+        self._limits = limits
+        self._scratch: Scratch | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while there is no process."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self) -> None:
+        """Start the process and wait until it is warm. Raises `VerifierFailure`."""
+        await self.kill()
+        ours, theirs = socket.socketpair()
+        self._scratch = Scratch()
+        with theirs:
+            self._process = _spawn(theirs.fileno(), str(self._scratch.path))
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await self._send(self._setup)
+                hello = await self._receive(Hello)
+        except (TimeoutError, EOFError, ConnectionError) as error:
+            raise VerifierFailure(f"a verifier worker did not start ({await self._end(error)}); see its messages above") from None
+        if hello.error:
+            await self.kill()
+            raise VerifierFailure(f"verifiers cannot be used: {hello.error}")
+
+    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
+        """Verifier -> scores [n] of n completions. Raises `VerifierFailure`; is cancelled only at the price of the process."""
+        scores: dict[str, list[float]] = {}
+        limits = self._limits[source]
+        allowed_s = sum(limit_s for _, limit_s in limits) * len(completions) + GRACE_S
+        try:
+            async with asyncio.timeout(allowed_s):
+                await self._send(Job(completions, answer, source))
+                for name, _ in limits:
+                    verdict = await self._receive(Verdict)
+                    if verdict.error:
+                        raise VerifierFailure(f"verifier {name!r} broke: {verdict.error}")
+                    scores[name] = verdict.scores
+        except (TimeoutError, EOFError, ConnectionError) as error:
+            name, limit_s = limits[min(len(scores), len(limits) - 1)]
+            raise VerifierFailure(f"verifier {name!r}, limit {limit_s:g} s: {await self._end(error)}") from None
+        except asyncio.CancelledError:
+            await self.kill()  # its answer to this group would be taken for the next one's
+            raise
+        return scores
+
+    async def kill(self) -> None:
+        """End the process, if there is one, and reap it."""
+        process, writer = self._process, self._writer
+        self._process = self._reader = self._writer = None
+        if writer is not None:
+            writer.close()
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None
+
+    async def _end(self, error: Exception) -> str:
+        """How the process ended, in words; it is dead afterwards."""
+        process = self._process
+        if process is None:
+            return "killed"
+        code = None
+        if not isinstance(error, TimeoutError):
+            code = await asyncio.to_thread(_wait, process)
+        await self.kill()
+        if code is None:
+            return "the worker did not answer and was killed"
+        if code == -signal.SIGALRM:
+            return "a call ran past its time limit and its worker was killed"
+        return f"the worker died, {_signal_name(-code) if code < 0 else f'exit status {code}'}"
+
+    async def _send(self, message: object) -> None:
+        assert self._writer is not None, "the worker was not started"
+        self._writer.write(frame(message))
+        await self._writer.drain()
+
+    async def _receive(self, kind: type[T]) -> T:
+        assert self._reader is not None, "the worker was not started"
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
+
+
+def _spawn(descriptor: int, scratch: str) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+    single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    inherited = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.generator.verifiers.sandbox.worker", str(descriptor), scratch],
+        env={**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        process_group=0,  # a Ctrl-C at the terminal does not reach it
+    )
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(REAP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _signal_name(number: int) -> str:
+    hint = " (out of memory?)" if number == signal.SIGKILL else ""
+    return f"{signal.Signals(number).name}{hint}"

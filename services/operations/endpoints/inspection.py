@@ -1,0 +1,72 @@
+"""Endpoints for looking into the run: its replay table, groups, steps and dead letters (docs/inspect.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, HTTPException, Path, Query
+
+from services.operations.inspection import MAX_PAGE
+from services.operations.inspection.buffer import Buffer, look_at_buffer
+from services.operations.inspection.completions import MAX_COMPLETIONS
+from services.operations.inspection.deadletters import (
+    DeadLetterBody,
+    DeadLetters,
+    RequeueAnswer,
+    look_at_dead_letter,
+    look_at_dead_letters,
+    requeue,
+)
+from services.operations.inspection.group import Group, look_at_group
+from services.operations.inspection.step import Step, look_at_step
+from services.operations.inspection.text import TextReader
+from services.runtime.http.models import Requeue
+from services.runtime.http.problems import problems
+from services.runtime.service import Service
+from services.store.calls.inspection import Sort
+
+Offset = Annotated[int, Query(ge=0, le=2**31, description="Entries to pass over.")]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries of the page.")]
+Completions = Annotated[int, Query(ge=1, le=MAX_COMPLETIONS, description="Completions to show.")]
+
+
+def inspection_router(service: Service) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter(prefix="/v1", tags=["inspection"], dependencies=[service.app.state.reader])
+    config, store = service.config, service.store
+    reader = TextReader(config.model.path)
+
+    @router.get("/buffer", responses=problems(404))
+    async def buffer(sort: Sort = "order", reverse: bool = False, offset: Offset = 0, limit: Limit = 100) -> Buffer:
+        """The replay table and a page of its groups."""
+        return await look_at_buffer(store, sort, offset, limit, reverse)
+
+    @router.get("/groups/{id}", responses=problems(404))
+    async def group(id: str, offset: Offset = 0, limit: Completions = 16) -> Group:
+        """A group: where it is, and a page of its completions as text."""
+        return await look_at_group(store, id, reader, config.advantage.kind, offset, limit)
+
+    @router.get("/steps/{n}", responses=problems(404))
+    async def step(n: Annotated[int, Path(ge=0, le=2**31)], offset: Offset = 0, limit: Limit = 100) -> Step:
+        """A step's plan and a page of its groups; of a retired one its metrics."""
+        return await look_at_step(store, n, config.trainer.row_tokens, offset, limit)
+
+    @router.get("/deadletters", responses=problems(404))
+    async def dead_letters(before: str = "", limit: Limit = 100) -> DeadLetters:
+        """What failed for good, the last first. `before`: `next` of the page before."""
+        return await look_at_dead_letters(store, limit, before)
+
+    @router.get("/deadletters/{id}", responses=problems(404))
+    async def dead_letter(id: str) -> DeadLetterBody:
+        """A dead letter with its body."""
+        return await look_at_dead_letter(store, id)
+
+    @router.post("/deadletters/requeue", dependencies=[service.app.state.guard], responses=problems(404, 409))
+    async def put_back(which: Requeue) -> RequeueAnswer:
+        """Have the tickets of dead letters issued again."""
+        state, answer = await store.state(), await requeue(store, None if which.all else which.ids)
+        if state is not None and state.ended and not answer.requeued:
+            raise HTTPException(409, f"the run is over: {state.finished or state.stopping}")
+        return answer
+
+    return router

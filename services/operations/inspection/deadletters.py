@@ -1,0 +1,158 @@
+"""Dead letters: a page of them, one with all that is in it, and putting them back."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from services.operations.inspection import MAX_PAGE, Answer
+from services.protocol import codec
+from services.protocol.errors import NotFound
+from services.protocol.messages import Header, Ticket
+from services.store import Store
+from services.store.inspection_records import DeadLetter, Requeued
+
+ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}", re.ASCII)
+LAST_S = 253_402_300_799  # of the year 9999: a foreign entry may have any id
+
+
+class DeadLetterRow(Answer):
+    """What failed for good."""
+
+    id: str
+    """Entry of the stream; `requeue` takes it."""
+    at: datetime.datetime
+    """When, by the clock of Redis."""
+    ticket: str
+    """Its ticket, as whoever sent it wrote it."""
+    reason: str
+    """Why it failed."""
+    failed: bool
+    """Whether the ledger counts it as failed; False: nobody had issued its ticket, and it cannot be requeued."""
+
+
+class DeadLetters(Answer):
+    """A page of dead letters, the last one first."""
+
+    total: int
+    """Dead letters kept; past some 10,000 the oldest go."""
+    letters: list[DeadLetterRow]
+    """The page."""
+    next: str | None
+    """Where the next page begins: its `before`."""
+
+
+class DeadLetterBody(DeadLetterRow):
+    """A dead letter with what was in it."""
+
+    body_bytes: int
+    """Size of the body."""
+    kind: str
+    """What the body is: `ticket`, `header` or `bytes`."""
+    fields: dict[str, Any] | None
+    """Fields of the ticket or header (services/protocol/messages.py); numbers that are not finite are null."""
+    hex: str | None
+    """The body as hexadecimal digits, where it is neither."""
+
+
+class Requeue(Answer):
+    """What became of a dead letter that was to be put back."""
+
+    id: str
+    """Entry of the stream."""
+    ticket: str
+    """Its ticket, or empty when there is no such dead letter."""
+    why_not: str
+    """Why it was left as it is; empty: its ticket was put back, to be issued again."""
+    before: bool
+    """Whether it was put back by an earlier call, whose answer may have been lost; known of the last 10,000."""
+
+
+class RequeueAnswer(Answer):
+    """What was put back, and what was not."""
+
+    requeued: list[Requeue]
+    """Dead letters that were put back, now or before."""
+    refused: list[Requeue]
+    """Dead letters that stay, with the reason."""
+
+
+async def look_at_dead_letters(store: Store, limit: int = 20, before: str = "") -> DeadLetters:
+    """The last dead letters, or the last before the entry `before`. Raises `NotFound` for an entry id that is none."""
+    limit = min(limit, MAX_PAGE)
+    letters = await store.dead_letters(limit + 1, _entry_id(before) if before else "")
+    return DeadLetters(
+        total=await store.dead_letter_count(),
+        letters=[DeadLetterRow(**_row(letter)) for letter in letters[:limit]],
+        next=letters[limit - 1].id if len(letters) > limit else None,
+    )
+
+
+async def look_at_dead_letter(store: Store, id: str) -> DeadLetterBody:
+    """A dead letter with its body. Raises `NotFound`."""
+    letter = await store.dead_letter(_entry_id(id))
+    if letter is None:
+        raise NotFound(f"there is no dead letter {id}: it was requeued, or trimmed")
+    kind, fields = _decoded(letter.body)
+    hexadecimal = letter.body.hex() if fields is None else None
+    return DeadLetterBody(**_row(letter), body_bytes=len(letter.body), kind=kind, fields=fields, hex=hexadecimal)
+
+
+async def requeue(store: Store, ids: Sequence[str] | None = None, reason: str = "") -> RequeueAnswer:
+    """Put dead letters back: those named by `ids`, or without ids those whose reason contains `reason`."""
+    if ids is None:
+        ids = [letter.id async for letter in _all(store) if reason in letter.reason]
+    answers = await store.requeue(ids)
+    return RequeueAnswer(
+        requeued=[_requeue(answer) for answer in answers if not answer.refusal],
+        refused=[_requeue(answer) for answer in answers if answer.refusal],
+    )
+
+
+async def _all(store: Store) -> AsyncIterator[DeadLetter]:
+    letters = await store.dead_letters(MAX_PAGE)
+    while letters:
+        for letter in letters:
+            yield letter
+        letters = await store.dead_letters(MAX_PAGE, letters[-1].id)
+
+
+def _requeue(answer: Requeued) -> Requeue:
+    return Requeue(id=answer.id, ticket=answer.ticket, why_not=answer.refusal, before=answer.before)
+
+
+def _row(letter: DeadLetter) -> dict[str, Any]:
+    at = datetime.datetime.fromtimestamp(min(letter.at_s, LAST_S), datetime.UTC)
+    return {"id": letter.id, "at": at, "ticket": letter.ticket, "reason": letter.reason, "failed": letter.failed}
+
+
+def _entry_id(text: str) -> str:
+    if ENTRY_ID.fullmatch(text) is None:
+        raise NotFound(f"{text!r} is not the id of a dead letter: ids look like 1790000000000-0, see the list of dead letters")
+    return text
+
+
+def _decoded(body: bytes) -> tuple[str, dict[str, Any] | None]:
+    """A body can be one of the two at most: their fields differ in type."""
+    for kind, type in (("ticket", Ticket), ("header", Header)):
+        try:
+            message = codec.decode(body, type)
+        except codec.CorruptMessage:
+            continue
+        return kind, {name: _plain(getattr(message, name)) for name in message.__struct_fields__}
+    return "bytes", None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return msgspec.to_builtins(value)

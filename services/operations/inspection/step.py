@@ -1,0 +1,196 @@
+"""One step: what its plan trains on and how that is laid out; of a step whose plan is deleted, its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from services.operations.inspection import MAX_PAGE, Answer
+from services.protocol.errors import NotFound
+from services.protocol.messages import Sample
+from services.store import Store
+from services.store.inspection_records import GroupRecord, KeptStep
+
+
+class Spread(Answer):
+    """Least, mean and largest of some numbers."""
+
+    min: float
+    mean: float
+    max: float
+
+
+class StepGroup(Answer):
+    """A group that the step trains on."""
+
+    group: str
+    """Its ticket, `<epoch>-<row>`."""
+    fresh: bool
+    """True: it trains for the first time; False: it is replayed."""
+    uses: int | None
+    """Steps that have drawn it so far, this one and later ones included; null: it is gone."""
+    oldest: int | None
+    """Oldest policy version of a token."""
+    newest: int | None
+    """Newest policy version of a token."""
+    lag: int | None
+    """Step minus oldest version."""
+    weight: float | None
+    """Importance weight: factor of its tokens' loss."""
+    advantage: Spread | None
+    """Advantages of its completions."""
+    responses: int
+    """Completions in the plan."""
+    masked: int
+    """Completions of which no token is in the loss."""
+    trained_tokens: int
+    """Response tokens in the loss."""
+
+
+class RankRows(Answer):
+    """The rows of one rank; each is a micro-batch."""
+
+    rank: int
+    rows: int
+    """Rows, empty ones included."""
+    empty: int
+    """Rows without a response."""
+    responses: int
+    """Responses in all rows."""
+    tokens: int
+    """Tokens in all rows, a prompt once a row, of the groups that are still there."""
+    fill: float | None
+    """Share of the token budget that rows with a response use; null without the run's configuration."""
+
+
+class Plan(Answer):
+    """The plan of a step."""
+
+    size: int
+    """Groups."""
+    fresh: int
+    """Groups that train for the first time."""
+    mini_batch_rows: list[int]
+    """Rows of each mini-batch, on every rank."""
+    denominators: list[float]
+    """What the loss of each mini-batch is divided by."""
+    response_tokens: int
+    """Response tokens in the loss."""
+    total_tokens: int
+    """Tokens of all responses, each with its prompt, though a row holds a prompt once."""
+    advantage: Spread | None
+    """Advantages of all completions."""
+    weight: Spread | None
+    """Importance weights of all completions."""
+    ranks: list[RankRows]
+    """How rows are filled, by rank."""
+    offset: int
+    """Groups before the page."""
+    groups: list[StepGroup]
+    """The page of groups, in the plan's order."""
+    stats: dict[str, float]
+    """Metrics of its data (docs/metrics.md)."""
+
+
+class Step(Answer):
+    """A step of the run."""
+
+    step: int
+    state: Literal["prepared", "committed", "retired"]
+    """`prepared`: planned, not yet trained. `committed`: trained. `retired`: a checkpoint covers it and its plan is deleted."""
+    plan: Plan | None
+    """Its plan; null when it is retired."""
+    record: dict[str, float | None] | None
+    """Its metrics record (docs/metrics.md), once it was trained, if the stream still has it."""
+
+
+async def look_at_step(store: Store, step: int, row_tokens: int | None, offset: int = 0, limit: int = 100) -> Step:
+    """A step with `limit` of its groups. `row_tokens`: token budget of a row. Raises `NotFound` when it is not prepared yet."""
+    state = await store.state()
+    if state is None:
+        raise NotFound(f"there is no run {store.keys.name!r} on this Redis")
+    if not 0 <= step <= state.prepared_step:
+        last = f"the last is step {state.prepared_step}" if state.prepared_step >= 0 else "none is"
+        raise NotFound(f"step {step} is not prepared: {last}")
+    kept = await store.kept_step(step)
+    record = await store.step_record(step) if step <= state.committed_step else None
+    if kept is None:
+        if step > await store.retired_step():
+            raise NotFound(f"the plan of step {step} cannot be read")
+        return Step(step=step, state="retired", plan=None, record=record)
+    records = await store.group_records(kept.plan.groups)
+    plan = _plan(kept, records, row_tokens, slice(offset, offset + min(limit, MAX_PAGE)))
+    return Step(step=step, state="committed" if step <= state.committed_step else "prepared", plan=plan, record=record)
+
+
+def _plan(kept: KeptStep, records: Mapping[str, GroupRecord], row_tokens: int | None, shown: slice) -> Plan:
+    samples = [sample for rank in kept.ranks for row in rank.rows for sample in row]
+    by_group: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_group.setdefault(_group_of(sample), []).append(sample)
+    plan = kept.plan
+    return Plan(
+        size=len(plan.groups),
+        fresh=len(kept.fresh),
+        mini_batch_rows=plan.mini_batch_rows,
+        denominators=plan.denominators,
+        response_tokens=plan.response_tokens,
+        total_tokens=plan.total_tokens,
+        advantage=_spread(sample.advantage for sample in samples),
+        weight=_spread(sample.weight for sample in samples),
+        ranks=[_rows(rank, given.rows, records, row_tokens) for rank, given in enumerate(kept.ranks)],
+        offset=shown.start,
+        groups=[
+            _group(name, plan.step, name in kept.fresh, records.get(name), by_group.get(name, [])) for name in plan.groups[shown]
+        ],
+        stats=plan.stats,
+    )
+
+
+def _group_of(sample: Sample) -> str:
+    """A payload is named `<group>.<fence>`."""
+    return sample.payload.rpartition(".")[0]
+
+
+def _group(name: str, step: int, fresh: bool, record: GroupRecord | None, samples: list[Sample]) -> StepGroup:
+    header = record.header if record else None
+    oldest = min(header.oldest) if header and header.oldest else None
+    return StepGroup(
+        group=name,
+        fresh=fresh,
+        uses=record.uses if record else None,
+        oldest=oldest,
+        newest=max(header.newest) if header and header.newest else None,
+        lag=None if oldest is None else step - oldest,
+        weight=samples[0].weight if samples else None,
+        advantage=_spread(sample.advantage for sample in samples),
+        responses=len(samples),
+        masked=sum(sample.trained_tokens == 0 for sample in samples),
+        trained_tokens=sum(sample.trained_tokens for sample in samples),
+    )
+
+
+def _rows(rank: int, rows: list[list[Sample]], records: Mapping[str, GroupRecord], row_tokens: int | None) -> RankRows:
+    empty = sum(not row for row in rows)
+    tokens = sum(_tokens(row, records) for row in rows)
+    full = (len(rows) - empty) * row_tokens if row_tokens else 0
+    return RankRows(
+        rank=rank, rows=len(rows), empty=empty, responses=sum(map(len, rows)), tokens=tokens, fill=tokens / full if full else None
+    )
+
+
+def _tokens(row: list[Sample], records: Mapping[str, GroupRecord]) -> int:
+    """Of the row: a prompt lies in it once for all responses of its group."""
+    prompts: dict[str, int] = {}
+    responses = 0
+    for sample in row:
+        record = records.get(_group_of(sample))
+        if record is not None and record.header is not None and 0 <= sample.index < len(record.header.lengths):
+            prompts[sample.payload] = record.header.prompt_tokens
+            responses += record.header.lengths[sample.index]
+    return sum(prompts.values()) + responses
+
+
+def _spread(numbers: Iterable[float]) -> Spread | None:
+    values = list(numbers)
+    return Spread(min=min(values), mean=sum(values) / len(values), max=max(values)) if values else None

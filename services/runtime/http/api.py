@@ -1,0 +1,194 @@
+"""The REST endpoints every service has (docs/design.md, section 9).
+
+Guarantees: reading needs the scope `read` where there is a token for it, changing needs `operate` (guard.py); errors have one
+shape (problems.py); every call may be repeated without a second effect; liveness means that every loop made progress within its
+limit, readiness that the pod would do work now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from services.config import ConfigError
+from services.runtime.http.authorization import limit_body, token_guard
+from services.runtime.http.certificate import Certificate
+from services.runtime.http.credentials import Tokens
+from services.runtime.http.models import (
+    ROLES,
+    Desired,
+    Live,
+    LoopHealth,
+    Pause,
+    Pod,
+    Ready,
+    Reason,
+    Replicas,
+    Role,
+    Scaled,
+    State,
+)
+from services.runtime.http.problems import install, problems
+from services.runtime.http.waiting import WaitS, not_paused, not_scaled, until_none
+from services.runtime.metrics.declarations import exposition
+from services.runtime.service import Service
+from services.store.records import Scale
+
+ADDRESS_ENV = "GRPO_ADDRESS"
+
+
+def make_app(service: Service, tokens: Tokens) -> FastAPI:
+    """The common endpoints; a service adds its own to `service.app`, with `app.state.guard` on mutating ones and
+    `app.state.reader` on the others."""
+    app = FastAPI(
+        title=f"grpo {service.kind}", version="1", docs_url="/docs", redoc_url=None,
+        description="Endpoints of a service of a run. Every call may be repeated: what is so already stays so.",
+    )  # fmt: skip
+    app.state.tokens = tokens
+    app.state.guard, app.state.reader = token_guard(tokens, "operate"), token_guard(tokens, "read")
+    install(app)
+    app.middleware("http")(limit_body)
+    app.include_router(_health(service))
+    app.include_router(_control(service, app.state.guard, app.state.reader))
+    return app
+
+
+def _health(service: Service) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    @router.get("/health/live", response_model=Live, responses={503: {"model": Live}})
+    async def live(response: Response) -> Live:
+        """Whether every loop of this pod made progress within its limit; 503: one did not, and the pod is to be restarted."""
+        loops = {
+            loop.name: LoopHealth(
+                alive=loop.alive, silent_s=round(loop.silent_s, 3), failures=loop.failures,
+                limit_s=None if loop.limit_s == float("inf") else loop.limit_s,
+            )
+            for loop in service.loops
+        }  # fmt: skip
+        alive = all(loop.alive for loop in loops.values())
+        response.status_code = 200 if alive else 503
+        return Live(alive=alive, loops=loops)
+
+    @router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
+    async def ready(response: Response) -> Ready:
+        """Whether the pod would do work now; 503: it would not, and says what it waits for."""
+        why_not = service.ready()
+        response.status_code = 503 if why_not else 200
+        return Ready(ready=not why_not, phase=service.status.phase, why_not=why_not)
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def metrics() -> Response:
+        """Everything the pod counts, in Prometheus' text format (docs/operating.md)."""
+        service.metrics.show(not service.ready(), service.loops, service.tracing.counts)
+        text = exposition(service.registry, run=service.config.run.name, pod=service.status.name)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["control"])
+    store, ttl_s = service.store, service.config.fleet.ttl_s
+
+    def asked_of(role: Role | None) -> Role:
+        if role is not None:
+            return role
+        if service.kind not in ROLES:
+            raise HTTPException(422, f"a {service.kind} is not paused: give the role, one of {', '.join(ROLES)}")
+        return service.kind  # type: ignore[return-value]
+
+    @router.get("/state", dependencies=[reader])
+    async def state() -> State:
+        """This pod, and the run: where it stands, and what is desired of it, by whom and why."""
+        run = await service.view.refresh()
+        status = service.status
+        pod = Pod(**{name: getattr(status, name) for name in status.__struct_fields__})
+        return State(run=service.config.run.name, pod=pod, state=run)
+
+    @router.post("/pause", dependencies=[guard])
+    async def pause(wish: Pause | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
+        """Pause this service's role, or another, until resumed; pods that start later stay paused too."""
+        asked, wish = asked_of(role), wish or Pause()
+        if asked != "generator" and wish.mode != "keep":
+            raise HTTPException(422, f'mode: "{wish.mode}" is for generators; a {asked} halts between two steps, leave it out')
+        await store.pause(asked, wish.text, wish.mode)
+        waiting_for = await until_none(lambda: not_paused(store, asked, wish.mode, ttl_s), wait_s)
+        return Desired(role=asked, paused=True, mode=wish.mode, why=wish.text, waiting_for=waiting_for)
+
+    @router.post("/resume", dependencies=[guard])
+    async def resume(role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
+        """Let the role go on."""
+        asked = asked_of(role)
+        await store.resume(asked)
+        waiting_for = await until_none(lambda: not_paused(store, asked, "", ttl_s), wait_s)
+        return Desired(role=asked, paused=False, mode=None, why="", waiting_for=waiting_for)
+
+    @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
+    async def scale(wish: Replicas, wait_s: WaitS = 0.0) -> Scaled:
+        """Have so many generators from now on; who starts them (`grpo run` on one machine) follows. 409: there is no room,
+        or an autoscaler decides."""
+        state = await store.state()
+        refusal = service.config.fleet.refusal or (state.scale if state else Scale()).refusal(wish.replicas)
+        if refusal := refusal or (state.finished if state else ""):
+            raise HTTPException(409, refusal)
+        why = Reason(why=wish.why, who=wish.who).text
+        await store.scale_generators(wish.replicas, why)
+        waiting_for = await until_none(lambda: not_scaled(store, wish.replicas, ttl_s), wait_s)
+        return Scaled(replicas=wish.replicas, why=why, waiting_for=waiting_for)
+
+    return router
+
+
+def _shown(host: str) -> str:
+    """The address that others reach this pod by: on a cluster, where nobody knows its host name, GRPO_ADDRESS."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    address = os.environ.get(ADDRESS_ENV) or socket.gethostname()
+    return f"[{address}]" if ":" in address else address
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve(service: Service, tokens: Tokens) -> AsyncIterator[str]:
+    """Serve the endpoints beside the loops; yields the URL under which the pod is reached."""
+    given = service.config.api
+    host, port = given.host, given.port
+    certificate = Certificate(given) if given.certificate_file else None
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        section = "web" if service.kind == "web" else "api"
+        raise ConfigError(
+            f"{section}.port = {port} on {host} cannot be listened on ({error.strerror}): choose another, or 0 for a free one"
+        ) from None
+    app = make_app(service, tokens)
+    service.app = app
+    tls = {"ssl_certfile": given.certificate_file, "ssl_keyfile": given.key_file} if certificate else {}
+    settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, **tls)  # type: ignore[arg-type]
+    settings.load()
+    if certificate and settings.ssl:
+        settings.ssl.sni_callback = certificate.present
+    server = _Server(settings)
+    task = asyncio.create_task(server.serve([listener]))
+    try:
+        yield f"http{'s' if tls else ''}://{_shown(host)}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()

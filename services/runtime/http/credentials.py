@@ -1,0 +1,68 @@
+"""Secrets come from files or the environment, never from the configuration itself, and are never logged."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.config import ConfigError, RunConfig
+from services.store.acl import user_name
+from services.store.connection.client import Login
+
+API_TOKEN_ENV = "GRPO_API_TOKEN"
+API_READ_TOKEN_ENV = "GRPO_API_READ_TOKEN"
+REDIS_PASSWORD_ENV = "GRPO_REDIS_PASSWORD"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Bearer tokens of the endpoints, by scope. `operate` may do all that `read` may."""
+
+    operate: str = field(repr=False)
+    read: str = field(default="", repr=False)
+    """Empty: everybody may look."""
+
+
+def api_tokens(config: RunConfig) -> Tokens:
+    """The bearer tokens. No token for mutating calls is an error, not an open door; so is one that both scopes share."""
+    operate = _read("api.token_file", config.api.token_file, API_TOKEN_ENV)
+    if not operate:
+        raise ConfigError(f"no API token: set api.token_file or the environment variable {API_TOKEN_ENV}")
+    read = _read("api.read_token_file", config.api.read_token_file, API_READ_TOKEN_ENV)
+    if config.api.read_token_file and not read:
+        raise ConfigError(
+            f"api.read_token_file = {config.api.read_token_file!r} is empty: write a token into it, or remove the key and "
+            "everybody may look"
+        )
+    if read == operate:
+        raise ConfigError(
+            "the token of api.read_token_file is that of api.token_file, so whoever may look may operate: change one"
+        )
+    return Tokens(operate, read)
+
+
+def redis_login(config: RunConfig, kind: str) -> Login:
+    """How a service of this kind proves itself to Redis: as the user of its kind where there are users."""
+    if not config.redis.users_dir:
+        return Login(redis_password(config) or "", ca_file=config.redis.ca_file)
+    path = Path(config.redis.users_dir) / kind
+    password = _read(f"redis.users_dir = {config.redis.users_dir!r}: its file {kind}", str(path), "")
+    if not password:
+        raise ConfigError(f"redis.users_dir: {path} is empty: write the password of the user {user_name(config.run.name, kind)}")
+    return Login(password, user_name(config.run.name, kind), config.redis.ca_file)
+
+
+def redis_password(config: RunConfig) -> str | None:
+    """The password of Redis, or None."""
+    return _read("redis.password_file", config.redis.password_file, REDIS_PASSWORD_ENV) or None
+
+
+def _read(key: str, path: str, variable: str) -> str:
+    if not path:
+        return os.environ.get(variable, "").strip()
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        where = key if "=" in key else f"{key} = {path!r}"
+        raise ConfigError(f"{where} cannot be read: {error}") from None

@@ -1,0 +1,129 @@
+"""Errors of the endpoints, in one shape: RFC 9457, application/problem+json.
+
+Guarantees: every answer with a status of 400 or more is a `Problem`, those of the framework and of our own bugs too (health
+answers apart, which say what is wrong in their own words); the OpenAPI document says which each endpoint may give.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+
+from services.protocol.errors import Busy, NotFound, OutOfOrder, StoreError
+
+log = structlog.get_logger()
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Problem(BaseModel):
+    """An error (RFC 9457): what went wrong, and what to do about it."""
+
+    type: str = "about:blank"
+    title: str
+    """The meaning of the status."""
+    status: int
+    detail: str
+    """What is wrong with this request, or with what it asks for."""
+
+
+_MEANINGS = {
+    400: "The request is not HTTP that can be read.",
+    401: "No token, or none that is known, was given where one is needed.",
+    403: "The token may look, and change nothing.",
+    404: "There is no such thing in the run.",
+    405: "There is no such method here.",
+    409: "The state of the run does not allow it.",
+    413: "The body is too long, or does not say how long it is.",
+    422: "A parameter or the body is not as described.",
+    503: "Redis does not answer, or the run is being copied or taken back: try again.",
+}
+
+
+def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error answer."""
+    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)
+    return JSONResponse(body.model_dump(), status, headers, media_type=MEDIA_TYPE)
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of an endpoint that may give these errors, beyond those that all endpoints of its kind may."""
+    return {status: {"model": Problem, "description": _MEANINGS[status]} for status in statuses}
+
+
+def install(app: FastAPI) -> None:
+    """Have the app answer errors so, and document them."""
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(NotFound, _on_not_found)
+    app.add_exception_handler(StoreError, _on_store_error)
+    app.add_exception_handler(RedisError, _on_store_error)
+    app.add_exception_handler(Exception, _on_bug)
+    app.openapi = lambda: _document(app)
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return problem(error.status_code, error.detail, dict(error.headers or {}))
+
+
+async def _on_not_found(_: Request, error: Exception) -> Response:
+    return problem(404, str(error))
+
+
+async def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return problem(422, "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()))
+
+
+async def _on_store_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, OutOfOrder) and not isinstance(error, Busy):
+        return problem(409, str(error))
+    return problem(503, str(error), {"Retry-After": "1"})
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("request failed", method=request.method, path=request.url.path, exc_info=error)
+    return problem(500, f"this is a fault of the service, its log says more: {type(error).__name__}")
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document: what FastAPI makes of the endpoints, with the errors that every one of a kind may give."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas["Problem"] = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                _complete(operation, method, guarded=path.startswith("/v1/"))
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _complete(operation: dict[str, Any], method: str, guarded: bool) -> None:
+    always = [400]
+    if guarded:
+        always += [401, 503] if method == "get" else [401, 403, 413, 503]
+    for status in always:
+        operation["responses"].setdefault(str(status), {"description": _MEANINGS[status]})
+    for status, answer in operation["responses"].items():
+        if int(status) >= 400 and _is_problem(answer):
+            answer["description"] = _MEANINGS.get(int(status), answer["description"])
+            answer["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+
+
+def _is_problem(answer: dict[str, Any]) -> bool:
+    """Whether an error is answered as all are; a health endpoint says in its own words what is wrong."""
+    schemas = [content.get("schema", {}).get("$ref", "") for content in answer.get("content", {}).values()]
+    return all(schema.rpartition("/")[2] in ("", "Problem", "HTTPValidationError") for schema in schemas)

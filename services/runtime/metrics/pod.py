@@ -1,0 +1,59 @@
+"""Prometheus metrics that every service has: whether it would work, how its loops do, what became of its spans.
+
+Guarantees: all are set when they are read, so they cost a loop nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.runtime.loops import Loop
+from services.runtime.metrics.declarations import Metrics, bounded, counters, gauge
+from services.runtime.tracing import OUTCOMES
+
+
+class PodMetrics(Metrics):
+    """What is shown of a pod whatever its kind."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._shown: dict[str, int] = {}  # totals that are counted elsewhere, as they were last read
+
+    ready: Gauge = gauge("grpo_pod_ready", "", "1 while the pod would do work now, as /health/ready says.")
+    silent: Gauge = bounded(
+        "gauge",
+        "grpo_pod_loop_silent_seconds",
+        "seconds",
+        "Time since a loop last made progress.",
+        "loop",
+        "loops of the service",
+    )
+    limits: Gauge = bounded(
+        "gauge", "grpo_pod_loop_limit_seconds", "seconds", "Silence after which the pod counts as dead; +Inf: none.", "loop",
+        "loops of the service",
+    )  # fmt: skip
+    failures: Counter = bounded(
+        "counter", "grpo_pod_loop_failures_total", "", "Failures upon which a loop was started again.", "loop",
+        "loops of the service",
+    )  # fmt: skip
+    spans: Mapping[str, Counter] = counters(
+        "grpo_pod_spans_total", "spans", "Spans of traces: sent, refused by the collector, dropped because too many waited.",
+        "outcome", OUTCOMES,
+    )  # fmt: skip
+
+    def show(self, ready: bool, loops: Iterable[Loop], spans: Mapping[str, int]) -> None:
+        """Set everything to what is so now; `spans` by what became of them."""
+        self.ready.set(ready)
+        for loop in loops:
+            self.silent.labels(loop.name).set(loop.silent_s)
+            self.limits.labels(loop.name).set(loop.limit_s)
+            self._catch_up(self.failures.labels(loop.name), loop.name, loop.failures)
+        for outcome, count in spans.items():
+            self._catch_up(self.spans[outcome], outcome, count)
+
+    def _catch_up(self, counter: Counter, name: str, total: int) -> None:
+        """Bring a counter to a total that is counted elsewhere."""
+        counter.inc(total - self._shown.get(name, 0))
+        self._shown[name] = total

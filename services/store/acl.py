@@ -1,0 +1,124 @@
+"""The Redis users of a run, one a kind of service: what each may do, and the access list that says so. Pure.
+
+Guarantees: a user may call the functions that its service calls, may send the commands of those functions and touch their keys
+(Redis holds a function to the rights of whoever calls it), and may read what its service reads; nothing else, of no other run.
+A function that nobody granted is refused at its first command that is not allowed, as Redis has no rights on single functions.
+Only those who may load functions can change them: `default` of a server of our own, dataprep and the trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.protocol.keys import Keys
+from services.store.functions.footprint import footprints
+
+_CONNECTING = ("auth", "hello", "ping", "select", "client|setname", "info", "time", "fcall", "cluster|slots")
+_LISTENING = ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "publish")
+_BELL = ":bell"  # names channels, no keys
+_TOGETHER = ("multi", "exec", "discard")
+_LOADING = ("function|load",)
+_LOOKING = (
+    "get", "mget", "hget", "hmget", "hgetall", "zrange", "zscore", "zmscore", "zcard", "hlen", "getbit",
+    "xrange", "xrevrange", "xlen", "xpending",
+)  # fmt: skip
+"""What people look at a run with (store/inspection.py, store/deadletters.py)."""
+_COPYING = (*_LOOKING, "scan", "hscan", "lrange")
+_RESTORING = ("del", "hset", "ltrim", "rpush", "set", "unlink", "xadd", "xdel", "zadd")
+"""What `restore_write` is told to send."""
+_WAYS = {"reads": "%R~", "writes": "~"}
+_POD = ("beat", "leave", "members", "desire")
+"""Functions of every service: its heartbeat, and what its endpoints are asked for."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What one kind of service does: functions of the library, further commands, and keys behind the run's prefix."""
+
+    functions: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    """Read by commands of its own; those of functions come from their code."""
+    writes: tuple[str, ...] = ()
+    everything: bool = field(default=False, kw_only=True)
+    """Writes every key of the run: whoever takes it back to a checkpoint."""
+    pod: bool = field(default=True, kw_only=True)
+    """A pod of the run, with what every pod does."""
+    shards: Literal["", "reads", "writes"] = field(default="", kw_only=True)
+    """What it does with payloads in shards (store/payloads.py)."""
+
+
+GRANTS: dict[str, Grant] = {
+    "generator": Grant(
+        (
+            "claim", "renew", "release", "fail", "submit", "save_partial", "acknowledge", "round_of", "eval_volunteer",
+            "eval_resign", "eval_claim", "eval_renew", "eval_submit", "eval_fail",
+        ),
+        ("hgetall", "get", "set", "zadd"), reads=(":run",), writes=(":payload:*", ":partial:*"), shards="writes",
+    ),
+    "dataprep": Grant(
+        (
+            "create", "lead", "step_down", "issue", "issue_again", "read_headers", "settle", "survey", "rescale", "pass_over",
+            "prepare", "audit", "requeue", "eval_open", "eval_skip", "eval_look", "eval_close",
+        ),
+        (*_LOOKING, *_LOADING, "unlink", "zrem"), reads=(":*",), shards="writes",
+    ),
+    "trainer": Grant(
+        (
+            "attach_trainer", "commit", "condemn", "publish", "checkpointed", "retire", "reweigh", "round", "audit", "eval_look",
+            "snapshot_begin", "snapshot_hold", "snapshot_end", "restore_begin", "restore_write", "restore_end",
+        ),
+        (*_COPYING, *_RESTORING, *_LOADING, "zrem"), everything=True, shards="writes",
+    ),
+    "tracker": Grant((), ("hgetall", "xrange", "xrevrange"), reads=(":run", ":metrics", ":evaluations")),
+    "console": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
+    "web": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
+    "scaler": Grant((), ("hgetall",), reads=(":run",)),
+    "autoscaler": Grant((), ("xinfo|groups",), reads=(":run", ":tickets"), pod=False),
+}  # fmt: skip
+"""By kind of service; `console` is whoever watches and steers a run from outside: `grpo status`, `inspect`, `pause`; `autoscaler`
+is a cluster's (KEDA), which counts the tickets that nobody has claimed."""
+
+
+def user_name(run: str, kind: str) -> str:
+    """Name of the Redis user of a kind of service."""
+    return f"{run}.{kind}"
+
+
+def rules(run: str, kind: str) -> list[str]:
+    """What that user may do, as `ACL SETUSER` takes it: commands, keys and channels, without a password."""
+    grant, keys = GRANTS[kind], Keys(run)
+    prints = [footprints()[name] for name in (*(_POD if grant.pod else ()), *grant.functions)]
+    commands = {*_CONNECTING, *_LISTENING, *_TOGETHER, *grant.commands, "hgetall"}.union(*(each.commands for each in prints))
+    writes = {":*"} if grant.everything else set(grant.writes).union(*(each.writes for each in prints))
+    writes = {key for key in writes if not key.startswith(_BELL)}
+    reads = set() if grant.everything else set(grant.reads).union(*(each.reads for each in prints)) - writes
+    return [
+        "resetchannels", f"&{keys.bell}", "resetkeys", f"~{keys.prefix}",
+        *(f"~{keys.prefix}{key}" for key in sorted(writes)),
+        *(f"%R~{keys.prefix}{key}" for key in sorted(reads)),
+        *([f"{_WAYS[grant.shards]}{Keys(f'{run}/*').prefix}*"] if grant.shards else []),
+        "-@all", *(f"+{command}" for command in sorted(commands)),
+    ]  # fmt: skip
+
+
+def users(run: str, passwords: Mapping[str, str]) -> list[str]:
+    """A line of an access list for each kind of service in `passwords`; it holds their digests alone."""
+    return [
+        " ".join(("user", user_name(run, kind), "reset", "on", f"#{digest(password)}", *rules(run, kind)))
+        for kind, password in passwords.items()
+    ]
+
+
+def access_list(run: str, administrator: str, passwords: Mapping[str, str]) -> str:
+    """A server's whole access list: the default user, who may do everything with the password `administrator`, and the run's."""
+    everything = f"user default reset on #{digest(administrator)} ~* &* +@all"
+    return "".join(f"{line}\n" for line in (everything, *users(run, passwords)))
+
+
+def digest(password: str) -> str:
+    """How an access list holds a password: SHA-256, in hexadecimal."""
+    return hashlib.sha256(password.encode()).hexdigest()

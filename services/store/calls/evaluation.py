@@ -1,0 +1,131 @@
+"""Evaluation rounds (functions/evaluation.lua)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.protocol import codec
+from services.protocol.messages import Header, Ticket
+from services.store.connection.base import Connection
+from services.store.records import Claim, read_claim
+
+
+@dataclass(frozen=True)
+class EvaluationRound:
+    """An open round."""
+
+    version: int
+    total: int
+    """Tickets of the round."""
+    done: int
+    """Results so far."""
+    volunteers: int
+    """Live generators that stay on the version."""
+    started: bool
+    """Whether a generator ever volunteered."""
+    wall_s: float
+    """From the first volunteer to the last result so far."""
+    fault: str
+    """Why it cannot be completed any more, or empty."""
+
+
+@dataclass(frozen=True)
+class EvaluationState:
+    """Where evaluation stands."""
+
+    dealt_with: int
+    """The last version whose round was opened or skipped; -1: none."""
+    abandoned: str
+    """The last round that was abandoned, and why; empty: none was."""
+    round: EvaluationRound | None
+
+
+class EvaluationCalls(Connection):
+    """What the leader opens and closes, and volunteers claim and submit. A member is `PodStatus.member`."""
+
+    async def open_evaluation(self, fence: int, version: int, tickets: Sequence[Ticket]) -> bool:
+        """Open the round of `version`. False: another is open, or this one was dealt with."""
+        args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
+        return bool(await self._call("eval_open", fence, version, *args))
+
+    async def skip_evaluations(self, fence: int, version: int, rounds: int) -> bool:
+        """Count `rounds` rounds up to `version` as skipped. False: that was done before."""
+        return bool(await self._call("eval_skip", fence, version, rounds))
+
+    async def evaluation(self, ttl_s: float) -> EvaluationState:
+        """Where evaluation stands; a volunteer silent for `ttl_s` is none."""
+        dealt_with, abandoned, *rest = await self._call("eval_look", int(ttl_s * 1000))
+        found = None
+        if rest:
+            *numbers, fault = rest
+            version, total, done, volunteers, started_ms, finished_ms, now_ms = map(int, numbers)
+            wall_s = ((finished_ms or now_ms) - started_ms) / 1000 if started_ms else 0.0
+            found = EvaluationRound(version, total, done, volunteers, started_ms > 0, wall_s, fault.decode(errors="replace"))
+        return EvaluationState(int(dealt_with), abandoned.decode(errors="replace"), found)
+
+    async def volunteer(
+        self, member: str, version: int, sender: int, ttl_s: float, max_generators: int, min_training: int
+    ) -> bool:
+        """Offer to stay on `version` of the trainer with fence `sender`, which the member holds.
+
+        True: it is to evaluate; False: it is no volunteer.
+        """
+        args = (member, version, sender, int(ttl_s * 1000), max_generators, min_training)
+        return bool(await self._call("eval_volunteer", *args))
+
+    async def resign(self, member: str, claims: Sequence[Claim] = ()) -> None:
+        """Hand `claims` back and stay on the version no longer."""
+        await self._call("eval_resign", member, *_pairs(claims))
+
+    async def claim_evaluation(
+        self, member: str, version: int, lease_s: float, count: int, max_expiries: int
+    ) -> list[Claim] | None:
+        """Claim up to `count` tickets of the round of `version`; None when the member has no part in it any more."""
+        still, *reply = await self._call("eval_claim", member, version, int(lease_s * 1000), count, max_expiries)
+        if not still:
+            return None
+        return [read_claim(reply[i], reply[i + 1], reply[i], reply[i + 2]) for i in range(0, len(reply), 3)]
+
+    async def renew_evaluation(self, member: str, claims: Sequence[Claim], lease_s: float) -> set[str]:
+        """Renew leases; the tickets that are lost."""
+        return {ticket.decode() for ticket in await self._call("eval_renew", member, int(lease_s * 1000), *_pairs(claims))}
+
+    async def submit_evaluation(self, member: str, claim: Claim, header: Header) -> bool:
+        """Submit a result, once. False: the ticket was not held any more."""
+        return bool(await self._call("eval_submit", member, claim.entry, claim.fence, codec.encode(header)))
+
+    async def fail_evaluation(self, member: str, claim: Claim, reason: str, max_attempts: int) -> bool:
+        """Hand a ticket back after a failure. True: it was one too many, the round cannot be completed."""
+        return int(await self._call("eval_fail", member, claim.entry, claim.fence, max_attempts, reason)) == 1
+
+    async def evaluation_results(self) -> dict[str, bytes]:
+        """Encoded headers of the open round by ticket."""
+        found = await self._ask(self.client.hgetall(self.keys.evaluation("results")))
+        return {ticket.decode(errors="replace"): header for ticket, header in found.items()}
+
+    async def report_evaluation(self, fence: int, version: int, record: dict[str, float]) -> bool:
+        """End a complete round: its record joins the reported ones, its keys go. False: it was ended before."""
+        return bool(await self._call("eval_close", fence, version, "", msgspec.json.encode(record)))
+
+    async def abandon_evaluation(self, fence: int, version: int, reason: str) -> bool:
+        """End a round without a report; its keys go. False: it was ended before."""
+        return bool(await self._call("eval_close", fence, version, reason, ""))
+
+    async def evaluations(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
+        """Records of complete rounds after an entry id, oldest first."""
+        first = after if after == "-" else f"({after}"
+        entries = await self._ask(self.client.xrange(self.keys.evaluations, first, "+", count))
+        return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
+
+    async def last_evaluation(self) -> dict[str, float]:
+        """Record of the last complete round; empty: there is none."""
+        entries = await self._ask(self.client.xrevrange(self.keys.evaluations, count=1))
+        return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
+
+
+def _pairs(claims: Sequence[Claim]) -> list[Any]:
+    return [part for claim in claims for part in (claim.entry, claim.fence)]

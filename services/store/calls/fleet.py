@@ -1,0 +1,75 @@
+"""Who is there, and the weight-sync rounds (functions/fleet.lua)."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from services.protocol.messages import PodStatus, Round
+from services.store.connection.base import Connection
+
+T = TypeVar("T")
+
+
+class FleetCalls(Connection):
+    """Heartbeats, rounds and acknowledgements."""
+
+    async def beat(self, status: PodStatus, ttl_s: float) -> int:
+        """Renew a pod's heartbeat and what it says of itself; how many generators share the training tickets."""
+        shares = int(status.kind == "generator" and status.world > 0 and status.phase != "draining")
+        return int(await self._call("beat", status.member, msgspec.json.encode(status), int(ttl_s * 1000), shares))
+
+    async def leave(self, status: PodStatus) -> None:
+        """A pod leaves the fleet."""
+        await self._call("leave", status.member, status.name)
+
+    async def members(self, ttl_s: float) -> list[PodStatus]:
+        """Pods heard of within `ttl_s`."""
+        reply = await self._call("members", int(ttl_s * 1000))
+        found = [_decoded(raw, PodStatus) for raw in reply[1::2]]
+        return [status for status in found if status is not None]
+
+    async def set_round(self, fence: int, round: Round) -> None:
+        """Open or advance a weight-sync round."""
+        body = msgspec.json.encode(msgspec.structs.replace(round, members={}))
+        ranks = [part for member in round.members.items() for part in member]
+        await self._call("round", fence, round.attempt, round.phase, body, *ranks)
+
+    async def round(self) -> tuple[Round | None, dict[str, tuple[str, str]]]:
+        """The current round and its acknowledgements: member -> (stage, detail)."""
+        sync, ranks = map(_pairs, await self._send(("HGETALL", self.keys.sync), ("HGETALL", self.keys.sync_ranks)))
+        current = _decoded(sync.get(b"round"), Round)
+        if current is None:
+            return None, {}
+        members = {member.decode(): int(rank) for member, rank in ranks.items()}
+        acks = {key.decode().removeprefix("ack:"): value.decode() for key, value in sync.items() if key.startswith(b"ack:")}
+        said = {member: (ack.partition(" ")[0], ack.partition(" ")[2]) for member, ack in acks.items()}
+        return msgspec.structs.replace(current, members=members), said
+
+    async def round_of(self, member: str, held: Round | None = None) -> Round | None:
+        """The current round, with `member` as its only member if it is one; `held` itself while it still is that."""
+        mark = f"{held.sender} {held.attempt} {held.phase}" if held is not None else ""
+        reply = await self._call("round_of", member, mark)
+        if reply == 1:
+            return held
+        current = _decoded(reply[0], Round)
+        if current is None:
+            return None
+        return msgspec.structs.replace(current, members={} if reply[1] is None else {member: int(reply[1])})
+
+    async def acknowledge(self, member: str, attempt: int, stage: str, detail: str = "") -> bool:
+        """Acknowledge a stage of a round. False: the round is over."""
+        return bool(await self._call("acknowledge", member, attempt, stage, detail))
+
+
+def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _decoded(raw: bytes | None, type: type[T]) -> T | None:
+    """The JSON message, or None where the bytes are none: foreign bytes end no loop."""
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=type)
+    except msgspec.MsgspecError:
+        return None

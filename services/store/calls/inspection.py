@@ -1,0 +1,229 @@
+"""Looks into a run for people: a page of the replay table, where a ticket is, the plan of a step.
+
+Guarantees: reads only; what belongs together is read in one instant; no look costs more than its page, the plans that are kept
+or the tickets under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from services.protocol import codec
+from services.protocol.messages import Header, Payload, RankPlan, StepPlan
+from services.store.calls.payloads import ELSEWHERE, PayloadCalls
+from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
+from services.store.records import HeaderEntry, read_claim, read_header
+
+Sort = Literal["order", "version", "weight"]
+
+READ_TOGETHER = 256  # entries, groups or plans in one request
+NEAR = 100  # metrics records around the place where a step's must be: more than are out of order there
+
+
+class InspectionCalls(PayloadCalls):
+    """Reads of what the other parts write."""
+
+    async def table_state(self) -> TableState:
+        """The replay table as a whole."""
+        keys = self.keys
+        raw, size, prepared = await self._at_once(
+            ("HGETALL", keys.replay_state), ("ZCARD", keys.replay_order), ("HGET", keys.run, "prepared_step")
+        )
+        state = {name.decode(): value.decode() for name, value in raw.items()}
+        sampler, remover = state.get("sampler", ""), state.get("remover", "")
+        weighted = sampler == "prioritized" or remover == "lowest_priority"
+        return TableState(
+            sampler=sampler,
+            remover=remover,
+            capacity=int(state.get("capacity", 0)),
+            max_uses=int(state.get("max_uses", 0)),
+            size=size,
+            weight_sum=float(state.get("weight_sum", 0.0)) if weighted else None,
+            inserted=int(state.get("inserted", 0)),
+            drawn=int(state.get("drawn", 0)),
+            uses={int(name[5:]): int(groups) for name, groups in sorted(state.items()) if name.startswith("uses:")},
+            next_step=int(prepared or -1) + 1,
+        )
+
+    async def table_page(self, sort: Sort, offset: int, limit: int, reverse: bool = False) -> list[TableRow]:
+        """Groups `offset` to `offset + limit` of the table in order of issue, of their oldest version or of their weight, lowest
+        first, or with `reverse` highest first. One that leaves meanwhile is left out."""
+        key = {"order": self.keys.replay_order, "version": self.keys.replay_version, "weight": self.keys.replay_weight}[sort]
+        found = await self._ask(self.client.zrange(key, offset, offset + limit - 1, desc=reverse))
+        records = await self.group_records([name.decode() for name in found])
+        weights = await self._ask(self.client.zmscore(self.keys.replay_weight, list(records))) if records else []
+        return [TableRow(record, weight) for record, weight in zip(records.values(), weights, strict=True)]
+
+    async def group_records(self, groups: Sequence[str]) -> dict[str, GroupRecord]:
+        """Settled groups by name; those that are gone are left out."""
+        found = {}
+        for first in range(0, len(groups), READ_TOGETHER):
+            names = groups[first : first + READ_TOGETHER]
+            rows = await self._send(*[("HMGET", self.keys.group(name), "header", "payload", "uses") for name in names])
+            found |= {name: _group(name, *row) for name, row in zip(names, rows, strict=True) if row[0] is not None}
+        return found
+
+    async def whereabouts(self, ticket: str) -> Whereabouts:
+        """Everything that names a ticket of the form `<epoch>-<row>` (findings.TICKET_ID)."""
+        keys, (epoch, row) = self.keys, map(int, ticket.split("-"))
+        run, outstanding, requeued, group, order, weight, trained, drop = await self._at_once(
+            ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),
+            ("ZSCORE", keys.outstanding, ticket),
+            ("ZSCORE", keys.requeued, ticket),
+            ("HMGET", keys.group(ticket), "header", "payload", "uses"),
+            ("ZSCORE", keys.replay_order, ticket),
+            ("ZSCORE", keys.replay_weight, ticket),
+            ("GETBIT", keys.trained(epoch), row),
+            ("HGET", keys.drops, ticket),
+        )
+        retired, prepared, committed = (int(value if value is not None else -1) for value in run)
+        return Whereabouts(
+            ticket=ticket,
+            outstanding=None if outstanding is None else int(outstanding),
+            requeued=requeued is not None,
+            record=None if group[0] is None else _group(ticket, *group),
+            in_table=order is not None,
+            weight=weight,
+            trained=bool(trained),
+            drop=_drop(drop),
+            kept_steps=range(retired + 1, prepared + 1),
+            committed_step=committed,
+        )
+
+    async def steps_of(self, group: str, kept: range) -> list[int]:
+        """Those of the steps `kept` that train on a group."""
+        steps: list[int] = []
+        for first in range(0, len(kept), READ_TOGETHER):
+            piece = kept[first : first + READ_TOGETHER]
+            lists = await self._send(*[("HGET", self.keys.step(step), "groups") for step in piece])
+            steps += [step for step, names in zip(piece, lists, strict=True) if group.encode() in (names or b"").split()]
+        return steps
+
+    async def issued_ticket(self, ticket: str) -> IssuedTicket | None:
+        """A ticket that waits for a generator or is with one."""
+        found = await self._find(self.keys.tickets, ticket)
+        if found is None:
+            return None
+        entry, fields = found
+        async with self.client.pipeline(transaction=True) as pipe:
+            pipe.hget(self.keys.claims, entry)
+            pipe.xpending_range(self.keys.tickets, "generators", entry, entry, 1)
+            pipe.hget(self.keys.attempts, entry)
+            pipe.hget(self.keys.expiries, entry)
+            claim, pending, attempts, expiries = await self._ask(pipe.execute())
+        consumer, _, fence = (claim or b"").decode(errors="replace").rpartition("|")
+        claimed = read_claim(entry, fence.encode() or b"0", ticket.encode(), fields.get(b"body", b""))
+        idle_s = pending[0]["time_since_delivered"] / 1000 if pending else 0.0
+        return IssuedTicket(claimed.ticket, consumer, claimed.fence, idle_s, int(attempts or 0), int(expiries or 0))
+
+    async def unsettled_header(self, ticket: str) -> HeaderEntry | None:
+        """The header of a group that was generated and not settled."""
+        found = await self._find(self.keys.headers, ticket)
+        return found and read_header(found[0], [part for pair in found[1].items() for part in pair])
+
+    async def payload(self, name: str) -> Payload | None:
+        """A payload, or None where there is none that can be read."""
+        raw = await self._ask(self.client.get(self.keys.payload(name)))
+        if raw == ELSEWHERE:
+            [raw] = await self._sealed([name])
+        try:
+            return None if raw is None else codec.decode(codec.unseal(raw), Payload)
+        except codec.CorruptMessage:
+            return None
+
+    async def kept_step(self, step: int) -> KeptStep | None:
+        """A step that was prepared and is not retired, whole."""
+        raw = await self._ask(self.client.hgetall(self.keys.step(step)))
+        plan = _message(raw.get(b"plan"), StepPlan)
+        if plan is None:
+            return None
+        ranks = [_message(raw.get(f"rank:{rank}".encode()), RankPlan) or RankPlan([]) for rank in range(plan.ranks)]
+        return KeptStep(plan, frozenset(raw.get(b"fresh", b"").decode().split()), ranks)
+
+    async def retired_step(self) -> int:
+        """The last step whose plan was deleted, as a checkpoint covers it; -1: none."""
+        retired = await self._ask(self.client.hget(self.keys.run, "retired_step"))
+        return -1 if retired is None else int(retired)
+
+    async def step_record(self, step: int) -> dict[str, float | None] | None:
+        """The metrics of a step; a value that was no number is None. One that was trained again after a crash has two records,
+        which differ in times only; it is one of them.
+
+        Their place is found by halving time: records follow one another by one step, but for jumps back to a checkpoint, so where
+        an entry of at most `step` stands before one beyond it, the former is of `step`, or close to it.
+        """
+        stream = self.keys.metrics
+        first = await self._ask(self.client.xrange(stream, count=1))
+        last = await self._ask(self.client.xrevrange(stream, count=NEAR))
+        if not first:
+            return None
+        if max(map(_step, last)) <= step:
+            return _first(last, step)
+        low, high = _ms(first[0]), _ms(last[0])
+        while low < high:
+            middle = (low + high) // 2
+            after = await self._ask(self.client.xrange(stream, f"{middle}-0", "+", 1))
+            if not after or _step(after[0]) > step:
+                high = middle
+            else:
+                low = _ms(after[0]) + 1
+        return _first(await self._ask(self.client.xrevrange(stream, f"{high}", "-", NEAR)), step)
+
+    async def _at_once(self, *commands: tuple[Any, ...]) -> list[Any]:
+        async with self.client.pipeline(transaction=True) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return await self._ask(pipe.execute())
+
+    async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
+        """The entry of a ticket in a stream that holds as many as there are slots, at most."""
+        after = "-"
+        while entries := await self._ask(self.client.xrange(stream, after, "+", READ_TOGETHER)):
+            for entry, fields in entries:
+                if fields.get(b"ticket") == ticket.encode():
+                    return entry, fields
+            after = f"({entries[-1][0].decode()}"
+        return None
+
+
+def _group(name: str, header: bytes, payload: bytes | None, uses: bytes | None) -> GroupRecord:
+    return GroupRecord(name, (payload or b"").decode(errors="replace"), int(uses or 0), _message(header, Header))
+
+
+def _message(raw: bytes | None, type: type) -> Any:
+    try:
+        return None if raw is None else codec.decode(raw, type)
+    except codec.CorruptMessage:
+        return None
+
+
+def _drop(raw: bytes | None) -> Drop | None:
+    """What `remember_drop` noted (functions/prelude.lua)."""
+    if raw is None:
+        return None
+    at_ms, outcome, *dead_letter = raw.decode().split(" ")
+    return Drop(outcome, dead_letter[0] if dead_letter else "", int(at_ms) / 1000)
+
+
+def _ms(entry: tuple[bytes, Any]) -> int:
+    return int(entry[0].partition(b"-")[0])
+
+
+def _record(entry: tuple[bytes, dict[bytes, bytes]]) -> dict[str, float | None]:
+    try:
+        return msgspec.json.decode(entry[1].get(b"m", b""), type=dict[str, float | None])
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _step(entry: tuple[bytes, dict[bytes, bytes]]) -> float:
+    step = _record(entry).get("step")
+    return -1.0 if step is None else step
+
+
+def _first(entries: Sequence[tuple[bytes, dict[bytes, bytes]]], step: int) -> dict[str, float | None] | None:
+    """The oldest record of a step in entries, newest first: one trained again after a crash is recorded again."""
+    return next((_record(entry) for entry in reversed(entries) if _step(entry) == step), None)

@@ -1,0 +1,187 @@
+"""Where payloads lie: with the index of their run, or in shards on several masters of a Redis Cluster (protocol/shards.py).
+
+Guarantees, of shards: the index holds an empty string under the name of a payload that lies in one, by which the functions deal
+with it as with the payload itself. It is written when the shard has acknowledged the payload, so no header names one that never
+arrived (but in a restore, which nobody reads before its end). While there is a run nothing but `sweep` deletes there, and only
+what neither the index nor a claim named after it was seen in its shard: payloads are named after claims, of which no two are
+alike, so nothing will name it again, however late it is deleted. Each shard lists its payloads, and both change in one
+transaction, so none is left behind that a sweep does not find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+
+from redis.crc import key_slot
+
+from services.protocol.errors import StoreError
+from services.protocol.keys import Keys
+from services.protocol.shards import shard_of, shards
+from services.store.connection.base import Connection
+from services.store.connection.client import check_server, make_client
+
+FIELD = "payload_shards"
+"""Of the run's hash: how many shards it has. Without it, none."""
+ELSEWHERE = b""
+"""What the index holds in place of a payload."""
+FETCHED_TOGETHER = 16  # payloads in one command
+NAMED_TOGETHER = 512  # names in one command
+ANSWER_S = 2.0  # a shard's server that says nothing of itself for so long is away
+
+
+class PayloadCalls(Connection):
+    """Payloads as they are kept: sealed."""
+
+    shards: Sequence[Connection] = ()
+    """Where they lie, as far as this process knows; none: with the index."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._spread(0)
+        await super().close()
+
+    async def check_shards(self, count: int) -> None:
+        """Raises `StoreError` unless payloads can lie in so many shards: their masters are fit for a run."""
+        names = shards(self.keys.name, count)
+        if self._owner is None:
+            raise StoreError(
+                f"redis.payload_shards = {count} needs a Redis Cluster, and Redis at {self.url} is a server alone: set it to "
+                "0, or redis.url to a node of a Cluster"
+            )
+        await asyncio.gather(*(check_server(self.url, self._login, keys.prefix) for keys in names))
+
+    async def sweep(self) -> int:
+        """Delete what lies in shards and belongs to nobody any more; how many payloads.
+
+        Anybody may, at any time, also one who is late or was cut off in it.
+        """
+        left = await self._left_over()
+        await self._discard(left)
+        return len(left)
+
+    async def _left_over(self) -> list[str]:
+        """Payloads in shards that belong to nobody any more."""
+        left: list[str] = []
+        for page in _pages([name for found in await asyncio.gather(*map(self._strays, self.shards)) for name in found]):
+            # Whoever may still submit a payload has its claim from before the payload was seen until its name is in the index: in
+            # this order nothing slips through. In one request, as one server answers it.
+            claims, known = await self._send(("HGETALL", self.keys.claims), ("MGET", *map(self.keys.payload, page)))
+            fences = {claim.rpartition(b"|")[2].decode() for claim in claims[1::2]}
+            left += [
+                name for name, held in zip(page, known, strict=True) if held is None and name.rpartition(".")[2] not in fences
+            ]
+        return left
+
+    async def _discard(self, names: Sequence[str]) -> None:
+        await asyncio.gather(*(self._delete(shard, held) for shard, held in self._parted(names)))
+
+    async def _sealed(self, names: Sequence[str]) -> list[bytes | None]:
+        """Payloads by name; None: it is gone."""
+        if not self.shards:
+            found = await _get(self, names)
+            if ELSEWHERE not in found:
+                return found
+            if not await self._find_shards():
+                raise StoreError(f"payloads of run {self.keys.name!r} lie in shards, and the run does not say in how many")
+        parted = list(self._parted(names))
+        found = await asyncio.gather(*(_get(shard, held) for shard, held in parted))
+        payloads = {
+            name: sealed for (_, held), part in zip(parted, found, strict=True) for name, sealed in zip(held, part, strict=True)
+        }
+        return [payloads[name] for name in names]
+
+    async def _lay(self, payloads: Mapping[str, bytes]) -> None:
+        """Write payloads to their shards."""
+
+        async def write(shard: Connection, names: Sequence[str]) -> None:
+            listed = ("ZADD", shard.keys.payloads, *(part for name in names for part in (0, name)))
+            writes = [("SET", shard.keys.payload(name), payloads[name], "NX") for name in names]
+            await shard._send(("MULTI",), listed, *writes, ("EXEC",))
+
+        await asyncio.gather(*(write(shard, names) for shard, names in self._parted(payloads)))
+
+    async def _find_shards(self) -> int:
+        """Look how many there are."""
+        await self._spread(int(await self._ask(self.client.hget(self.keys.run, FIELD)) or 0))
+        return len(self.shards)
+
+    async def _spread(self, count: int) -> None:
+        """There are so many. Clients connect when they are first needed."""
+        if count == len(self.shards):
+            return
+        if count and self._owner is None:
+            raise StoreError(
+                f"payloads of run {self.keys.name!r} lie in a Redis Cluster, and Redis at {self.url} is a server alone"
+            )
+        names = shards(self.keys.name, count) if count else ()
+        former, self.shards = self.shards, [self._shard(number, keys) for number, keys in enumerate(names)]
+        for shard in former:
+            await shard.close()
+
+    def _shard(self, number: int, keys: Keys) -> Connection:
+        assert self._owner is not None
+        client = make_client(self.url, self._login, self._owner.of(keys.prefix))
+        return Connection(client, keys, f"{self.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
+
+    async def _delete_shards(self, count: int) -> None:
+        """Delete every payload in them; of a run that is gone, and does not say how many, in `count`."""
+        if not await self._find_shards() and self._owner is not None:
+            await self._spread(count)
+        await asyncio.gather(*map(self._empty, self.shards))
+
+    async def _info_of_all(self, *sections: str) -> list[dict[str, str]]:
+        """What the server of the index says of itself, and those of shards; but for one that is away, as most work needs none."""
+
+        async def ask(shard: Connection) -> dict[str, str] | None:
+            with contextlib.suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    return await shard._info(*sections)
+            return None
+
+        said = await asyncio.gather(self._info(*sections), *map(ask, self.shards))
+        return [info for info in said if info is not None]
+
+    async def _empty(self, shard: Connection) -> None:
+        async for names in _listed(shard):
+            await self._delete(shard, names)
+
+    async def _strays(self, shard: Connection) -> list[str]:
+        """Payloads that a shard holds and the index does not name."""
+        strays: list[str] = []
+        async for names in _listed(shard):
+            (known,) = await self._send(("MGET", *map(self.keys.payload, names)))
+            strays += [name for name, held in zip(names, known, strict=True) if held is None]
+        return strays
+
+    async def _delete(self, shard: Connection, names: Sequence[str]) -> None:
+        for page in _pages(names):
+            unlinked = ("UNLINK", *map(shard.keys.payload, page))
+            await shard._send(("MULTI",), unlinked, ("ZREM", shard.keys.payloads, *page), ("EXEC",))
+
+    def _parted(self, names: Iterable[str]) -> Iterable[tuple[Connection, list[str]]]:
+        """Names by the shard that they are in."""
+        parts: defaultdict[int, list[str]] = defaultdict(list)
+        for name in names:
+            parts[shard_of(name, len(self.shards))].append(name)
+        return ((self.shards[number], part) for number, part in parts.items())
+
+
+async def _get(server: Connection, names: Sequence[str]) -> list[bytes | None]:
+    keys = list(map(server.keys.payload, names))
+    pieces = [keys[first : first + FETCHED_TOGETHER] for first in range(0, len(keys), FETCHED_TOGETHER)]
+    return [sealed for found in await server._send(*[("MGET", *piece) for piece in pieces]) for sealed in found]
+
+
+def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[first : first + NAMED_TOGETHER] for first in range(0, len(names), NAMED_TOGETHER))
+
+
+async def _listed(shard: Connection) -> AsyncIterator[list[str]]:
+    """The payloads that a shard holds: all that are there from the first page to the last."""
+    after = "-"
+    while found := (await shard._send(("ZRANGE", shard.keys.payloads, after, "+", "BYLEX", "LIMIT", 0, NAMED_TOGETHER)))[0]:
+        yield [name.decode() for name in found]
+        after = f"({found[-1].decode()}"

@@ -1,0 +1,109 @@
+"""Step plans and the payloads they name (functions/steps.lua)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from services.protocol import codec
+from services.protocol.errors import Damaged, StoreError
+from services.protocol.messages import Payload, RankPlan, StepPlan
+from services.store.calls.payloads import FETCHED_TOGETHER, PayloadCalls
+
+LANES = 2  # requests under way at a time: the server works on one while the client does on the other
+
+
+class StepCalls(PayloadCalls):
+    """What dataprep prepares and the trainer commits, publishes and checkpoints."""
+
+    async def prepare(
+        self,
+        fence: int,
+        plan: StepPlan,
+        ranks: Sequence[RankPlan],
+        oldest_fresh: int = 0,
+        variates: Sequence[float] = (),
+        gaps_until: int = -1,
+    ) -> None:
+        """Write the plan of a step and draw its groups from the table. Raises `OutOfOrder`.
+
+        `oldest_fresh`: refused if a group has an older version. `variates`: Exp(1), one a group, where the table has clocks.
+        `gaps_until`: filtered groups up to this issue sequence have had their place in this step.
+        """
+        given = " ".join(repr(float(variate)) for variate in variates)
+        args = [" ".join(plan.groups), given, gaps_until, codec.encode(plan), *map(codec.encode, ranks)]
+        await self._call("prepare", fence, plan.step, max(oldest_fresh, 0), *args)
+
+    async def plan(self, step: int) -> StepPlan | None:
+        """The plan of a step, or None when it is not prepared or already retired."""
+        raw = await self._ask(self.client.hget(self.keys.step(step), "plan"))
+        return None if raw is None else codec.decode(raw, StepPlan)
+
+    async def rank_plan(self, step: int, rank: int) -> RankPlan:
+        """The rows of one rank."""
+        raw = await self._ask(self.client.hget(self.keys.step(step), f"rank:{rank}"))
+        if raw is None:
+            raise StoreError(f"step {step} was planned without rank {rank}: start as many ranks as trainer.ranks says")
+        return codec.decode(raw, RankPlan)
+
+    async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
+        """Payloads by name. Raises `Damaged`, which names all that are missing or cannot be read."""
+        together = FETCHED_TOGETHER * (len(self.shards) or 1)  # in one request, to each server
+        pieces = [names[i : i + together] for i in range(0, len(names), together)]
+        fetched: dict[str, Payload] = {}
+        damaged: dict[str, str] = {}
+
+        async def fetch(lane: int) -> None:
+            for piece in pieces[lane::LANES]:
+                for name, data in zip(piece, await self._sealed(piece), strict=True):
+                    try:
+                        if data is None:
+                            raise codec.CorruptMessage(
+                                "it is gone from Redis: is an eviction policy or another client deleting keys, or did its server "
+                                "lose its last moments?"
+                            )
+                        fetched[name] = codec.decode(codec.unseal(data), Payload)
+                    except codec.CorruptMessage as error:
+                        damaged[name] = str(error)
+
+        await asyncio.gather(*(fetch(lane) for lane in range(LANES)))
+        if damaged:
+            raise Damaged(damaged)
+        return fetched
+
+    async def commit(self, fence: int, step: int) -> bool:
+        """Count a step as trained. False: it was committed before. Raises `OutOfOrder`, `Fenced`."""
+        return bool(await self._call("commit", fence, step))
+
+    async def condemn(
+        self,
+        fence: int,
+        first: int,
+        prepared: int,
+        reasons: Mapping[str, str],
+        steps: Sequence[tuple[StepPlan, Sequence[RankPlan]]],
+    ) -> int:
+        """Bury groups that cannot be trained, each for its reason; how many were.
+
+        `first`: the first step that is not in the trainer's weights. `steps`: those from there to `prepared` that have any of the
+        groups, without them. Raises `OutOfOrder` when another step was prepared meanwhile.
+        """
+        args: list[str | bytes | int] = [part for pair in reasons.items() for part in pair]
+        for plan, ranks in steps:
+            args += (plan.step, codec.encode(plan), len(ranks), *map(codec.encode, ranks))
+        return int(await self._call("condemn", fence, first, prepared, len(reasons), *args))
+
+    async def publish(self, fence: int, version: int) -> bool:
+        """The fleet holds `version`; the slots of its steps come free. False: it was published before."""
+        return bool(await self._call("publish", fence, version))
+
+    async def checkpointed(self, fence: int, step: int) -> None:
+        """A checkpoint holds every step up to and including `step`."""
+        await self._call("checkpointed", fence, step)
+
+    async def retire(self) -> int:
+        """Delete plans and payloads that a checkpoint covers. Returns how many steps were retired."""
+        retired = 0
+        while await self._call("retire"):
+            retired += 1
+        return retired

@@ -1,0 +1,139 @@
+"""Tickets from issue to submission (functions/tickets.lua)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import redis.asyncio as aioredis
+
+from services.protocol import codec
+from services.protocol.errors import StoreError
+from services.protocol.keys import Keys
+from services.protocol.messages import Header, Ticket
+from services.store.calls.payloads import ELSEWHERE, PayloadCalls
+from services.store.connection.batching import Coalescer
+from services.store.records import Claim, read_claim
+
+SUBMITTED_TOGETHER = 16  # groups in one request, of some 40 KB each: below a MB a request costs no more per group
+LANES = 2  # requests under way at a time: the server works on one while the client does on the other
+
+
+class _Submission(NamedTuple):
+    """A group on its way to Redis."""
+
+    payload: str
+    sealed: bytes
+    ttl_s: int
+    args: tuple[Any, ...]  # of the function that commits it
+
+
+class TicketCalls(PayloadCalls):
+    """What dataprep issues and generators claim, renew, hand back and submit."""
+
+    def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
+        super().__init__(client, keys, url)
+        self._submissions = Coalescer(self._submit, SUBMITTED_TOGETHER, LANES)
+
+    async def issue(
+        self,
+        fence: int,
+        cursor: int,
+        tickets: Sequence[Ticket],
+        order: bytes = b"",
+        epochs: Mapping[str, bytes] | None = None,
+        requeued: int = 0,
+    ) -> int:
+        """Issue `tickets`, which start at `cursor`, if as many slots are free; returns how many: all or none.
+
+        `order`: state of the prompt order after them. `epochs`: rows of the epochs that begin with them, by source. The first
+        `requeued` of them come back from the dead letters.
+        """
+        args: list[Any] = [part for item in (epochs or {}).items() for part in item]
+        for ticket in tickets:
+            args += (ticket.id, codec.encode(ticket))
+        return int(await self._call("issue", fence, cursor, order, requeued, len(epochs or {}), *args))
+
+    async def order(self) -> tuple[bytes, dict[str, bytes]]:
+        """The prompt order as `issue` last left it: its state, and the rows of each source's epoch. Empty before the first."""
+        raw = {name.decode(): value for name, value in (await self._ask(self.client.hgetall(self.keys.order))).items()}
+        return raw.pop("state", b""), {name.removeprefix("rows:"): rows for name, rows in raw.items()}
+
+    async def issue_again(self, fence: int, tickets: Sequence[Ticket]) -> int:
+        """Issue tickets that a restore cut off, under their old sequence. Returns how many were not issued again before."""
+        args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
+        return int(await self._call("issue_again", fence, *args))
+
+    async def reissue(self, count: int) -> list[tuple[str, int]]:
+        """The first tickets that a restore cut off and that were not issued again, with their issue sequence."""
+        found = await self._ask(self.client.zrange(self.keys.reissue, 0, count - 1, withscores=True))
+        return [(name.decode(), int(seq)) for name, seq in found]
+
+    async def requeued(self, count: int) -> list[str]:
+        """The first tickets that wait to be issued again."""
+        return [name.decode() for name in await self._ask(self.client.zrange(self.keys.requeued, 0, count - 1))]
+
+    async def claim(
+        self,
+        consumer: str,
+        version: int,
+        sender: int,
+        lease_s: float,
+        count: int,
+        scan: str = "0-0",
+        adopt: bool = False,
+        max_expiries: int = 16,
+    ) -> tuple[str, list[Claim]]:
+        """Claim up to `count` tickets for a pod that holds `version` of the trainer with fence `sender`.
+
+        Returns the next scan position and the claims.
+        """
+        reply = await self._call("claim", consumer, version, sender, int(lease_s * 1000), count, scan, int(adopt), max_expiries)
+        claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
+        return reply[0].decode(), claims
+
+    async def renew(self, consumer: str, claims: Sequence[Claim]) -> set[str]:
+        """Renew leases; the entries that are lost."""
+        args = [part for claim in claims for part in (claim.entry, claim.fence)]
+        return {entry.decode() for entry in await self._call("renew", consumer, *args)}
+
+    async def release(self, consumer: str, claim: Claim, tokens: int = 0) -> bool:
+        """Hand a ticket back; another pod may claim it at once. `tokens`: how many were saved of it, for the ledger."""
+        return bool(await self._call("release", consumer, claim.entry, claim.fence, tokens))
+
+    async def fail(self, consumer: str, claim: Claim, reason: str, max_attempts: int) -> bool:
+        """Hand a ticket back after a failure, or bury it (True) after `max_attempts` of them."""
+        args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, reason)
+        return int(await self._call("fail", *args)) == 1
+
+    async def submit(self, consumer: str, claim: Claim, header: Header, payload: bytes, ttl_s: int) -> bool:
+        """Write the payload, then commit it with its header. False: the ticket was not held any more, nothing is stored.
+
+        `payload` is an encoded `Payload`; it is sealed and written with an expiry that the commit takes away. Groups that are
+        submitted at the same time travel together. Where payloads lie in shards they go there first.
+        """
+        args = (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header))
+        accepted = await self._submissions.ask(_Submission(claim.payload, codec.seal(payload), ttl_s, args))
+        if accepted == -1:
+            raise StoreError(f"payload of ticket {claim.ticket_id} expired before its header arrived: raise replay.payload_ttl_s")
+        if accepted == -2:
+            raise ValueError(f"header of ticket {claim.ticket_id} is larger than an entry of the stream may be: smaller groups")
+        return bool(accepted)
+
+    async def _submit(self, groups: Sequence[_Submission]) -> list[int]:
+        if shards := self.shards:
+            await self._lay({group.payload: group.sealed for group in groups})
+        writes = [
+            ("SET", self.keys.payload(group.payload), ELSEWHERE if shards else group.sealed, "EX", group.ttl_s, "NX")
+            for group in groups
+        ]
+        args = [arg for group in groups for arg in group.args]
+        return (await self._send(*writes, self._function("submit", *args)))[-1]
+
+    async def save_partial(self, consumer: str, claim: Claim, data: bytes, ttl_s: int) -> bool:
+        """Save the tokens so far of a ticket. False: it was not held any more."""
+        return bool(await self._call("save_partial", consumer, claim.entry, claim.fence, claim.ticket_id, ttl_s, data))
+
+    async def load_partial(self, ticket: str) -> bytes | None:
+        """The tokens so far of a ticket that somebody began."""
+        return await self._ask(self.client.get(self.keys.partial(ticket)))

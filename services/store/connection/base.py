@@ -1,0 +1,156 @@
+"""How the store talks to Redis: functions by name, plain commands, errors that say what to do.
+
+Guarantees: every call may be repeated after a lost reply, so the client retries by itself through a restart of the server;
+a server that was replaced by an empty one, or took a Cluster's slot over, gets the functions again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, Self
+
+import redis.asyncio as aioredis
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+
+from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, StoreError
+from services.protocol.keys import Keys
+from services.store.connection.client import Login, check_server, explain, make_client, plain_client
+from services.store.connection.cluster import Owner
+from services.store.connection.fast_connection import Wire
+from services.store.functions import library
+
+
+class Connection:
+    """Calls functions and plain commands; everything it raises is a `StoreError` or one of its kind."""
+
+    def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
+        self.client = client
+        self.keys = keys
+        self.url = url
+        self._login = Login()
+        self._owner: Owner | None = None  # of the run's slot; None: the server is no node of a Cluster
+        self._wire = Wire.beside(client)
+        self._plain = plain_client(client) if self._wire is None else None
+        self._library, code = library()
+        self._load = ("FUNCTION", "LOAD", code)
+
+    @classmethod
+    async def connect(cls, url: str, run: str, login: Login | str | None = None) -> Self:
+        """Connect, check the server and load the functions. Raises `StoreError` in seconds when any of it fails.
+
+        `login` may be a mere password.
+        """
+        login = login if isinstance(login, Login) else Login(login or "")
+        keys = Keys(run)
+        owner = await check_server(url, login, keys.prefix)
+        store = cls(make_client(url, login, owner), keys, url)
+        store._login, store._owner = login, owner
+        try:
+            [loaded] = await store._exchange([store._load])
+            store._check_load(loaded)
+        except StoreError:
+            await store.close()
+            raise
+        return store
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._wire is not None:
+            self._wire.close()
+        await self.client.aclose()
+
+    def _check_load(self, reply: Any) -> None:
+        """Those who may not load the functions are helped by those who may: the launcher, dataprep and the trainer (acl.py)."""
+        if isinstance(reply, RedisError) and "already exists" not in str(reply) and not _no_right(reply):
+            raise explain(self.url, reply) from None
+
+    async def _ask(self, reply: Awaitable[Any]) -> Any:
+        """Await a plain command; its errors become the store's."""
+        try:
+            return await reply
+        except RedisError as error:
+            raise explain(self.url, error) from None
+
+    async def _call(self, function: str, *args: Any) -> Any:
+        """Call a function of the library."""
+        return (await self._send(self._function(function, *args)))[0]
+
+    def _function(self, name: str, *args: Any) -> tuple[Any, ...]:
+        return ("FCALL", f"{self._library}_{name}", 1, self.keys.prefix, *args)
+
+    async def _send(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Send commands in one go; their replies. Raises what the first refused one means."""
+        replies = await self._exchange(commands)
+        if any(_no_function(reply) for reply in replies):
+            # In one request, as which of a Cluster's masters a load goes to hangs on the commands beside it.
+            loaded, *replies = await self._exchange([self._load, *commands])
+            self._check_load(loaded)
+        errors = [reply for reply in replies if isinstance(reply, Exception)]
+        for error in errors:
+            if _no_function(error):
+                raise StoreError(
+                    f"Redis at {self.url} has not got the functions of this version yet: dataprep loads them"
+                ) from None
+            raise self._refusal(error) from None
+        return replies
+
+    async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The replies to commands on one connection, an error among them as a value."""
+        if self._plain is not None:
+            return await self._ask(_replies(self._plain, commands))
+        assert self._wire is not None
+        return await self._ask(self._wire.ask(commands))
+
+    @property
+    def _at_owner(self) -> tuple[Any, ...]:
+        """To go along with commands that have no key, which any node of a Cluster would answer.
+
+        This one the owner of the run's slot does alone and, as the key never exists, not while the slot moves.
+        """
+        return ("HLEN", self.keys.prefix)
+
+    async def _info(self, *sections: str) -> dict[str, str]:
+        """What the run's server says of itself."""
+        _, text = await self._send(self._at_owner, ("INFO", *sections))
+        return facts(text)
+
+    def _refusal(self, error: Exception) -> Exception:
+        kind, _, rest = str(error).partition(" ")
+        match kind:
+            case "FENCED":
+                return Fenced(rest)
+            case "OUTOFORDER":
+                return OutOfOrder(rest)
+            case "BUSY":
+                return Busy(f"{rest}: try again in a moment")
+            case "DIFFERENT":
+                return DifferentRun(f"run {self.keys.name!r} exists with another {rest}: choose another run.name")
+            case _:
+                return explain(self.url, error) if isinstance(error, RedisError) else error
+
+
+def facts(info: bytes) -> dict[str, str]:
+    """The fields of a reply to INFO."""
+    lines = info.decode().splitlines()
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+async def _replies(plain: aioredis.Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """By redis-py, which knows TLS and unix sockets; as a wire gives them."""
+    if len(commands) == 1:  # cheaper than a pipeline of one
+        try:
+            return [await plain.execute_command(*commands[0])]
+        except ResponseError as error:
+            return [error]
+    async with plain.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return await pipe.execute(raise_on_error=False)
+
+
+def _no_function(reply: Any) -> bool:
+    return isinstance(reply, Exception) and "Function not found" in str(reply)
+
+
+def _no_right(error: RedisError) -> bool:
+    return isinstance(error, NoPermissionError) or str(error).startswith("NOPERM")

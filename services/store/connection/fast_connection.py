@@ -1,0 +1,199 @@
+"""A thin way to Redis for the hot path: requests straight to the socket, payloads not joined to what stands around them, replies
+straight into hiredis' parser.
+
+Guarantees: every wait has a limit; a request whose connection broke is sent again, by the retry rule of the client it stands
+beside, so every command must bear being sent twice; a connection on which a request failed or was cancelled is closed.
+For plain TCP only: over TLS and unix sockets the store uses redis-py, which takes about twice the CPU time for a payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import hiredis
+import redis.asyncio as aioredis
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, OutOfMemoryError, ResponseError, TimeoutError
+
+from services.store.connection.cluster import ELSEWHERE, Elsewhere, Owner, ToOwner
+
+BUFFER_BYTES = 2**18  # received at a time
+APART_BYTES = 2**13  # a string of more is sent as it lies in memory: below that, joining it costs less than another piece
+PIECES = 512  # in one system call; Linux takes 1024
+VANISHED = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
+"""TCP's options for a host that is gone without a word: a lost connection after 10 s with data under way, after 20 s without. A
+server that stalls is not concerned: its host acknowledges."""
+_ERRORS = {"OOM": OutOfMemoryError, "NOAUTH": AuthenticationError, "WRONGPASS": AuthenticationError, "LOADING": BusyLoadingError}
+# A server that reads its append-only file, or a node that does not own the slot: to be awaited like one that starts.
+_LATER = (BusyLoadingError, Elsewhere)
+_MORE = object()  # what the parser has of a reply is not all of it
+
+
+class Wire:
+    """Connections to the server of `client`, one for each request under way. Speaks RESP2."""
+
+    def __init__(self, client: aioredis.Redis) -> None:
+        self._settings = client.connection_pool.connection_kwargs
+        self._idle: list[_Line] = []
+
+    @classmethod
+    def beside(cls, client: aioredis.Redis) -> Wire | None:
+        """The wire to the same server, with the client's limits; None when that is not reached by plain TCP."""
+        if client.connection_pool.connection_class not in (aioredis.Connection, ToOwner):
+            return None
+        return _wires.setdefault(client, cls(client))
+
+    async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send commands in one go; their replies, an error among them as a value."""
+        pieces = _pieces(commands)
+        return await self._settings["retry"].call_with_retry(lambda: self._once(pieces, len(commands)), self._forget)
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _forget(self, _error: Exception) -> None:
+        """One connection broke: the others, opened to the same server, are not to be trusted."""
+        self.close()
+
+    async def _once(self, pieces: Sequence[bytes], count: int) -> list[Any]:
+        line = self._idle.pop() if self._idle else await self._connect()
+        try:
+            async with _limit(self._settings["socket_timeout"]):
+                replies = await line.ask(pieces, count)
+        except BaseException:  # cancellation too: who knows what is still under way on it
+            line.close()
+            raise
+        self._idle.append(line)
+        for reply in replies:
+            if isinstance(reply, _LATER):
+                raise reply
+        return replies
+
+    async def _connect(self) -> _Line:
+        settings = self._settings
+        greeting: list[tuple[Any, ...]] = []
+        if settings.get("password"):
+            greeting.append(("AUTH", *filter(None, [settings.get("username")]), settings["password"]))
+        if settings.get("db"):
+            greeting.append(("SELECT", settings["db"]))
+        async with _limit(settings["socket_connect_timeout"]):
+            owner: Owner | None = settings.get("owner")
+            host, port = await owner.find() if owner else (settings.get("host", "localhost"), settings.get("port", 6379))
+            line = await _Line.open(host, port)
+            try:
+                for reply in await line.ask(_pieces(greeting), len(greeting)):
+                    if isinstance(reply, Exception):
+                        raise reply
+            except BaseException:  # cancellation too: nobody else would close it
+                line.close()
+                raise
+        return line
+
+
+_wires: WeakKeyDictionary[aioredis.Redis, Wire] = WeakKeyDictionary()  # stores that share a client share its wire
+
+
+@asynccontextmanager
+async def _limit(seconds: float) -> AsyncIterator[None]:
+    """Errors of the socket, and a wait past the limit, as the errors that the retry rule knows."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except builtins.TimeoutError:
+        raise TimeoutError(f"no answer for {seconds:g} s") from None
+    except OSError as error:
+        raise ConnectionError(str(error)) from None
+
+
+class _Line:
+    """One connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._reader = hiredis.Reader(protocolError=ConnectionError, replyError=_error, notEnoughData=_MORE)
+
+    @classmethod
+    async def open(cls, host: str, port: int) -> _Line:
+        loop, failures = asyncio.get_running_loop(), []
+        for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in VANISHED.items():
+                    sock.setsockopt(socket.IPPROTO_TCP, option, value)
+                await loop.sock_connect(sock, address)
+                return cls(sock)
+            except BaseException as error:  # cancellation too
+                sock.close()
+                if not isinstance(error, OSError):
+                    raise
+                failures.append(str(error))
+        raise OSError("; ".join(failures))
+
+    def close(self) -> None:
+        self._sock.close()
+
+    async def ask(self, pieces: Sequence[bytes], count: int) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        for start in range(0, len(pieces), PIECES):
+            group = pieces[start : start + PIECES]
+            try:
+                sent = self._sock.sendmsg(group)
+            except BlockingIOError:
+                sent = 0
+            for piece in group:
+                if sent < len(piece):
+                    await loop.sock_sendall(self._sock, memoryview(piece)[sent:])
+                sent = max(sent - len(piece), 0)
+        return [await self._reply() for _ in range(count)]
+
+    async def _reply(self) -> Any:
+        loop = asyncio.get_running_loop()
+        while (reply := self._reader.gets()) is _MORE:
+            if not (received := await loop.sock_recv_into(self._sock, self._buffer)):
+                raise ConnectionError("the server closed the connection")
+            self._reader.feed(self._buffer, 0, received)  # pyright: ignore[reportArgumentType]  takes any buffer
+        return reply
+
+
+def _error(message: str) -> Exception:
+    """What the server refuses a command with."""
+    word = message.partition(" ")[0]
+    return (Elsewhere if word in ELSEWHERE else _ERRORS.get(word, ResponseError))(message.removeprefix("ERR "))
+
+
+def _pieces(commands: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    """Commands as bytes to send one after another; long strings stand by themselves."""
+    pieces: list[bytes] = []
+    for command in commands:
+        if any(map(_is_long, command)):
+            pieces += _apart(command)
+        else:
+            pieces.append(hiredis.pack_command(command))
+    return pieces
+
+
+def _is_long(part: Any) -> bool:
+    return type(part) is bytes and len(part) >= APART_BYTES
+
+
+def _apart(command: tuple[Any, ...]) -> Iterator[bytes]:
+    around = [b"*%d\r\n" % len(command)]
+    for part in command:
+        if _is_long(part):
+            yield b"".join((*around, b"$%d\r\n" % len(part)))
+            yield part
+            around = [b"\r\n"]
+        else:
+            around.append(hiredis.pack_command((part,)).removeprefix(b"*1\r\n"))
+    yield b"".join(around)

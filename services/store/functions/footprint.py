@@ -1,0 +1,113 @@
+"""Which commands a Redis Function sends and which keys it touches, read from its code. Pure.
+
+Guarantees: every command and key that stands in a function, or in a helper that it may call, is named; a key that is put
+together from a part and a variable is named by its part and `*`; a key counts as written unless wherever it stands it stands in a
+command that reads. Redis holds a function to what its caller may do, so this is
+what the caller has to be allowed (services/store/acl.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from services.store.functions import FILES, SHARED
+
+_BLOCK = re.compile(r"^(?:local function (\w+)|local (\w+)(?:, \w+)* =|register\('(\w+)')")
+_COMMAND = re.compile(r"(?:redis\.call\(|call_over\(\w+, )'([A-Z]+)'(?:, '([A-Z]+)')?")
+_KEY = re.compile(r"'(:[a-z:]+)'( \.\.)?")
+_READ = re.compile(r"redis\.call\('([A-Z]+)', prefix \.\. '(:[a-z:]+)'( \.\.)?")
+_READING = frozenset(
+    [
+        "EXISTS",
+        "GET",
+        "GETBIT",
+        "HEXISTS",
+        "HGET",
+        "HGETALL",
+        "HLEN",
+        "HMGET",
+        "LRANGE",
+        "TTL",
+        "XLEN",
+        "XPENDING",
+        "XRANGE",
+        "XREVRANGE",
+        "ZCARD",
+        "ZCOUNT",
+        "ZRANGE",
+        "ZRANGEBYSCORE",
+        "ZREVRANGE",
+        "ZSCORE",
+    ]
+)
+_WORD = re.compile(r"\w+")
+_CONTAINERS = ("XGROUP",)  # commands whose first argument says which of several it is
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a function does; commands as an access list writes them."""
+
+    commands: frozenset[str]
+    writes: frozenset[str]
+    """Keys behind the run's prefix, `:run` or `:step:*`."""
+    reads: frozenset[str]
+    """The same, of those that it never writes."""
+
+
+@cache
+def footprints() -> dict[str, Footprint]:
+    """Of every function of the library, by its name there."""
+    folder = files("services.store.functions")
+    shared: dict[str, str] = {}
+    for name in SHARED:
+        shared |= _blocks((folder / f"{name}.lua").read_text())
+    found = {}
+    for name in FILES:
+        blocks = shared | _blocks((folder / f"{name}.lua").read_text())
+        found |= {block[1:]: _footprint(blocks, block) for block in blocks if block.startswith("@")}
+    return found
+
+
+def _blocks(code: str) -> dict[str, str]:
+    """The parts of a file by the name that others use; registered functions as `@<name>`."""
+    blocks: dict[str, str] = {}
+    current = ""
+    for line in code.splitlines():
+        if line.startswith("--"):
+            continue
+        if begins := _BLOCK.match(line):
+            helper, constant, registered = begins.groups()
+            current = f"@{registered}" if registered else helper or constant
+            blocks[current] = ""
+        if current:
+            blocks[current] += line.partition(" -- ")[0] + "\n"
+    return blocks
+
+
+def _footprint(blocks: dict[str, str], start: str) -> Footprint:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += [word for word in _WORD.findall(blocks[name]) if word in blocks]
+    text = "\n".join(blocks[name] for name in sorted(seen))
+    commands = {_command(*match.groups()) for match in _COMMAND.finditer(text)}
+    everywhere = Counter(_key(*match.groups()) for match in _KEY.finditer(text))
+    reading = Counter(_key(name, joined) for command, name, joined in _READ.findall(text) if command in _READING)
+    reads = {key for key in everywhere if everywhere[key] == reading[key]}
+    return Footprint(frozenset(commands), frozenset(everywhere.keys() - reads), frozenset(reads))
+
+
+def _command(name: str, first: str | None) -> str:
+    return f"{name}|{first}".lower() if name in _CONTAINERS and first else name.lower()
+
+
+def _key(name: str, joined: str | None) -> str:
+    return f"{name}*" if joined or name.endswith(":") else name

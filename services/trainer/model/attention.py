@@ -1,0 +1,255 @@
+"""Block-diagonal causal attention over packed rows, for Hugging Face models through transformers' attention registry.
+
+Guarantees: a response attends to its prompt and to itself, and to nothing else. Responses of one group share a prompt that lies
+in the row once: what is linear in tokens is done once for it, and each response sees its keys and values. FlashAttention's
+variable-length kernel does that by `cu_seqlens`; without it each prompt with its response becomes one entry of a padded batch,
+so that tokens of two responses never meet in one product. They are batched by length (powers of two), so padding at most
+doubles the work. Memory is linear in the tokens of sequences, in a plan at most twice a row's budget (planning/packing.py): there
+is no T x T mask, and a sliding window is worked off in blocks of queries.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "packed"
+"""Name under which transformers knows the function, for `attn_implementation`."""
+
+SMALLEST_BLOCK = 128
+"""Queries of a sliding window that are worked off at a time, at least: fewer would be many small products."""
+
+
+class UnsupportedModel(ValueError):
+    """The model does something in attention or behind its output matrix that packed training does not do."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Tokens of the row, and where they are laid out: places in the flattened batches of `Packing.shapes`, end to end."""
+
+    tokens: Tensor  # [m] int64
+    slots: Tensor  # [m] int64
+
+    def to(self, device: torch.device) -> Places:
+        """The same on `device`."""
+        return Places(self.tokens.to(device), self.slots.to(device))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a row of T tokens lie. A sequence is a prompt with a response; n of them.
+
+    The row holds each sequence's own tokens one after the other: the first of a group owns the prompt, too. S = tokens of all
+    sequences, shared prompts counted each time.
+    """
+
+    own: Tensor  # [n + 1] int32, from 0 to T: where own tokens begin and end
+    whole: Tensor  # [n + 1] int32, from 0 to S: the same of whole sequences laid end to end
+    sequences: Tensor  # [S] int64: the token of the row at each place of those
+    longest_own: int
+    longest: int
+    shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
+    owned: Places  # [T]
+    shared: Places  # [S - T]: a prompt's tokens in the sequences that do not own it
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], prompts: Sequence[tuple[int, int]] | None = None) -> Packing:
+        """Of sequences with so many tokens of their own (each >= 1), end to end, after prompts that lie elsewhere in the row:
+        from where, and how many tokens (0: it has its prompt itself)."""
+        sizes = torch.tensor(lengths)
+        begins, before = torch.tensor(prompts or [(0, 0)] * len(lengths)).T
+        whole, ends = sizes + before, sizes.cumsum(0)
+        first = ends - sizes  # of the own tokens
+        owner = torch.repeat_interleave(torch.arange(len(whole)), whole)
+        offset = torch.arange(len(owner)) - (whole.cumsum(0) - whole)[owner]
+        theirs = offset < before[owner]
+        sequences = torch.where(theirs, begins[owner], first[owner] - before[owner]) + offset
+        slots, shapes = _batches(whole)
+        slots = slots[owner] + offset
+        return cls(
+            own=F.pad(ends, (1, 0)).to(torch.int32),
+            whole=F.pad(whole.cumsum(0), (1, 0)).to(torch.int32),
+            sequences=sequences,
+            longest_own=max(lengths),
+            longest=int(whole.max()),
+            shapes=shapes,
+            owned=Places(sequences[~theirs], slots[~theirs]),
+            shared=Places(sequences[theirs], slots[theirs]),
+        )
+
+    def longer(self, tokens: int) -> Packing:
+        """With a sequence of so many tokens more at the end of the row."""
+        before = self.whole.diff() - self.own.diff()
+        begins = self.sequences[self.whole[:-1].long()]
+        prompts = [*zip(begins.tolist(), before.tolist(), strict=True), (0, 0)]
+        return Packing.of([*self.own.diff().tolist(), tokens], prompts).to(self.own.device)
+
+    def to(self, device: torch.device) -> Packing:
+        """The same on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Packing(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
+
+
+def _batches(sizes: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+    """Where each of n sequences begins, [n], in padded batches by powers of two; their shapes."""
+    exponents = torch.tensor([(size - 1).bit_length() for size in sizes.tolist()])
+    begins, shapes, end = torch.empty_like(sizes), [], 0
+    for exponent in exponents.unique():
+        members = exponents == exponent
+        count, length = int(members.sum()), int(sizes[members].max())
+        begins[members] = end + torch.arange(count) * length
+        shapes.append((count, length))
+        end += count * length
+    return begins, tuple(shapes)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one packed row. query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads, D].
+
+    Positions, caches and the like, which transformers passes along, have no meaning here.
+    """
+    if softcap is not None or s_aux is not None or dropout:
+        raise UnsupportedModel(
+            f"{type(module).__name__} uses softcap, sinks or dropout in attention, which packed rows do not have"
+        )
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and importlib.util.find_spec("flash_attn"):
+        return _flash(q, k, v, packing, scaling, sliding_window)[None], None
+    return _padded(q, k, v, packing, scaling, sliding_window)[None], None
+
+
+class _Lay(torch.autograd.Function):
+    """Lays tokens out in their places, zeros elsewhere; `shared` ones as well, which have more than one.
+
+    The gradient of the owned ones moves back the same way; that of `index_select` would be added up, token by token, as only
+    that of shared ones has to be. Those are many, so they add up in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, owned: Places, shared: Places | None, size: int) -> Tensor:
+        ctx.owned, ctx.shared, ctx.size = owned, shared, len(states)
+        laid = _moved(states, owned.tokens, owned.slots, size)
+        return laid if shared is None else laid.index_copy_(0, shared.slots, states.index_select(0, shared.tokens))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,), owned, shared = gradients, ctx.owned, ctx.shared
+        back = _moved(gradient, owned.slots, owned.tokens, ctx.size)
+        if shared is not None:
+            back = _added(back, gradient.index_select(0, shared.slots), shared.tokens)
+        return back, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Tokens of the row in the order of sequences, [S, ...] of [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, sequences: Tensor) -> Tensor:
+        ctx.sequences, ctx.size = sequences, len(states)
+        return states.index_select(0, sequences)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return _added(gradient.new_zeros(ctx.size, *gradient.shape[1:]), gradient, ctx.sequences), None
+
+
+def _added(to: Tensor, gradients: Tensor, places: Tensor) -> Tensor:
+    """`to` with `gradients` added at `places`, of which one may come often."""
+    wide = torch.promote_types(to.dtype, torch.float32)
+    return to.to(wide).index_add_(0, places, gradients.to(wide)).to(to.dtype)
+
+
+def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
+    return states.new_zeros(size, *states.shape[1:]).index_copy_(0, target, states.index_select(0, origin))
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
+    """Attention of every batch of sequences, [T, heads, D]. Padding is zeros, behind the end of each; the queries of prompts that
+    others own are zeros, too, and what comes of them is not taken."""
+    sizes = [count * length for count, length in packing.shapes]
+    shared = packing.shared if len(packing.shared.tokens) else None
+
+    def pad(states: Tensor, shared: Places | None) -> list[Tensor]:  # [T, heads, D] -> [count, heads, length, D] of each batch
+        flat: Tensor = _Lay.apply(states, packing.owned, shared, sum(sizes))  # pyright: ignore[reportAssignmentType]
+        return [
+            piece.view(*shape, *states.shape[1:]).transpose(1, 2)
+            for piece, shape in zip(flat.split(sizes), packing.shapes, strict=True)
+        ]
+
+    outputs, grouped = [], q.shape[1] != k.shape[1]
+    for queries, keys, values in zip(pad(q, None), pad(k, shared), pad(v, shared), strict=True):
+        if sliding_window is not None and sliding_window < queries.shape[2]:
+            output = _windowed(queries, keys, values, scaling, sliding_window, grouped)
+        else:
+            output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped)
+        outputs.append(output.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    back = Places(packing.owned.slots, packing.owned.tokens)
+    return _Lay.apply(torch.cat(outputs), back, None, len(q))  # pyright: ignore[reportReturnType]
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int, grouped: bool) -> Tensor:
+    """Causal attention to the last `window` places, all [count, heads, length, D]; a block of queries gets the keys it needs."""
+    length, block = q.shape[2], max(window, SMALLEST_BLOCK)
+    masks: dict[tuple[int, int], Tensor] = {}  # shared, as every call keeps its mask for backward
+    outputs = []
+    for start in range(0, length, block):
+        end, first = min(start + block, length), max(0, start - window + 1)
+        shape = (end - start, end - first)
+        if shape not in masks:
+            distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+            banned = (distance < 0) | (distance >= window)
+            masks[shape] = q.new_zeros(shape).masked_fill(banned, -torch.inf)
+        keys, values = k[:, :, first:end], v[:, :, first:end]
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q[:, :, start:end], keys, values, attn_mask=masks[shape], scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, 2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    if len(packing.shared.tokens):
+        gathered: list[Tensor] = [_Gather.apply(states, packing.sequences) for states in (k, v)]  # pyright: ignore[reportAssignmentType]
+        k, v = gathered
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        packing.own,
+        packing.whole,
+        packing.longest_own,
+        packing.longest,
+        softmax_scale=scaling,
+        causal=True,  # the last query sees the last key, so own tokens stand behind their prompt
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

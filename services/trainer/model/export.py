@@ -1,0 +1,94 @@
+"""The trained model as a Hugging Face folder.
+
+Guarantees: the folder appears whole, with `manifest.json` as its completion marker, or not at all; the marker names run, step
+and the SHA-256 of every file, and `folders.check` compares them; tied matrices are stored once; it loads with
+`from_pretrained`, samples by default as the run did, and serves in vLLM as it stands. Adapters are merged into it, and lie
+beside in peft's own format, for use on `model.path`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig
+
+from services.config import RunConfig
+from services.config.generation import Sampling
+from services.runtime import atomic_folders as folders
+from services.runtime.atomic_folders import FolderError, Manifest
+from services.trainer import ranks
+from services.trainer.model import lora
+
+ADAPTER = "adapter"
+"""Folder inside an export with its adapters."""
+
+
+def write(module: Any, config: RunConfig, step: int, folder: Path, rank: int, zero_stage: int) -> None:
+    """Write `module`, trained up to and including `step`, with tokenizer and sampling defaults to `folder`, replacing it.
+
+    Collective; rank 0 writes. Under ZeRO-3 one parameter at a time is gathered; rank 0 holds all of them in host memory, adapted
+    ones twice. Raises `FolderError` on every rank.
+    """
+    state = whole_state(module, zero_stage, keep=rank == 0)
+    ranks.agree(save(module, state, config, step, folder) if rank == 0 else "", FolderError)
+
+
+def whole_state(module: nn.Module, zero_stage: int, keep: bool) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer, whole, on the CPU, by name. Collective under ZeRO-3; {} where not `keep`.
+
+    Names of one tied parameter share one tensor.
+    """
+    copies: dict[int, Tensor] = {}
+    for parameter in module.parameters():  # each once, tied or not
+        if zero_stage == 3:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                if keep:
+                    copies[id(parameter)] = parameter.detach().cpu().clone()
+        elif keep:
+            copies[id(parameter)] = parameter.detach().cpu().clone()
+    if not keep:
+        return {}
+    persistent = module.state_dict(keep_vars=True)
+    return {name: copies[id(value)] if id(value) in copies else value.detach().cpu() for name, value in persistent.items()}
+
+
+def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, folder: Path) -> str:
+    """Write the whole `state` of `module`; why that failed, or empty."""
+    try:
+        partial = folders.begin(folder)
+        module.save_pretrained(partial, state_dict=lora.merged_state(state, config.lora))
+        if config.lora.rank:
+            lora.save(module, state, partial / ADAPTER)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        tokenizer.save_pretrained(partial)
+        _generation_config(module, tokenizer, config.sampling).save_pretrained(partial)
+        facts = {
+            "run": config.run.name,
+            "step": step,
+            "model": type(module).__name__,
+            "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
+        }
+        folders.finish(partial, folder, Manifest(folders.digests(partial, 0, 1), facts))
+    except FolderError as error:
+        return str(error)
+    except OSError as error:
+        return folders.explain(folder, error)
+    except ValueError as error:  # transformers refuses defaults that contradict each other
+        return f"{folder} was not written: {error}"
+    return ""
+
+
+def _generation_config(module: Any, tokenizer: Any, sampling: Sampling) -> GenerationConfig:
+    """The model's own defaults, with the run's sampling laid over them and the tokenizer's special tokens where it has none."""
+    own = module.generation_config.to_dict() if module.generation_config is not None else {}
+    missing = {
+        name: value
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if own.get(name) is None and (value := getattr(tokenizer, name)) is not None
+    }
+    ours = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return GenerationConfig.from_dict(own | missing | ours)

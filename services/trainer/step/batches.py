@@ -1,0 +1,226 @@
+"""Rows of tensors from a rank's plan and the payloads it names.
+
+Guarantees: every response of the plan is in its row, whole, behind its prompt, which responses of one group in a row share; a
+payload that does not fit its plan is `Damaged`, with what is wrong, before anything is trained; tokens that the policy did not
+sample (tool spans) are attended to and never a target; an empty row becomes one dummy token without a target, so that every
+rank runs the same number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.protocol.errors import Damaged
+from services.protocol.messages import Payload, RankPlan, Sample
+from services.trainer.model.attention import Packing
+
+LOWEST_LOGPROB, HIGHEST_LOGPROB = -1000.0, 0.1
+"""What a sampler may have given: below -745 a probability is 0 even in float64, and never drawn; above 0 a logprob can only be by
+rounding."""
+
+
+class PlanMismatch(ValueError):
+    """A plan contradicts itself, or was made for others."""
+
+
+class _Fault(ValueError):
+    """What is wrong with a payload."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed row, one micro-batch. T = its tokens, R = its response tokens that are in the loss.
+
+    A prompt lies before the first response of its group alone. Token j of the R has its logprob under the output at
+    `predictors[j]`, the token before it in its sequence. Responses that are masked, and tokens of tools, lie in the row and
+    have none of the R.
+    """
+
+    samples: tuple[tuple[str, int], ...]  # (payload, index) of each response, in order
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, from 0 in every prompt
+    packing: Packing
+    predictors: Tensor  # [R] int64, into T
+    targets: Tensor  # [R] int64
+    behaviour: Tensor  # [R] float32, behaviour logprobs
+    advantages: Tensor  # [R] float32
+    weights: Tensor  # [R] float32, importance weight of the token's group
+    sample_of_token: Tensor  # [R] int64, into samples
+
+    def to(self, device: torch.device) -> Row:
+        """The same on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Row(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
+
+
+def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, row_tokens: int) -> list[Row]:
+    """The rows of a rank, in the plan's order, on the CPU.
+
+    `vocabulary` and `row_tokens` bound token ids and row lengths. Raises `Damaged`, which names every payload that cannot be
+    trained on, and `PlanMismatch`.
+    """
+    planned: dict[str, list[Sample]] = {}
+    for sample in (sample for row in plan.rows for sample in row):
+        planned.setdefault(sample.payload, []).append(sample)
+    sampled: dict[str, np.ndarray] = {}
+    damaged: dict[str, str] = {}
+    for name, samples in planned.items():
+        try:
+            sampled[name] = _check(payloads[name], samples, vocabulary)
+        except _Fault as fault:
+            damaged[name] = str(fault)
+    if damaged:
+        raise Damaged(damaged)
+    return [_row(row, payloads, sampled, row_tokens) if row else _empty_row() for row in plan.rows]
+
+
+def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> np.ndarray:
+    """Refuse a payload that cannot be trained on, or is not what the plan of its samples says; else which of its tokens the
+    policy sampled, [sum lengths] bool. Raises `_Fault`."""
+    columns = {"prompt": payload.prompt, "lengths": payload.lengths, "tokens": payload.tokens, "logprobs": payload.logprobs}
+    for column, array in columns.items():
+        kind = "f" if column == "logprobs" else "i"
+        if array.ndim != 1 or array.dtype.kind != kind:
+            raise _Fault(f"{column} is {array.dtype} of {array.ndim} dimensions, expected one of kind {kind!r}")
+    if len(payload.prompt) == 0:
+        raise _Fault("the prompt is empty, its first response token has nothing to be predicted from")
+    fits = payload.lengths.sum() == len(payload.tokens) == len(payload.logprobs)
+    if not fits or (payload.lengths < 0).any():
+        raise _Fault(
+            f"lengths add up to {payload.lengths.sum()}, but there are {len(payload.tokens)} tokens "
+            f"and {len(payload.logprobs)} logprobs"
+        )
+    ids = np.concatenate((payload.prompt, payload.tokens))
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise _Fault(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocabulary}")
+    sampled = _sampled(payload)
+    known = payload.logprobs[sampled & np.isfinite(payload.logprobs)]  # others leave the loss
+    if (absurd := known[(known < LOWEST_LOGPROB) | (known > HIGHEST_LOGPROB)]).size:
+        raise _Fault(f"a behaviour logprob is {absurd[0]:g}, which no sampler gives: they lie in {LOWEST_LOGPROB:g}..0")
+    for sample in samples:
+        _fit(sample, payload, sampled)
+    return sampled
+
+
+def _fit(sample: Sample, payload: Payload, sampled: np.ndarray) -> None:
+    """Refuse a payload whose completion is not what the plan says of it."""
+    name = f"completion {sample.index}"
+    if not 0 <= sample.index < len(payload.lengths):
+        raise _Fault(f"{name} does not exist: the group has {len(payload.lengths)}")
+    tokens = _response(sample, payload)
+    size, own = len(payload.prompt) + tokens.stop - tokens.start, int(sampled[tokens].sum())
+    if sample.tokens and sample.tokens != size:
+        raise _Fault(f"{name} has {size} tokens with its prompt, its header said {sample.tokens}")
+    if sample.prompt_tokens and sample.prompt_tokens != len(payload.prompt):
+        raise _Fault(f"the prompt has {len(payload.prompt)} tokens, its header said {sample.prompt_tokens}")
+    if sample.trained_tokens not in (0, own):
+        raise _Fault(
+            f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}; all that were sampled "
+            "or none can be trained"
+        )
+
+
+def _sampled(payload: Payload) -> np.ndarray:
+    """[sum lengths] bool, False inside tool spans; these must lie in their completions and apart from each other."""
+    spans = payload.tool_spans
+    if spans.ndim != 2 or spans.shape[1] != 3 or spans.dtype.kind != "i":
+        raise _Fault(f"tool spans are {spans.dtype} of shape {spans.shape}, expected integers [k, 3]")
+    sampled = np.ones(len(payload.tokens), dtype=bool)
+    starts = np.cumsum(payload.lengths) - payload.lengths
+    for sample, start, end in spans:
+        if not (0 <= sample < len(starts) and 0 <= start < end <= payload.lengths[sample]):
+            raise _Fault(f"tool span {start}..{end} does not lie in its completion {sample}")
+        place = slice(starts[sample] + start, starts[sample] + end)
+        if not sampled[place].all():
+            raise _Fault(f"tool span {start}..{end} of completion {sample} overlaps another")
+        sampled[place] = False
+    return sampled
+
+
+def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mapping[str, np.ndarray], row_tokens: int) -> Row:
+    ids, positions, predictors, targets, behaviour, advantages, weights, owners = [], [], [], [], [], [], [], []
+    lengths: list[int] = []
+    prompts: list[tuple[int, int]] = []
+    prompt_of: dict[str, tuple[int, int]] = {}  # by payload: where it lies in the row, and its length
+    end = 0
+    for number, sample in enumerate(samples):
+        _check_factors(sample)
+        payload, tokens = payloads[sample.payload], _response(sample, payloads[sample.payload])
+        trained = _trained(sample, sampled[sample.payload][tokens])
+        shared = prompt_of.get(sample.payload, (0, 0))
+        own = [payload.tokens[tokens]] if shared[1] else [payload.prompt, payload.tokens[tokens]]
+        begin, prompt = prompt_of.setdefault(sample.payload, (end, len(payload.prompt)))
+        size = sum(map(len, own))
+        response = end + size - (tokens.stop - tokens.start)
+        predictors.append(np.where(trained == 0, begin + prompt - 1, response + trained - 1))
+        targets.append(payload.tokens[tokens][trained])
+        behaviour.append(payload.logprobs[tokens][trained])
+        advantages.append(np.full(len(trained), sample.advantage))
+        weights.append(np.full(len(trained), sample.weight))
+        owners.append(np.full(len(trained), number))
+        ids += own
+        positions.append(np.arange(shared[1], shared[1] + size))
+        if size:  # an empty response behind a prompt that is there already is nothing to attend with
+            lengths.append(size)
+            prompts.append(shared)
+        end += size
+    if end > row_tokens:
+        raise PlanMismatch(f"a row of {end} tokens exceeds trainer.row_tokens = {row_tokens}")
+    return Row(
+        samples=tuple((sample.payload, sample.index) for sample in samples),
+        input_ids=_join(ids, np.int64),
+        positions=_join(positions, np.int64),
+        packing=Packing.of(lengths, prompts),
+        predictors=_join(predictors, np.int64),
+        targets=_join(targets, np.int64),
+        behaviour=_join(behaviour, np.float32),
+        advantages=_join(advantages, np.float32),
+        weights=_join(weights, np.float32),
+        sample_of_token=_join(owners, np.int64),
+    )
+
+
+def _response(sample: Sample, payload: Payload) -> slice:
+    """Where the sample's tokens lie in its payload."""
+    start = int(payload.lengths[: sample.index].sum())
+    return slice(start, start + int(payload.lengths[sample.index]))
+
+
+def _check_factors(sample: Sample) -> None:
+    """Refuse factors that no loss can be made with. Raises `PlanMismatch`."""
+    name = f"sample {sample.index} of payload {sample.payload}"
+    if not np.isfinite(sample.advantage):
+        raise PlanMismatch(f"{name} has the advantage {sample.advantage}")
+    if not 0 <= sample.weight <= 1:
+        raise PlanMismatch(f"{name} has the importance weight {sample.weight}, which is not in 0..1")
+
+
+def _trained(sample: Sample, sampled: np.ndarray) -> np.ndarray:
+    """Places of the sample's tokens that are in the loss, [R of the sample] int64."""
+    return np.flatnonzero(sampled) if sample.trained_tokens else np.zeros(0, np.int64)
+
+
+def _empty_row() -> Row:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Row(
+        samples=(),
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        packing=Packing.of([1]),
+        predictors=nothing,
+        targets=nothing,
+        behaviour=torch.zeros(0),
+        advantages=torch.zeros(0),
+        weights=torch.zeros(0),
+        sample_of_token=nothing,
+    )
+
+
+def _join(parts: list[np.ndarray], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype))

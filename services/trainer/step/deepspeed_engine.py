@@ -1,0 +1,169 @@
+"""DeepSpeed's part: its configuration, the optimizer, and engines for policy and reference.
+
+Guarantees: what the configuration asks for is what runs; a combination DeepSpeed would ignore is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.config import RunConfig
+from services.config.training import Optimizer
+from services.trainer.model.policy_network import Scorer
+from services.weights.host_memory import lay_end_to_end
+
+PERSISTENT_FACTOR = 10
+"""ZeRO-3 keeps parameters below this many times the hidden size gathered: norms and biases, not worth a collective each."""
+
+MAX_BUCKET = 500_000_000
+"""DeepSpeed's default bucket, in elements; smaller models get a smaller one."""
+
+
+def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
+    """DeepSpeed's configuration for training `module`.
+
+    Stage 0 in bfloat16 runs as stage 1: DeepSpeed's stage 0 would accumulate gradients in bfloat16. Parameters are whole
+    on every rank in both. With adapters DeepSpeed is told nothing of bfloat16: it would round them to it; frozen weights
+    keep the type they were loaded in.
+    """
+    stage, offload = config.trainer.zero_stage, config.trainer.offload
+    bf16 = config.trained_dtype == "bfloat16"
+    size = sum(parameter.numel() for parameter in module.parameters())
+    zero: dict[str, Any] = {
+        "stage": 1 if bf16 and stage == 0 else stage,
+        "reduce_bucket_size": min(MAX_BUCKET, size),
+        "allgather_bucket_size": min(MAX_BUCKET, size),
+        "overlap_comm": torch.cuda.is_available(),
+    }
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = PERSISTENT_FACTOR * module.model.config.get_text_config().hidden_size
+        zero["stage3_prefetch_bucket_size"] = min(MAX_BUCKET // 10, size)
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    tree: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # boundaries are ours: set_gradient_accumulation_boundary
+        "gradient_clipping": 0.0 if keeps_gradients(config) else config.optimizer.max_grad_norm,
+        "steps_per_print": None,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # torch AdamW: needs no compiled kernel, and equal numbers everywhere
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if bf16:
+        tree |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    return tree
+
+
+def keeps_gradients(config: RunConfig) -> bool:
+    """Whether gradients stay whole in `.grad`, where we clip them and take their norm: DeepSpeed does not report one then."""
+    return config.trainer.zero_stage == 0 and config.trained_dtype == "float32"
+
+
+def start(config: RunConfig, module: Scorer) -> Any:
+    """A DeepSpeed engine that trains `module`."""
+    import deepspeed
+
+    if keeps_gradients(config) and not torch.cuda.is_available():  # else DeepSpeed does it, or they go to a device
+        lay_end_to_end(module)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=adamw(config, module),  # pyright: ignore[reportArgumentType]
+        config=settings(config, module),
+    )
+    return engine
+
+
+def start_reference(config: RunConfig, module: Scorer, device: torch.device) -> Any:
+    """`module` frozen and callable: spread over ranks as the policy is at ZeRO-3, else whole on `device`."""
+    module.requires_grad_(False).eval()
+    if config.trainer.zero_stage < 3:
+        return module.to(device)
+    import deepspeed
+
+    tree = settings(config, module)
+    tree["zero_optimization"].pop("offload_optimizer", None)
+    engine, *_ = deepspeed.initialize(model=module, config=tree)
+    engine.eval()
+    return engine
+
+
+def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, vectors (norms, biases) and the embedding do not.
+
+    Rows of the embedding whose tokens do not occur get no gradient: decay would only shrink them. An output matrix that is
+    the embedding (tied) is one of those.
+    """
+    embedding = module.model.get_input_embeddings().weight
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    decayed = [p for p in parameters if p.ndim >= 2 and p is not embedding]
+    options = config.optimizer
+    groups = [
+        {"params": decayed, "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2 or p is embedding], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]  # adapters are all matrices, and DeepSpeed takes no empty group
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2))
+
+
+def learning_rate(options: Optimizer, step: int, steps: int) -> float:
+    """Rate of training step `step` (from 0) of `steps`; it depends on nothing else, so nothing of it is saved.
+
+    A linear warm-up to the peak, then constant, or down to `final_fraction` of it at the last step: linearly or as half a
+    cosine (Loshchilov and Hutter 2017, eq. 5, without restarts).
+    """
+    done, warmup, final = step + 1, options.warmup_steps, options.final_fraction
+    if done <= warmup:
+        return options.learning_rate * done / warmup
+    progress = min(1.0, (done - warmup) / max(1, steps - warmup))
+    match options.schedule:
+        case "constant":
+            fraction = 1.0
+        case "linear":
+            fraction = 1 - (1 - final) * progress
+        case "cosine":
+            fraction = final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+    return options.learning_rate * fraction
+
+
+def seed(number: int, deterministic: bool) -> None:
+    """Seed every generator of this process; `deterministic` also forbids kernels that are not."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def seed_of_rank(number: int, rank: int) -> int:
+    """A seed of a rank's own."""
+    return int(np.random.SeedSequence([number, rank]).generate_state(1)[0])
+
+
+def random_state() -> dict[str, Any]:
+    """State of every random generator of this process, as tensors and plain values."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned."""
+    name, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,85 @@
+"""What the sums of a mini-batch are divided by, and each token's share where a mean of means is asked for.
+
+Guarantees: numbers are those of the written formula over all ranks, however responses are spread. Tokens that the loss does
+not count (`losses.counted`) leave their mean; a response, or a group, that has no other leaves the number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer import losses
+from services.trainer.step.batches import Row
+from services.trainer.step.priorities import group_of
+
+
+@dataclass(frozen=True)
+class Census:
+    """Of one group: response tokens in the loss as planned, those that count, and responses of which none does."""
+
+    planned: int = 0
+    counted: int = 0
+    lost_responses: int = 0
+
+    def __add__(self, other: Census) -> Census:
+        return Census(self.planned + other.planned, self.counted + other.counted, self.lost_responses + other.lost_responses)
+
+
+def census(rows: Iterable[Row]) -> dict[str, Census]:
+    """Of the groups in these rows of one rank and mini-batch."""
+    found: dict[str, Census] = {}
+    for row in rows:
+        planned, counted = (of.tolist() for of in _of_responses(row))
+        for (payload, _), of_plan, of_loss in zip(row.samples, planned, counted, strict=True):
+            group = group_of(payload)
+            one = Census(of_plan, of_loss, int(of_plan > 0 and of_loss == 0))
+            found[group] = found.get(group, Census()) + one
+    return found
+
+
+def join(of_ranks: Iterable[Mapping[str, Census]]) -> dict[str, Census]:
+    """Of a mini-batch over all ranks."""
+    found: dict[str, Census] = {}
+    for of_rank in of_ranks:
+        for group, one in of_rank.items():
+            found[group] = found.get(group, Census()) + one
+    return found
+
+
+def excluded(groups: Mapping[str, Census]) -> int:
+    """Tokens of a mini-batch that the loss does not count."""
+    return sum(one.planned - one.counted for one in groups.values())
+
+
+def divisor(planned: float, groups: Mapping[str, Census], kind: str) -> float:
+    """The divisor of a mini-batch: the plan's, less the tokens, responses or groups that drop out. Never less than 1, but for a
+    constant, which is what it is."""
+    match kind:
+        case "token":
+            return max(planned - excluded(groups), 1.0)
+        case "sequence":
+            return max(planned - sum(one.lost_responses for one in groups.values()), 1.0)
+        case "group":
+            return max(planned - sum(one.planned > 0 and one.counted == 0 for one in groups.values()), 1.0)
+    return planned
+
+
+def shares(row: Row, groups: Mapping[str, Census], kind: str) -> Tensor:
+    """Factor of each token's loss, [R] float32: 1 over the counted tokens of its response or group, else 1."""
+    if kind == "sequence":
+        counts = _of_responses(row)[1]
+    elif kind == "group":
+        counts = torch.tensor([groups[group_of(payload)].counted for payload, _ in row.samples], dtype=torch.int64)
+    else:
+        return torch.ones(len(row.targets))
+    return 1 / counts.clamp(min=1)[row.sample_of_token].float()
+
+
+def _of_responses(row: Row) -> tuple[Tensor, Tensor]:
+    """Tokens in the loss of each response of the row, [n] int64: all, and those that count."""
+    owners, size = row.sample_of_token, len(row.samples)
+    return torch.bincount(owners, minlength=size), torch.bincount(owners[losses.counted(row.behaviour)], minlength=size)

@@ -1,0 +1,110 @@
+"""Groups that cannot be trained leave the steps to come; on rank 0.
+
+Guarantees: a payload that is damaged, gone or not what its header said costs the run its group and nothing else. The group
+becomes a dead letter that says what was wrong, and every step that is not in the trainer's weights is planned without it, in
+one function; its other groups stay where they were, on the same ranks and rows, and sums and statistics are of what is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from itertools import accumulate
+
+import msgspec
+import structlog
+
+from services.algorithm import group_statistics as group_stats
+from services.config import RunConfig
+from services.config.loss import Loss
+from services.protocol.errors import Damaged, OutOfOrder, StoreError
+from services.protocol.messages import RankPlan, Sample, StepPlan
+from services.store import BufferedGroup, Store
+from services.trainer.step.priorities import group_of
+
+log = structlog.get_logger()
+
+DAMAGED = "damaged/train/groups"
+"""Metric of a step: groups that it lost."""
+
+
+async def condemn(store: Store, fence: int, first: int, damaged: Damaged, config: RunConfig) -> int:
+    """Bury the groups of damaged payloads; how many were. `first`: the first step that is not in the trainer's weights.
+
+    0 when a step was prepared meanwhile: then whoever meets the damage again asks again.
+    """
+    reasons = {group_of(name): f"payload {name}: {why}" for name, why in damaged.reasons.items()}
+    state = await store.state()
+    if state is None:
+        raise StoreError("the run vanished from Redis")
+    steps: list[tuple[StepPlan, list[RankPlan]]] = []
+    later: Counter[str] = Counter()  # in how many steps from here on a group is
+    for step in range(state.prepared_step, first - 1, -1):
+        if (plan := await store.plan(step)) is None:
+            continue
+        later.update(plan.groups)
+        if not reasons.keys().isdisjoint(plan.groups):
+            ranks = [await store.rank_plan(step, rank) for rank in range(plan.ranks)]
+            plan, ranks = without(plan, ranks, reasons.keys(), config.loss)
+            steps.append((recounted(plan, ranks, await _as_drawn(store, plan, later), config), ranks))
+    try:
+        buried = await store.condemn(fence, first, state.prepared_step, reasons, steps)
+    except OutOfOrder:
+        return 0
+    if not buried:
+        raise StoreError(f"groups of step {first} whose payloads are damaged are in no step: {damaged}")
+    for group, reason in reasons.items():
+        log.error("group buried", ticket=group, reason=reason)
+    return buried
+
+
+def without(plan: StepPlan, ranks: Sequence[RankPlan], groups: AbstractSet[str], loss: Loss) -> tuple[StepPlan, list[RankPlan]]:
+    """The plan of a step without some groups, but for its statistics, where they are only counted."""
+    rows = [[[sample for sample in row if group_of(sample.payload) not in groups] for row in rank.rows] for rank in ranks]
+    ends = list(accumulate(plan.mini_batch_rows))
+    batches = [
+        [sample for rank in rows for row in rank[end - size : end] for sample in row]
+        for end, size in zip(ends, plan.mini_batch_rows, strict=True)
+    ]
+    left = [sample for batch in batches for sample in batch]
+    changed = msgspec.structs.replace(
+        plan,
+        groups=[group for group in plan.groups if group not in groups],
+        fresh_groups=[group for group in plan.fresh_groups if group not in groups],
+        denominators=[_denominator(batch, loss) for batch in batches],
+        response_tokens=sum(sample.trained_tokens for sample in left),
+        total_tokens=sum(sample.tokens for sample in left),
+        stats=plan.stats | {DAMAGED: plan.stats.get(DAMAGED, 0.0) + sum(group in groups for group in plan.groups)},
+    )
+    return changed, [RankPlan(of_rank) for of_rank in rows]
+
+
+def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[BufferedGroup], config: RunConfig) -> StepPlan:
+    """The plan with the statistics of what it trains on taken anew; `drawn`: its groups as they were when it was made."""
+    weights = {group_of(sample.payload): sample.weight for rank in ranks for row in rank.rows for sample in row}
+    of_groups = group_stats.trained(
+        [group.header for group in drawn], plan.step, [group.uses for group in drawn], config.largest_rewards,
+        [weights[group.group] for group in drawn] if config.replay.importance_beta else None,
+    )  # fmt: skip
+    others = {name: value for name, value in plan.stats.items() if name == DAMAGED or not group_stats.is_trained(name)}
+    return msgspec.structs.replace(plan, stats=others | of_groups)
+
+
+async def _as_drawn(store: Store, plan: StepPlan, later: Mapping[str, int]) -> list[BufferedGroup]:
+    """The groups of a step with the uses they had before it; `later`: in how many steps from this one on each is."""
+    return [replace(group, uses=group.uses - later[group.group]) for group in await store.groups(plan.groups)]
+
+
+def _denominator(samples: Sequence[Sample], loss: Loss) -> float:
+    """As services/dataprep/planning/plan.py has it."""
+    in_loss = [sample for sample in samples if sample.trained_tokens]
+    match loss.denominator:
+        case "sequence":
+            count = len(in_loss)
+        case "group":
+            count = len({sample.payload for sample in in_loss})
+        case _:
+            count = sum(sample.trained_tokens for sample in in_loss)
+    return float(loss.denominator_tokens or max(1, count))

@@ -1,0 +1,288 @@
+"""The policy in training: DeepSpeed engine, reference policy, one method per training step.
+
+Guarantees: the gradient of a mini-batch is that of the written formula (docs/semantics.md) for any number of ranks, any
+packing and any split into micro-batches, up to rounding; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters),
+the same rows give the same bits on any number of data-parallel ranks; `load` of what `save` wrote continues bit by bit where it
+left off.
+
+Waits for: the other ranks, in every method but the constructor's checks. Each runs the same methods in the same order; a
+rank that dies fails the others' collectives at once (gloo) or after `trainer.step_timeout_s`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.config import ConfigError, RunConfig
+from services.config.model_files import check_model
+from services.protocol.messages import StepPlan
+from services.trainer import losses, ranks
+from services.trainer.model import export
+from services.trainer.model import policy_network as model
+from services.trainer.model.reference import ReferencePolicy
+from services.trainer.model.sequence import Team
+from services.trainer.ranks import World
+from services.trainer.state import archive, partitions
+from services.trainer.state.archive import Archive
+from services.trainer.state.files import StateError, read_state, write_state
+from services.trainer.step import deepspeed_engine, denominators, priorities
+from services.trainer.step.batches import PlanMismatch, Row
+from services.trainer.step.fixed_point import FixedPointSum
+from services.trainer.step.metrics import Clock, Tally
+
+STATE, RANDOM = "state", "random"
+"""What a rank's files are called: weights with optimizer, and random generators."""
+
+
+class NonFinite(RuntimeError):
+    """The loss or its gradient is no number; the weights of this process must not be used any more."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a training step, equal on every rank but for `time/...`, which are this rank's seconds."""
+
+    metrics: dict[str, float]
+    priorities: dict[str, float]  # by group; empty unless replay.priority = "trainer"
+
+
+class Policy:
+    """The model of a run on one rank.
+
+    Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `reference`, `zero_stage`, `world`, `device`,
+    `data_rank` (whose rows of a plan are this rank's; the ranks of a sequence-parallel team have the same).
+    """
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        if world.size != config.trainer.ranks:
+            raise ConfigError(f"trainer.ranks = {config.trainer.ranks}, but {world.size} trainer ranks were started (WORLD_SIZE)")
+        if config.trainer.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+        check_model(config)
+        losses.check(config.loss)
+        deepspeed_engine.seed(config.run.seed, config.trainer.deterministic)
+        self.config, self.world, self.device = config, world, world.device
+        self.zero_stage: int = config.trainer.zero_stage
+        world.join(config.trainer.step_timeout_s)
+        width = config.trainer.sequence_parallel
+        self.data_rank = world.rank // width
+        self._team = Team(width, world.rank, world.size) if width > 1 else None
+        self._leads = self._team is None or self._team.rank == 0  # who speaks for the team where values of ranks add up
+        scorer = self._scorer()
+        self.module = scorer.model
+        self.engine = deepspeed_engine.start(config, scorer)
+        exact = config.trainer.deterministic and deepspeed_engine.keeps_gradients(config)
+        self._exact = FixedPointSum(weight for weight in scorer.parameters() if weight.requires_grad) if exact else None
+        self.reference = ReferencePolicy(config, self._scorer, self.engine, world) if config.loss.kl_beta > 0 else None
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.module.config.get_text_config().vocab_size
+
+    def train(self, given: Sequence[Row], plan: StepPlan) -> Trained:
+        """One training step: as many optimizer steps as the plan has mini-batches. Collective.
+
+        `given` are this rank's rows, in the plan's order. Raises `PlanMismatch` before anything is trained, `NonFinite` when
+        it is too late.
+        """
+        ranks.agree(self._fault(given, plan), PlanMismatch)
+        started, clock = time.perf_counter(), Clock(self.device)
+        rows = [row.to(self.device) for row in given]
+        batches = _split(list(range(len(rows))), plan.mini_batch_rows)
+        kind = self.config.loss.denominator
+        census = self._census(given, batches)
+        shares = [denominators.shares(given[i], of, kind) for of, batch in zip(census, batches, strict=True) for i in batch]
+        old: list[Tensor | None] = [None] * len(rows)
+        if len(batches) > 1 and not self.config.loss.from_behaviour:
+            with clock.phase("old"):
+                self.engine.eval()
+                old = [_score_frozen(self.engine, row) for row in rows]
+        self.engine.train()
+        rate = self._set_learning_rate(plan.step)
+        tally, norms = Tally(self.device, self.reference is not None), []
+        greatest = self.config.optimizer.max_grad_norm
+        learning: list[Tensor] = []  # of each row, [R] bool
+        for batch, planned, groups in zip(batches, plan.denominators, census, strict=True):
+            divisor = denominators.divisor(planned, groups, kind)
+            learning += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], tally, clock) for i in batch]
+            with clock.phase("step"):
+                if self._exact is not None:
+                    self._exact.reduce(len(batch) * self.world.size)
+                norms.append(self._optimizer_step(plan.step))
+        report = tally.report()
+        _refuse("the loss", report["loss/train/sum"], plan.step)
+        if self.reference is not None:
+            self.reference.after(plan.step)
+        metrics = report | {
+            "excluded/train/tokens": float(sum(map(denominators.excluded, census))),
+            "gradient/train/norm": sum(norms) / len(norms),
+            "gradient/train/clipped_norm": sum(min(norm, greatest) for norm in norms) / len(norms),
+            "learning_rate/train/value": rate,
+            "time/train/total_s": time.perf_counter() - started,
+            **{f"time/train/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
+        }
+        if self.config.replay.priority != "trainer":
+            return Trained(metrics, {})
+        mine = priorities.of_rows(given, [mask.cpu() for mask in learning]) if self._leads else {}
+        return Trained(metrics, priorities.join(ranks.gather(mine)))
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's state (weights, optimizer, averaged reference, random generators) into `folder`. Collective.
+
+        Weights that adapters leave as they are, are those of model.path and not written. Every rank raises `StateError` if any
+        could not write.
+        """
+        problem, rank = "", self.world.rank
+        try:
+            archive.write(folder / f"{STATE}-{rank}.pt", partitions.held(self.engine, self.world))
+            write_state(folder / f"{RANDOM}-{rank}.pt", deepspeed_engine.random_state())
+            if self.reference is not None:
+                self.reference.save(folder)
+        except StateError as error:
+            problem = str(error)
+        ranks.agree(problem, StateError)
+
+    def load(self, folder: Path) -> None:
+        """Take up the state that `save` wrote, with any number of ranks and any ZeRO stage. Collective.
+
+        Call it on a policy that has not trained yet. A rank that the writers did not have seeds its random generators with
+        `run.seed` and its number. Every rank raises `StateError` if any could not read.
+        """
+        problem, random_state = "", None
+        random_file = folder / f"{RANDOM}-{self.world.rank}.pt"
+        try:
+            random_state = read_state(random_file) if random_file.exists() else None
+            partitions.put_back(self.engine, self.world, Archive(folder, STATE))
+            if self.reference is not None:
+                self.reference.load(folder)
+        except StateError as error:
+            problem = str(error)
+        ranks.agree(problem, StateError)
+        partitions.show(self.engine)
+        if random_state is not None:
+            deepspeed_engine.set_random_state(random_state)
+        else:
+            derived = deepspeed_engine.seed_of_rank(self.config.run.seed, self.world.rank)
+            deepspeed_engine.seed(derived, self.config.trainer.deterministic)
+
+    def export_hf(self, folder: Path, step: int) -> None:
+        """Write the model, trained up to and including `step`, as a Hugging Face folder. Collective; see `export.write`."""
+        export.write(self.module, self.config, step, folder, self.world.rank, self.zero_stage)
+
+    def _scorer(self) -> model.Scorer:
+        trainer = self.config.trainer
+        return model.load(
+            self.config.model,
+            self.config.sampling.temperature,
+            trainer.logprob_chunk_tokens,
+            trainer.gradient_checkpointing,
+            self._team,
+            self.config.lora,
+        )
+
+    def _fault(self, rows: Sequence[Row], plan: StepPlan) -> str:
+        """What is wrong with a plan, or with the rows this rank got for it."""
+        if plan.ranks != self.config.data_parallel:
+            return (
+                f"step {plan.step} was planned for {plan.ranks} ranks with rows of their own, "
+                f"trainer.ranks / trainer.sequence_parallel is {self.config.data_parallel}"
+            )
+        if len(rows) != plan.rows_per_rank or sum(plan.mini_batch_rows) != plan.rows_per_rank:
+            return (
+                f"step {plan.step} has {plan.rows_per_rank} rows per rank in mini-batches of {plan.mini_batch_rows}, "
+                f"but there are {len(rows)} rows"
+            )
+        if len(plan.denominators) != len(plan.mini_batch_rows) or min(plan.mini_batch_rows, default=0) < 1:
+            return f"step {plan.step}: mini-batches of {plan.mini_batch_rows} rows, denominators {plan.denominators}"
+        if not all(math.isfinite(value) and value >= 0 for value in plan.denominators):
+            return f"step {plan.step}: denominators {plan.denominators} must be finite and not negative"
+        return ""
+
+    def _census(self, rows: Sequence[Row], batches: list[list[int]]) -> list[dict[str, denominators.Census]]:
+        """What the loss counts of every group, per mini-batch, over all ranks."""
+        mine = [denominators.census(rows[i] for i in batch) if self._leads else {} for batch in batches]
+        return [denominators.join(parts) for parts in zip(*ranks.gather(mine), strict=True)]
+
+    def _micro_batch(
+        self, row: Row, old: Tensor | None, shares: Tensor, divisor: float, last: bool, tally: Tally, clock: Clock
+    ) -> Tensor:
+        """Forward and backward of a row; which of its tokens learnt, [R] bool."""
+        reference = None
+        if self.reference is not None:
+            with clock.phase("reference"):
+                reference = _score_frozen(self.reference.module, row)
+        with clock.phase("forward"):
+            self.engine.set_gradient_accumulation_boundary(last and self._exact is None)
+            logprobs, entropy = _score(self.engine, row)
+            tokens = losses.Tokens(
+                logprobs=logprobs,
+                old=logprobs.detach() if old is None else old,
+                behaviour=row.behaviour,
+                reference=reference,
+                advantages=row.advantages,
+                weights=row.weights,
+                shares=shares.to(self.device),
+                entropy=entropy if self.config.loss.entropy_coefficient > 0 else entropy.detach(),
+                samples=row.sample_of_token,
+            )
+            output = losses.compute(tokens, self.config.loss, divisor)
+        if self._leads:
+            tally.add(output.sums, output.maxima)
+        with clock.phase("backward"):
+            if self._exact is not None:
+                self.engine.backward(output.loss)
+                self._exact.add()
+            else:
+                self.engine.backward(output.loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
+        return output.learning
+
+    def _optimizer_step(self, step: int) -> float:
+        """Clip, update and return the gradient's norm before clipping."""
+        if deepspeed_engine.keeps_gradients(self.config):
+            self.engine.set_gradient_accumulation_boundary(True)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.optimizer.max_grad_norm))
+            _refuse("the gradient's norm", norm, step)
+            self.engine.step()
+            return norm
+        self.engine.step()
+        norm = float(self.engine.get_global_grad_norm())
+        _refuse("the gradient's norm", norm, step)
+        return norm
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = deepspeed_engine.learning_rate(self.config.optimizer, step, self.config.run.steps)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+
+def _score(module: Any, row: Row) -> tuple[Tensor, Tensor]:
+    return module(row.input_ids, row.positions, row.packing, row.predictors, row.targets)
+
+
+def _refuse(name: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise NonFinite(
+            f"step {step}: {name} is {value}. The step must not be committed; lower optimizer.learning_rate or look for "
+            "damaged weights or payloads, and resume from the last checkpoint"
+        )
+
+
+@torch.no_grad()
+def _score_frozen(module: Any, row: Row) -> Tensor:
+    return _score(module, row)[0]
+
+
+def _split(items: list[int], sizes: Sequence[int]) -> list[list[int]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [items[end - size : end] for end, size in zip(ends, sizes, strict=True)]

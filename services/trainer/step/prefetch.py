@@ -1,0 +1,144 @@
+"""The rows of a rank's steps: fetched from Redis and built while the step before trains.
+
+Guarantees: what is taken are the rows of the plan that Redis holds when the step begins, or an error, exactly as if nothing had
+been fetched ahead; a fetch ahead that failed, or whose plan is another one now, is forgotten and the step is fetched anew; at
+most one step is held ahead, and nothing after `close`.
+
+Waits for: the plan of the next step, which it looks for every `LOOK_S`. Unblocked by: dataprep; `take` looks at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from services.protocol import codec
+from services.protocol.codec import CorruptMessage
+from services.protocol.errors import StoreError
+from services.protocol.messages import Payload, RankPlan, StepPlan
+from services.runtime.loops import end_tasks
+from services.runtime.portal import Portal
+from services.store import Store
+from services.trainer.step.batches import PlanMismatch, Row
+
+log = structlog.get_logger()
+
+LOOK_S = 0.2  # a plan that comes while the step before trains is found so soon; shorter than any step worth hiding a fetch in
+REFUSALS = (StoreError, CorruptMessage, PlanMismatch)
+"""Why a step cannot be trained: what `Prefetch.take` raises."""
+
+Build = Callable[[RankPlan, Mapping[str, Payload]], list[Row]]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A rank's part of a step."""
+
+    plan: StepPlan
+    rows: list[Row]
+    seconds: float  # that reading and building took, without the wait for the plan
+
+
+@dataclass
+class _Ahead:
+    """A fetch on the portal's loop, under way or done."""
+
+    step: int
+    due: asyncio.Event  # set when the step begins: its plan is there now, or it is gone
+    work: asyncio.Task[None] | None = None
+    fetched: Fetched | None = None  # None to the end: it failed
+
+
+class Prefetch:
+    """Fetches the steps of rank `rank` one after the other, one ahead at most.
+
+    Redis is read on the portal's loop; `build`, which is numpy work, runs in a thread beside it, so that heartbeats go on.
+    """
+
+    def __init__(self, portal: Portal, store: Store, rank: int, build: Build) -> None:
+        self._portal, self._store, self._rank, self._build = portal, store, rank, build
+        self._ahead: _Ahead | None = None
+
+    def begin(self, step: int) -> None:
+        """Fetch `step` in the background as soon as it is prepared; what was fetched ahead before is dropped."""
+        self.close()
+        self._ahead = self._portal.call(self._start(step))
+
+    def take(self, step: int) -> tuple[Fetched, float]:
+        """The rows of a prepared step, and the seconds its fetch in the background took: 0 when there was none.
+
+        Raises `Damaged`, which names all payloads that cannot be trained on, `StoreError`, `CorruptMessage`, `PlanMismatch`.
+        """
+        if self._ahead is not None and self._ahead.step == step:
+            ahead, self._ahead = self._ahead, None
+            if (fetched := self._portal.call(self._finish(ahead))) is not None:
+                return fetched, fetched.seconds
+        self.close()
+        due = asyncio.Event()
+        due.set()
+        return self._portal.call(self._fetch(step, due)), 0.0
+
+    def close(self) -> None:
+        """Drop what was fetched ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.work is not None:
+            self._portal.call(end_tasks([ahead.work]))
+
+    async def _start(self, step: int) -> _Ahead:
+        ahead = _Ahead(step, asyncio.Event())
+        ahead.work = asyncio.create_task(self._run(ahead), name=f"prefetch {step}")
+        return ahead
+
+    async def _run(self, ahead: _Ahead) -> None:
+        try:
+            ahead.fetched = await self._fetch(ahead.step, ahead.due)
+        except REFUSALS as error:  # too early, or Redis was away for a moment: what counts is whether it fails when it is due
+            log.info("a step could not be fetched ahead", step=ahead.step, error=str(error))
+
+    async def _finish(self, ahead: _Ahead) -> Fetched | None:
+        """What was fetched ahead, if it is of the plan that Redis holds now. Raises as `take`."""
+        assert ahead.work is not None
+        ahead.due.set()
+        await ahead.work
+        if ahead.fetched is None:
+            return None
+        if codec.encode(await self._plan(ahead.step)) != codec.encode(ahead.fetched.plan):
+            log.warning("the plan of a step is another one than was fetched ahead", step=ahead.step)
+            return None
+        return ahead.fetched
+
+    async def _fetch(self, step: int, due: asyncio.Event) -> Fetched:
+        while True:
+            last = due.is_set()  # asked before the look: a plan is prepared before its step begins
+            started = time.perf_counter()
+            try:
+                plan = await self._plan(step)
+                break
+            except StoreError:
+                if last:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 may swallow a cancellation
+                        await due.wait()
+        ours = await self._store.rank_plan(step, self._rank)
+        groups = set(plan.groups)
+        names = sorted({sample.payload for row in ours.rows for sample in row})
+        if strays := [name for name in names if name.rpartition(".")[0] not in groups]:
+            raise PlanMismatch(f"rank {self._rank} is to train on {strays[0]}, which is of no group of step {step}")
+        payloads = await self._store.payloads(names)
+        rows = await asyncio.to_thread(self._build, ours, payloads)
+        return Fetched(plan, rows, time.perf_counter() - started)
+
+    async def _plan(self, step: int) -> StepPlan:
+        """The plan of a prepared step. Raises `StoreError`."""
+        plan = await self._store.plan(step)
+        if plan is None:
+            raise StoreError(f"the plan of step {step} is gone from Redis, though no checkpoint covers it")
+        if plan.step != step:
+            raise PlanMismatch(f"the plan of step {step} says that it is of step {plan.step}")
+        return plan

@@ -1,0 +1,55 @@
+"""Priorities of groups after a training step: what could still be learnt from them. Pure.
+
+Guarantees: the same for any number of ranks and any packing, as completions are summed without rounding (`math.fsum`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from services.algorithm.sampling_weights import sampling_weight
+from services.trainer import losses
+from services.trainer.step.batches import Row
+
+Parts = dict[str, list[float]]
+"""Group -> what each of its completions contributes."""
+
+
+def of_rows(rows: Sequence[Row], learning: Sequence[Tensor]) -> Parts:
+    """What the completions of these rows contribute: |A| times the share of counted tokens that are still to be learnt.
+
+    `learning` are the rows' `losses.LossOutput.learning`, [R] bool each. A completion without a counted token, masked or
+    not, contributes 0.
+    """
+    parts: Parts = defaultdict(list)
+    for row, mask in zip(rows, learning, strict=True):
+        count = len(row.samples)
+        left = torch.bincount(row.sample_of_token, row.advantages.abs().double() * mask, minlength=count)
+        counted = torch.bincount(row.sample_of_token, losses.counted(row.behaviour).double(), minlength=count)
+        for (payload, _), priority in zip(row.samples, (left / counted.clamp(min=1)).tolist(), strict=True):
+            parts[group_of(payload)].append(priority)
+    return dict(parts)
+
+
+def join(of_ranks: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Priority of each group, the sum over its completions on all ranks, by name in order."""
+    parts: Parts = defaultdict(list)
+    for of_rank in of_ranks:
+        for group, of_completions in of_rank.items():
+            parts[group] += of_completions
+    return {group: math.fsum(parts[group]) for group in sorted(parts)}
+
+
+def sampling_weights(priorities: Mapping[str, float], exponent: float) -> dict[str, float]:
+    """Weights that replay draws the groups with."""
+    return {group: sampling_weight(priority, exponent) for group, priority in priorities.items()}
+
+
+def group_of(payload: str) -> str:
+    """Name of the group of a payload, "<group>.<fence>"."""
+    return payload.rpartition(".")[0]

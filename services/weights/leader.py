@@ -1,0 +1,267 @@
+"""The trainer's side of the weight-sync rounds (docs/design.md, section 8; a member's is services/weights/member.py).
+
+Guarantees: `run` returns once at least one generator holds the version, and tells who; every wait has a limit; a
+collective that failed is never tried again inside its epoch, only under a new one and without those who failed; a member that
+cannot reach the trainer costs one round's `gather` and is counted on again when it says that it can; a weight that arrives
+changed in two transfers one after the other ends the run.
+Waits for: generators that are loaded, their acknowledgements, the broadcast. Unblocked by: `fleet`, `acks`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import structlog
+
+from services.config import RunConfig
+from services.protocol.messages import CHANGED, PodStatus, Round
+from services.runtime.loops import Fatal
+from services.runtime.notifications import Bell
+from services.runtime.portal import Portal
+from services.store import Store
+from services.weights.membership import Group, Membership, answered
+from services.weights.sender import SendFailed, WeightSender
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0  # a missed ring costs at most this much
+RETRY_PAUSE_S = 1.0
+ARRIVAL_LOOK_S = 0.02  # nothing rings when a rank comes to the meeting place
+
+
+class Stopped(Exception):
+    """The process is asked to stop."""
+
+
+class Alone(Exception):
+    """No generator is there to take the weights, and none is to be waited for."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a round came to; seconds are those to the last acknowledgement, of the round and of its last attempt."""
+
+    version: int
+    epoch: int
+    members: tuple[str, ...]
+    attempts: int
+    total_s: float
+    transfer_s: float
+
+
+class SyncRounds:
+    """Opens rounds and sees them through."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        bell: Bell,
+        portal: Portal,
+        fence: int,
+        sender: WeightSender,
+        send: Callable[[], None],
+        tick: Callable[[], None],
+        begins: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`send` broadcasts with all ranks; `tick` keeps ranks and liveness alive while waiting, and raises `Stopped`; `begins`
+        hears of every phase, and of `done` and `failed`, when it begins."""
+        self.config, self.store, self.bell = config, store, bell
+        self._call, self._fence, self._sender, self._send, self._tick = portal.call, fence, sender, send, tick
+        self._begins = begins
+        last, _ = portal.call(store.round())
+        self._attempt = last.attempt if last else 0
+        self._membership = Membership(last.epoch if last else 0)
+        self._address = ("", 0)
+        self._changed: set[str] = set()  # weights that arrived changed in the last transfer
+        self._applied: dict[str, int] = {}  # the last version each member acknowledged
+        self._answered = 0.0  # when the answers of the last phase were complete, or its deadline had passed
+        self._said: dict[str, tuple[str, str]] = {}  # stage and detail of each member, when a phase's answers were last looked at
+
+    def run(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
+        """Bring `version` to every loaded generator; waits until at least one holds it. Raises `Alone` if `ending` before."""
+        started, before = time.monotonic(), self._attempt
+        while True:
+            if report := self._try(version, self._live, started, before):
+                return report
+            if ending():
+                raise Alone
+            self._wait(RETRY_PAUSE_S)
+
+    def catch_up(self, version: int) -> SyncReport | None:
+        """Bring `version` to the generators that do not hold it, if there are any."""
+        return self._try(version, lambda: self._behind(version), time.monotonic(), self._attempt)
+
+    def _try(self, version: int, candidates: Callable[[], dict[str, int]], started: float, before: int) -> SyncReport | None:
+        """Attempt after attempt, each without those who failed in one before; None when nobody is left."""
+        self._membership.begin()
+        while worlds := self._membership.choose(candidates()):
+            attempt_started, blamed = time.monotonic(), set(self._membership.excluded)
+            if applied := self._attempt_round(version, worlds):
+                self._applied |= dict.fromkeys(applied, version)
+                members, attempts = tuple(sorted(applied)), self._attempt - before
+                total_s, transfer_s = self._answered - started, self._answered - attempt_started
+                return SyncReport(version, self._membership.epoch, members, attempts, total_s, transfer_s)
+            if self._membership.excluded == blamed:  # the sender's own fault, a full disk for one
+                self._wait(RETRY_PAUSE_S)
+        return None
+
+    def _heard(self) -> set[str]:
+        """Who is there, also those that no further round is to count on: they answer this one."""
+        return {pod.member for pod in self._call(self.store.members(self.config.fleet.ttl_s))}
+
+    def _live(self) -> dict[str, int]:
+        return {pod.member: pod.world for pod in self._generators()}
+
+    def _behind(self, version: int) -> dict[str, int]:
+        """Those that hold other weights; what a member acknowledged counts before its next heartbeat says so."""
+        return {
+            pod.member: pod.world
+            for pod in self._generators()
+            if (pod.version, pod.sender) != (version, self._fence) and self._applied.get(pod.member) != version
+        }
+
+    def _generators(self) -> list[PodStatus]:
+        """Those to count on; who could not reach the trainer only when nobody else is there."""
+        members = self._call(self.store.members(self.config.fleet.ttl_s))
+        loaded = [pod for pod in members if pod.kind == "generator" and pod.world > 0 and pod.phase != "draining"]
+        return [pod for pod in loaded if not pod.unreached] or loaded
+
+    def _attempt_round(self, version: int, worlds: dict[str, int]) -> set[str]:
+        """One attempt; the members that applied the version, none when it has to be tried again."""
+        self._attempt += 1
+        if not self._membership.fits(worlds):
+            try:
+                self._address = self._sender.open()
+            except SendFailed as error:
+                log.warning("group could not be opened", error=str(error))
+                self._membership.exclude(worlds)
+                return set()
+            present = self._phase(self._round(version, "gather", dict.fromkeys(worlds, 0), 0, self._membership.epoch))
+            self._leave_out(set(worlds) - present)
+            worlds = {member: world for member, world in worlds.items() if member in present}
+            if not worlds or not self._make_group(version, worlds):
+                return set()
+        group = self._membership.group
+        assert group is not None
+        ready = self._phase(self._of_group(version, "pause", group))
+        if ready != set(group.ranks):
+            return self._give_up(version, group, set(group.ranks) - ready)
+        transfer = self._of_group(version, "transfer", group)
+        if not self._sender.ahead:
+            self._open(transfer)
+        try:
+            self._send()
+        except SendFailed as error:
+            log.warning("weights not sent", epoch=group.epoch, error=str(error))
+            return self._give_up(version, group, self._membership.suspects())
+        if self._sender.ahead:
+            self._open(transfer)
+        applied = self._collect(transfer, self.config.sync.transfer_deadline_s)
+        if applied != set(group.ranks):
+            self._give_up(version, group, set(group.ranks) - applied)
+        self._judge(group)
+        self._open(self._of_group(version, "done", group))
+        return applied
+
+    def _judge(self, group: Group) -> None:
+        """Once may be an accident; a weight that arrives changed twice is a fault that further rounds would only hide."""
+        before = self._changed
+        acks = {member: detail for member, (stage, detail) in self._said.items() if stage == "failed" and member in group.ranks}
+        self._changed = {detail.removeprefix(CHANGED) for detail in acks.values() if detail.startswith(CHANGED)}
+        for tensor in sorted(self._changed & before):
+            raise Fatal(
+                f"weight {tensor!r} arrived changed in two transfers one after the other, last at {', '.join(sorted(acks))}: "
+                "look for faulty memory or network there and at the trainer; sync.verify = false trains on unseen"
+            )
+
+    def _make_group(self, version: int, worlds: dict[str, int]) -> bool:
+        group = self._membership.remake(worlds)
+        self._open(self._of_group(version, "join", group))
+        if missing := self._await_arrival(group):
+            self._give_up(version, group, missing)
+            return False
+        try:
+            self._sender.connect(group.world_size)
+        except SendFailed as error:
+            log.warning("group could not be made", epoch=group.epoch, error=str(error))
+            self._give_up(version, group, self._membership.suspects())
+            return False
+        joined = self._collect(self._of_group(version, "join", group), self.config.sync.join_deadline_s)
+        if joined != set(group.ranks):
+            self._give_up(version, group, set(group.ranks) - joined)
+            return False
+        return True
+
+    def _await_arrival(self, group: Group) -> set[str]:
+        """Members that have not come to the meeting place with all their ranks before the deadline, or never will. Even when one
+        has failed the others are awaited: they would look for a place that is closed for as long as they may."""
+        deadline = time.monotonic() + self.config.sync.join_deadline_s
+        awaited = range(1, group.world_size)
+        while awaited := self._sender.absent(awaited):
+            missing = group.owners(awaited)
+            answers = answered(self._acks(), group.ranks, "join")
+            if not answers.awaited(missing, self._heard()) or time.monotonic() > deadline:
+                return missing
+            self._wait(ARRIVAL_LOOK_S)
+        return set()
+
+    def _leave_out(self, members: Collection[str]) -> None:
+        if members:
+            acks = self._acks()
+            said = {member: acks.get(member, ("", ""))[1] or "said nothing" for member in sorted(members)}
+            log.warning("left out of a weight-sync round", attempt=self._attempt, members=said)
+        self._membership.exclude(members)
+
+    def _give_up(self, version: int, group: Group, blamed: Collection[str]) -> set[str]:
+        """Tear the group down; whoever is blamed, or has declined, is out until the next round."""
+        log.warning("weight-sync round goes on under a new epoch", epoch=group.epoch)
+        self._leave_out(blamed)
+        self._membership.breaks()
+        self._sender.close_group()
+        self._open(self._of_group(version, "failed", group))
+        return set()
+
+    def _phase(self, current: Round) -> set[str]:
+        self._open(current)
+        return self._collect(current, self.config.sync.join_deadline_s)
+
+    def _open(self, current: Round) -> None:
+        self._begins(current.phase)
+        self._call(self.store.set_round(self._fence, current))
+
+    def _acks(self) -> dict[str, tuple[str, str]]:
+        return self._call(self.store.round())[1]
+
+    def _collect(self, current: Round, limit_s: float) -> set[str]:
+        """Members that acknowledge a phase before its deadline. A reported failure is an answer; who is gone is not awaited."""
+        started, late = time.monotonic(), set[str]()
+        deadline = started + limit_s
+        while True:
+            self._tick()
+            self._said = self._call(self._next_acks(min(LOOK_S, max(0.0, deadline - time.monotonic()))))
+            answers = answered(self._said, current.members, current.phase)
+            silent = answers.awaited(current.members, current.members)
+            late = silent or late
+            self._answered = time.monotonic()
+            if not silent or not silent & self._heard() or self._answered > deadline:
+                if (waited_s := self._answered - started) > LOOK_S:
+                    log.info("sync phase was slow", phase=current.phase, seconds=round(waited_s, 3), last=sorted(late))
+                return set(answers.done)
+
+    async def _next_acks(self, seconds: float) -> dict[str, tuple[str, str]]:
+        """What has been said when the last member has answered, which rings, or after `seconds`."""
+        await self.bell.wait("acks", "fleet", timeout=seconds)
+        return (await self.store.round())[1]
+
+    def _wait(self, seconds: float) -> None:
+        self._tick()
+        self._call(self.bell.wait("acks", "fleet", timeout=seconds))
+
+    def _of_group(self, version: int, phase: str, group: Group) -> Round:
+        return self._round(version, phase, dict(group.ranks), group.world_size, group.epoch)
+
+    def _round(self, version: int, phase: str, members: dict[str, int], world_size: int, epoch: int) -> Round:
+        return Round(epoch, version, phase, members, world_size, self._sender.backend, *self._address, self._attempt, self._fence)

@@ -1,0 +1,251 @@
+"""A generator's side of the weight-sync rounds (docs/design.md, section 8; the sender's is services/weights/leader.py).
+
+Guarantees: the engine is paused from `ready` until it holds a whole set of weights with its version stamped, or, where it can
+receive beside sampling, only while it applies what it has received; an engine with half an update stays paused until a later
+round gives it a full one; every acknowledgement names the round's attempt; while the pod evaluates, its weights stay, and a
+round that counts on it is declined at once; a pod that cannot reach the trainer says so before a group is made with it, and again
+when it can.
+Waits for: the round in Redis, operators. Unblocked by: the trainer (`sync`), the view (`pause`). Unblocks: the pod's pause
+(services/generator/pausing.py, `frozen`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+import structlog
+from prometheus_client import Counter
+
+from services.protocol.errors import StoreError
+from services.protocol.messages import Round
+from services.runtime.loops import Broken, Fatal, Loop
+from services.runtime.metrics.declarations import PhaseClock
+from services.runtime.service import Service
+from services.weights.receiver import EngineDead, TransferFailed, WeightReceiver
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0  # a missed ring costs at most this much
+RELEASE_LOOK_S = 0.05  # a round takes tenths of a second
+WAITS = {"present": "gathered", "joined": "joined", "ready": "paused"}  # what follows an acknowledgement, as metrics name it
+REACH_SHARE = 0.5  # of sync.join_deadline_s: the trainer hears in time that it was not reached
+REACH_AGAIN_S = 1.0  # a connection takes milliseconds, or one lost packet more
+
+
+class RoundMetrics(Protocol):
+    """What a member counts of its rounds."""
+
+    sync_failures: Counter
+
+    def sync_clock(self) -> PhaseClock:
+        """Return a clock that records the phases of the rounds."""
+        ...
+
+
+class PinnedVersion(Protocol):
+    """Work that keeps the pod on one policy version, so that it declines rounds meanwhile."""
+
+    @property
+    def version(self) -> int | None:
+        """The version the pod is kept on, or None."""
+        ...
+
+    async def offer(self) -> None:
+        """Offer the pod, on the weights it holds now, for such work."""
+        ...
+
+
+class Requests(Protocol):
+    """The requests under way in the engine."""
+
+    async def quiesce(self, frozen: bool) -> None:
+        """Prepare the requests for new weights. `frozen`: the engine samples nothing, so there is nothing to wait for."""
+        ...
+
+    def go_on(self) -> None:
+        """Continue after the weights were applied, or after the round went on without this pod."""
+        ...
+
+
+class WeightFollower:
+    """Takes part in every round that counts on this pod."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: WeightReceiver,
+        metrics: RoundMetrics,
+        evaluation: PinnedVersion | None = None,
+        in_flight: Requests | None = None,
+    ) -> None:
+        self.service, self.engine, self.metrics = service, engine, metrics
+        self._evaluation, self._in_flight = evaluation, in_flight
+        self._clock = metrics.sync_clock()
+        self._seen: tuple[int, str] = (0, "")
+        self._joined_epoch = 0
+        self._paused_for_round = False
+        self.frozen = False
+        """Whether an operator's pause keeps the engine from sampling."""
+
+    async def follow(self, loop: Loop) -> None:
+        """Follow rounds and operators' pauses for ever."""
+        loop.limit_s = 2 * (self.service.config.sync.join_deadline_s + self.service.config.sync.transfer_deadline_s)
+        current: Round | None = None
+        while True:
+            try:
+                await self._obey_operator()
+                current = await self.service.store.round_of(self.service.status.member, current)
+                if current is not None and (current.attempt, current.phase) != self._seen:
+                    self._seen = (current.attempt, current.phase)
+                    await self._take_part(current)
+                if current is None or not self._counts_on_me(current):
+                    await self._offer()
+                    await self._reach_again(current)
+            except EngineDead as error:  # a stuck engine that lived on would keep its leases for ever
+                raise Broken(str(error)) from None
+            loop.progress()
+            await self.service.bell.wait("sync", "pause", "evaluation", timeout=LOOK_S)
+
+    async def released(self, limit_s: float) -> None:
+        """Return when no round counts on this pod any more, or after `limit_s`: a member that left amid a broadcast would cost
+        the others that round. No later one counts on a pod that says it drains."""
+        with contextlib.suppress(TimeoutError, StoreError):
+            async with asyncio.timeout(limit_s):
+                me = self.service.status.member
+                while (current := await self.service.store.round_of(me)) is not None and self._counts_on_me(current):
+                    await asyncio.sleep(RELEASE_LOOK_S)
+
+    def _counts_on_me(self, current: Round) -> bool:
+        return current.phase not in ("done", "failed") and self.service.status.member in current.members
+
+    async def _offer(self) -> None:
+        """Here alone, so that the pod never stays on a version and takes another at the same time."""
+        if self._evaluation is not None:
+            await self._evaluation.offer()
+
+    async def _reach(self, current: Round) -> None:
+        """See that the group's meeting place, if it has one, can be reached. Raises `TransferFailed`, after telling the fleet: no
+        later round counts on this pod until it says otherwise."""
+        if not current.port:  # a folder
+            return
+        limit_s = REACH_SHARE * self.service.config.sync.join_deadline_s
+        reached, place = await _reachable(current.host, current.port, limit_s), f"{current.host}:{current.port}"
+        self.service.say(unreached="" if reached else place)
+        if not reached:
+            await self.service.store.beat(self.service.status, self.service.config.fleet.ttl_s)  # the trainer reads it next
+            raise TransferFailed(
+                f"cannot reach the trainer at {place} within {limit_s:g} s: look at sync.host, name service and network policies"
+            )
+
+    async def _reach_again(self, current: Round | None) -> None:
+        """Try the meeting place of rounds that go on without this pod, and say when it can be reached."""
+        if current is None or not self.service.status.unreached:
+            return
+        if await _reachable(current.host, current.port, REACH_AGAIN_S):
+            log.info("the trainer can be reached again", host=current.host, port=current.port)
+            self.service.say(unreached="")
+
+    async def _take_part(self, current: Round) -> None:
+        me = self.service.status.member
+        if not self._counts_on_me(current):
+            self._clock.enter("")
+            await self._leave_round()
+            return
+        if self._evaluation is not None and self._evaluation.version is not None:
+            await self.service.store.acknowledge(me, current.attempt, "declined", f"evaluates {self._evaluation.version}")
+            return
+        self._clock.enter(current.phase)
+        try:
+            match current.phase:
+                case "gather":
+                    await self._reach(current)
+                    stage = "present"
+                case "join":
+                    await self.engine.join(current, current.members[me])
+                    self._joined_epoch, stage = current.epoch, "joined"
+                case "pause":
+                    if self._joined_epoch != current.epoch:
+                        raise TransferFailed(f"is not in the group of epoch {current.epoch}")
+                    if not self.engine.stages:
+                        await self._pause()
+                    stage = "ready"
+                case "transfer":
+                    if self.engine.stages:
+                        await self._obeying(self.engine.stage(current.version))
+                        await self._pause()
+                    await self.engine.receive(current.version)
+                    if self.service.status.version < 0:
+                        log.info("synced", member=me, version=current.version, epoch=current.epoch)
+                    self.service.say(phase="ready", version=current.version, sender=current.sender)
+                    await self._leave_round()
+                    await self._offer()  # before the trainer hears of it: no later round can come first
+                    stage = "applied"
+                case phase:
+                    raise Fatal(f"unknown round phase {phase!r}: trainer and generator are of different versions")
+        except TransferFailed as error:
+            log.warning("round failed here", attempt=current.attempt, phase=current.phase, error=str(error))
+            self._joined_epoch = 0
+            self._clock.enter("")
+            self.metrics.sync_failures.inc()
+            await self.service.store.acknowledge(me, current.attempt, "failed", str(error)[:300])
+            return
+        self._clock.enter(WAITS.get(stage, ""))
+        await self.service.store.acknowledge(me, current.attempt, stage)
+
+    async def _pause(self) -> None:
+        if self._in_flight is not None:
+            await self._obeying(self._in_flight.quiesce(self.frozen))
+        await self.engine.pause()
+        self._paused_for_round = True
+
+    async def _leave_round(self) -> None:
+        """Go on, with whole weights: the new ones, or the old ones when the round went on without this pod."""
+        if not self.engine.whole:
+            self.service.say(phase="unsynced", version=-1)
+            return
+        if self._paused_for_round:
+            self._paused_for_round = False
+            if not self.frozen:
+                await self.engine.resume()
+        if self._in_flight is not None:
+            self._in_flight.go_on()
+        self.service.bell.ring("version")
+
+    async def _obeying(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that takes long while the engine samples; operators are obeyed meanwhile."""
+        working = asyncio.create_task(work)
+        try:
+            while not working.done():
+                await self._obey_operator()
+                ring = asyncio.create_task(self.service.bell.wait("pause", timeout=LOOK_S))
+                await asyncio.wait((working, ring), return_when=asyncio.FIRST_COMPLETED)
+                ring.cancel()
+            await working
+        finally:
+            working.cancel()
+
+    async def _obey_operator(self) -> None:
+        wanted = self.service.view.pause_mode == "keep"
+        if wanted == self.frozen:
+            return
+        if wanted:
+            await self.engine.pause()
+        elif self.engine.whole and not self._paused_for_round:
+            await self.engine.resume()
+        self.frozen = wanted
+        self.service.bell.ring("frozen")
+        log.info("frozen" if wanted else "resumed")
+
+
+async def _reachable(host: str, port: int, limit_s: float) -> bool:
+    """Whether somebody listens there."""
+    try:
+        async with asyncio.timeout(limit_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:  # a name that leads nowhere, refused, no route; a timeout is one, too
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,259 @@
+"""Weights into a vLLM worker: runs inside the worker process, which loads it as its extension class.
+
+Guarantees of all transports: joining a group happens beside generation, never instead of it; every wait has a limit; after
+a failure the worker can join another group and take a full update.
+With `sync.verify` each worker compares checksums of what arrived, before vLLM fuses and repacks it, with the sender's; `changed`
+names the first weight that differs. That is an answer and no error: with several workers an error would be the engine's end.
+`gloo` and `filesystem` receive all weights into host memory, in a thread beside generation, and only then apply them (staged): a
+transfer that breaks leaves the old weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that breaks leaves a
+mixture, of which nothing may be sampled until a full update has arrived (services/weights/receivers/nccl.py). The same holds of
+weights that arrived changed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from services.weights.checksums import Changed
+from services.weights.collective import Deadline, Manifest, join_store, let_go, make_group, read_manifest, receive
+from services.weights.receivers import OWNER
+from services.weights.shared_folder import Inbox
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Where the group of an epoch meets."""
+
+    host: str
+    port: int
+    first_rank: int  # rank of worker 0; the sender is rank 0
+    world_size: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class ReceiveInfo(WeightTransferUpdateInfo):
+    """Limit of one transfer; what it contains is in the group's manifest."""
+
+    timeout_s: float
+
+
+class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
+    """What both transports share: joining in a thread, and leaving no half-open reload behind."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = ReceiveInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.whole = True
+        """Whether the model holds one version's weights; False while, and after a failure, they are a mixture."""
+        self.changed = ""
+        """Name of the first weight of the last update that was not what was sent; empty: none."""
+        self._joining: Future[Any] | None = None
+        threading.Thread(target=_die_with_owner, args=(int(os.environ[OWNER]),), name="owner-watch", daemon=True).start()
+
+    def connect(self, info: JoinInfo, rank: int) -> Any:
+        """Meet the others and return the connection; runs in a thread, beside generation."""
+        raise NotImplementedError
+
+    def disconnect(self, connection: Any) -> None:
+        """Let go of a connection. Default: nothing beyond dropping it."""
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Start to join; `join_state` tells when it is done."""
+        self.shutdown()
+        joining: Future[Any] = Future()
+        parallel = self.parallel_config
+        rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+        def join() -> None:
+            try:
+                joining.set_result(self.connect(init_info, rank))
+            except Exception as error:  # handed to whoever asks for the connection
+                joining.set_exception(error)
+
+        threading.Thread(target=join, name="weight-group-join", daemon=True).start()
+        self._joining = joining
+
+    def join_state(self) -> str:
+        """`none`, `joining`, `joined`, or the reason why joining failed."""
+        if self._joining is None:
+            return "none"
+        if not self._joining.done():
+            return "joining"
+        error = self._joining.exception()
+        return "joined" if error is None else f"{type(error).__name__}: {error}"
+
+    @property
+    def connection(self) -> Any:
+        """What `connect` returned, or `RuntimeError`."""
+        if self._joining is None or self.join_state() != "joined":
+            raise RuntimeError(f"no weight group: {self.join_state()}")
+        return self._joining.result()
+
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
+        """Weights may be loaded inside. However it ends, the model is left so that another reload can begin."""
+        self.whole = False
+        initialize_layerwise_reload(self.model)
+        try:
+            yield
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.whole = True
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load checkpoint-format weights into the model; only inside `reloading`."""
+        loader: Any = self.model  # every vLLM model has load_weights, torch.nn.Module does not say so
+        loader.load_weights(weights)
+
+    def start_weight_update(self) -> None:
+        """Nothing: the reload belongs to `receive_weights`."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: the reload belongs to `receive_weights`."""
+
+    def shutdown(self) -> None:
+        """Leave the group; one that is still being joined is left as soon as it is there."""
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.add_done_callback(lambda done: None if done.exception() else self.disconnect(done.result()))
+
+
+class StagingEngine(JoiningEngine):
+    """Receives into host memory beside generation."""
+
+    _staging: Future[list[tuple[str, torch.Tensor]]] | None = None
+
+    def take(self, connection: Any, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+        """Receive all weights; runs in a thread, beside generation. Raises `RuntimeError`, `TimeoutError` or `Changed`."""
+        raise NotImplementedError
+
+    def stage(self, timeout_s: float) -> None:
+        """Start to receive; `stage_state` tells when it is done. Raises `RuntimeError` without a group."""
+        self.changed = ""
+        connection = self.connection
+        staging: Future[list[tuple[str, torch.Tensor]]] = Future()
+
+        def receive_all() -> None:
+            try:
+                staging.set_result(self.take(connection, Deadline(timeout_s)))
+            except Exception as error:  # handed to whoever asks for the weights
+                if isinstance(error, Changed):
+                    self.changed = error.tensor
+                else:  # the group is spent
+                    let_go(error)
+                    self.shutdown()
+                staging.set_exception(error)
+
+        threading.Thread(target=receive_all, name="weight-staging", daemon=True).start()
+        self._staging = staging
+
+    def stage_state(self) -> str:
+        """`staging`, `staged`, or the reason why receiving failed."""
+        if self._staging is None:
+            return "nothing staged"
+        if not self._staging.done():
+            return "staging"
+        error = self._staging.exception()
+        return "staged" if error is None else f"{type(error).__name__}: {error}"
+
+    def receive_weights(self, update_info: ReceiveInfo) -> None:
+        """Reload the model from what is staged."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            raise RuntimeError("no weights are staged")
+        staged = staging.result(update_info.timeout_s)
+        with self.reloading():
+            self.load(staged)
+
+
+class GlooWeightTransferEngine(StagingEngine):
+    """Weights over a gloo group."""
+
+    def connect(self, info: JoinInfo, rank: int) -> tuple[ProcessGroupGloo, Manifest, dict[int, torch.Tensor]]:
+        """Join the gloo group and learn what will be sent; with it memory to receive into, as long as the group stands."""
+        store = join_store(info.host, info.port, info.timeout_s)
+        group = make_group(store, rank, info.world_size, info.host, info.port, info.timeout_s)
+        return group, read_manifest(store), {}
+
+    def take(
+        self, connection: tuple[ProcessGroupGloo, Manifest, dict[int, torch.Tensor]], deadline: Deadline
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Receive every bucket."""
+        group, manifest, buffers = connection
+        return receive(group, manifest, deadline, buffers)
+
+
+class FilesystemWeightTransferEngine(StagingEngine):
+    """Weights through files on a volume that the trainer shares; `host` is the group's folder."""
+
+    def connect(self, info: JoinInfo, rank: int) -> Inbox:
+        """See the group's folder."""
+        return Inbox(Path(info.host))
+
+    def take(self, connection: Inbox, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+        """Read every file."""
+        return connection.take(deadline)
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into its worker class, for `collective_rpc`."""
+
+    weight_transfer_engine: JoiningEngine
+
+    def stage_weights(self, timeout_s: float) -> str:
+        """Start to receive; empty, or why not."""
+        assert isinstance(self.weight_transfer_engine, StagingEngine)
+        try:
+            self.weight_transfer_engine.stage(timeout_s)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def weight_stage_state(self) -> str:
+        """`StagingEngine.stage_state` of this worker."""
+        assert isinstance(self.weight_transfer_engine, StagingEngine)
+        return self.weight_transfer_engine.stage_state()
+
+    def weight_group_state(self) -> str:
+        """`JoiningEngine.join_state` of this worker."""
+        return self.weight_transfer_engine.join_state()
+
+    def weights_whole(self) -> bool:
+        """`JoiningEngine.whole` of this worker."""
+        return self.weight_transfer_engine.whole
+
+    def weights_changed(self) -> str:
+        """`JoiningEngine.changed` of this worker."""
+        return self.weight_transfer_engine.changed
+
+
+def _die_with_owner(owner: int) -> None:
+    """End this process when the generator is gone: vLLM's engine core would live on, and keep its memory, for ever."""
+    while any(parent.pid == owner for parent in psutil.Process().parents()):
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+WeightTransferEngineFactory.register_engine("grpo_gloo", GlooWeightTransferEngine)
+WeightTransferEngineFactory.register_engine("grpo_filesystem", FilesystemWeightTransferEngine)
+WeightTransferEngineFactory.register_engine("grpo_nccl", "services.weights.receivers.nccl", "NcclWeightTransferEngine")

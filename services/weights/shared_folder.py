@@ -1,0 +1,132 @@
+"""Weights from one sender to many receivers through a folder that all of them see, for fleets without a common network.
+
+Guarantees: a file under its final name is whole; what is read is what the manifest says, tensor for tensor, or `RuntimeError`;
+files hold tensors alone, and reading one runs no code of it. Each group has a folder of its own below the run's, made and removed
+by the sender (`Outbox`); a transfer is a row of safetensors files, one a bucket, and checksums if the manifest is `verified`.
+A receiver is told of a transfer when all of it is there, and looks for nothing before: on NFS, what was looked for in vain may
+stay hidden for as long as the client believes its cache.
+Imports torch; of `runtime` only this module, `checksums` and `collective` do.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+
+from services.weights.checksums import check, checksums
+from services.weights.collective import Bucket, Deadline, Manifest
+
+_MANIFEST = "manifest.json"
+_SUMS = "checksums"
+
+
+class Outbox:
+    """The sender's side: one folder a group, in which one transfer at a time lies."""
+
+    def __init__(self, root: Path) -> None:
+        """`root` belongs to the run: what others have left in it is removed when a group is opened."""
+        self._root = root
+        self._folder: Path | None = None
+        self._transfer = -1
+
+    def open(self, manifest: Manifest) -> str:
+        """Begin a group; returns the name of its folder below `root`. Raises `OSError`."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        for path in self._root.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        folder = self._root / secrets.token_hex(8)
+        folder.mkdir()
+        (folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        self._folder, self._transfer = folder, -1
+        return folder.name
+
+    def begin(self) -> None:
+        """Begin the next transfer: nobody reads the one before any more."""
+        for path in self._group.glob("*.safetensors"):
+            path.unlink()
+        self._transfer += 1
+
+    def put(self, number: int, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Add a bucket, whose tensors lie in `buffer` (uint8, host memory)."""
+        self._save(str(number), dict(bucket.views(buffer)))
+
+    def put_checksums(self, sums: torch.Tensor) -> None:
+        """Add the checksums of all tensors, [tensors, 2] int64."""
+        self._save(_SUMS, {_SUMS: sums})
+
+    def close(self) -> None:
+        """Remove the group's folder, if any."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+    @property
+    def _group(self) -> Path:
+        if self._folder is None:
+            raise RuntimeError("no group is open")
+        return self._folder
+
+    def _save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        final = _file(self._group, self._transfer, name)
+        partial = final.with_suffix(".partial")
+        save_file(tensors, partial)
+        with partial.open("rb") as file:  # a volume may tell of a failed write only now
+            os.fsync(file.fileno())
+        partial.rename(final)
+
+
+class Inbox:
+    """A receiver's side of one group; it takes every transfer of the group, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `RuntimeError` if the group's folder is not seen here."""
+        self._folder, self._transfer = folder, -1
+        try:
+            self._manifest = msgspec.json.decode((self._folder / _MANIFEST).read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise RuntimeError(
+                f"{folder} cannot be read here ({error}): sync.folder has to be on a volume that trainer and generators share"
+            ) from None
+
+    def take(self, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+        """Read the next transfer into memory.
+
+        Raises `RuntimeError` or `TimeoutError` when it is not there, or not as the manifest says, and `Changed`.
+        """
+        self._transfer += 1
+        weights: list[tuple[str, torch.Tensor]] = []
+        held: list[torch.Tensor] = []
+        for i, bucket in enumerate(self._manifest.buckets):
+            deadline.left  # noqa: B018  raises when there is none
+            found = self._load(str(i))
+            for meta in bucket.tensors:
+                tensor = found.get(meta.name)
+                if tensor is None or list(tensor.shape) != meta.shape or str(tensor.dtype) != f"torch.{meta.dtype}":
+                    raise RuntimeError(f"bucket {i} in {self._folder} does not hold {meta.name} as {meta.dtype} {meta.shape}")
+                weights.append((meta.name, tensor))
+            if self._manifest.verified:
+                held.append(checksums(found[meta.name] for meta in bucket.tensors))
+        if self._manifest.verified:
+            sent = self._load(_SUMS).get(_SUMS)
+            if sent is None or sent.dtype != torch.int64 or sent.shape != (len(weights), 2):
+                raise RuntimeError(f"the checksums in {self._folder} are not those of {len(weights)} tensors")
+            check([name for name, _ in weights], held, sent)
+        return weights
+
+    def _load(self, name: str) -> dict[str, torch.Tensor]:
+        path = _file(self._folder, self._transfer, name)
+        try:
+            return load(path.read_bytes())  # not mapped: the sender may remove the file at any time
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(f"{path} cannot be read: {error}") from None
+
+
+def _file(folder: Path, transfer: int, name: str) -> Path:
+    return folder / f"{transfer}.{name}.safetensors"

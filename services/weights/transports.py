@@ -1,0 +1,256 @@
+"""How weights travel from the trainer's rank 0: over a gloo group, through a folder, over an NCCL group.
+
+Guarantees: a wire is opened, connected and used by rank 0 alone; every wait has a limit; errors are those of `FAILURES`, and
+after one the wire has to be opened anew. What is sent comes bucket by bucket, each whole only until the next is asked for.
+Receivers: services/weights/receivers/gloo.py and nccl_engine.py.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from services.config import RunConfig
+from services.weights.checksums import checksums
+from services.weights.collective import (
+    CONNECTIONS,
+    NCCL_ID,
+    Abort,
+    Bucket,
+    Deadline,
+    Manifest,
+    absent,
+    begin_broadcast,
+    broadcast,
+    make_group,
+    open_store,
+    publish_manifest,
+)
+from services.weights.host_memory import HostBuckets
+from services.weights.shared_folder import Outbox
+
+Gathered = Iterator[tuple[Bucket, list[torch.Tensor]]]
+"""Buckets with their tensors, in the manifest's order, each whole until the next is asked for."""
+
+FAILURES = (RuntimeError, TimeoutError, OSError, SafetensorError)
+
+
+class Wire(ABC):
+    """One way of travelling. `open`, then `connect` once nobody is `absent`, then `send` any number of times, then `close`."""
+
+    backend: str
+    """As `sync.backend` calls it."""
+    ahead = False
+    """Whether everything is sent before members are told of it; otherwise they take part while it is sent."""
+
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        """`fleeting` weights are gone when the next bucket is asked for, others stay as long as somebody holds them."""
+        self.sync, self.fleeting = config.sync, fleeting
+
+    @abstractmethod
+    def open(self, manifest: Manifest) -> tuple[str, int]:
+        """Host and port where the members are to meet, or the name of a folder below the run's weights, and 0."""
+
+    def absent(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have not come to the meeting place yet."""
+        return []
+
+    @abstractmethod
+    def connect(self, world_size: int) -> None:
+        """Make the group of `world_size` ranks, the sender included."""
+
+    @abstractmethod
+    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+        """Send every bucket, and the checksums if the manifest is `verified`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the group, if there is one."""
+
+
+class _Meeting(Wire):
+    """A wire whose members meet at a TCP store."""
+
+    _store: Any = None
+    _group: Any = None  # ProcessGroupGloo, or vLLM's PyNcclCommunicator
+
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        super().__init__(config, fleeting)
+        self.host = config.sync.host or socket.gethostname()
+
+    def open(self, manifest: Manifest) -> tuple[str, int]:
+        """Listen on a free port."""
+        self._store = open_store(self.host, self.sync.join_deadline_s)
+        publish_manifest(self._store, manifest)
+        return self.host, self._store.port
+
+    def absent(self, ranks: Iterable[int]) -> list[int]:
+        """Asked of the store."""
+        return [] if self._store is None else absent(self._store, ranks)
+
+    def close(self) -> None:
+        """The group ends when nobody holds it."""
+        self._group = self._store = None
+
+    @property
+    def group(self) -> Any:
+        """The connected group, or `RuntimeError`."""
+        if self._group is None:
+            raise RuntimeError("the group is not connected")
+        return self._group
+
+
+class GlooWire(_Meeting):
+    """Broadcasts between the memories of hosts."""
+
+    backend = "gloo"
+
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        super().__init__(config, fleeting)
+        self._buckets = HostBuckets(CONNECTIONS + 1, fleeting)
+
+    def connect(self, world_size: int) -> None:
+        """Over as many connections to each member as buckets are under way at a time."""
+        self._group = make_group(self._store, 0, world_size, self.host, self._store.port, self.sync.join_deadline_s)
+
+    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+        """One bucket is made ready, or summed up, while `CONNECTIONS` are on their way."""
+        group, sums, under_way = self.group, list[torch.Tensor](), deque[Any]()
+        for i, (bucket, tensors) in enumerate(gathered):
+            buffer = self._buckets.memory(i, bucket, tensors)
+            if len(under_way) == CONNECTIONS:
+                under_way.popleft().wait()
+            under_way.append(begin_broadcast(group, buffer, deadline))
+            if manifest.verified:
+                sums.append(checksums(tensors))
+        for work in under_way:
+            work.wait()
+        if manifest.verified:
+            broadcast(group, torch.cat(sums).cpu(), deadline)
+
+
+class FolderWire(Wire):
+    """Files in a folder that all members see."""
+
+    backend = "filesystem"
+    ahead = True
+
+    def __init__(self, config: RunConfig, fleeting: bool) -> None:
+        super().__init__(config, fleeting)
+        self._outbox = Outbox(config.weights_folder)
+        self._buckets = HostBuckets(2, fleeting)
+
+    def open(self, manifest: Manifest) -> tuple[str, int]:
+        """A folder of the group's own."""
+        return self._outbox.open(manifest), 0
+
+    def connect(self, world_size: int) -> None:
+        """Nothing: a member says of itself that it sees the folder."""
+
+    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+        """One bucket is made ready, or summed up, while one is written."""
+        sums: list[torch.Tensor] = []
+        writing: Future[None] | None = None
+        self._outbox.begin()
+        with ThreadPoolExecutor(1, "weights") as writer:
+            for i, (bucket, tensors) in enumerate(gathered):
+                buffer = self._buckets.memory(i, bucket, tensors)
+                if writing is not None:
+                    writing.result()
+                deadline.left  # noqa: B018  raises when there is none
+                writing = writer.submit(self._outbox.put, i, bucket, buffer)
+                if manifest.verified:
+                    sums.append(checksums(tensors))
+            if writing is not None:
+                writing.result()
+        if manifest.verified:
+            self._outbox.put_checksums(torch.cat(sums).cpu())
+
+    def close(self) -> None:
+        """The folder goes with the group."""
+        self._outbox.close()
+
+
+class NcclWire(_Meeting):
+    """Broadcasts between GPUs, packed by vLLM."""
+
+    backend = "nccl"
+
+    def connect(self, world_size: int) -> None:
+        """In a thread, as NCCL itself waits for ever."""
+        self._group = _nccl_communicator(self._store, world_size, self.sync.join_deadline_s)
+
+    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+        """vLLM's producer packs the weights into buckets of its own; a broadcast past the deadline is aborted."""
+        from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BUFFERS, packed_nccl_broadcast_producer
+
+        group, sums = self.group, list[torch.Tensor]()
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for bucket, tensors in gathered:
+                if manifest.verified:
+                    sums.append(checksums(tensors))
+                for meta, tensor in zip(bucket.tensors, tensors, strict=True):
+                    yield meta.name, tensor.clone() if self.fleeting else tensor  # read when the next has been asked for
+
+        with Abort(deadline.left.total_seconds(), group.destroy) as abort:
+            packed_nccl_broadcast_producer(
+                iterator=weights(),
+                group=group,
+                src=0,
+                post_iter_func=lambda item: item[1],
+                buffer_size_bytes=self.sync.bucket_mib << 20,
+                num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
+            )
+            torch.cuda.synchronize()
+            if manifest.verified:
+                group.broadcast(torch.cat(sums), src=0)
+                torch.cuda.synchronize()
+            if abort.passed:
+                raise TimeoutError(f"the broadcast took longer than sync.transfer_deadline_s = {deadline.seconds:g}")
+
+    def close(self) -> None:
+        """Abort the communicator."""
+        if self._group is not None:
+            self._group.destroy()
+        super().close()
+
+
+def make_wire(config: RunConfig, fleeting: bool) -> Wire:
+    """The wire of `sync.backend`; `auto` is NCCL where there is a GPU. `fleeting`: as in `Wire`."""
+    backend = config.sync.backend
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return {"gloo": GlooWire, "filesystem": FolderWire, "nccl": NcclWire}[backend](config, fleeting)
+
+
+def _nccl_communicator(store: Any, world_size: int, timeout_s: float) -> Any:
+    """Rank 0 of an NCCL group whose members find the unique id in `store`. Made in a thread: NCCL itself waits for ever."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    device = torch.accelerator.current_device_index()
+    unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+    store.set(NCCL_ID, unique_id)
+    made: list[Any] = []
+
+    def make() -> None:
+        torch.accelerator.set_device_index(device)  # the current device is a property of the thread
+        with unpinned_nccl_env():
+            made.append(PyNcclCommunicator.from_unique_id_bytes(unique_id, 0, world_size, device))
+
+    thread = threading.Thread(target=make, name="nccl-connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not made:
+        raise TimeoutError(f"no NCCL group within sync.join_deadline_s = {timeout_s}")
+    return made[0]

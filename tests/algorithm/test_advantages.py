@@ -1,0 +1,83 @@
+"""Advantages against hand-computed numbers and a slow second implementation."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.algorithm.advantages import Kind, advantages, constant, trained
+from services.config.training import Advantage
+
+rewards = st.lists(st.floats(0, 10).map(lambda x: round(x, 3)), min_size=2, max_size=16)
+
+
+def _slow(r: list[float], kind: str) -> list[float]:
+    mean = sum(r) / len(r)
+    std = math.sqrt(sum((x - mean) ** 2 for x in r) / len(r))
+    result = []
+    for i, x in enumerate(r):
+        others = [y for j, y in enumerate(r) if j != i]
+        result.append(
+            {
+                "centered": x - mean,
+                "standard": (x - mean) / (std + 1e-8),
+                "maxrl": (x - mean) / mean if mean else 0.0,
+                "rloo": x - sum(others) / len(others),
+            }[kind]
+        )
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("centered", [0.5, -0.5, 0.5, -0.5]),
+        ("standard", [1.0, -1.0, 1.0, -1.0]),  # population std 0.5
+        ("maxrl", [1.0, -1.0, 1.0, -1.0]),
+        ("rloo", [2 / 3, -2 / 3, 2 / 3, -2 / 3]),
+    ],
+)
+def test_by_hand(kind: Kind, expected: list[float]):
+    assert advantages([1, 0, 1, 0], kind) == pytest.approx(expected, rel=1e-7)
+
+
+@given(rewards, st.sampled_from(get_args(Kind)))
+def test_against_the_slow_twin(r: list[float], kind: Kind):
+    # Where all rewards are equal the std is rounding error, and over it the quotient is any number below 1e-6.
+    assert advantages(r, kind) == pytest.approx(_slow(r, kind), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.0])
+def test_a_constant_group_teaches_nothing(kind: Kind, value: float):
+    assert advantages([value] * 7, kind) == pytest.approx([0.0] * 7, abs=1e-6)
+    assert constant([value] * 7)
+    assert not constant([value, value + 0.5])
+
+
+def test_maxrl_never_turns_the_sign():
+    assert advantages([-1.0, -3.0], "maxrl").tolist() == [0.0, 0.0]
+    assert advantages([0.0, 0.0], "maxrl").tolist() == [0.0, 0.0]
+
+
+def test_statistics_are_those_of_the_full_group():
+    # A 2x2 group with one truncated completion: the survivors keep the advantages of the full group.
+    assert advantages([1.0, 0.0, 1.0, 0.0], "standard") == pytest.approx([1, -1, 1, -1], rel=1e-7)
+    assert trained([False, True, False, False], mask_truncated=True).tolist() == [True, False, True, True]
+    assert trained([False, True, False, False], mask_truncated=False).tolist() == [True] * 4
+
+
+def test_faults_are_refused():
+    with pytest.raises(ValueError, match="must be finite"):
+        advantages([1.0, np.nan], "centered")
+    with pytest.raises(ValueError, match="at least 2"):
+        advantages([1.0], "rloo")
+
+
+def test_kinds_are_those_of_the_configuration():
+    assert get_args(Kind) == get_args(Advantage.model_fields["kind"].annotation)

@@ -1,0 +1,296 @@
+"""The configuration: three sources, one meaning; every fault is a line that names the key, the value and the remedy."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from services.config import ConfigError, RunConfig, digest, load, load_resolved, to_toml
+from services.config.base import Section
+from services.config.load import CARRIED_OUT, _models
+
+SMALLEST = """
+[model]
+path = "some/model"
+[[data.sources]]
+kind = "jsonl"
+path = "data.jsonl"
+[[verifiers]]
+kind = "exact"
+"""
+
+ROWS = '{kind="jsonl", path="x"}'
+TASK = '{kind="reasoning_gym", name="task", task="gcd"}'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(SMALLEST)
+    return path
+
+
+def settings(file: Path, *overrides: str, **environ: str) -> RunConfig:
+    return load(file, overrides, environ)
+
+
+def fault(file: Path, *overrides: str, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides, environ)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_smallest_file_is_a_whole_run(file: Path) -> None:
+    config = settings(file)
+    assert (config.run.name, config.sampling.group_size, config.slots) == ("run", 8, 2 * 16)
+    assert config.max_sequence_tokens == 1024 + 512
+
+
+def test_environment_beats_file_and_command_line_beats_both(file: Path) -> None:
+    file.write_text("[run]\nsteps = 1\nseed = 1\nname = 'a'\n" + SMALLEST)
+    config = settings(file, "run.steps=3", GRPO__RUN__STEPS="2", GRPO__RUN__SEED="2")
+    assert (config.run.steps, config.run.seed, config.run.name) == (3, 2, "a")
+
+
+def test_values_need_no_quotes_and_have_the_types_of_toml(file: Path) -> None:
+    config = settings(
+        file, "run.name=my-run", "optimizer.learning_rate=3e-5", "data.shuffle=false", 'sampling.stop=["a", "b"]',
+        "verifiers.0.weight=0.5", "generator.engine_options.dtype=float32", GRPO__DATA__SYSTEM_PROMPT="be brief = yes",
+    )  # fmt: skip
+    assert (config.run.name, config.optimizer.learning_rate, config.data.shuffle) == ("my-run", 3e-5, False)
+    assert (config.sampling.stop, config.verifiers[0].weight) == (["a", "b"], 0.5)
+    assert config.generator.engine_options == {"dtype": "float32"}
+    assert config.data.system_prompt == "be brief = yes"
+
+
+def test_other_environment_variables_have_no_say(file: Path) -> None:
+    assert settings(file, GRPO_CONFIG="x", GRPO_REDIS_PASSWORD="y", PATH="/bin") == settings(file)
+
+
+@pytest.mark.parametrize("source", ["file", "environment", "command line"])
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("run.stepz", "steps"), ("optimizer.learning_rates", "learning_rate"), ("verifiers.0.wieght", "weight"),
+     ("smapling.seed", "sampling")],
+)  # fmt: skip
+def test_an_unknown_key_is_refused_with_the_nearest_name_wherever_it_stands(
+    file: Path, source: str, key: str, nearest: str
+) -> None:
+    if source == "command line":
+        message = fault(file, f"{key}=1")
+    elif source == "environment":
+        message = fault(file, **{f"GRPO__{key.replace('.', '__').upper()}": "1"})
+    elif key.startswith("verifiers"):
+        file.write_text(SMALLEST + f"{key.split('.')[-1]} = 1\n")
+        message = fault(file)
+    else:
+        section, name = key.split(".")
+        file.write_text(f"[{section}]\n{name} = 1\n" + SMALLEST)
+        message = fault(file)
+    unknown = key.split(".")[0] if nearest == "sampling" else key
+    assert f"{unknown} = " in message
+    assert f"is not a known key; did you mean {nearest!r}?" in message
+
+
+def test_an_unknown_key_of_a_source_is_compared_with_what_that_source_knows(file: Path) -> None:
+    message = fault(file, "data.sources.0.promt_field=q")
+    assert "data.sources.0.promt_field = 'q' is not a known key; did you mean 'prompt_field'?" in message
+
+
+def test_the_old_key_of_the_only_source_is_refused_with_what_to_write_instead(file: Path) -> None:
+    file.write_text(SMALLEST.replace("[[data.sources]]", "[data.source]"))
+    for message in (fault(file), fault(file, "data.source.path=x")):
+        assert "data.source is a list now, data.sources: write [[data.sources]] for [data.source]" in message
+
+
+def test_the_largest_reward_is_that_of_the_source_s_own_verifiers(file: Path) -> None:
+    verifiers = '[{kind="exact", weight=2}, {kind="math", weight=0.5, sources=["b"]}, {kind="regex", pattern="!", weight=-1}]'
+    config = settings(file, f'data.sources=[{ROWS}, {{name="b", {ROWS[1:]}]', f"verifiers={verifiers}")
+    assert [config.largest_reward(name) for name in ("main", "b")] == [2.0, 2.5]
+
+
+def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
+    assert "fleet.xyzzy = 1 is not a known key; valid: heartbeat_s, scaling, ttl_s" in fault(file, "fleet.xyzzy=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.steps=0", "run.steps = 0: input should be greater than or equal to 1"),
+        ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
+        ("run.name=a b", "run.name = 'a b': string should match pattern"),
+        ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: input should be a finite number"),
+        ("loss.policy=ppo", "loss.policy = 'ppo': is none of grpo, dapo"),
+        ("verifiers=[]", "verifiers = []: list should have at least 1 item"),
+        ("data.sources.0.kind=csv", "'jsonl', 'parquet', 'reasoning_gym'"),
+        ("steps", "override 'steps' is not of the form section.key=value"),
+        ("verifiers.7.weight=1", "'7' does not name a section or an entry"),
+        ("model.path.deeper=1", "model.path is not a section"),
+        ("model.path.deeper.still=1", "'deeper' does not name a section or an entry"),
+        ("run=1", "run = 1: "),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_what_is_expected(file: Path, override: str, message: str) -> None:
+    assert message in fault(file, override)
+
+
+def test_all_faults_are_named_at_once(file: Path) -> None:
+    file.write_text("[run]\nsteps = 0\n[fleet]\nttl = 3\n")
+    message = fault(file)
+    for part in ("run.steps = 0", "fleet.ttl = 3", "model is required; add it", "data is required", "verifiers is required"):
+        assert part in message
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    assert "nowhere.toml does not exist" in fault(tmp_path / "nowhere.toml")
+    assert "cannot be read" in fault(tmp_path)
+    (tmp_path / "bad.toml").write_text("[run\n")
+    assert "bad.toml is not valid TOML" in fault(tmp_path / "bad.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    assert "bytes.toml is not valid TOML" in fault(tmp_path / "bytes.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.max_tokens=1535"], "= 1536 exceeds model.max_tokens = 1535: lower one of the two or raise model.max_tokens"),
+        (["trainer.row_tokens=1535"], "trainer.row_tokens = 1535 is shorter than the longest sequence"),
+        (["replay.capacity=15"], "replay.capacity = 15 cannot hold a step of admission.prompts_per_step = 16 groups"),
+        (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
+        (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
+        (["loss.denominator=constant"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
+        (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
+        (["fleet.ttl_s=2", "fleet.heartbeat_s=1"], "fleet.ttl_s = 2.0 must be more than twice fleet.heartbeat_s = 1.0"),
+        (["trainer.offload=true"], "trainer.offload needs trainer.zero_stage 1, 2 or 3"),
+        (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.ranks = 3 cannot be split into teams"),
+        (["model.fp32_head=true", "model.dtype=float32"], 'model.fp32_head = True has no effect with model.dtype = "float32"'),
+        (["reference.kind=none"], 'loss.kl_beta = 0.05 needs a reference policy, but reference.kind = "none": set "frozen"'),
+        (["reference.kind=polyak", "loss.kl_beta=0"], "reference.kind = 'polyak' has no effect with loss.kl_beta = 0"),
+        (["reference.every_steps=5"], 'reference.every_steps = 5 has no effect with reference.kind = "frozen"'),
+        (
+            ["optimizer.final_fraction=0.1"],
+            'has no effect with optimizer.schedule = "constant": set optimizer.schedule = "linear"',
+        ),
+        (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "leaves no step of run.steps = 100"),
+        (["trainer.mini_batches=17"], "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16"),
+        (["verifiers.0.kind=reasoning_gym"], 'scores prompts of kind "reasoning_gym", and source "main" is "jsonl"'),
+        (["verifiers.0.kind=regex"], 'kind "regex" needs `pattern`'),
+        (["verifiers.0.extract=(open"], "is not a regular expression"),
+        (["verifiers.0.extract=open"], "has no group; put the part that is the answer in parentheses"),
+        (["verifiers.0.pattern=("], "is not a regular expression"),
+        (["data.sources.0.answer_pattern=####.+"], "has no group"),
+        (["data.sources=[]"], "data.sources = []: list should have at least 1 item"),
+        (["data.sources.0.name=a b"], "data.sources.0.name = 'a b': string should match pattern"),
+        (["data.sources.0.weight=0"], "data.sources.0.weight = 0: input should be greater than 0"),
+        (["data.curriculum=easy_first"], "data.curriculum = 'easy_first': string should match pattern"),
+        ([f"data.sources=[{ROWS}, {ROWS}]"], 'two prompt sources have name = "main": give each a name of its own'),
+        (['verifiers.0.sources=["other"]'], 'verifiers.0.sources names "other", which is no prompt source; there are: main'),
+        (
+            [f'data.sources=[{ROWS}, {{name="b", {ROWS[1:]}]', 'verifiers.0.sources=["b"]'],
+            'no verifier scores the prompt source "main": add it to the `sources` of one',
+        ),
+        (
+            [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym"}, {kind="exact"}]'],
+            'source "main" is "jsonl": use "math", "exact" or "regex", or leave it out of verifiers.0.sources',
+        ),
+        (
+            ["filters.exclude_pass_rate=0.9", "verifiers.0.weight=-1"],
+            'filters.exclude_pass_rate = 0.9 has no meaning for the prompt source "main", whose largest reward is 0',
+        ),
+    ],
+)
+def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path, overrides: list[str], message: str) -> None:
+    assert message in fault(file, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.max_tokens=1536"], ["trainer.row_tokens=1536"], ["replay.capacity=16"], ["replay.max_uses=2"],
+        ["loss.denominator=constant", "loss.denominator_tokens=100"], ["loss.correction_lower=2.0"], ["fleet.ttl_s=2.1"],
+        ["trainer.mini_batches=16"], ["trainer.offload=true", "trainer.zero_stage=1"],
+        ["trainer.ranks=4", "trainer.sequence_parallel=2"], ["reference.kind=none", "loss.kl_beta=0"], ["loss.kl_beta=0"],
+        ["reference.kind=polyak", "reference.every_steps=5"], ["optimizer.schedule=cosine", "optimizer.warmup_steps=99"],
+        ["model.fp32_head=true"],
+        ["verifiers.0.kind=regex", "verifiers.0.pattern=x"],
+        [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym", sources=["task"]}, {kind="exact"}]'],
+        ["data.curriculum=services.dataprep.prompts.curriculum:easy_first"], ["filters.exclude_pass_rate=1"],
+        ["verifiers.0.kind=reasoning_gym", 'data.sources=[{kind="reasoning_gym", task="basic_arithmetic"}]'],
+    ],
+)  # fmt: skip
+def test_the_edge_of_every_rule_is_allowed(file: Path, overrides: list[str]) -> None:
+    assert settings(file, *overrides) != settings(file)
+
+
+def test_the_resolved_configuration_reads_back_equal_whatever_the_environment(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(
+        file, "data.sources.0.answer_pattern='####\\s*(.+)'", 'sampling.stop=["\\n", "é"]', "generator.engine_options.a={b=[1,2]}"
+    )  # fmt: skip
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(to_toml(config))
+    monkeypatch.setenv("GRPO__RUN__STEPS", "999")
+    assert load_resolved(resolved) == config
+    assert to_toml(load_resolved(resolved)) == to_toml(config)
+    keys = tomllib.loads(resolved.read_text())
+    assert keys.keys() == RunConfig.model_fields.keys(), "nothing is left to a default of another version"
+
+
+def test_the_digest_is_that_of_the_run_and_not_of_its_addresses(file: Path) -> None:
+    config = settings(file)
+    assert digest(config) == digest(settings(file, "redis.url=redis://elsewhere:1/0", "api.port=7"))
+    assert digest(config) != digest(settings(file, "run.seed=7"))
+    assert len(digest(config)) == 16
+
+
+def test_shards_are_part_of_what_a_run_is_and_without_them_it_is_what_it_was(file: Path) -> None:
+    alone, spread = settings(file), settings(file, "redis.payload_shards=3")
+    assert len({digest(alone), digest(spread), digest(settings(file, "redis.payload_shards=4"))}) == 3
+    assert digest(spread) == digest(settings(file, "redis.payload_shards=3", "redis.url=redis://elsewhere:1/0"))
+    tree = alone.model_dump(mode="json", exclude={**CARRIED_OUT, "redis": True})
+    assert digest(alone) == hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
+    with pytest.raises(ConfigError, match=r"redis.payload_shards = 65: input should be less than or equal to 64"):
+        settings(file, "redis.payload_shards=65")
+
+
+def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
+    inner = {part for field in model.model_fields.values() for part in _models(field.annotation)}
+    return {model}.union(*(sections(part) for part in inner))
+
+
+def leaves(model: type[BaseModel]) -> set[type[BaseModel]]:
+    return set().union(*(leaves(part) for part in model.__subclasses__())) or {model}
+
+
+def test_every_key_and_section_is_documented() -> None:
+    found = sections(RunConfig)
+    assert found == leaves(Section)
+    for section in found:
+        assert section.__doc__, section
+        assert section.model_config["extra"] == "forbid"
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"
+            assert field.description.endswith("."), f"{section.__name__}.{name}"
+
+
+def test_a_loaded_configuration_does_not_change(file: Path) -> None:
+    config = settings(file)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.steps = 3  # type: ignore[misc]
+
+
+def test_the_protocol_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, services.store, services.config;"
+        "print(*{'torch', 'vllm', 'deepspeed', 'transformers', 'tokenizers', 'fastapi', 'pyarrow', 'rich'} & sys.modules.keys())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

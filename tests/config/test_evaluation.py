@@ -1,0 +1,66 @@
+"""The `evaluation` section: what cannot work is refused with key, value and remedy; which versions are evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.config import ConfigError, RunConfig, load_resolved, to_toml
+from services.config.evaluation import Evaluation
+from tests.support.harness import small_config
+
+SOURCES = "evaluation.sources=[{kind='jsonl', name='held_out', path='held_out.jsonl'}]"
+
+
+def evaluating(folder: Path, *overrides: str) -> RunConfig:
+    return small_config(folder, None, "evaluation.every_steps=10", SOURCES, "generator.count=2", *overrides)
+
+
+def test_a_round_trip_keeps_the_section(tmp_path: Path) -> None:
+    config = evaluating(tmp_path, "evaluation.samples=4", "evaluation.ks=[1, 4]")
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load_resolved(tmp_path / "resolved.toml") == config
+    assert config.evaluation.sources[0].name == "held_out"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluation.sources=[]"], r"evaluation\.every_steps = 10 needs prompts: add \[\[evaluation\.sources\]\]"),
+        (["evaluation.sources.0.name=main"], 'two prompt sources have name = "main"'),
+        (["evaluation.sources.0.name=all"], r'evaluation\.sources\.0\.name = "all" stands for all sources'),
+        (["evaluation.sources.0.weight=2"], r"evaluation\.sources\.0\.weight = 2\.0: every prompt is evaluated"),
+        (["evaluation.ks=[1, 2]"], r"pass@2 needs .* evaluation\.samples = 1; raise evaluation\.samples"),
+        (["evaluation.ks=[]"], r"evaluation\.ks = \[\] must be different numbers"),
+        (["evaluation.ks=[1, 1]"], r"evaluation\.ks = \[1, 1\] must be different numbers"),
+        (["evaluation.ks=[0]"], r"evaluation\.ks = \[0\] must be different numbers from 1 on"),
+        (["evaluation.temperature=0", "evaluation.samples=2"], r"evaluation\.temperature = 0 makes all .*samples = 2"),
+        (["evaluation.max_tokens=41"], r"evaluation\.max_tokens = 65 exceeds model\.max_tokens = 64"),
+        (["generator.count=1"], r"min_training_generators = 1 leaves none of generator\.count = 1 .* raise generator\.count"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluating(tmp_path, *overrides)
+
+
+def test_the_only_generator_may_evaluate_where_the_user_says_so(tmp_path: Path) -> None:
+    assert evaluating(tmp_path, "generator.count=1", "evaluation.min_training_generators=0").evaluation.every_steps == 10
+
+
+def test_completions_may_be_longer_than_those_of_training(tmp_path: Path) -> None:
+    assert evaluating(tmp_path, "evaluation.max_tokens=40").evaluation.max_tokens == 40
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "versions"),
+    [(2, 6, [0, 2, 4, 6]), (4, 6, [0, 4, 6]), (10, 3, [0, 3]), (1, 2, [0, 1, 2]), (0, 5, [])],
+)
+def test_versions_are_evaluated_from_the_first_to_the_last(tmp_path: Path, every: int, steps: int, versions: list[int]) -> None:
+    given = evaluating(tmp_path).evaluation.model_copy(update={"every_steps": every})
+    found: list[int] = []
+    while (version := given.next_version(found[-1] if found else -1, steps)) is not None:
+        found.append(version)
+    assert found == versions
+    assert Evaluation().next_version(-1, steps) is None

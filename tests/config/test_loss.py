@@ -1,0 +1,81 @@
+"""The loss: what contradicts itself, or would be read by nothing, is refused with the key, the value and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.config import ConfigError, RunConfig, load, load_resolved, to_toml
+from services.config.loss import CLIPS, POLICIES, Loss
+
+CHANGED = {"clip_low": "0.1", "clip_high": "0.3", "divergence": "kl", "divergence_bound": "0.2"}
+CENTERED = ["loss.policy=dr_grpo", "advantage.kind=centered", "loss.denominator=constant", "loss.denominator_tokens=4096"]
+MU = 'with loss.old = "behaviour"'
+OFF = "whose ratio is to the generators' policy already, so that the correction is 1: remove it"
+
+
+def configured(folder: Path, *overrides: str) -> RunConfig:
+    file = folder / "run.toml"
+    file.write_text('[model]\npath = "m"\n[[data.sources]]\nkind = "jsonl"\npath = "d"\n[[verifiers]]\nkind = "exact"\n')
+    return load(file, overrides, environ={})
+
+
+@pytest.mark.parametrize("key", CLIPS)
+@pytest.mark.parametrize("policy", [*(policy for policy in POLICIES if policy != "dr_grpo"), "mine.losses:own"])
+def test_a_key_that_the_policy_loss_does_not_read_is_refused_and_the_others_are_taken(
+    tmp_path: Path, policy: str, key: str
+) -> None:
+    changes = [f"loss.policy={policy}", f"loss.{key}={CHANGED[key]}"]
+    if key in POLICIES.get(policy, CLIPS):
+        assert str(getattr(configured(tmp_path, *changes).loss, key)) == CHANGED[key]
+        return
+    with pytest.raises(ConfigError, match=rf'loss.{key} = .* has no effect with loss.policy = "{policy}": remove it'):
+        configured(tmp_path, *changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.policy=ppo"], "loss.policy = 'ppo': is none of grpo, dapo, dr_grpo, cispo, gspo, reinforce, dppo; write one of"),
+        (["loss.policy=mine.losses"], "or package.module:function for your own"),
+        (["loss.policy=dr_grpo"], 'set both, and loss.denominator_tokens to what a mini-batch is to be divided by'),
+        ([*CENTERED, "advantage.kind=standard"], 'not "standard" and "constant": set both'),
+        ([*CENTERED, "loss.denominator_tokens=0"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
+        (["loss.denominator_tokens=9"], 'loss.denominator_tokens = 9 has no effect with loss.denominator = "token"'),
+        (["loss.kl_beta=0", "loss.kl_estimator=k3"], "loss.kl_estimator = 'k3' has no effect with loss.kl_beta = 0"),
+        (["loss.old=behaviour", "loss.correction_upper=3"], f'loss.correction_upper = 3.0 has no effect {MU}, {OFF}'),
+        (["loss.old=behaviour", "loss.correction_token_mask=[0.5,2]"], f"correction_token_mask = [0.5, 2.0] has no effect {MU}"),
+        (["loss.policy=dppo", "loss.correction_variation_mask=0.1"], f'has no effect with loss.policy = "dppo", {OFF}'),
+        (["loss.correction_token_mask=[2.0]"], "loss.correction_token_mask = [2.0]: two bounds are expected"),
+        (["loss.correction_sequence_mask=[1.5,2.0]"], "the lower at most 1 and the upper at least 1, e.g. [0.5, 2.0]; or none"),
+        (["loss.entropy_coefficient=-1"], "loss.entropy_coefficient = -1: input should be greater than or equal to 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configured(tmp_path, *overrides)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        CENTERED, ["loss.policy=dppo", "loss.divergence=kl"], ["loss.old=behaviour"], ["loss.denominator=group"],
+        ["loss.policy=dppo", "loss.old=behaviour"], ["loss.correction_token_mask=[1,1]"], ["loss.policy=a.b:c"],
+        ["loss.correction_sequence_mask=[0.5,2]", "loss.correction_variation_mask=0.2", "loss.entropy_coefficient=0.01"],
+    ],
+)  # fmt: skip
+def test_what_can_is_taken_and_survives_being_written(tmp_path: Path, overrides: list[str]) -> None:
+    config = configured(tmp_path, *overrides)
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load_resolved(tmp_path / "resolved.toml") == config
+
+
+def test_the_ratio_starts_from_the_generators_where_it_is_said_and_for_dppo() -> None:
+    assert [Loss(old="behaviour").from_behaviour, Loss(policy="dppo").from_behaviour, Loss().from_behaviour] == [
+        True,
+        True,
+        False,
+    ]

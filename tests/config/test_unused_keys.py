@@ -1,0 +1,114 @@
+"""Keys that nothing reads in a combination: what is set for nothing is refused with key, value and remedy, a default never."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from services.config import ConfigError, RunConfig, load, load_resolved, to_toml
+from services.config.evaluation import Evaluation
+
+ROOT = Path(__file__).parent.parent.parent
+ZERO_STD = "filters.zero_std=true"
+PRIORITIZED = "replay.sampler=prioritized"
+EVALUATED = ["evaluation.every_steps=5", "evaluation.sources=[{kind='jsonl', name='held', path='h'}]", "generator.count=2"]
+TWO = "data.sources=[{kind='jsonl', name='a', path='a', weight=2}, {kind='jsonl', name='b', path='b'}]"
+BARE, UNIFORM, SHORT, ALIKE = (
+    "data.chat_template=false", "replay.sampler=uniform", "filters.active_sampling=false", "replay.priority_exponent=0",
+)  # fmt: skip
+
+
+def configured(folder: Path, *overrides: str) -> RunConfig:
+    file = folder / "run.toml"
+    file.write_text('[model]\npath = "m"\n[[data.sources]]\nkind = "jsonl"\npath = "d"\n[[verifiers]]\nkind = "exact"\n')
+    return load(file, overrides, environ={})
+
+
+UNREAD: list[tuple[str, list[str], str, list[str]]] = [
+    ("data.sources.0.weight=2", [], "with one source: add another", [TWO]),
+    ("data.system_prompt=x", [BARE], "with data.chat_template = false: set data.chat_template = true", []),
+    ("data.chat_template_options={a=1}", [BARE], "with data.chat_template = false", []),
+    ("verifiers.0.extract='(.)'", ["verifiers.0.kind=math"], 'with kind = "math": use "exact"', ["verifiers.0.kind=exact"]),
+    ("verifiers.0.pattern=x", [], 'with kind = "exact": use "regex"', ["verifiers.0.kind=regex"]),
+    ("admission.overtake_deadline_s=5", ["admission.overtake=drop"], 'with admission.overtake = "drop"', []),
+    ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which waits for no ticket', []),
+    ("admission.overtake=drop", [UNIFORM], 'with replay.sampler = "uniform", which waits for no ticket', []),
+    ("filters.active_sampling_bound=3", [], "without filters.zero_std or advantage.mask_truncated", [ZERO_STD]),
+    ("filters.active_sampling=false", [], "without filters.zero_std or", ["advantage.mask_truncated=true"]),
+    ("filters.active_sampling_bound=3", [ZERO_STD, SHORT], "with filters.active_sampling = false", [ZERO_STD]),
+    ("replay.priority_exponent=0.6", [UNIFORM], 'with replay.sampler = "uniform" and replay.remover = "fifo"', [PRIORITIZED]),
+    ("replay.recency_half_life=3", [PRIORITIZED], 'with replay.priority = "advantage"', [PRIORITIZED, "replay.priority=recency"]),
+    ("replay.priority=trainer", [PRIORITIZED], "with replay.max_uses = 1", [PRIORITIZED, "replay.max_uses=2"]),
+    ("replay.importance_beta=0.4", [PRIORITIZED, ALIKE], "with replay.priority_exponent = 0", [PRIORITIZED]),
+    ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=filesystem"]),
+    ("sync.drain_deadline_s=3", [], 'with sync.in_flight = "keep"', ["sync.in_flight=drain"]),
+    ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
+    ("tracing.share=0.5", [], "without tracing.endpoint: set that", ["tracing.endpoint='http://h:1'"]),
+]
+"""A key and its value; with what nothing reads it; what is said of that; with what it is read."""
+
+
+@pytest.mark.parametrize(("given", "beside", "why", "cure"), UNREAD)
+def test_a_key_that_nothing_reads_is_refused_and_its_remedy_helps(
+    tmp_path: Path, given: str, beside: list[str], why: str, cure: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(tmp_path, *beside, given)
+    key, value = given.split("=", 1)
+    assert re.search(
+        rf"{re.escape(key)} = .+ has no effect {re.escape(why)}.*, or remove it, or set its default, ", str(caught.value)
+    ), value
+    config = configured(tmp_path, *cure, given)
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load_resolved(tmp_path / "resolved.toml") == config
+
+
+def test_without_rounds_every_key_of_evaluation_is_named_at_once(tmp_path: Path) -> None:
+    values = dict.fromkeys(Evaluation.model_fields.keys() - {"every_steps"}, "7")
+    values |= {"sources": "[{kind='jsonl', path='h', name='held'}]", "ks": "[2]", "top_p": "0.5"}
+    with pytest.raises(ConfigError) as caught:
+        configured(tmp_path, *(f"evaluation.{key}={value}" for key, value in values.items()))
+    for key, value in (values | {"sources": "[{'", "temperature": "7.0", "final_s": "7.0"}).items():
+        assert f"evaluation.{key} = {value}" in str(caught.value)
+    assert str(caught.value).count("has no effect with evaluation.every_steps = 0: set evaluation.every_steps, or") == len(values)
+
+
+def test_a_default_that_nothing_reads_is_no_error_even_written_out(tmp_path: Path) -> None:
+    overrides = ("admission.overtake=drop", "admission.overtake_deadline_s=600", "evaluation.samples=1", "sync.folder=")
+    assert configured(tmp_path, *overrides) == configured(tmp_path, "admission.overtake=drop")
+
+
+def test_the_remedy_can_be_followed_from_the_command_line(tmp_path: Path) -> None:
+    given = ("loss.kl_estimator=k3", "loss.kl_beta=0")
+    with pytest.raises(ConfigError) as caught:
+        configured(tmp_path, *given)
+    assert str(caught.value).endswith("with loss.kl_beta = 0: raise that, or remove it, or set its default, 'k2'")
+    assert configured(tmp_path, *given, "loss.kl_estimator=k2") == configured(tmp_path, "loss.kl_beta=0")
+
+
+def test_a_run_that_was_begun_with_keys_that_nothing_reads_is_seen_and_taken_up(tmp_path: Path) -> None:
+    """An older version took them."""
+    config = configured(tmp_path, "loss.kl_beta=0")
+    begun = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k3"})})
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(to_toml(begun))
+    assert load_resolved(resolved) == begun
+    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k3' has no effect"):
+        load(resolved, environ={})
+    assert load(resolved, environ={}, before=lambda given: begun) == begun
+    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k1' has no effect"):
+        load(resolved, ["loss.kl_estimator=k1"], environ={}, before=lambda given: begun)
+
+
+def test_what_is_said_of_endpoints_is_read_where_somebody_else_ends_their_tls(tmp_path: Path) -> None:
+    """By `grpo --api URL`, e.g. at an ingress whose certificate a private authority signed."""
+    api = configured(tmp_path, "api.ca_file=ca.pem", "api.server_name=pods").api
+    assert (api.ca_file, api.server_name) == ("ca.pem", "pods")
+
+
+@pytest.mark.parametrize("path", ["examples/arithmetic/config.toml", "docker/compose.toml"])
+def test_the_examples_set_nothing_in_vain(path: str) -> None:
+    assert load(ROOT / path, environ={}).run.name == tomllib.loads((ROOT / path).read_text())["run"]["name"]

@@ -1,0 +1,39 @@
+"""`grpo run` with fake services, as a process of its own: `python -m tests.console.local.launch` takes grpo's command line.
+
+FAKE_REPORT=1 draws the picture too, which costs more than all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from services.config import RunConfig
+from services.console.__main__ import main
+from services.console.local import launcher, report, run, supervision
+from services.console.local.plan import plan_units
+from services.runtime.child_processes import UnitPlan
+
+
+def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[UnitPlan]:
+    """The real plan, with the fake in the place of each service."""
+
+    def fake(argv: Sequence[str]) -> tuple[str, ...]:
+        return (argv[0], "-m", "tests.console.fake_service", argv[2].removeprefix("services."), *argv[3:])
+
+    return [
+        replace(unit, pods=tuple(replace(pod, argv=fake(pod.argv)) for pod in unit.pods))
+        for unit in plan_units(config, path, gpus)
+    ]
+
+
+if __name__ == "__main__":
+    supervision.FIRST_PAUSE_S, supervision.DEATHS_IN_A_ROW, launcher.WAIT_TOLD_S = 0.02, 2, 0.5
+    real = run.run
+    run.run = lambda options: real(options, fake_units)
+    if "FAKE_REPORT" not in os.environ:
+        report.write_report = lambda metrics_path, summary, out: None
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The run folder: whose it is, what may be deleted, who holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.config import ConfigError, digest, load_resolved
+from services.console.errors import ConsoleError
+from services.console.local.folder import RunFolder, check_redis, resolve, split_password
+from services.console.local.lock import FolderLock, InUse
+from services.console.local.redis_server import RedisServer
+from services.console.local.run import _claim_name
+from services.protocol.errors import StoreError
+from services.store.connection.client import Login
+from tests.support.console import ROOT
+from tests.support.harness import small_config
+
+
+def test_a_resolved_configuration_is_the_same_run(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    resolved = resolve(config, folder, "redis://127.0.0.1:1/0", "/secret")
+    folder.write(resolved)
+    assert load_resolved(folder.config) == resolved
+    assert folder.check(resolve(config, folder, "redis://elsewhere:2/0"))
+    assert digest(resolved) == digest(resolve(config, folder))
+    open_door = config.model_copy(update={"api": config.api.model_copy(update={"token_file": ""})})
+    assert resolve(open_door, folder).api.token_file == str(folder.token.resolve())
+    assert stat.S_IMODE(folder.token.stat().st_mode) == 0o600
+
+
+def test_another_run_of_the_name_is_refused_with_what_differs(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    folder.write(resolve(config, folder))
+    other = resolve(small_config(tmp_path, None, "sampling.group_size=8", "run.seed=3"), folder)
+    with pytest.raises(ConsoleError, match=r"run.seed is 0 there, 3 here; sampling.group_size is 4 there, 8 here.*--fresh"):
+        folder.check(other)
+    folder.config.write_text("[run]\nsteps = 'many'\n")
+    with pytest.raises(ConsoleError, match=r"cannot read.*--fresh"):
+        folder.check(other)
+
+
+def test_only_a_run_is_deleted(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    folder.path.mkdir(parents=True)
+    (folder.path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConsoleError, match=r"thesis\.tex"):
+        folder.clear()
+    folder.write(resolve(config, folder))
+    (folder.path / "elsewhere").symlink_to(tmp_path)
+    (folder.path / "lock").touch()
+    folder.clear()
+    assert [entry.name for entry in folder.path.iterdir()] == ["lock"]
+    assert (tmp_path / "run.toml").exists(), "a link was followed"
+
+
+@pytest.mark.parametrize(
+    ("override", "url", "message"),
+    [
+        ("redis.password_file=secret", "", r"redis\.password_file = 'secret' has no effect without redis\.url, .* or remove it"),
+        ("redis.users_dir=users", "", r"redis\.users_dir = 'users' has no effect without redis\.url"),
+        ("redis.ca_file=ca.pem", "", r"redis\.ca_file = 'ca\.pem' has no effect without redis\.url"),
+        ("redis.payload_shards=3", "", r"redis\.payload_shards = 3 has no effect without redis\.url"),
+        ("redis.appendfsync=always", "redis://h:1", r"redis\.appendfsync = 'always' has no effect on the server at redis://h:1"),
+    ],
+)
+def test_keys_of_one_s_own_server_and_of_another_are_told_apart(tmp_path: Path, override: str, url: str, message: str) -> None:
+    config = small_config(tmp_path, None, override)
+    with pytest.raises(ConfigError, match=message):
+        check_redis(config, url)
+    check_redis(config, "" if url else "rediss://h:1")
+
+
+def test_passwords_leave_addresses() -> None:
+    assert split_password("redis://:s%40fe@host:1/2") == ("redis://host:1/2", "s@fe")
+    assert split_password("rediss://me:safe@host:1/2") == ("rediss://me@host:1/2", "safe")
+    assert split_password("redis://host:1") == ("redis://host:1", "")
+    assert split_password("") == ("", "")
+
+
+def test_a_folder_has_one_holder_and_a_child_holds_it_too(tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock:
+        taker = (
+            "import sys; from pathlib import Path; from services.console.local.lock import *\n"
+            "with FolderLock(Path(sys.argv[1])): pass"
+        )
+        refused = subprocess.run(
+            [sys.executable, "-c", taker, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        assert f"InUse: {tmp_path} is in use by process {os.getpid()}" in refused.stderr
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
+        (tmp_path / "lock").write_text("99999999\n")  # as if the console had died
+    with pytest.raises(InUse, match=rf"services of process 99999999, which has died: process {child.pid}"), FolderLock(tmp_path):
+        pass
+    child.kill()
+    child.wait()
+    with FolderLock(tmp_path):
+        pass
+
+
+def test_shards_are_refused_before_a_run_begins_on_a_server_alone(tmp_path: Path, server: RedisServer) -> None:
+    config = small_config(tmp_path, server, "redis.payload_shards=3")
+    with pytest.raises(StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster"):
+        asyncio.run(_claim_name(config, server.url, Login(server.password), fresh=False))

@@ -1,0 +1,269 @@
+"""`grpo run` from outside: real console, real Redis, real processes; only the services are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pty
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from services.config import load_resolved
+from services.console.__main__ import main
+from services.console.local.redis_server import RedisServer
+from services.store import Store
+from tests.support.console import (
+    ROOT,
+    command,
+    config_file,
+    environment,
+    grpo,
+    launched,
+    lives,
+    log,
+    processes_of,
+    steps,
+    wait_until,
+)
+
+
+def test_a_run_goes_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    done = grpo("run", file, "run.steps=12", "generator.count=2", "trainer.ranks=2", FAKE_REPORT="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert sum(line.startswith("step ") for line in done.stdout.splitlines()) == 12
+    assert "finished: run small" in done.stdout
+    assert steps(run) == list(range(12))
+    assert processes_of(run) == {}
+    summary = json.loads((run / "summary.json").read_text())
+    expected = {
+        "run": "small", "status": "finished", "steps": 12, "seed": 0, "lost": 0, "doubled": 0, "stale_dropped": 0, "max_lag": 1.0,
+        "generators": 2, "restarts": {"dataprep-0": 0, "trainer": 0, "generator-0": 0, "generator-1": 0, "redis": 0},
+    }  # fmt: skip
+    assert expected.items() <= summary.items()
+    assert abs(summary["reward_first"] - sum(range(10)) / 120) < 1e-9  # means over ten steps of step / 12
+    assert abs(summary["reward_last"] - sum(range(2, 12)) / 120) < 1e-9
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    config = load_resolved(run / "config.toml")
+    assert config.redis.url.startswith("redis://127.0.0.1:")
+    assert config.sync.host == "127.0.0.1"
+    assert stat.S_IMODE((run / "redis" / "password").stat().st_mode) == 0o600
+
+    again = grpo("run", file, "run.steps=12", "generator.count=2", "trainer.ranks=2")
+    assert (again.returncode, "has finished" in again.stdout) == (0, True)
+    other = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2")
+    assert other.returncode == 2
+    assert "run.steps is 12 there, 13 here" in other.stderr
+    assert "--fresh" in other.stderr
+    assert main(["audit", str(run)]) == 0
+    assert processes_of(run) == {}
+
+
+def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    arguments = ("run", file, "--no-screen", "run.steps=60", "generator.count=1", "trainer.ranks=2")
+    with launched(*arguments, FAKE_STEP_S="0.1", FAKE_CHILD="generator-0") as console:
+        wait_until(lambda: len(steps(run)) > 2, "the first steps")
+        before = processes_of(run)
+        assert set(before) == {"dataprep-0", "generator-0", "trainer-0", "trainer-1", "redis"}
+        child = int(log(run, "generator-0").split("child ")[1].split()[0])
+        for pod in ("generator-0", "trainer-1", "redis"):
+            os.kill(before[pod], signal.SIGKILL)
+        now = wait_until(
+            lambda: (
+                (now := processes_of(run))
+                and set(now) == set(before)
+                and all(now[pod] != before[pod] for pod in ("generator-0", "trainer-0", "trainer-1", "redis"))
+                and now
+            ),
+            "another process for each",
+        )
+        assert now["dataprep-0"] == before["dataprep-0"]
+        assert not lives(child), "a killed service's child lived on"
+        output, _ = console.communicate(timeout=60)
+    assert console.returncode == 0
+    assert "Redis died and was started again" in output
+    ports = [line for line in log(run, "trainer-0").splitlines() if line.startswith("up at")]
+    assert len(set(ports)) == 2
+    assert ports == [line for line in log(run, "trainer-1").splitlines() if line.startswith("up at")]
+    assert steps(run) == list(range(60))
+    restarts = json.loads((run / "summary.json").read_text())["restarts"]
+    assert restarts == {"dataprep-0": 0, "trainer": 1, "generator-0": 1, "redis": 1}
+
+
+def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "run.steps=100", FAKE_STEP_S="0.1") as console:
+        wait_until(lambda: len(steps(run)) > 2, "the first steps")
+        busy = grpo("run", file, "run.steps=100", "--fresh")
+        assert busy.returncode == 2
+        assert f"in use by process {console.pid}" in busy.stderr
+        live = grpo("pause", run, "--role", "dataprep", "--why", "lunch")
+        assert live.stdout == "run small: dataprep paused\n"
+        console.send_signal(signal.SIGINT)
+        output, errors = console.communicate(timeout=30)
+    assert (console.returncode, errors) == (130, "")
+    assert "it goes on from there with: grpo run" in output
+    assert processes_of(run) == {}
+    with (run / "metrics.jsonl").open("a") as file_:
+        file_.write('{"step": 9')  # as a killed console would leave it
+    assert main(["status", str(run)]) == main(["resume", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert ": lunch" in shown
+    assert "will find this" in shown
+    done = grpo("run", file, "run.steps=100", FAKE_STEP_S="0.01")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "goes on at" in done.stdout
+    assert steps(run) == list(range(100))
+    fresh = grpo("run", file, "run.steps=3", "--fresh")
+    assert (fresh.returncode, steps(run)) == (0, [0, 1, 2])
+
+
+def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "--no-screen", "run.steps=2", FAKE_DEAF="generator-0") as console:
+        assert console.stdout is not None
+        for word in ("waiting up to 25 s for generator-0 to end", "still running after the end: generator-0; asked to stop"):
+            assert any(word in line for line in console.stdout), word
+            console.send_signal(signal.SIGINT)
+        assert "finished: run small" in console.stdout.read()
+        assert console.wait(20) == 0
+    assert processes_of(run) == {}
+
+
+def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of those that go is deaf: it is killed, and no death either. The last wish outlives an interruption."""
+    file, run = config_file(tmp_path), tmp_path / "small"
+    arguments = ("run", file, "run.steps=1000", "generator.count=1", "generator.drain_s=0", "--no-screen")
+
+    def generators() -> set[str]:
+        return {pod for pod in processes_of(run) if pod.startswith("generator")}
+
+    def scale(*given: str) -> str:
+        capsys.readouterr()
+        assert main(["scale", "generators", given[0], str(run), *given[1:]]) == 0
+        return capsys.readouterr().out
+
+    with launched(*arguments, FAKE_STEP_S="0.1", FAKE_DEAF="generator-2") as console:
+        wait_until(lambda: len(steps(run)) > 1, "the first steps")
+        assert scale("3", "--why", "day") == "run small: 3 generators wanted\n"
+        wait_until(lambda: len(generators()) == 3 and "deaf" in log(run, "generator-2"), "three generators")
+        first = processes_of(run)["generator-0"]
+        assert main(["status", str(run)]) == 0
+        assert "generators: 2 there, 3 wanted (day)" in capsys.readouterr().out
+        assert scale("0") == "run small: 0 generators wanted, without any the run waits\n"
+        wait_until(lambda: generators() == {"generator-2"}, "all gone but the deaf one")
+        scale("5")
+        scale("2")
+        now = wait_until(lambda: generators() == {"generator-0", "generator-1"} and processes_of(run), "two of them")
+        assert now["generator-0"] != first
+        console.send_signal(signal.SIGINT)
+        output, errors = console.communicate(timeout=30)
+    assert (console.returncode, errors) == (130, "")
+    assert "generator-2 did not stop within 5 s and is killed" in output
+    assert "generator-0 has drained and is gone" in output
+    assert "starts again" not in output
+    with launched(*arguments, FAKE_STEP_S="0.1") as console:
+        wait_until(lambda: len(generators()) == 2, "as many as were wanted last")
+        assert main(["stop", str(run)]) == 0
+        console.send_signal(signal.SIGINT)
+        console.communicate(timeout=30)
+    restarts = json.loads((run / "summary.json").read_text())["restarts"]
+    assert set(restarts.values()) == {0}
+    for wrong, why in (
+        (("generators", "-1"), "-1"),
+        (("trainers", "2"), "trainers"),
+        (("generators", "10001"), "more than 10000"),
+    ):
+        assert main(["scale", *wrong, str(run)]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_a_console_that_is_killed_takes_its_services_along(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "run.steps=1000", "generator.drain_s=0", FAKE_DEAF="generator-0") as console:
+        wait_until(lambda: len(steps(run)) > 2 and "deaf" in log(run, "generator-0"), "the first steps")
+        console.kill()
+        deaf = wait_until(lambda: len(left := processes_of(run)) == 1 and left.get("generator-0"), "all but the deaf one gone")
+        os.kill(deaf, signal.SIGKILL)
+    with launched("run", file, "run.steps=1000", "generator.drain_s=0", FAKE_DEAF="generator-0") as console:
+        reached = len(steps(run))
+        wait_until(lambda: len(steps(run)) > reached + 2 and log(run, "generator-0").count("deaf") == 2, "further steps")
+        console.send_signal(signal.SIGTERM)
+        wait_until(lambda: {"generator-0", "redis"} == set(processes_of(run)), "the others to end")
+        console.send_signal(signal.SIGTERM)
+        console.communicate(timeout=10)
+    assert console.returncode == 130
+    assert processes_of(run) == {}
+    assert steps(run) == list(range(len(steps(run))))
+
+
+def test_a_terminal_gets_the_live_screen(tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    arguments = command("run", config_file(tmp_path), "run.steps=3")
+    console = subprocess.Popen(arguments, stdout=end, stderr=end, env=environment(TERM="xterm"), cwd=ROOT)
+    os.close(end)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+        while chunk := os.read(terminal, 65536):
+            shown += chunk
+    os.close(terminal)
+    assert console.wait(timeout=30) == 0
+    assert b"3/3 steps" in shown
+    assert b"heard of" in shown
+    assert b"\x1b[?25h" in shown, "the cursor is not back"
+
+
+def test_a_configuration_error_of_a_service_ends_the_run(tmp_path: Path) -> None:
+    file = config_file(tmp_path)
+    done = grpo("run", file, FAKE_EXIT="dataprep-0:2:path of source 'main' = 'x' is not a file")
+    assert done.returncode == 2
+    log_path = tmp_path / "small" / "logs" / "dataprep-0.log"
+    assert done.stderr == f"error: dataprep-0 cannot run: path of source 'main' = 'x' is not a file (log: {log_path})\n"
+    assert processes_of(tmp_path / "small") == {}
+
+
+def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
+    file = config_file(tmp_path)
+    done = grpo("run", file, "run.steps=100", FAKE_STEP_S="60", FAKE_EXIT="generator-0:1:the engine is broken")
+    assert done.returncode == 1
+    assert "generator-0 died 3 times in a row without a step in between: the engine is broken (log: " in done.stderr
+    assert json.loads((tmp_path / "small" / "summary.json").read_text())["status"] == "failed"
+
+
+async def forget(server: RedisServer, run: str) -> None:
+    """Leave the shared server as it was."""
+    store = await Store.connect(server.url, run, server.password)
+    await store.delete_run()
+    await store.close()
+
+
+def test_two_runs_beside_each_other_on_two_kinds_of_redis(
+    tmp_path: Path, server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config_file(tmp_path)
+    shared = server.url.replace("redis://", f"redis://:{server.password}@")
+    with (
+        launched("run", file, "run.name=one", "run.steps=8") as one,
+        launched("run", file, "run.name=two", "run.steps=8", "--redis-url", shared) as two,
+    ):
+        (_, first), (_, second) = one.communicate(timeout=60), two.communicate(timeout=60)
+    assert (one.returncode, two.returncode) == (0, 0), first + second
+    assert steps(tmp_path / "one") == steps(tmp_path / "two") == list(range(8))
+    assert load_resolved(tmp_path / "two" / "config.toml").redis.url == server.url  # without the password
+    assert stat.S_IMODE((tmp_path / "two" / "redis-password").stat().st_mode) == 0o600
+    assert main(["status", "two", "--redis-url", shared, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"]["finished"] == "trained 8 of 8 steps"
+    other = grpo("run", file, "run.name=two", "run.steps=9", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
+    assert other.returncode == 2
+    assert "of another configuration" in other.stderr
+    fresh = grpo("run", file, "run.name=two", "run.steps=2", "--fresh", "--redis-url", shared)
+    assert (fresh.returncode, steps(tmp_path / "two")) == (0, [0, 1]), fresh.stderr
+    asyncio.run(forget(server, "two"))

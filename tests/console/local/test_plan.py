@@ -1,0 +1,131 @@
+"""Which processes a run has, and who sees which GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.config import RunConfig
+from services.console.errors import ConsoleError
+from services.console.local.plan import (
+    common_environment,
+    forced_backend,
+    most_generators,
+    plan_units,
+    sharing,
+    visible_gpus,
+    wanted_generators,
+)
+from services.runtime.child_processes import UnitPlan
+from services.store.records import RunState, Scale
+from tests.support.harness import small_config
+
+
+def config(folder: Path, *overrides: str) -> RunConfig:
+    return small_config(folder, None, *overrides)
+
+
+def seen(units: list[UnitPlan]) -> dict[str, str | None]:
+    return {pod.name: pod.environ.get("CUDA_VISIBLE_DEVICES") for unit in units for pod in unit.pods}
+
+
+def test_a_run_is_dataprep_the_trainer_ranks_and_the_generators(tmp_path: Path) -> None:
+    units = plan_units(config(tmp_path, "trainer.ranks=2", "generator.count=2"), Path("/run/config.toml"))
+    assert [(unit.name, unit.collective, [pod.name for pod in unit.pods]) for unit in units] == [
+        ("dataprep-0", False, ["dataprep-0"]),
+        ("trainer", True, ["trainer-0", "trainer-1"]),
+        ("generator-0", False, ["generator-0"]),
+        ("generator-1", False, ["generator-1"]),
+    ]
+    rank_1 = units[1].pods[1]
+    assert rank_1.argv == (sys.executable, "-m", "services.trainer", "--config", "/run/config.toml", "--name", "trainer-1")
+    assert rank_1.environ == {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GRPO_CONFIG": "/run/config.toml",
+        "GRPO_POD": "trainer-1",
+    }  # fmt: skip
+
+
+def test_trainer_ranks_get_the_first_gpus_and_generators_the_next(tmp_path: Path) -> None:
+    units = plan_units(
+        config(tmp_path, "trainer.ranks=2", "generator.count=3", "generator.tensor_parallel=2"), Path("c"), list("01234567")
+    )
+    assert seen(units) == {
+        "dataprep-0": "", "trainer-0": "0,1", "trainer-1": "0,1", "generator-0": "2,3", "generator-1": "4,5",
+        "generator-2": "6,7",
+    }  # fmt: skip
+
+
+def test_too_few_gpus_are_shared_over_gloo(tmp_path: Path) -> None:
+    few = config(tmp_path, "generator.count=2")
+    assert sharing(few, ["3"])
+    assert forced_backend(few, ["3"]) == "gloo"
+    assert [forced_backend(few, gpus) for gpus in ([], list("012345678"))] == ["", ""]
+    assert forced_backend(config(tmp_path, "generator.count=2", "sync.backend=filesystem"), ["3"]) == ""
+    assert not sharing(few, ["0", "1", "2"])
+    assert not sharing(few, [])
+    assert seen(plan_units(few, Path("c"), ["3"])) == {
+        "dataprep-0": "", "trainer-0": "3", "generator-0": "3", "generator-1": "3"
+    }  # fmt: skip
+
+
+def test_a_run_grows_by_its_last_generators_and_as_far_as_there_are_gpus(tmp_path: Path) -> None:
+    eight = list("01234567")
+    small, grown = (config(tmp_path, "trainer.ranks=2", f"generator.count={count}") for count in (2, 6))
+    assert plan_units(grown, Path("c"), eight)[: 2 + 2] == plan_units(small, Path("c"), eight)
+    assert most_generators(small, eight) == 6
+    assert most_generators(config(tmp_path, "trainer.ranks=2", "generator.tensor_parallel=4"), eight) == 1
+    assert most_generators(small, []) is None
+    assert most_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"]) is None
+    assert most_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # shared already
+
+
+def test_the_wish_counts_and_else_the_configuration(tmp_path: Path) -> None:
+    wish = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c", scale=Scale(5, "more"))
+    assert wanted_generators(None, 2, None) == (2, "")
+    assert wanted_generators(replace(wish, scale=Scale()), 2, None) == (2, "")
+    assert wanted_generators(wish, 2, None) == (5, "")
+    assert wanted_generators(wish, 2, 3) == (3, "5 generators are wanted, and there are GPUs for 3")
+    assert wanted_generators(replace(wish, scale=Scale(0)), 2, 3) == (0, "")
+
+
+def test_more_than_there_is_room_for_is_refused_with_the_remedy() -> None:
+    assert Scale(most=3).refusal(3) == Scale().refusal(1000) == ""
+    assert "generators = 4 are more than the 3 that there are GPUs for" in Scale(most=3).refusal(4)
+    assert "ask for fewer" in Scale().refusal(10_001)
+
+
+@pytest.mark.parametrize(
+    ("override", "names"), [('sync.backend="nccl"', "sync.backend"), ("trainer.ranks=2", "trainer.ranks = 2")]
+)
+def test_what_cannot_be_shared_is_refused(tmp_path: Path, override: str, names: str) -> None:
+    with pytest.raises(ConsoleError, match=names):
+        sharing(config(tmp_path, override), ["0"])
+
+
+def test_services_inherit_no_overrides_and_no_more_threads_than_cores(tmp_path: Path) -> None:
+    given = {"PATH": "/bin", "GRPO__RUN__STEPS": "5", "GRPO_REDIS_PASSWORD": "x"}
+    common = common_environment(given, config(tmp_path), [])
+    assert common["OMP_NUM_THREADS"] == "1"
+    assert "GRPO__RUN__STEPS" not in common
+    assert common["GRPO_REDIS_PASSWORD"] == "x"
+    assert "HF_HUB_OFFLINE" not in common  # the model's path is no folder here
+    (tmp_path / "model").mkdir()
+    assert common_environment(given, config(tmp_path), ["0"]).get("OMP_NUM_THREADS") is None
+    assert common_environment(given, config(tmp_path), ["0"])["HF_HUB_OFFLINE"] == "1"
+
+
+def test_gpus_are_those_the_caller_may_see(tmp_path: Path) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 5"}) == ["2", "5"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: H (UUID: a)'\necho 'GPU 1: H (UUID: b)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert visible_gpus({}) == ["0", "1"]

@@ -1,0 +1,146 @@
+"""metrics.jsonl, summary.json, and the numbers people read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.console.local import summary
+from services.console.local.mirror import EVALUATED, Mirror
+from services.console.local.summary import Audited, in_words, summarise
+from services.operations import figures
+from services.operations.observe import BATCH, Observer
+from services.store import RunState, Store
+from tests.support.harness import small_config
+
+STATE = RunState(4, 16, 3, 40, 3, 3, 2, -1, "dataprep-0", {}, "", "", "data", "config")
+
+
+def row(step: int, time_s: float, **values: float) -> dict[str, float]:
+    return {"step": step, "time_s": time_s, **values}
+
+
+def test_each_step_is_mirrored_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Mirror(path)
+    assert [r["step"] for r in first.add([{"step": 0.0, "x": 1.5}, {"step": 1.0}, {"step": 1.0, "x": 2.0}])] == [0, 1]
+    first.close()
+    with path.open("a") as torn:
+        torn.write('{"step":2,"x"')
+    second = Mirror(path)
+    assert second.rows == {0: {"step": 0, "x": 1.5}, 1: {"step": 1}}
+    assert [r["step"] for r in second.add([{"step": 1.0}, {"step": 2.0}])] == [2]
+    second.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 0, "x": 1.5}, {"step": 1}, {"step": 2}]
+
+
+def test_steps_recorded_anew_after_a_restore_take_the_place_of_what_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    mirror = Mirror(path)
+    mirror.add([{"step": step, "x": 1.0} for step in range(6)])
+    back = {"run/incarnation": 17.0}
+    assert [r["step"] for r in mirror.add([{"step": 3, "x": 2.0, **back}, {"step": 3, "x": 3.0, **back}])] == [3]
+    mirror.close()
+    mirror = Mirror(path)
+    assert {step: row["x"] for step, row in mirror.rows.items()} == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
+    assert mirror.add([{"step": 3, "x": 4.0, **back}, {"step": 4, "x": 2.0, **back}]) == [{"step": 4, "x": 2.0, **back}]
+    mirror.add([{"step": 6, "x": 3.0, "run/incarnation": 18.0}])
+    mirror.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4, 6]
+
+
+def test_evaluation_rounds_of_what_was_undone_go_though_no_round_takes_their_place(tmp_path: Path) -> None:
+    def mirrors() -> tuple[Mirror, Mirror]:
+        return Mirror(tmp_path / "metrics.jsonl"), Mirror(tmp_path / "evaluations.jsonl", EVALUATED)
+
+    def versions() -> list[int]:
+        return [json.loads(line)[EVALUATED] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+
+    first, back, again = ({"run/incarnation": life} for life in (16.0, 17.0, 18.0))
+    steps, rounds = mirrors()
+    steps.add([{"step": step, **first} for step in range(9)])
+    rounds.add([{EVALUATED: version, **first} for version in (0, 3, 4, 6, 9)])
+    rounds.outlive(steps)
+    assert versions() == [0, 3, 4, 6, 9]
+    rounds.add([{EVALUATED: 4, **back}])  # a round may be complete before the step that made its version is recorded
+    steps.add([{"step": 3, **back}])
+    rounds.outlive(steps)
+    assert versions() == [0, 3, 4]
+    rounds.add([{EVALUATED: 6, **back}])
+    steps.add([{"step": 4, **back}, {"step": 5, **back}, {"step": 5, **again}])
+    steps.close()  # killed before it took out the round of version 6
+    rounds.close()
+    steps, rounds = mirrors()
+    rounds.outlive(steps)
+    assert versions() == [0, 3, 4]
+    steps.add([{"step": 0, "run/incarnation": 19.0}])
+    rounds.outlive(steps)
+    assert versions() == [0]
+    steps.close()
+    rounds.close()
+
+
+async def test_an_observer_passes_every_entry_on_once(store: Store) -> None:
+    for step in range(BATCH + 5):
+        await store.record({"step": float(step)})
+    observer = Observer(store, ttl_s=5.0)
+    looks = await observer.look_to_the_end()
+    assert [len(look.records) for look in looks] == [BATCH, 5]
+    await store.record({"step": BATCH + 5.0})
+    look = await observer.look()
+    assert look is not None
+    assert look.records == [{"step": BATCH + 5.0}]
+    assert (look.state, look.finished, look.committed_step) == (None, "", -1)
+
+
+def test_a_summary_by_hand(tmp_path: Path) -> None:
+    config = small_config(tmp_path, None, "run.seed=7", "admission.max_staleness=2")
+    rows = [
+        row(step, 10.0 + 2 * step, **{figures.REWARD: float(step), figures.LAG_MAX: float(step % 3), figures.TRAINED: 100.0})
+        for step in range(12)
+    ]
+    rows[5].pop(figures.REWARD)
+    rows[3]["fleet/generators"] = 2.0
+    found = summarise(
+        config, rows, STATE, Audited(0, 0, 5, {"issued": 9}), status="finished", wall_s=30.0, restarts={"trainer": 1}
+    )
+    assert found["reward_first"] == pytest.approx((0 + 1 + 2 + 3 + 4 + 6 + 7 + 8 + 9 + 10) / 10)
+    assert found["reward_last"] == pytest.approx((1 + 2 + 3 + 4 + 6 + 7 + 8 + 9 + 10 + 11) / 10)
+    expected = {
+        "run": "small", "seed": 7, "steps": 3, "lost": 0, "doubled": 0, "max_lag": 2.0, "max_staleness": 2, "stale_dropped": 5,
+        "generators": 2, "syncs": 4, "tokens_per_s_generated": None, "tokens_per_s_trained": 100.0, "wall_s": 30.0,
+        "restarts": {"trainer": 1}, "audit": {"issued": 9}, "status": "finished",
+    }  # fmt: skip
+    assert expected.items() <= found.items()
+    summary.write(tmp_path / "summary.json", found)
+    assert summary.read(tmp_path / "summary.json") == found
+    assert "largest lag 2 of 2, 0 tickets lost, 0 doubled, 5 dropped as stale" in in_words(found)[1]
+
+
+def test_a_run_that_never_began_has_a_summary(tmp_path: Path) -> None:
+    found = summarise(small_config(tmp_path), [], None, None, status="failed", wall_s=1.0, restarts={})
+    assert (found["steps"], found["reward_first"], found["max_lag"], found["lost"]) == (0, None, None, None)
+    assert in_words(found)[1] == "tickets not audited"
+    assert summary.read(tmp_path / "nothing.json") == {}
+
+
+def test_rates_count_by_time_and_a_night_does_not_drown_them() -> None:
+    rows = [row(0, 0.0, r=999.0), row(1, 1.0, r=10.0), row(2, 4.0, r=30.0)]
+    assert figures.average_rate(rows, "r") == pytest.approx((1 * 10 + 3 * 30) / 4)
+    steady = [row(i, float(i), r=10.0) for i in range(11)]
+    night = [*steady, row(11, 40_000.0, r=1.0)]
+    assert figures.average_rate(night, "r") == pytest.approx((10 * 10 + 10 * 1) / 20)
+    assert figures.average_rate(rows[:1], "r") == 999.0
+    assert figures.average_rate([], "r") is None
+
+
+def test_numbers_for_people() -> None:
+    assert [figures.duration(s) for s in (None, 4.21, 42.0, 187.0, 7387.0)] == ["–", "4.2 s", "42 s", "3:07", "2:03:07"]
+    rows = [row(step, 3.0 * step) for step in range(5)]
+    assert figures.left_s(rows, 10) == pytest.approx(15.0)
+    assert figures.left_s(rows[:1], 10) is None
+    line = figures.step_line(row(4, 12.0, **{figures.REWARD: 0.25, figures.GENERATED: 1234.5}), 10, 15.0)
+    assert line.startswith("step 5/10  reward 0.250  lag – (max –)  generated 1,234 tok/s  trained – tok/s")
+    assert line.endswith("took –  left 15 s")

@@ -1,0 +1,71 @@
+"""The live screen, drawn into a string."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from services.console.local.screen import ScreenDisplay
+from services.console.local.warnings_tail import WarningsTail
+from services.operations import figures
+from services.operations.observe import Look, Member
+from services.protocol.messages import PodStatus
+from services.store import RunState
+
+STATE = RunState(100, 96, 70, 200, 12, 12, 11, -1, "dataprep-0", {"trainer": "lunch"}, "", "", "data", "config")
+POD = PodStatus("generator", "generator-0", "b00t", "here", 1, "", "ready", 12, 1, {"tokens_per_s": 4321.0})
+
+
+def drawn(screen: ScreenDisplay) -> str:
+    console = Console(file=io.StringIO(), width=120, record=True)
+    console.print(screen.render())
+    return console.export_text()
+
+
+def screen_of(folder: Path) -> ScreenDisplay:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    return ScreenDisplay("demo", 100, [], WarningsTail(folder), console)
+
+
+def test_before_anything_is_known_there_are_dashes(tmp_path: Path) -> None:
+    text = drawn(screen_of(tmp_path))
+    assert "0/100 steps" in text
+    assert "–" in text
+
+
+def test_a_run_in_full_swing(tmp_path: Path) -> None:
+    screen = screen_of(tmp_path)
+    (tmp_path / "generator-0.log").write_text(
+        json.dumps({"event": "verifier timed out", "level": "warning", "error": "5 s"}) + "\n"
+        + json.dumps({"event": "claimed", "level": "info"}) + "\nTraceback: not JSON\n" + '{"event": "half'
+    )  # fmt: skip
+    step = {"step": 11, "time_s": 60.0, figures.REWARD: 0.431, figures.LAG_MEAN: 0.8, figures.LAG_MAX: 2.0, figures.STEP_S: 2.14}
+    with screen:
+        screen.steps([{"step": 10, "time_s": 58.0}, step])
+        screen.event("trainer-0 was killed by signal 9; trainer starts again in 0.5 s")
+        screen.draw(Look(0.0, STATE, [Member(POD, 4.2)]), {"trainer": 3.0})
+        text = drawn(screen)
+    for expected in (
+        "12/100 steps", "2:56 left", "trainer paused", "0.431", "0.80 / 2", "2.1 s", "70/96", "generator-0", "ready", "4,321",
+        "4.2 s ago", "starts again in 3 s", "killed by signal 9", "generator-0: verifier timed out: 5 s",
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert "claimed" not in text
+
+
+def test_the_tail_reads_what_is_appended_and_whole_lines_only(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-0.log"
+    log.write_text(json.dumps({"event": "old", "level": "error"}) + "\n")
+    tail = WarningsTail(tmp_path)
+    assert tail.look() == []
+    line = json.dumps({"event": "new", "level": "error"})
+    with log.open("a") as file:
+        file.write(line[:10])
+        file.flush()
+        assert tail.look() == []
+        file.write(line[10:] + "\n")
+    assert tail.look() == ["trainer-0: new"]
+    assert tail.look() == []

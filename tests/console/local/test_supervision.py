@@ -1,0 +1,80 @@
+"""When a dead service starts again and when the run ends: decisions by hand-made histories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.console import errors
+from services.console.local.supervision import DEATHS_IN_A_ROW, LONGEST_PAUSE_S, Ended, GiveUp, Record, Start, account, decide
+from services.runtime import entry
+
+SHORT: dict[str, Any] = {"lived_s": 1.0, "committed_step": 3, "over": False, "redis_served": False}
+STUCK = Record(deaths=0, committed_step=3)
+
+
+def test_exit_codes_are_those_of_the_services() -> None:
+    for name in ("EXIT_OK", "EXIT_FAILED", "EXIT_CONFIG", "EXIT_REDIS"):
+        assert getattr(errors, name) == getattr(entry, name)
+
+
+def test_pauses_double_up_to_a_limit_and_then_the_run_ends() -> None:
+    record, pauses = STUCK, []
+    for _ in range(DEATHS_IN_A_ROW):
+        decision, record = decide("generator-0", record, [-9], **SHORT)
+        assert isinstance(decision, Start)
+        pauses.append(decision.pause_s)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
+    decision, record = decide("generator-0", record, [-9], **SHORT)
+    assert decision == GiveUp("generator-0 died 6 times in a row without a step in between", 1)
+
+
+def test_a_committed_step_or_a_long_life_ends_a_row_of_deaths() -> None:
+    tired = Record(deaths=DEATHS_IN_A_ROW, committed_step=3)
+    assert decide("trainer", tired, [1], **{**SHORT, "committed_step": 4}) == (Start(0.5), Record(1, 4))
+    assert decide("trainer", tired, [1], **{**SHORT, "lived_s": 61.0}) == (Start(0.5), Record(1, 3))
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_verdicts_end_the_run_at_once(code: int) -> None:
+    assert decide("dataprep-0", STUCK, [code], **SHORT) == (GiveUp("dataprep-0 cannot run", code), STUCK)
+    assert decide("trainer", STUCK, [None, code], **SHORT)[0] == GiveUp("trainer cannot run", code)
+
+
+def test_want_of_a_redis_that_has_served_is_no_verdict() -> None:
+    """A pod that starts gives up a server that does not answer for 4 s, which must not end the run."""
+    served = {**SHORT, "redis_served": True}
+    assert isinstance(decide("trainer", STUCK, [3], **served)[0], Start)
+    assert isinstance(decide("trainer", STUCK, [2], **served)[0], GiveUp)
+
+
+def test_nobody_starts_again_after_the_end() -> None:
+    for code in (0, 1, 2, -9):
+        assert decide("generator-0", STUCK, [code], **{**SHORT, "over": True}) == (Ended(), STUCK)
+
+
+def test_a_service_that_leaves_early_starts_again() -> None:
+    assert isinstance(decide("generator-0", STUCK, [0], **SHORT)[0], Start)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, -9, -15]), st.floats(0, 100), st.integers(0, 2)), max_size=60))
+def test_every_history_ends_or_progresses(history: list[tuple[int, float, int]]) -> None:
+    record, committed, row = Record(), -1, 0
+    for code, lived_s, steps in history:
+        committed += steps
+        row = 1 if steps or lived_s > 60 else row + 1
+        decision, record = decide("x", record, [code], lived_s=lived_s, committed_step=committed, over=False, redis_served=False)
+        assert isinstance(decision, GiveUp) == (row > DEATHS_IN_A_ROW)
+        if isinstance(decision, GiveUp):
+            return
+        assert isinstance(decision, Start)
+        assert 0 < decision.pause_s <= LONGEST_PAUSE_S
+
+
+def test_deaths_in_words() -> None:
+    assert account([None, -9]) == "was killed by signal 9"
+    assert account([1]) == "failed with exit code 1"
+    assert account([0]) == "ended before the run did"

@@ -1,0 +1,395 @@
+"""The order of prompts: quotas of a mixture, epochs with exclusions, and a resume at any place."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from services.dataprep.prompts.curriculum import Curriculum, middle_first
+from services.dataprep.prompts.errors import DataError
+from services.dataprep.prompts.order import Exhausted, Pick, PromptOrder, SourceSpan, permutation
+from services.store.records import PassRate
+
+WEIGHTS = st.lists(st.sampled_from([0.001, 0.1, 0.3, 0.7, 1.0, 1.5, 3.0, 16.0, 30.0]), min_size=1, max_size=7)
+
+
+def _spans(*sources: tuple[int, float]) -> list[SourceSpan]:
+    """Sources `a`, `b`, … of (rows, weight), one after the other."""
+    spans: list[SourceSpan] = []
+    for rows, weight in sources:
+        spans.append(SourceSpan("abcdefgh"[len(spans)], weight, sum(span.rows for span in spans), rows))
+    return spans
+
+
+def _order(
+    spans: Sequence[SourceSpan], exclude: float = 0.0, slots: int = 4, curriculum: Curriculum | None = None
+) -> PromptOrder:
+    return PromptOrder(spans, 5, True, slots, exclude, curriculum)
+
+
+def _draw(order: PromptOrder, count: int, cursor: int, rates: dict[int, PassRate] | None = None) -> list[Pick]:
+    draft = order.draft(count, cursor, rates or {})
+    order.accept(draft)
+    return draft.picks
+
+
+def _slow_permutation(seed: int, epoch: int, n: int) -> list[int]:
+    """SplitMix64 in Python's own integers."""
+    mask = 2**64 - 1
+    start = int.from_bytes(hashlib.sha256(f"order {seed} {epoch}".encode()).digest()[:8], "little")
+
+    def key(row: int) -> int:
+        z = (start + (row + 1) * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    return sorted(range(n), key=key)
+
+
+def test_the_permutation_is_fixed_for_all_time():
+    assert permutation(0, 0, 10).tolist() == [5, 3, 2, 4, 8, 6, 1, 0, 7, 9]
+    for seed, epoch in [(0, 0), (0, 1), (123456789, 40)]:
+        assert permutation(seed, epoch, 200).tolist() == _slow_permutation(seed, epoch, 200)
+    assert permutation(0, 0, 10).tolist() != permutation(0, 1, 10).tolist() != permutation(1, 1, 10).tolist()
+    assert np.array_equal(np.sort(permutation(3, 7, 1000)), np.arange(1000))
+
+
+def test_every_row_is_equally_likely_to_come_first():
+    first = np.bincount([permutation(1, epoch, 10)[0] for epoch in range(5000)], minlength=10)
+    chi_square = float(((first - 500) ** 2 / 500).sum())
+    assert chi_square < 27.9  # 9 degrees of freedom, p = 0.001
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_one_source_runs_through_one_permutation_after_another_whatever_the_batches(rows: int, batches: list[int]):
+    order = PromptOrder([SourceSpan("main", 1.0, 0, rows)], 5, True, 4)
+    picks: list[Pick] = []
+    for count in batches:
+        picks += _draw(order, count, len(picks))
+    expected = [
+        Pick("main", epoch, int(permutation(5, epoch, rows)[place]))
+        for epoch, place in (divmod(position, rows) for position in range(len(picks)))
+    ]
+    assert picks == expected
+
+
+def test_without_shuffle_rows_come_as_they_stand():
+    order = PromptOrder(_spans((3, 1.0), (2, 1.0)), 0, False, 4)
+    assert [pick.row for pick in _draw(order, 10, 0)] == [0, 3, 1, 4, 2, 3, 0, 4, 1, 3]
+
+
+@settings(max_examples=100, deadline=None)
+@given(WEIGHTS, st.builds(random.Random, st.integers(0)))
+def test_every_prefix_of_a_mixture_holds_each_source_s_share(weights: list[float], rng: random.Random):
+    spans = _spans(*((rng.randint(1, 30), weight) for weight in weights))
+    taken: Counter[str] = Counter()
+    total = sum(Fraction(str(weight)) for weight in weights)
+    for number, pick in enumerate(_draw(_order(spans), 300, 0), start=1):
+        taken[pick.source] += 1
+        for span in spans:
+            assert abs(taken[span.name] - Fraction(str(span.weight)) * number / total) < 1
+
+
+def test_every_source_has_epochs_of_its_own():
+    spans = _spans((4, 1.0), (10, 2.0), (7, 0.5))
+    picks = _draw(_order(spans), 280, 0)
+    for span in spans:
+        epochs: dict[int, list[int]] = {}
+        for pick in picks:
+            if pick.source == span.name:
+                epochs.setdefault(pick.epoch, []).append(pick.row)
+        *whole, last = epochs
+        assert list(epochs) == list(range(len(epochs)))
+        assert len(whole) > 1
+        for epoch in whole:
+            assert epochs[epoch] == (span.first + permutation(5, epoch, span.rows)).tolist()
+        assert epochs[last] == (span.first + permutation(5, last, span.rows)).tolist()[: len(epochs[last])]
+
+
+def test_a_draft_changes_nothing_until_it_is_accepted():
+    order = _order(_spans((3, 1.0), (5, 1.0)))
+    _draw(order, 7, 0)
+    assert order.draft(6, 7, {}) == order.draft(6, 7, {})
+    longer = order.draft(9, 7, {})
+    assert longer.picks[:6] == order.draft(6, 7, {}).picks
+    order.accept(longer)
+    assert order.draft(1, 16, {}).picks != longer.picks[:1]
+    assert order.draft(0, 16, {}).picks == []
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=20))
+def test_the_beginning_of_an_epoch_is_foreseen(batches: list[int]):
+    order, cursor = _order(_spans((5, 1.0), (7, 3.0))), 0
+    for count in batches:
+        foreseen, draft = order.begins_epoch(count), order.draft(count, cursor, {})
+        assert foreseen == bool(draft.epochs)
+        order.accept(draft)
+        cursor += count
+
+
+def _answered(row: int, epoch: int) -> float:
+    """A pass rate that wanders from epoch to epoch; the higher the row, the easier."""
+    noise = hashlib.blake2b(f"{row} {epoch}".encode(), digest_size=1).digest()[0] / 255
+    return min(1.0, (row % 10) / 10 + noise / 3 + epoch / 20)
+
+
+class _Run:
+    """A run whose groups settle in any order, though never later than `slots` prompts after their issue.
+
+    `failing`: every so many prompts one fails and is asked again, at a prompt that hangs on its number alone.
+    """
+
+    def __init__(self, order: PromptOrder, slots: int, exclude: float, failing: int = 0) -> None:
+        self.order, self.slots, self.exclude, self.failing = order, slots, exclude, failing
+        self.picks: list[Pick] = []
+        self.due: dict[int, int] = {}  # prompt that failed -> the first at which it may be asked again
+        self.unsettled: list[int] = []
+        self.rates: dict[int, PassRate] = {}
+        self.state, self.epochs = b"", dict[str, bytes]()
+
+    def settle(self, seq: int) -> None:
+        """The group of prompt `seq` is settled; of its row's groups the first that solved it counts, else the last issued."""
+        pick = self.picks[seq]
+        self.unsettled.remove(seq)
+        if self._fails(seq):
+            return
+        groups = [PassRate(seq, _answered(pick.row, pick.epoch)), *filter(None, [self.rates.get(pick.row)])]
+        solved = [group for group in groups if self.exclude and group.rate >= self.exclude]
+        self.rates[pick.row] = min(solved, key=lambda group: group.seq) if solved else max(groups, key=lambda group: group.seq)
+
+    def draw(self, count: int) -> bool:
+        """Issue up to `count` prompts; whether there were any."""
+        cursor = len(self.picks)
+        asked_again = [seq for seq, due in self.due.items() if due <= cursor]
+        self.due = {seq: due for seq, due in self.due.items() if due > cursor}
+        first = cursor + len(asked_again)
+        failing = {seq: self._due(seq) for seq in range(first, first + count) if self._fails(seq)}
+        end = max(first, min([first + count, *self.due.values(), *failing.values()]))
+        count = end - first
+        for seq in [seq for seq in self.unsettled if seq < end - self.slots or seq in asked_again]:
+            self.settle(seq)
+        rates = self.rates if self.order.begins_epoch(count) else {}
+        again = [self.picks[seq] for seq in asked_again]
+        try:
+            draft = self.order.draft(count, cursor, rates, again)
+        except Exhausted:
+            if not again:
+                return False
+            draft = self.order.draft(0, cursor, rates, again)
+        self.order.accept(draft)
+        self.state, self.epochs = draft.state, self.epochs | draft.epochs
+        self.picks += draft.picks
+        self.due |= {seq: due for seq, due in failing.items() if seq < len(self.picks)}
+        self.unsettled += range(cursor, len(self.picks))
+        return True
+
+    def _fails(self, seq: int) -> bool:
+        return bool(self.failing) and seq % self.failing == 0
+
+    def _due(self, seq: int) -> int:
+        return seq + 1 + seq // self.failing % self.slots
+
+
+def _some_of_the_middle(rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
+    """A curriculum that depends on every rate and leaves rows out."""
+    return middle_first(rows, rates, epoch)[: max(1, len(rows) * 2 // 3)]
+
+
+SOURCES = st.lists(st.tuples(st.integers(1, 25), st.sampled_from([0.5, 1.0, 3.0])), min_size=1, max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    SOURCES, st.integers(1, 12), st.sampled_from([0.0, 0.6, 0.9]), st.booleans(), st.sampled_from([0, 3, 7]),
+    st.builds(random.Random, st.integers(0)),
+)  # fmt: skip
+def test_neither_timing_nor_batches_nor_a_resume_change_the_order(
+    sources: list[tuple[int, float]], slots: int, exclude: float, hook: bool, failing: int, rng: random.Random
+):
+    spans, curriculum = _spans(*sources), _some_of_the_middle if hook else None
+    steady, restless = (_Run(_order(spans, exclude, slots, curriculum), slots, exclude, failing) for _ in range(2))
+    while len(steady.picks) < 150 and steady.draw(1):
+        for seq in list(steady.unsettled):
+            steady.settle(seq)
+    while len(restless.picks) < len(steady.picks):
+        if rng.random() < 0.3:
+            restless.order = _order(spans, exclude, slots, curriculum)
+            restless.order.restore(restless.state, restless.epochs)
+        assert restless.draw(rng.randint(1, slots))
+        for seq in rng.sample(restless.unsettled, rng.randint(0, len(restless.unsettled))):
+            restless.settle(seq)
+    assert restless.picks[: len(steady.picks)] == steady.picks
+
+
+@settings(max_examples=60, deadline=None)
+@given(SOURCES, st.integers(1, 12), st.sampled_from([0.6, 0.9]), st.builds(random.Random, st.integers(0)))
+def test_an_epoch_asks_every_row_once_but_those_solved_before_it_began(
+    sources: list[tuple[int, float]], slots: int, exclude: float, rng: random.Random
+):
+    spans = _spans(*sources)
+    run = _Run(_order(spans, exclude, slots), slots, exclude)
+    while len(run.picks) < 150 and run.draw(rng.randint(1, slots)):
+        for seq in rng.sample(run.unsettled, rng.randint(0, len(run.unsettled))):
+            run.settle(seq)
+    for span in spans:
+        seqs = [seq for seq, pick in enumerate(run.picks) if pick.source == span.name]
+        numbers = sorted({run.picks[seq].epoch for seq in seqs})
+        for epoch in numbers[:-1]:
+            asked = [run.picks[seq].row for seq in seqs if run.picks[seq].epoch == epoch]
+            began = min(seq for seq in seqs if run.picks[seq].epoch == epoch)
+            solved = {run.picks[seq].row for seq in seqs if seq < began - slots and _at(run, seq) >= exclude}
+            assert asked == [span.first + row for row in permutation(5, epoch, span.rows) if span.first + row not in solved]
+
+
+def _at(run: _Run, seq: int) -> float:
+    return _answered(run.picks[seq].row, run.picks[seq].epoch)
+
+
+def test_what_is_solved_in_mid_epoch_is_left_out_of_the_next_one_only():
+    order = _order(_spans((6, 1.0)), exclude=0.9, slots=2)
+    first = [pick.row for pick in _draw(order, 2, 0)]
+    solved = {row: PassRate(0, 1.0) for row in range(6)}
+    rest = [pick.row for pick in _draw(order, 4, 2, solved)]
+    assert sorted(first + rest) == list(range(6))
+    half = {row: PassRate(seq, 0.89 if row < 3 else 0.9) for seq, row in enumerate(first + rest)}
+    left = {0, 1, 2, *rest[2:]}  # the last two may not have been settled
+    second = _draw(order, len(left), 6, half)
+    assert sorted(pick.row for pick in second) == sorted(left)
+    assert {pick.epoch for pick in second} == {1}
+
+
+def test_a_rate_that_sums_to_a_hair_less_is_that_rate():
+    order = _order(_spans((4, 1.0)), exclude=0.3)
+    (pick,) = order.draft(1, 9, {row: PassRate(0, 0.3 - 1e-12) for row in range(3)}).picks
+    assert pick.row == 3
+
+
+def test_an_exhausted_source_leaves_its_share_to_the_others():
+    spans = _spans((5, 2.0), (50, 1.0), (70, 3.0))
+    order = _order(spans, exclude=1.0, slots=3)
+    picks = _draw(order, 15, 0)
+    assert Counter(pick.source for pick in picks) == {"a": 5, "b": 2, "c": 8}
+    solved = {pick.row: PassRate(seq, 1.0) for seq, pick in enumerate(picks) if pick.source == "a"}
+    with capture_logs() as logs:
+        more = _draw(order, 41, 60, solved)
+    assert [line["source"] for line in logs] == ["a"]
+    assert logs[0]["log_level"] == "warning"
+    rest = _order(_spans((50, 1.0), (70, 3.0)))  # b and c, mixed from their first prompt on
+    assert [pick.source == "c" for pick in more] == [pick.source == "b" for pick in _draw(rest, 41, 0)]
+    with capture_logs() as logs:
+        _draw(order, 8, 101, solved)
+    assert logs == [], "it is told once"
+
+
+def test_a_run_whose_rows_are_all_excluded_ends_after_its_last_prompt():
+    run = _Run(_order(_spans((3, 1.0), (4, 1.0)), exclude=0.01, slots=2), 2, exclude=0.01)
+    while run.draw(2):
+        for seq in list(run.unsettled):
+            run.settle(seq)
+        assert len(run.picks) < 40
+    assert {pick.row for pick in run.picks} == set(range(7))
+    with pytest.raises(Exhausted, match=r"every row of every prompt source reached filters\.exclude_pass_rate = 0\.01: raise it"):
+        run.order.draft(1, len(run.picks), run.rates)
+
+
+def test_what_is_left_before_the_end_is_drawn_first():
+    order = _order(_spans((5, 1.0)), exclude=0.9, slots=1)
+    _draw(order, 3, 0)
+    solved = {row: PassRate(-9, 1.0) for row in range(5)}
+    draft = order.draft(4, 3, solved)
+    assert len(draft.picks) == 2
+    order.accept(draft)
+    with pytest.raises(Exhausted):
+        order.draft(2, 5, solved)
+    assert not order.begins_epoch(2), "there is none to begin"
+    assert order.draft(0, 5, solved).picks == []
+
+
+def test_the_state_of_another_run_or_of_none_is_refused():
+    order = _order(_spans((5, 1.0), (6, 1.0)))
+    draft = order.draft(4, 0, {})
+    for spans, state, epochs in [
+        (_spans((5, 1.0)), draft.state, draft.epochs),
+        (_spans((5, 1.0), (6, 1.0), (2, 1.0)), draft.state, draft.epochs),
+        (_spans((5, 1.0), (3, 1.0)), draft.state, draft.epochs),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, {"a": draft.epochs["a"]}),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["b"]}),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:4]}),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:7]}),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"a": draft.epochs["a"][:4] * 5}),
+        (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"x": b"\0\0\0\0"}),
+        (_spans((5, 1.0), (6, 1.0)), b"", draft.epochs),
+    ]:
+        with pytest.raises(DataError, match=r"order of prompts, as Redis has it, cannot be read .* another run\.name"):
+            _order(spans).restore(state, epochs)
+    longer = _order(_spans((5, 1.0), (6, 1.0)), slots=4, curriculum=middle_first).draft(4, 0, {})
+    with pytest.raises(DataError, match="recent prompts"):
+        _order(_spans((5, 1.0), (6, 1.0)), slots=3).restore(longer.state, longer.epochs)
+
+
+@given(st.data())
+def test_corrupt_bytes_are_refused_or_make_an_order_that_works(data: st.DataObject):
+    spans = _spans((5, 1.0), (6, 1.0))
+    draft = _order(spans).draft(4, 0, {})
+    state = bytearray(draft.state)
+    if data.draw(st.booleans()):
+        state[data.draw(st.integers(0, len(state) - 1))] = data.draw(st.integers(0, 255))
+    else:
+        state = bytearray(data.draw(st.binary(min_size=1)))
+    order = _order(spans, exclude=0.5)
+    try:
+        order.restore(bytes(state), draft.epochs)
+    except DataError:
+        return
+    assert all(pick.row in range(11) for pick in order.draft(20, 4, {}).picks)
+
+
+def test_restoring_nothing_begins_the_run():
+    order = _order(_spans((5, 1.0)))
+    beginning = order.draft(5, 0, {})
+    order.accept(beginning)
+    order.restore(b"", {})
+    assert order.draft(5, 0, {}) == beginning
+
+
+def test_what_is_written_down_is_small_and_an_epoch_s_rows_are_plain_integers():
+    spans = [replace(span, name=f"source-{span.name}") for span in _spans((100_000, 1.0), (50_000, 2.0))]
+    order = PromptOrder(spans, 5, True, slots=32, curriculum=lambda rows, rates, epoch: rows)
+    draft = order.draft(128, 0, {})
+    assert {name: len(body) for name, body in draft.epochs.items()} == {"source-a": 400_000, "source-b": 200_000}
+    assert np.frombuffer(draft.epochs["source-b"], "<i4").tolist() == (100_000 + permutation(5, 0, 50_000)).tolist()
+    assert len(draft.state) < 32 * 4 + 2 * 20
+    assert len(PromptOrder(spans, 5, True, slots=32).draft(128, 0, {}).state) < 2 * 25
+
+
+def test_a_curriculum_orders_every_epoch_and_sees_the_rates_that_count():
+    seen: list[tuple[list[int], list[float], int]] = []
+
+    def backwards(rows: np.ndarray, rates: np.ndarray, epoch: int) -> np.ndarray:
+        seen.append((rows.tolist(), rates.tolist(), epoch))
+        return rows[::-1]
+
+    order = _order(_spans((4, 1.0)), exclude=0.9, slots=1, curriculum=backwards)
+    first = [pick.row for pick in _draw(order, 4, 0)]
+    assert first == permutation(5, 0, 4).tolist()[::-1]
+    easy, middle, hard, _ = first
+    rates = {easy: PassRate(0, 0.95), middle: PassRate(1, 0.5), hard: PassRate(2, 0.0), first[3]: PassRate(3, 1.0)}
+    second = [pick.row for pick in order.draft(3, 4, rates).picks]
+    rows, given_rates, epoch = seen[1]
+    assert epoch == 1
+    assert rows == [row for row in permutation(5, 1, 4).tolist() if row != easy]
+    assert second == rows[::-1]
+    known = dict(zip(rows, given_rates, strict=True))
+    assert (known[middle], known[hard]) == (0.5, 0.0)
+    assert np.isnan(known[first[3]]), "the last one may not have been settled"

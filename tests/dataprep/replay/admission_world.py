@@ -1,0 +1,186 @@
+"""A run without processes, for tests of admission: time goes in ticks, everything random comes from given dice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.dataprep.replay.admission import PassOver, Prepare, Progress, Rules, Wait, decide, tickets_to_issue
+from services.store.records import Survey
+
+AHEAD = 1  # steps prepared beyond the one that is trained
+
+
+@dataclass
+class Group:
+    """A group in the table."""
+
+    seq: int
+    oldest: int
+    uses: int = 0
+
+
+@dataclass
+class World:
+    """Dataprep's turn as services/dataprep/loop.py takes it; generators and trainer with random delays.
+
+    `fate` says of a ticket, by its issue sequence, whether it becomes a group, is `filtered`, or `failed`.
+    """
+
+    rules: Rules
+    steps: int
+    dice: random.Random
+    fate: Callable[[int], str]
+    max_delay: int = 12
+    capacity: int = 100_000
+    published: int = -1
+    prepared: int = -1
+    issued: int = 0
+    inserted: int = 0
+    drawn: int = 0
+    waited: float = 0.0
+    tick: int = 0
+    generating: dict[int, tuple[int, int]] = field(default_factory=dict)  # seq -> (tick it ends, version it began with)
+    table: dict[int, Group] = field(default_factory=dict)
+    gaps: list[int] = field(default_factory=list)  # filtered since the last step
+    training: list[tuple[int, int]] = field(default_factory=list)  # (tick it is published, version)
+    fresh: Counter[int] = field(default_factory=Counter)  # step -> groups that train for the first time
+    made: list[tuple[int, ...]] = field(default_factory=list)  # the groups of every step
+    trained: list[tuple[int, int, int]] = field(default_factory=list)  # (step, seq, lag)
+    lost: Counter[str] = field(default_factory=Counter)  # groups that left without being trained
+    passed_over: int = 0
+    overtook: int = 0
+    yielded: int = 0
+    """Steps made although the limiter would rather have waited."""
+
+    @property
+    def slots(self) -> int:
+        return (self.rules.max_staleness + 1) * self.rules.prompts_per_step
+
+    @property
+    def free_slots(self) -> int:
+        unpublished = sum(count for step, count in self.fresh.items() if step >= self.published)
+        return self.slots - len(self.generating) - sum(not group.uses for group in self.table.values()) - unpublished
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.prepared + 1, self.published, self.steps, self.free_slots)
+
+    def run(self) -> None:
+        """Until the last step is published."""
+        limit = 60 * (self.steps + 2) * (self.max_delay + 7) * max(1, self.rules.min_size // self.rules.prompts_per_step)
+        while self.published < self.steps:
+            assert self.tick < limit, f"the run is stuck: {self}"
+            self.turn()
+
+    def turn(self) -> None:
+        """One tick."""
+        self.settle()
+        survey = self.survey()
+        if not self.prepare(survey):
+            self.issue(survey)
+        if self.published < 0 and self.tick > 2:
+            self.published = 0
+        while self.training and self.training[0][0] <= self.tick:
+            self.published = self.training.pop(0)[1]
+        self.tick += 1
+
+    def issue(self, survey: Survey) -> None:
+        count = tickets_to_issue(survey, self.progress, self.rules)
+        assert 0 <= count <= self.free_slots
+        for _ in range(count):
+            self.generating[self.issued] = (self.tick + self.dice.randint(1, self.max_delay), max(self.published, 0))
+            self.issued += 1
+
+    def settle(self) -> None:
+        done = [seq for seq, (end, _) in self.generating.items() if end <= self.tick]
+        self.dice.shuffle(done)
+        for seq in done:
+            _, version = self.generating.pop(seq)
+            fate = self.fate(seq)
+            if fate == "filtered":
+                self.gaps.append(seq)
+            elif fate == "group":
+                while len(self.table) >= self.capacity:
+                    self.leave(min(self.table), "evicted")
+                self.table[seq] = Group(seq, version)
+                self.inserted += 1
+
+    def leave(self, seq: int, why: str) -> None:
+        if not self.table.pop(seq).uses:
+            self.lost[why] += 1
+
+    def survey(self) -> Survey:
+        stale = [seq for seq, group in self.table.items() if group.oldest < self.prepared + 1 - self.rules.max_staleness]
+        for seq in stale:
+            self.leave(seq, "stale")
+        gaps = sorted(self.gaps)[self.rules.replaced :][: self.slots]
+        return Survey(
+            stale=len(stale), size=len(self.table), outstanding=len(self.generating),
+            oldest_outstanding=min(self.generating, default=-1), inserted=self.inserted, drawn=self.drawn, requeued=0,
+            uses=dict(Counter(group.uses for group in self.table.values())), gaps=tuple(gaps),
+            first=tuple((str(seq), seq) for seq in self.order()[: self.rules.prompts_per_step]),
+        )  # fmt: skip
+
+    def order(self) -> list[int]:
+        """Groups as the sampler draws them."""
+        groups = sorted(self.table)
+        match self.rules.sampler:
+            case "fifo":
+                return groups
+            case "lifo":
+                return groups[::-1]
+            case "freshest":
+                return sorted(groups, key=lambda seq: (-self.table[seq].oldest, -seq))
+            case _:
+                return self.dice.sample(groups, len(groups))
+
+    def prepare(self, survey: Survey) -> bool:
+        step = self.prepared + 1
+        if step >= self.steps or step > max(self.published, 0) + AHEAD:
+            return False
+        decision = decide(survey, self.progress, self.rules, self.waited)
+        self.waited = self.waited + 1 if isinstance(decision, Wait) and decision.why == "older_ticket" else 0.0
+        match decision:
+            case Wait():
+                return False
+            case PassOver():
+                before = len(self.gaps)
+                self.forget(decision.gaps_until)
+                assert self.rules.prompts_per_step <= before - len(self.gaps) <= self.rules.replaced + self.rules.prompts_per_step
+                self.passed_over += 1
+            case Prepare():
+                self.make(step, survey, decision)
+        return True
+
+    def make(self, step: int, survey: Survey, decision: Prepare) -> None:
+        groups, filtered = [int(group) for group in decision.groups], len(self.gaps)
+        assert groups == [seq for _, seq in survey.first[: len(groups)]], "the first that the sampler draws"
+        assert len(set(groups)) == len(groups) > 0
+        limiter = self.rules.limiter
+        if survey.size < self.rules.min_size or (limiter and not limiter.draws(survey.inserted, survey.drawn, len(groups))):
+            assert not self.generating
+            assert self.published >= step
+            assert not tickets_to_issue(survey, self.progress, self.rules)
+            self.yielded += 1
+        self.forget(decision.gaps_until)
+        missing = self.rules.prompts_per_step - len(groups)
+        assert 0 <= missing <= max(0, filtered - self.rules.replaced), "a place is left empty for a filtered group only"
+        for seq in groups:
+            group = self.table[seq]
+            self.trained.append((step, seq, step - group.oldest))
+            self.fresh[step] += not group.uses
+            group.uses += 1
+            if group.uses == self.rules.max_uses:
+                del self.table[seq]
+        self.drawn += len(groups)
+        self.overtook += decision.overtook
+        self.made.append(tuple(groups))
+        self.prepared = step
+        last = self.training[-1][0] if self.training else self.tick
+        self.training.append((last + self.dice.randint(1, 5), step + 1))
+
+    def forget(self, gaps_until: int) -> None:
+        self.gaps = [seq for seq in self.gaps if seq > gaps_until]

@@ -1,0 +1,255 @@
+"""Admission: decisions by hand, then whole runs in a simulated world with delays, failures, filters and replay."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.dataprep.replay.admission import (
+    ALL_GAPS,
+    PassOver,
+    Prepare,
+    Progress,
+    Rules,
+    Wait,
+    decide,
+    is_stale,
+    tickets_to_issue,
+)
+from services.dataprep.replay.rate_limiter import RateLimiter
+from services.store.records import Survey
+from tests.dataprep.replay.admission_world import World
+
+RULES = Rules(prompts_per_step=2, max_staleness=4)
+START = Progress(next_step=9, published=9, steps=100, free_slots=10)
+STEPS = 25
+
+
+def survey(*first: int, **more: Any) -> Survey:
+    """What a look finds: groups of these issue sequences, none of them drawn before."""
+    found = {
+        "stale": 0, "size": len(first), "outstanding": 0, "oldest_outstanding": -1, "inserted": len(first), "drawn": 0,
+        "requeued": 0, "uses": {0: len(first)}, "gaps": (),
+    }  # fmt: skip
+    return Survey(**{**found, **more}, first=tuple((f"0-{seq}", seq) for seq in first))
+
+
+def looks(**more: Any) -> Survey:
+    """What a look finds, by numbers alone."""
+    return survey(**more)
+
+
+@pytest.mark.parametrize(
+    ("oldest", "step", "bound", "stale"), [(95, 100, 4, True), (96, 100, 4, False), (100, 100, 4, False), (0, 0, 0, False)]
+)
+def test_a_lag_equal_to_the_bound_is_fresh(oldest: int, step: int, bound: int, stale: bool) -> None:
+    assert is_stale(step, oldest, bound) is stale
+
+
+def test_a_step_takes_what_the_sampler_draws_first() -> None:
+    assert decide(survey(3, 5), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
+    assert decide(survey(5, 3), START, Rules(2, 4, sampler="uniform"), 0) == Prepare(("0-5", "0-3"), ALL_GAPS)
+    assert decide(survey(3), START, RULES, 0) == decide(survey(3), START, Rules(2, 4, sampler="lifo"), 0) == Wait("groups")
+
+
+def test_a_step_waits_for_an_older_ticket_until_the_deadline() -> None:
+    look = survey(3, 5, outstanding=1, oldest_outstanding=4)
+    assert decide(look, START, RULES, 0) == Wait("older_ticket", 600.0)
+    assert decide(look, START, RULES, 590.0) == Wait("older_ticket", 10.0)
+    assert decide(look, START, RULES, 600.0) == Prepare(("0-3", "0-5"), 5, overtook=True)
+    assert decide(look, START, Rules(2, 4, "drop"), 0) == Prepare(("0-3", "0-5"), 5, overtook=True)
+    assert decide(survey(3, 5, outstanding=1, oldest_outstanding=6), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
+    assert decide(look, START, Rules(2, 4, sampler="freshest"), 0) == Prepare(("0-3", "0-5"), ALL_GAPS), "others never wait"
+
+
+def test_a_filtered_group_takes_its_place_in_order_of_issue() -> None:
+    assert decide(survey(3, 5, gaps=(4,)), START, RULES, 0) == Prepare(("0-3",), 4)
+    assert decide(survey(3, 5, gaps=(6,)), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
+    assert decide(survey(5, gaps=(1, 2, 3)), START, RULES, 0) == PassOver(2)
+    assert decide(survey(gaps=(1,)), START, RULES, 0) == Wait("groups")
+    late = survey(5, gaps=(1, 2), outstanding=1, oldest_outstanding=0)
+    assert decide(late, START, RULES, 0) == Wait("older_ticket", 600.0)
+    assert decide(late, START, RULES, 601.0) == PassOver(2)
+
+
+def test_where_order_does_not_matter_a_filtered_group_takes_any_place() -> None:
+    rules = Rules(2, 4, sampler="uniform")
+    assert decide(survey(3, 5, gaps=(9,)), START, rules, 0) == Prepare(("0-3",), ALL_GAPS)
+    assert decide(survey(3, 5, gaps=(7, 8, 9)), START, rules, 0) == PassOver(8), "the third has its place in the next step"
+
+
+def test_a_table_below_its_least_size_is_left_alone() -> None:
+    rules = Rules(2, 4, min_size=5)
+    assert decide(survey(3, 5, outstanding=3, oldest_outstanding=6), START, rules, 0) == Wait("min_size")
+    assert tickets_to_issue(survey(3, 5), START, rules) == 8
+    assert tickets_to_issue(survey(3, 5), Progress(9, 9, 10, 10), rules) == 3, "the last step needs no ticket, but the table does"
+
+
+def test_a_rate_limiter_holds_back_until_nothing_else_can_happen() -> None:
+    rules = Rules(2, 4, sampler="uniform", max_uses=0, limiter=RateLimiter(2.0, 1, 2.0))
+    few = survey(3, 5, inserted=2, drawn=4)  # 2 x 2 - 4 - 2 < 2 x 1 - 2
+    assert decide(few, START, rules, 0) == Wait("rate_limiter")
+    assert tickets_to_issue(few, START, rules) == 2
+    assert isinstance(decide(few, Progress(9, 9, 100, 0), rules, 0), Prepare), "no ticket is out and none may be issued"
+    assert decide(few, Progress(9, 8, 100, 0), rules, 0) == Wait("rate_limiter"), "a version to come frees slots"
+    assert decide(survey(3, 5, inserted=2, drawn=4, outstanding=1), Progress(9, 9, 100, 0), rules, 0) == Wait("rate_limiter")
+
+
+def test_tickets_fill_the_slots_but_not_past_the_end_of_the_run() -> None:
+    # 10 slots. Version 3 is published and step 3 prepared, so 2 slots are held by it and 5 by live tickets.
+    assert tickets_to_issue(looks(outstanding=5), Progress(4, 3, 100, 3), RULES) == 3
+    assert tickets_to_issue(looks(outstanding=3, uses={0: 5}), Progress(4, 3, 100, 0), RULES) == 0
+    # Steps 4 and 5 are the last: 4 places, of which 3 are taken.
+    assert tickets_to_issue(looks(outstanding=3), Progress(4, 3, 6, 5), RULES) == 1
+    assert tickets_to_issue(looks(), Progress(6, 3, 6, 8), RULES) == 0
+    assert tickets_to_issue(looks(), Progress(0, -1, 100, 10), RULES) == 10
+
+
+@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 40), st.integers(0, 30), st.integers(0, 3), st.integers(0, 9))
+def test_with_one_use_it_is_the_rule_of_the_slots(k: int, staleness: int, live: int, step: int, behind: int, left: int) -> None:
+    published, steps = max(0, step - behind), step + left
+    free = (staleness + 1) * k - live - k * (step - published)
+    expected = max(0, min(free, left * k - live))
+    progress = Progress(step, published, steps, max(0, free))
+    for sampler in ("fifo", "uniform"):
+        assert tickets_to_issue(looks(outstanding=live), progress, Rules(k, staleness, sampler=sampler)) == expected
+
+
+def test_several_uses_take_one_place_in_each_of_several_steps() -> None:
+    # Version 4 is published, so a ticket may train in steps up to 6. Two places, three uses: one ticket each, steps 4 to 6.
+    assert tickets_to_issue(looks(), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=3)) == 2
+    # One place is taken until step 4, so a ticket with two uses starts at 5 there; the other place is free now, twice over
+    # would end at 7.
+    assert tickets_to_issue(looks(size=1, uses={1: 1}), Progress(4, 4, 100, 6), Rules(2, 2, max_uses=2)) == 2
+    # The run ends with step 4: the second use does not count.
+    assert tickets_to_issue(looks(size=1, uses={1: 1}), Progress(4, 4, 5, 6), Rules(2, 2, max_uses=2)) == 1
+
+
+seeds = st.integers(0, 2**32)
+
+
+def world(rules: Rules, seed: int, failed: float = 0.1, filtered: float = 0.2, **more: Any) -> World:
+    """A whole run. What becomes of a ticket depends on its place in the order alone."""
+
+    def fate(seq: int) -> str:
+        chance = random.Random(f"{more.get('fates', seed)} {seq}").random()
+        return "failed" if chance < failed else "filtered" if chance < failed + filtered else "group"
+
+    made = World(rules, STEPS, random.Random(seed), fate, more.get("max_delay", 12), more.get("capacity", 100_000))
+    made.run()
+    assert max(lag for _, _, lag in made.trained) <= rules.max_staleness
+    assert len(made.made) == STEPS
+    if rules.max_uses:
+        uses = [seq for _, seq, _ in made.trained]
+        assert all(uses.count(seq) <= rules.max_uses for seq in set(uses))
+    return made
+
+
+replaced = st.sampled_from([0, 1, 3, 1000])
+
+
+@given(
+    st.integers(1, 5), st.integers(0, 4), st.integers(1, 3), replaced, seeds, st.floats(0, 0.3), st.floats(0, 0.6),
+    st.integers(1, 40),
+)  # fmt: skip
+@settings(max_examples=120, deadline=None)
+def test_waiting_runs_never_exceed_the_lag_bound_nor_drop_a_group(
+    k: int, staleness: int, uses: int, replaced: int, seed: int, failed: float, filtered: float, delay: int
+) -> None:
+    rules = Rules(k, staleness, overtake_deadline_s=1e9, max_uses=min(uses, staleness + 1), replaced=replaced)
+    made = world(rules, seed, failed, filtered, max_delay=delay)
+    assert not made.lost
+    assert not made.overtook
+    order = [seq for _, seq, _ in made.trained]
+    if rules.max_uses == 1:
+        assert order == sorted(order), "a step trained on a younger ticket before an older one"
+        if not filtered or replaced == 1000:
+            assert not made.table, "groups were made that no step needed"
+            assert not made.generating
+    if replaced == 1000:
+        assert {len(groups) for groups in made.made} == {k}
+        assert not made.passed_over
+
+
+@given(st.integers(1, 5), st.integers(0, 4), seeds, st.sampled_from(["drop", "deadline"]), replaced)
+@settings(max_examples=80, deadline=None)
+def test_overtaking_runs_keep_the_bound_and_are_never_stuck(k: int, staleness: int, seed: int, how: str, replaced: int) -> None:
+    rules = Rules(k, staleness, "drop" if how == "drop" else "wait", 3.0, replaced=replaced)
+    made = world(rules, seed, max_delay=30)
+    assert len({seq for _, seq, _ in made.trained}) == len(made.trained)
+
+
+samplers = st.sampled_from(["fifo", "lifo", "freshest", "uniform"])
+
+
+@given(samplers, st.integers(1, 5), st.integers(0, 4), st.integers(1, 3), replaced, seeds, st.data())
+@settings(max_examples=120, deadline=None)
+def test_no_sampler_exceeds_the_bound_or_gets_stuck(
+    sampler: str, k: int, staleness: int, uses: int, replaced: int, seed: int, data: st.DataObject
+) -> None:
+    capacity = data.draw(st.integers(k, 3 * k), "capacity")
+    least = data.draw(st.integers(1, min(capacity, (staleness + 1) * k)), "min_size")
+    made = world(Rules(k, staleness, "wait", 20.0, sampler, min(uses, staleness + 1), least, replaced), seed, capacity=capacity)
+    assert not made.yielded, "the table reaches its least size, whatever happens"
+
+
+@given(samplers, st.integers(1, 5), st.integers(0, 4), st.integers(0, 3), st.floats(1, 4), replaced, seeds, st.data())
+@settings(max_examples=120, deadline=None)
+def test_a_rate_limiter_never_stops_a_run(
+    sampler: str, k: int, staleness: int, uses: int, ratio: float, replaced: int, seed: int, data: st.DataObject
+) -> None:
+    uses = min(uses, staleness + 1) or (1 if sampler == "fifo" else 0)
+    ratio = min(ratio, uses) if uses else ratio
+    least = data.draw(st.integers(1, (staleness + 1) * k), "min_size")
+    limiter = RateLimiter(ratio, least, (k + ratio) / 2 * data.draw(st.floats(1, 4), "error_buffer"))
+    world(Rules(k, staleness, "wait", 20.0, sampler, uses, least, replaced, limiter), seed)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 3.5])
+def test_a_rate_limiter_holds_the_ratio_where_staleness_allows_it(ratio: float) -> None:
+    limiter = RateLimiter(ratio, 1, (4 + ratio) / 2)
+    made = world(Rules(4, 8, sampler="uniform", max_uses=0, limiter=limiter), 1)
+    assert not made.yielded
+    assert abs(made.inserted * ratio - made.drawn - ratio) <= limiter.error_buffer + ratio * len(made.generating)
+    assert abs(made.drawn / made.inserted / ratio - 1) < 0.2
+
+
+@pytest.mark.parametrize("replaced", [0, 2, 1000])
+def test_the_groups_of_a_step_depend_on_the_order_of_issue_alone(replaced: int) -> None:
+    rules = Rules(3, 2, overtake_deadline_s=1e9, replaced=replaced)
+    runs = {tuple(world(rules, seed, 0.1, 0.4, fates=7, max_delay=1 + 4 * seed).made) for seed in range(10)}
+    assert len(runs) == 1
+    assert len({len(groups) for groups in runs.pop()}) == (1 if replaced == 1000 else 3)
+
+
+def test_without_failures_and_filters_steps_take_the_tickets_by_turns() -> None:
+    runs = {tuple(world(Rules(3, 2, overtake_deadline_s=1e9), seed, 0, 0).made) for seed in range(10)}
+    assert runs == {tuple((3 * i, 3 * i + 1, 3 * i + 2) for i in range(STEPS))}
+
+
+@pytest.mark.parametrize("replaced", [0, 2, 1000])
+@pytest.mark.parametrize("sampler", ["fifo", "lifo", "freshest", "uniform"])
+def test_when_all_groups_are_constant_no_empty_step_is_made_and_nothing_is_stuck(sampler: str, replaced: int) -> None:
+    made = World(Rules(2, 1, sampler=sampler, replaced=replaced), STEPS, random.Random(1), lambda seq: "filtered")
+    for _ in range(400):
+        before = made.issued
+        for _ in range(2 * made.max_delay):
+            made.turn()
+        assert made.issued > before, "prompts go on being tried"
+        if made.issued > replaced + 100:
+            break
+    assert made.prepared == -1
+    assert made.passed_over > (10 if replaced < 1000 else 0)
+    made.fate = lambda seq: "group"
+    made.run()
+    assert {len(groups) for groups in made.made[1:]} == {2}
+
+
+def test_full_staleness_is_reached() -> None:
+    """The bound is not just an upper limit on paper: a slow trainer uses all of it."""
+    lags = {lag for seed in range(20) for _, _, lag in world(Rules(2, 3), seed, 0, 0, max_delay=1).trained}
+    assert max(lags) == 3

@@ -1,0 +1,143 @@
+"""Variates, weights and importance weights, by distribution and against formulas worked out the long way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.algorithm.sampling_weights import HEAVIEST
+from services.config.training import Replay
+from services.dataprep.replay import weights as replay
+from services.protocol.messages import Header
+from tests.support.harness import small_config
+
+N = 20_000
+RECENT = Replay(sampler="prioritized", priority="recency", recency_half_life=3.0)
+
+
+def distance(values: np.ndarray) -> float:
+    """Kolmogorov and Smirnov's D x sqrt(n) of values [n] against the uniform distribution on 0..1."""
+    values, n = np.sort(values), len(values)
+    ranks = np.arange(n)
+    return max((values - ranks / n).max(), ((ranks + 1) / n - values).max()) * math.sqrt(n)
+
+
+def drawn(kind: str) -> np.ndarray:
+    """Exponential variates as a run makes them: of many groups, of many draws of one, or of many seeds."""
+    names = {
+        "groups": ((3, f"0-{i}", 0) for i in range(N)),
+        "draws": ((3, "0-7", i) for i in range(N)),
+        "seeds": ((i, "0-7", 0) for i in range(N)),
+    }
+    return np.array([replay.exponential(*name) for name in names[kind]])
+
+
+@pytest.mark.parametrize("kind", ["groups", "draws", "seeds"])
+def test_variates_are_exponentially_distributed_and_independent(kind: str) -> None:
+    values = drawn(kind)
+    assert values.min() > 0
+    assert 0.36 < distance(1 - np.exp(-values)) < 1.95  # 0.001 on either side of Kolmogorov's distribution
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 3.3 / math.sqrt(N)
+    assert len(set(values.tolist())) == N
+
+
+def test_victims_are_uniform_and_have_nothing_to_do_with_the_clocks() -> None:
+    values = np.array([replay.uniform(3, f"0-{i}", "victim") for i in range(N)])
+    assert 0 < values.min() < values.max() < 1
+    assert 0.36 < distance(values) < 1.95
+    assert abs(np.corrcoef(values, drawn("groups"))[0, 1]) < 3.3 / math.sqrt(N)
+
+
+def test_a_variate_is_a_function_of_seed_group_and_draw() -> None:
+    assert replay.exponential(1, "0-1", 2) == replay.exponential(1, "0-1", 2)
+    assert (
+        len({replay.exponential(*name) for name in [(1, "0-1", 2), (2, "0-1", 2), (1, "0-2", 2), (1, "0-1", 3), (1, "0-12", 0)]})
+        == 5
+    )
+
+
+weights = st.lists(st.sampled_from([0.0, 1e-9, 1e9]) | st.floats(1e-6, 1e6), min_size=1, max_size=12)
+
+
+@given(weights, st.floats(1e-9, 1e9), st.integers(0, 1000), st.floats(0, 1))
+def test_importance_weights_are_n_p_to_the_minus_beta_over_the_largest(
+    w: list[float], rest: float, others: int, beta: float
+) -> None:
+    total, size = math.fsum(w) + rest, len(w) + others
+    given_ = replay.importance(w, total, size, beta)
+    assert given_.shape == (len(w),)
+    assert given_.max() == 1.0
+    assert given_.min() > 0
+    positive = [x for x in w if x > 0]
+    if not positive:
+        assert given_.tolist() == [1.0] * len(w)
+        return
+    powers = [(size * (x or min(positive)) / total) ** -beta for x in w]
+    assert given_.tolist() == pytest.approx([power / max(powers) for power in powers], rel=1e-9)
+
+
+def test_importance_weights_by_hand() -> None:
+    # N = 4, sum = 8: P = 1/2, 1/8, and a group of weight 0, which counts as the rarest of the others.
+    assert replay.importance([4.0, 1.0, 0.0], 8.0, 4, 1.0).tolist() == pytest.approx([0.25, 1.0, 1.0])
+    assert replay.importance([4.0, 1.0, 0.0], 8.0, 4, 0.5).tolist() == pytest.approx([0.5, 1.0, 1.0])
+    assert replay.importance([4.0, 1.0], 8.0, 4, 0.0).tolist() == [1.0, 1.0]
+    assert replay.importance([0.0, 0.0], 0.0, 4, 1.0).tolist() == [1.0, 1.0]
+    assert replay.importance([], 0.0, 0, 1.0).tolist() == []
+
+
+def test_importance_undoes_unequal_chances() -> None:
+    """With beta 1, single draws and an average over many of them, every group counts alike."""
+    w, random = np.array([8.0, 4.0, 2.0, 1.0, 1.0]), np.random.default_rng(1)
+    corrected = replay.importance(w.tolist(), 16.0, 5, 1.0)
+    shares = np.bincount(random.choice(5, 100_000, p=w / 16), minlength=5) * corrected
+    assert shares / shares.mean() == pytest.approx(np.ones(5), rel=0.05)
+
+
+def header(oldest: int = 0, **fields: Any) -> Header:
+    given_ = Header(
+        "0-1", 1, 0, 1, "0-1.1", 100, 2, [2] * 4, [0.0, 1.0, 0.0, 1.0], {"exact": [0.0, 1.0, 0.0, 1.0]}, [False] * 4,
+        [oldest] * 4, [oldest] * 4, "g", 0.1, 0.1, "main", [0] * 4,
+    )  # fmt: skip
+    return msgspec.structs.replace(given_, **fields)
+
+
+@pytest.mark.parametrize(("half_life", "exponent"), [(1.0, 1.0), (3.0, 1.0), (0.1, 4.0), (10.0, 0.5), (7.0, 2.0), (2.0, 0.0)])
+def test_weights_by_recency_halve_with_the_half_life_and_stay_within_bounds(half_life: float, exponent: float) -> None:
+    config = RECENT.model_copy(update={"recency_half_life": half_life, "priority_exponent": exponent})
+    for step in range(0, 500, 7):
+        base = replay.recency_base(step, config)
+        assert base <= step
+        youngest = replay.recency_weight(step - base, config)
+        assert 1.0 <= youngest <= 2.0 ** (replay.HALVINGS + 1)
+        assert youngest / replay.recency_weight(step - base - 1, config) == pytest.approx(2.0 ** (exponent / half_life))
+
+
+def test_the_base_of_recency_never_goes_back() -> None:
+    bases = [replay.recency_base(step, RECENT) for step in range(1000)]
+    assert bases == sorted(bases)
+    assert len(set(bases)) == 1000 // 48 + 1
+
+
+@pytest.mark.parametrize("version", [0, 10**6, 2**62])
+def test_a_header_of_any_version_has_a_weight_that_the_table_takes(tmp_path: Path, version: int) -> None:
+    config = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=recency")
+    assert 0 <= replay.weight(header(version), np.zeros(4), config, 48) <= HEAVIEST
+
+
+def test_weights_by_advantage_and_reward(tmp_path: Path) -> None:
+    given_, truncated = np.array([-1.0, 1.0, -2.0, 2.0]), [False, False, True, True]
+    advantage = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority_exponent=2")
+    assert replay.weight(header(truncated=truncated), given_, advantage, 0) == pytest.approx(36.0)
+    masked = small_config(tmp_path, None, "replay.sampler=prioritized", "advantage.mask_truncated=true")
+    assert replay.weight(header(truncated=truncated), given_, masked, 0) == pytest.approx(2.0)
+    reward = small_config(tmp_path, None, "replay.sampler=prioritized", "replay.priority=reward")
+    assert replay.weight(header(), given_, reward, 0) == pytest.approx(2.0)
+    assert replay.weight(header(rewards=[-1.0, 0.5, 0.0, 0.0]), given_, reward, 0) == 0.0
+    assert replay.weight(header(rewards=[1e308] * 4), given_, reward, 0) == pytest.approx(HEAVIEST)

@@ -1,0 +1,146 @@
+"""Checkpoints of a whole run: asked for by hand and over REST, a disk that refuses, SIGTERM in the middle of a step."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.runtime.checkpoints import CheckpointFolder
+from tests.runs.test_run import start, steps_done, wait_for, write_run
+from tests.support.harness import save_model_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+NAME = "kept"
+KEPT = ("checkpoint.every_steps=2", "checkpoint.keep=2", "filters.exclude_pass_rate=0")  # so that its prompts never run out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    save_model_folder(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that goes on until it is told to stop; a checkpoint is due after every other step."""
+    process = start(write_run(folder, NAME, "run.steps=1000", *KEPT))
+    wait_for(lambda: steps_done(folder, NAME) >= 2, process)
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.console", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def ask(folder: Path, path: str, token: str = "", post: bool = False) -> Any:
+    """The trainer's answer, from the address that the fleet knows."""
+    (pod,) = (pod for pod in json.loads(grpo("status", str(folder / NAME), "--json").stdout)["pods"] if pod["kind"] == "trainer")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(pod["url"] + path, headers=headers, method="POST" if post else "GET")
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)
+
+
+def record(folder: Path) -> dict[str, float]:
+    return json.loads((folder / NAME / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None:
+    """One run for all of it: it takes longer to start than to go through."""
+    root = folder / NAME / "checkpoints"
+    written = CheckpointFolder(root)
+
+    done = grpo("checkpoint", str(folder / NAME), "--wait")
+    assert done.returncode == 0, done.stderr
+    step = int(done.stdout.split("checkpoint of step ")[1].split()[0])
+    assert done.stdout == f"run {NAME}: checkpoint of step {step} is written\n"
+
+    api = tomllib.loads((folder / NAME / "config.toml").read_text())["api"]
+    token, read_token = (Path(api[name]).read_text() for name in ("token_file", "read_token_file"))
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        ask(folder, "/v1/checkpoint", read_token, post=True)
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        ask(folder, "/v1/checkpoint", post=True)
+    asked = ask(folder, "/v1/checkpoint", token, post=True)
+    assert asked["step"] >= step
+    wait_for(lambda: any(saved.step >= asked["step"] for saved in written.complete()), process)
+    listed = ask(folder, "/v1/checkpoints", read_token)
+    assert listed["keep"] == 2
+    assert 1 <= len([one for one in listed["checkpoints"] if one["complete"]]) <= 3
+    assert {one["ranks"] for one in listed["checkpoints"] if one["complete"]} == {1}
+    done = grpo("checkpoints", str(folder / NAME), "--json")
+    assert done.returncode == 0, done.stderr
+    assert all(one["bytes"] > 0 for one in json.loads(done.stdout)["checkpoints"] if one["complete"])
+
+    refused = _seal(root)
+    if not refused:
+        try:
+            wait_for(lambda: record(folder)["checkpoint/failed"] >= 1, process)
+            before = {saved.step for saved in written.complete()}
+            done = grpo("checkpoint", str(folder / NAME), "--wait")
+            assert done.returncode == 1
+            assert "Read-only file system; make it writable for this user, or set run.dir" in done.stderr
+            assert {saved.step for saved in written.complete()} == before
+            assert "checkpoint not written: step" in grpo("status", str(folder / NAME)).stdout
+        finally:
+            subprocess.run(["umount", "--lazy", root], capture_output=True, check=False)
+        wait_for(lambda: record(folder)["checkpoint/failed"] == 0, process)
+        assert {saved.step for saved in written.complete()} - before
+
+    seen = steps_done(folder, NAME)
+    wait_for(lambda: steps_done(folder, NAME) > seen, process)
+    process.send_signal(signal.SIGTERM)  # in the midst of something: a step takes nearly all of the time
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    state = json.loads(grpo("status", str(folder / NAME), "--json").stdout)["state"]
+    assert state["committed_step"] == state["checkpointed_step"] == written.at(state["committed_step"]).step
+    assert steps_done(folder, NAME) == state["committed_step"] + 1
+    assert not written.unfinished()
+    assert len(written.complete()) == 2
+    done = grpo("checkpoints", str(folder / NAME), "--verify", "--json")
+    assert done.returncode == 0, done.stdout
+    assert [(one["problem"], one["latest"]) for one in json.loads(done.stdout)["checkpoints"]] == [("", False), ("", True)]
+    _goes_on_with_two_ranks(folder, state["committed_step"])
+    if refused:
+        pytest.skip(f"all but the disk that refuses: nothing can be mounted here: {refused}")
+
+
+def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
+    """The run of one rank at stage 0 is continued by two at stage 3."""
+    path = write_run(folder, NAME, "run.steps=1000", *KEPT, "trainer.ranks=2", "trainer.zero_stage=3")
+    process = start(path)
+    written = CheckpointFolder(folder / NAME / "checkpoints")
+    wait_for(lambda: written.complete()[-1].step > step + 1, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    facts = written.complete()[-1].manifest.facts
+    assert (facts["ranks"], facts["zero_stage"]) == (2, 3)
+    assert "0 tickets lost, 0 doubled" in output
+
+
+def _seal(root: Path) -> str:
+    """Make a folder read-only, for root too; why that cannot be done, or empty."""
+    for options in (["--bind", root, root], ["-o", "remount,bind,ro", root]):
+        done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
+        if done.returncode:
+            subprocess.run(["umount", "--lazy", root], capture_output=True, check=False)
+            return done.stderr.strip() or f"mount exits with {done.returncode}"
+        time.sleep(0.1)
+    return ""

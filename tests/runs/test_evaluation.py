@@ -1,0 +1,379 @@
+"""Evaluation beside training: real Redis, real sync rounds in flight, slow scripted engines; generators are killed.
+
+Every engine notes which versions sampled what, so that what a round reports can be checked against what was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.console.local.redis_server import RedisServer
+from services.dataprep.evaluation.rounds import Evaluation, hopeless
+from services.dataprep.metrics import EvaluationMetrics
+from services.dataprep.prompts.order import SourceSpan
+from services.generator.engines.base import Generated, SamplingParameters
+from services.protocol.messages import PodStatus
+from services.runtime.loops import end_tasks
+from services.runtime.tracing import Tracing
+from services.store import RunState
+from services.store.calls.evaluation import EvaluationRound
+from tests.support.harness import ticket, wait_until
+from tests.support.rounds_world import World, open_world
+from tests.support.scripted import ScriptedEngine
+
+PROMPTS, SAMPLES = 10, 2
+
+
+class Rows:
+    """Prompts of two evaluation sources."""
+
+    spans = (SourceSpan("easy", 1.0, 0, 4), SourceSpan("hard", 1.0, 4, PROMPTS - 4))
+
+    def prompt(self, row: int) -> tuple[list[int], str]:
+        return [5, 6, 20 + row], str(row)
+
+
+class Noting(ScriptedEngine):
+    """Notes the versions of every completion it finishes, by ticket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampled: list[tuple[str, set[int]]] = []
+
+    async def generate(
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
+    ) -> Generated:
+        done = await super().generate(request_id, prompt, seed, sampling, prefix)
+        self.sampled.append((request_id.partition(".")[0], {span.version for span in done.spans}))
+        return done
+
+
+class Noted(Tracing):
+    """Spans as they were recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[str, str, dict[str, Any]]] = []
+
+    def begin(self, always: bool = False) -> str:
+        return "a trace" if always else ""
+
+    def record(self, name: str, context: str, started: float, ended: float | None = None, **attributes: Any) -> None:
+        self.spans.append((name, context, attributes))
+
+
+class Lead:
+    """A leader that does nothing but evaluate."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.store = world, world.store
+        self.fence = self._call(self.store.lead("leader:boot", 60.0))
+        self.registry, self.tracing = CollectorRegistry(), Noted()
+        metrics = EvaluationMetrics(self.registry)
+        self.evaluation = Evaluation(world.config, self.store, Rows(), metrics, self.tracing)  # type: ignore[arg-type]
+        self.task = self._call(self._start())
+
+    def _call(self, work: Any) -> Any:
+        return self.world.portal.call(work)
+
+    async def _start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._lead())
+
+    async def _lead(self) -> None:
+        while True:
+            state = await self.store.state()
+            assert state is not None
+            if not await self.evaluation.tend(self.fence, state):
+                await asyncio.sleep(0.02)
+
+    def wait_for(self, dealt_with: int) -> None:
+        """Wait until the rounds up to a version are over."""
+
+        async def over() -> bool:
+            seen = await self.store.evaluation(60)
+            return self.task.done() or (seen.dealt_with >= dealt_with and seen.round is None)
+
+        self._call(wait_until(over))
+        assert not self.task.done(), self.task.exception()
+
+    def wait_for_results(self, count: int) -> None:
+        """Wait until a round is open and has so many."""
+
+        async def so_many() -> bool:
+            found = (await self.store.evaluation(60)).round
+            return found is not None and found.done >= count
+
+        self._call(wait_until(so_many))
+
+    def reports(self) -> dict[int, dict[str, float]]:
+        return {int(record["eval/version"]): record for _, record in self._call(self.store.evaluations())}
+
+    def ledger(self, name: str) -> int:
+        return self._call(self.store.audit()).get(f"ledger:{name}", 0)
+
+    def shown(self, metric: str, **labels: str) -> float | None:
+        """A metric of its rounds."""
+        return self.registry.get_sample_value(f"grpo_evaluation_{metric}", labels)
+
+    def check_no_key_left(self) -> None:
+        async def keys() -> list[bytes]:
+            return [key async for key in self.store.client.scan_iter("*:eval:*")]
+
+        assert self._call(keys()) == []
+
+
+@contextmanager
+def leading(folder: Path, server: RedisServer, *overrides: str) -> Iterator[tuple[World, Lead]]:
+    sources = ", ".join(f"{{kind='jsonl', name='{span.name}', path='none.jsonl'}}" for span in Rows.spans)
+    given = (
+        "generator.count=3", "evaluation.every_steps=2", f"evaluation.sources=[{sources}]", "run.steps=6",
+        f"evaluation.samples={SAMPLES}", "evaluation.ks=[1, 2]", "generator.engine_options.token_s=0.002",
+        "fleet.heartbeat_s=0.1", "fleet.ttl_s=1.0", "generator.lease_s=1.0", *overrides,
+    )  # fmt: skip
+    with open_world(folder, server, *given) as world:
+        lead = Lead(world)
+        try:
+            yield world, lead
+        finally:
+            world.portal.call(end_tasks([lead.task]))
+
+
+def members(world: World, *names: str) -> dict[str, Noting]:
+    engines = {name: Noting() for name in names}
+    for name, engine in engines.items():
+        world.member(name, engine)
+    return engines
+
+
+def volunteers(world: World) -> list[str]:
+    return [name for name, lane in world.lanes.items() if lane.version is not None]
+
+
+def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.01") as (world, lead):
+        engines = members(world, "a", "b", "c")
+        world.train(0)
+        world.portal.call(world.store.issue(lead.fence, 0, [ticket(i) for i in range(16)]))
+        slowest = max(world.train(version).total_s for version in range(1, 7))
+        lead.wait_for(6)
+        reports = lead.reports()
+        assert {0, 6} <= set(reports) <= {0, 2, 4, 6}
+        dealt = sum(lead.ledger(name) for name in ("evaluations", "evaluations_abandoned", "evaluations_skipped"))
+        assert dealt == 4, "a round was neither reported nor counted as abandoned or skipped"
+        ended = {outcome: lead.shown("rounds_total", outcome=outcome) for outcome in ("complete", "abandoned", "skipped")}
+        assert ended == {
+            "complete": len(reports),
+            "abandoned": lead.ledger("evaluations_abandoned"),
+            "skipped": lead.ledger("evaluations_skipped"),
+        }
+        assert lead.shown("completions_total") == len(reports) * PROMPTS * SAMPLES
+        assert lead.shown("seconds_sum") == pytest.approx(sum(record["eval/wall_s"] for record in reports.values()))
+        assert lead.shown("metric", name="eval/version") == 6
+        assert lead.shown("metric", name="eval/hard/pass@2") == reports[6]["eval/hard/pass@2"]
+        spans = [span for span in lead.tracing.spans if span[0] == "evaluate"]
+        complete = [span[2]["version"] for span in spans if span[2]["outcome"] == "complete"]
+        assert (complete, {span[1] for span in spans}) == (sorted(reports), {"a trace"})
+        assert slowest < world.config.sync.join_deadline_s, "a sync round waited for a generator that evaluates"
+        lead.check_no_key_left()
+
+        sampled = [note for engine in engines.values() for note in engine.sampled if ":" in note[0]]
+        assert all(len(versions) == 1 for _, versions in sampled)
+        for version, record in reports.items():
+            completions = Counter(name for name, versions in sampled if versions == {version})
+            assert len(completions) == PROMPTS
+            assert min(completions.values()) == SAMPLES, "more only where a lease ran out on a machine that stood still"
+            assert (record["eval/easy/prompts"], record["eval/hard/prompts"], record["eval/all/prompts"]) == (4, 6, PROMPTS)
+            assert (record["eval/all/pass@1"], record["eval/all/pass@2"]) == (0.5, 1.0)
+
+        async def trained() -> bool:
+            return (await world.store.audit())["headers"] == 16
+
+        world.portal.call(wait_until(trained))
+        items = world.portal.call(world.store.read_headers(lead.fence, 100))
+        assert {item.header.source for item in items if item.header} == {"main"}
+        world.portal.call(wait_until(lambda: not volunteers(world)))
+        world.rounds.catch_up(6)
+        assert world.versions() == {"a": 6, "b": 6, "c": 6}
+
+
+def test_what_a_killed_volunteer_leaves_is_done_by_another(tmp_path: Path, server: RedisServer) -> None:
+    slow = ("generator.engine_options.token_s=0.02", "generator.max_concurrent_groups=1", "evaluation.max_generators=2")
+    with leading(tmp_path, server, *slow) as (world, lead):
+        members(world, "a", "b", "c")
+        world.train(0)
+        world.portal.call(wait_until(lambda: len(volunteers(world)) == 2))
+        lead.wait_for_results(1)
+        victim, _ = volunteers(world)
+        assert world.lanes[victim].rollouts, "nothing is lost with it"
+        world.kill(victim)
+        world.train(1)
+        lead.wait_for(0)
+        assert set(lead.reports()) == {0}
+        lead.check_no_key_left()
+
+
+def test_a_round_whose_volunteers_are_gone_is_not_reported_and_training_goes_on(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
+        members(world, "a", "b")
+        world.train(0)
+        world.portal.call(wait_until(lambda: volunteers(world)))
+        (victim,) = volunteers(world)
+        world.kill(victim)
+        world.train(1)
+        lead.wait_for(0)
+        assert lead.reports() == {}
+        assert lead.ledger("evaluations_abandoned") == lead.shown("rounds_total", outcome="abandoned") == 1
+        assert [span[2]["outcome"] for span in lead.tracing.spans] == ["abandoned"]
+        seen = world.portal.call(world.store.evaluation(60))
+        assert seen.abandoned == "version 0: no generator that holds version 0 is left"
+        lead.check_no_key_left()
+        world.train(2)
+
+
+def test_a_round_that_nobody_may_join_is_abandoned_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "evaluation.min_training_generators=2") as (world, lead):
+        members(world, "a", "b")
+        world.train(0)
+        world.train(1)
+        lead.wait_for(0)
+        assert "evaluation.min_training_generators" in world.portal.call(world.store.evaluation(60)).abandoned
+        for version in range(2, 7):
+            world.train(version)
+        lead.wait_for(6)
+        assert 6 in lead.reports(), "after the last version nobody is needed for training"
+
+
+def test_training_waits_for_the_only_generator_where_the_user_says_so(tmp_path: Path, server: RedisServer) -> None:
+    alone = ("generator.count=1", "evaluation.min_training_generators=0", "generator.engine_options.token_s=0.1")
+    with leading(tmp_path, server, *alone) as (world, lead):
+        engines = members(world, "a")
+        lead.wait_for_results(0)
+        world.train(0)
+        assert volunteers(world) == ["a"], "it stays on the version before the trainer hears that it holds it"
+        world.train(1)
+        assert set(lead.reports()) == {0}, "the weights were replaced before the round was complete"
+        assert all(versions == {0} for _, versions in engines["a"].sampled)
+        assert world.versions() == {"a": 1}
+
+
+def test_a_completion_of_two_versions_is_refused_by_its_generator(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "generator.max_attempts=1", "generator.engine_options.token_s=0.02") as (world, lead):
+        engines = members(world, "a", "b")
+        world.train(0)
+        world.portal.call(wait_until(lambda: volunteers(world)))
+        (name,) = volunteers(world)
+        world.portal.call(wait_until(lambda: engines[name].gauges().tokens > 0))
+        engines[name].version = 1  # as if weights had come in behind the lane's back
+        lead.wait_for(0)
+        assert "sampled by policy versions" in world.portal.call(world.store.evaluation(60)).abandoned
+        assert lead.reports() == {}
+        lead.check_no_key_left()
+
+
+def test_a_volunteer_that_drains_hands_its_tickets_back_at_once(tmp_path: Path, server: RedisServer) -> None:
+    long_leases = ("generator.engine_options.token_s=0.02", "generator.lease_s=60.0", "evaluation.max_generators=1")
+    with leading(tmp_path, server, *long_leases) as (world, lead):
+        members(world, "a", "b", "c")
+        world.train(0)
+        world.portal.call(wait_until(lambda: any(world.lanes[name].rollouts for name in volunteers(world))))
+        (name,) = volunteers(world)
+        world.portal.call(world.lanes[name].drain())
+        lead.wait_for(0)
+        assert set(lead.reports()) == {0}, "another generator that holds the version did not take over"
+        assert world.lanes[name].version is None
+
+
+def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.01") as (world, lead):
+        members(world, "a", "b")
+        world.train(0)
+        lead.wait_for_results(2)
+        former = lead.fence
+        world.portal.call(world.store.step_down("leader:boot"))
+        lead.fence = world.portal.call(world.store.lead("other:boot", 60.0))
+        assert lead.fence > former
+        lead.wait_for(0)
+        assert [record["eval/version"] for _, record in world.portal.call(world.store.evaluations())] == [0.0]
+
+
+def test_rounds_that_came_due_while_another_was_open_are_skipped_and_counted(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
+        members(world, "a", "b")
+        world.train(0)
+        world.portal.call(wait_until(lambda: volunteers(world)))
+        for version in range(1, 6):
+            world.train(version)
+        lead.wait_for(4)
+        assert set(lead.reports()) == {0}
+        assert lead.ledger("evaluations_skipped") == lead.shown("rounds_total", outcome="skipped") == 2
+        world.train(6)
+        lead.wait_for(6)
+        assert set(lead.reports()) == {0, 6}
+
+
+def test_a_stopped_run_abandons_its_round(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
+        members(world, "a", "b")
+        world.train(0)
+        world.portal.call(wait_until(lambda: volunteers(world)))
+        world.portal.call(world.store.stop("a test"))
+        began = time.monotonic()
+        lead.wait_for(0)
+        assert time.monotonic() - began < 3
+        assert world.portal.call(world.store.evaluation(60)).abandoned == "version 0: the run ends: a test"
+        lead.check_no_key_left()
+        world.portal.call(wait_until(lambda: not volunteers(world)))
+
+
+def test_the_prompts_of_a_round_are_the_first_so_many_with_the_same_seeds_each_time(tmp_path: Path, server: RedisServer) -> None:
+    with leading(tmp_path, server, "evaluation.prompts=3") as (_, lead):
+        first, second = lead.evaluation.tickets(0), lead.evaluation.tickets(2)
+        assert [one.id for one in first] == ["easy:0", "easy:1", "easy:2", "hard:0", "hard:1", "hard:2"]
+        assert [one.seed for one in first] == [one.seed for one in second]
+        assert {one.epoch for one in second} == {2}
+        assert len({one.seed for one in first}) == 6
+
+
+def _round(**fields: Any) -> EvaluationRound:
+    return EvaluationRound(
+        **({"version": 2, "total": 4, "done": 1, "volunteers": 0, "started": True, "wall_s": 1.0, "fault": ""} | fields)
+    )
+
+
+def _state(published: int, stopping: str = "") -> RunState:
+    return RunState(6, 8, 0, 0, published, published, published - 1, -1, "", {}, stopping, "", "", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "held", "last_s", "why"),
+    [
+        (_round(), _state(2), 0, 0.0, ""),
+        (_round(volunteers=1), _state(5), 0, 0.0, ""),
+        (_round(), _state(3), 1, 0.0, ""),
+        (_round(), _state(3), 0, 0.0, "no generator that holds version 2 is left"),
+        (_round(started=False), _state(3), 0, 0.0, "no generator stayed on version 2 before version 3 came"),
+        (_round(fault="ticket easy:0: broke", volunteers=1), _state(2), 0, 0.0, "ticket easy:0: broke"),
+        (_round(volunteers=1), _state(2, "a test"), 0, 0.0, "the run ends: a test"),
+        (_round(volunteers=1), _state(6), 0, 9.0, ""),
+        (_round(volunteers=1), _state(6), 0, 11.0, "evaluation.final_s = 10 s ran out"),
+    ],
+)
+def test_a_round_is_given_up_when_it_cannot_be_completed(
+    found: EvaluationRound, state: RunState, held: int, last_s: float, why: str
+) -> None:
+    pods = [PodStatus("generator", f"g{i}", "boot", "", 0, "", "ready", 2, 1, {}) for i in range(held)]
+    others = [
+        PodStatus("trainer", "t", "boot", "", 0, "", "ready", 2, 0, {}),
+        PodStatus("generator", "x", "b", "", 0, "", "", 3, 1, {}),
+    ]
+    reason = hopeless(found, state, pods + others, last_s, final_s=10.0)
+    assert reason.startswith(why) if why else reason == ""

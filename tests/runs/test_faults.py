@@ -1,0 +1,74 @@
+"""The driver of tests/faults, in short: eight faults on one real run, and that it finds a guard that is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kinds import KINDS, Shape, chosen, sequence
+from tests.faults.mutants import MUTANTS, ROOT, copy_code
+
+QUICK = (  # kills of pods that are slow to start are tests/runs/test_run.py's
+    "kill-dataprep,kill-redis,stop-generator,stop-trainer,cut-generator,lose-dataprep,lose-trainer,drop-trainer"
+)
+
+
+def drive(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.faults", "--folder", str(folder), "--json", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_the_same_seed_gives_the_same_faults_and_each_kind_its_share() -> None:
+    shape = Shape(generators=3, ranks=1)
+    faults = list(sequence(7, 3 * len(KINDS), KINDS, shape))
+    assert faults == list(sequence(7, 3 * len(KINDS), KINDS, shape))
+    assert faults[:20] == list(sequence(7, 20, KINDS, shape))
+    assert faults != list(sequence(8, 3 * len(KINDS), KINDS, shape))
+    assert Counter(fault.kind for fault in faults) == dict.fromkeys(KINDS, 3)
+
+
+def test_kinds_are_chosen_by_name_or_by_what_is_done() -> None:
+    shape = Shape(generators=2, ranks=2)
+    assert "twin-trainer" not in chosen("", shape), "a second trainer is one process, this run has two ranks"
+    assert chosen("pause,kill-redis", shape) == ("kill-redis", "pause-redis")
+    with pytest.raises(ValueError, match=r"'burn' is no kind of fault here; there are: kill-generator"):
+        chosen("kill,burn", shape)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_guard_that_can_be_removed_is_still_there(mutant: str, tmp_path: Path) -> None:
+    copy_code(tmp_path, mutant)
+    path = MUTANTS[mutant][0]
+    assert (tmp_path / path).read_text() != (ROOT / path).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_eight_faults_change_nothing(tmp_path: Path) -> None:
+    run = ("--generators", "2", "--steps", "28", "--token-s", "0.1")
+    done = drive(tmp_path / "faults", "--faults", "8", "--seed", "8802", "--kinds", QUICK, *run)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["faults"] + found["missed"] == 8
+    assert found["missed"] <= 2, done.stderr
+    assert [found[name] for name in ("lost", "doubled", "skipped", "leaked", "dropped", "went_back")] == [0] * 6
+    assert found["max_lag"] <= 1
+    assert found["bit_identical"]
+    assert found["in_order"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_commit_that_is_not_idempotent_is_found(tmp_path: Path) -> None:
+    """The first fault of this seed loses the reply of a commit, which the trainer's client then sends again."""
+    done = drive(
+        tmp_path / "faults", "--faults", "1", "--seed", "3", "--kinds", "lose-trainer", "--mutant", "commit", "--generators", "1"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "trained twice" in done.stderr
+    assert "seed 3" in done.stderr

@@ -1,0 +1,222 @@
+"""Whole runs through `grpo run`: real processes, real Redis, a real trainer; the scripted engine makes the tokens.
+
+The scripted engine's tokens depend on prompt and seed alone, so a run with faults has to end in the very same weights as
+one without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.config import to_toml
+from services.console.local.redis_server import find_server
+from services.store import Store
+from tests.support.documented import undocumented
+from tests.support.harness import save_model_folder, small_config
+from tests.support.redis_cluster import RedisCluster, redis_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+STEPS = 8
+
+
+def write_run(folder: Path, name: str, *overrides: str) -> Path:
+    """A configuration file for `grpo run`; the console fills in server, password and token."""
+    config = small_config(
+        folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
+        'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
+        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5",
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # rewards that differ, and rows left out
+        *overrides,
+    )  # fmt: skip
+    path = folder / f"{name}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+def start(path: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], limit_s: float = 240) -> str:
+    output, _ = process.communicate(timeout=limit_s)
+    assert process.returncode == 0, output
+    return output
+
+
+def summary(folder: Path, name: str) -> dict[str, float]:
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+def weights(folder: Path, name: str) -> str:
+    return hashlib.sha256((folder / name / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def steps_done(folder: Path, name: str) -> int:
+    path = folder / name / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.05)
+
+
+def pids_of(folder: Path, name: str, pod: str) -> list[int]:
+    """Processes of a pod of this run, found by their command lines."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (proc / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if pod in words and any(str(folder / name) in word for word in words):
+            found.append(int(proc.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    save_model_folder(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> str:
+    """The weights of a run that nothing happened to."""
+    output = finish(start(write_run(folder, "calm")))
+    assert "0 tickets lost, 0 doubled" in output
+    assert weights(folder, "calm") != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return weights(folder, "calm")
+
+
+def check_whole(folder: Path, name: str, steps: int = STEPS) -> None:
+    """Every step trained, nothing lost or doubled, the lag bound kept."""
+    facts = summary(folder, name)
+    assert facts["steps"] == steps
+    assert (facts["lost"], facts["doubled"], facts["stale_dropped"]) == (0, 0, 0)
+    assert facts["max_lag"] <= 1
+    assert facts["syncs"] == steps + 1
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(steps))
+    assert not undocumented(key for record in records for key in record)
+
+
+def test_a_run_ends_by_itself_with_everything_accounted_for(folder: Path, undisturbed: str) -> None:
+    check_whole(folder, "calm")
+    for name in ("config.toml", "summary.json", "report.png", "model/config.json"):
+        assert (folder / "calm" / name).stat().st_size > 0
+
+
+def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:
+    process = start(write_run(folder, "killed"))
+    for step, pod in ((1, "dataprep-0"), (3, "generator-0"), (5, "trainer-0")):
+        wait_for(lambda step=step: steps_done(folder, "killed") >= step, process)
+        victims = pids_of(folder, "killed", pod)
+        assert victims
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+    finish(process)
+    check_whole(folder, "killed")
+    restarts = summary(folder, "killed")["restarts"]
+    assert [restarts[name] for name in ("dataprep-0", "generator-0", "generator-1", "trainer")] == [1, 1, 0, 1]  # type: ignore[index]
+    assert weights(folder, "killed") == undisturbed
+
+
+def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undisturbed: str) -> None:
+    """Each service as its own Redis user; one of every kind killed, then the master of some shards, whose replica takes over."""
+    (folder / "cluster").mkdir()
+    with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
+        path = write_run(folder, "spread", "redis.payload_shards=6", f'redis.users_dir="{folder / "cluster" / "users"}"')
+        process = start(path, "--redis-url", f"redis://:{cluster.password}@127.0.0.1:{cluster.third.port}/0")
+        for step, pod in ((1, "dataprep-0"), (2, "generator-0"), (3, "trainer-0")):
+            wait_for(lambda step=step: steps_done(folder, "spread") >= step, process)
+            for pid in pids_of(folder, "spread", pod):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: steps_done(folder, "spread") >= 5, process)
+        masters = (cluster.owner, cluster.other, cluster.third)
+        held = [sum(b"/" in key and b":payload:" in key for key in cluster.call(node, "KEYS", "*")) for node in masters]
+        assert min(held) > 0
+        cluster.other.kill()
+        cluster.take_over(cluster.replica)
+        finish(process)
+        check_whole(folder, "spread")
+        assert weights(folder, "spread") == undisturbed
+        asyncio.run(check_shards(cluster))
+
+
+async def check_shards(cluster: RedisCluster) -> None:
+    """What lies in shards is what the index names; in the end every key goes."""
+    store = await Store.connect(cluster.url(cluster.third), "spread", cluster.login())
+    await store.state()
+    nodes = (cluster.owner, cluster.replica, cluster.third)
+    held = sum(b"/" in key and b":payload:" in key for node in nodes for key in cluster.call(node, "KEYS", "*"))
+    assert held < 8 * STEPS, "of what checkpoints cover dataprep has swept some"
+    await store.sweep()
+    keys = [key.decode() for node in nodes for key in cluster.call(node, "KEYS", "*:payload:*")]
+    names = [key.partition(":payload:")[2] for key in keys]
+    assert set(Counter(names).values()) <= {2}, "each in the index and in a shard"
+    await store.delete_run()
+    await store.close()
+    assert [cluster.call(node, "KEYS", "*") for node in nodes] == [[], [], []]
+
+
+def interrupt(process: subprocess.Popen[str], folder: Path, name: str, steps: int) -> str:
+    """Ctrl-C when so many steps are done; what was printed."""
+    wait_for(lambda: steps_done(folder, name) >= steps, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert not pids_of(folder, name, "trainer-0")
+    return output
+
+
+def test_a_run_interrupted_by_ctrl_c_goes_on_with_the_same_command_and_without_its_redis_from_a_checkpoint(
+    folder: Path, undisturbed: str
+) -> None:
+    path = write_run(folder, "interrupted", "generator.engine_options.token_s=0.06")
+    interrupt(start(path), folder, "interrupted", 2)
+    output = interrupt(start(path), folder, "interrupted", 4)
+    assert "attached, checkpoint" in output
+    shutil.rmtree(folder / "interrupted" / "redis")
+    output = finish(start(path))
+    assert "restored, checkpoint" in output
+    check_whole(folder, "interrupted")
+    assert weights(folder, "interrupted") == undisturbed
+
+
+def test_a_run_goes_back_to_a_checkpoint_at_work_and_after_its_end(folder: Path, undisturbed: str) -> None:
+    path = write_run(
+        folder, "back", "checkpoint.keep=9", "checkpoint.save_replay_buffer=true", "generator.engine_options.token_s=0.1"
+    )
+    process = start(path)
+    wait_for(lambda: steps_done(folder, "back") >= 4, process)
+    command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "run back: goes back to step 1\n"), done.stderr
+    output = finish(process)
+    assert "restored, checkpoint 1: step 1 was asked for" in output
+    check_whole(folder, "back")
+    assert weights(folder, "back") == undisturbed
+    output = finish(start(path, "--resume", "5"))
+    assert "restored, checkpoint 5: step 5 was asked for" in output
+    check_whole(folder, "back")
+    assert weights(folder, "back") == undisturbed
+    assert "has finished" in finish(start(path, "--resume", "latest"))

@@ -1,0 +1,74 @@
+"""The generator says what the trainer's weights say: real DeepSpeed steps, real vLLM, weights in files, transformers as judge.
+
+Over gloo: tests/weights/test_weight_transfer.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
+from services.generator.engines.base import SamplingParameters
+from services.generator.engines.vllm import VllmEngine
+from services.protocol.messages import Round
+from services.runtime.process_tools import free_port
+from services.trainer.ranks import World
+from services.trainer.step import batches
+from services.trainer.step.policy import Policy
+from services.trainer.weight_sender import make_weight_sender
+from tests.support.tiny_model import make_payloads
+from tests.support.tiny_vllm import assert_greedy, make_config, make_model, reference_logprobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # importing vLLM and DeepSpeed warns
+
+STEPS = 4
+CHECKED = (0, 2, STEPS)  # versions: after the first sync, a middle step and the last
+PROMPTS = [[5, 17, 33], [6, 40, 80, 12], [90, 3, 3, 7, 50]]
+
+
+async def test_greedy_completions_equal_those_of_transformers_with_the_trainers_weights(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_model(tmp_path / "model", tied=True)
+    config = make_config(
+        tmp_path / "model", sampling={"max_tokens": 40, "top_k": 1}, loss={"kl_beta": 0.0}, optimizer={"learning_rate": 3e-3},
+        trainer={"row_tokens": 256}, sync={"backend": "filesystem", "folder": str(tmp_path / "volume")},
+    )  # fmt: skip
+    engine = VllmEngine()
+    await engine.start(config)
+    policy = Policy(config, World(port=free_port()))
+    sender = make_weight_sender(config, policy.module, 0)
+    host, port = sender.open()
+    joining = Round(1, 0, "join", {"g": 1}, 2, "filesystem", host, port, 1, 1)
+    sender.connect(2)
+    await engine.join(joining, 1)
+    payloads = make_payloads(4, 4)
+    groups = [
+        PlanGroup(name, name, len(one.prompt), one.lengths, np.linspace(-1, 1, 4), np.ones(4, bool), np.zeros(4, int))
+        for name, one in payloads.items()
+    ]
+    moved = []
+    for version in range(STEPS + 1):
+        if version > 0:
+            plan, rank_plans = plan_step(version - 1, groups, Layout(ranks=1, row_tokens=256))
+            rows = batches.build(rank_plans[0], payloads, vocabulary=policy.vocabulary, row_tokens=256)
+            policy.train(rows, plan)
+        sender.send()
+        await engine.stage(version)
+        await engine.pause()
+        await engine.receive(version)
+        await engine.resume()
+        if version in CHECKED:
+            policy.export_hf(tmp_path / f"v{version}", version - 1)
+            judge = AutoModelForCausalLM.from_pretrained(tmp_path / f"v{version}").eval()
+            for i, prompt in enumerate(PROMPTS):
+                completion = await engine.generate(f"{version}-{i}", prompt, 0, SamplingParameters.training(config))
+                assert {span.version for span in completion.spans} == {version}
+                assert_greedy(judge, prompt, completion.tokens)
+                moved.append(float(reference_logprobs(judge, PROMPTS[0], np.arange(10, 20, dtype=np.int32)).sum()))
+    sender.close_group()
+    await engine.close()
+    assert len(set(moved)) == len(CHECKED), "training did not move the weights, so equality shows nothing"

@@ -1,0 +1,164 @@
+"""TLS to Redis and on the endpoints: who is not trusted is not talked to."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from services.config import ConfigError
+from services.console.client import ApiError, Client
+from services.console.local.redis_server import RedisServer
+from services.protocol.errors import StoreError
+from services.protocol.messages import PodStatus
+from services.runtime.http.api import serve
+from services.runtime.http.credentials import Tokens
+from services.runtime.portal import Portal
+from services.runtime.process_tools import free_port
+from services.runtime.service import Service
+from services.store import Store
+from services.store.connection.client import Login
+from tests.support.certificates import Certificates, make_certificates, put
+from tests.support.harness import small_config
+
+START_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl to make certificates with")
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def renewed(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Others for the same name, from another authority."""
+    return make_certificates(tmp_path_factory.mktemp("renewed"))
+
+
+@pytest.fixture
+def encrypted(certificates: Certificates, tmp_path: Path) -> Iterator[str]:
+    """Address of a Redis that speaks TLS alone."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("no redis-server that speaks TLS")
+    port = free_port()
+    command = [
+        program, "--port", "0", "--tls-port", str(port), "--tls-cert-file", str(certificates.certificate), "--tls-key-file",
+        str(certificates.key), "--tls-ca-cert-file", str(certificates.authority), "--tls-auth-clients", "no", "--save", "",
+        "--requirepass", "secret", "--dir", str(tmp_path),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    deadline = time.monotonic() + START_S
+    while "Ready to accept connections" not in (line := process.stdout.readline()):
+        if not line or time.monotonic() > deadline:
+            pytest.skip("this redis-server does not speak TLS")
+    yield f"rediss://127.0.0.1:{port}/0"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+async def test_redis_over_tls(encrypted: str, certificates: Certificates, renewed: Certificates, tmp_path: Path) -> None:
+    mounted = put(certificates, tmp_path)
+    store = await Store.connect(encrypted, "tls", Login("secret", ca_file=str(mounted.authority)))
+    try:
+        assert await store.create("config", "data", 4, 8)
+        fence = await store.attach_trainer()
+        assert await store.publish(fence, 0)
+        put(renewed, tmp_path)
+        files = {"tls-cert-file": renewed.certificate, "tls-key-file": renewed.key, "tls-ca-cert-file": renewed.authority}
+        pairs = [str(word) for pair in files.items() for word in pair]
+        assert await store.client.execute_command("CONFIG", "SET", *pairs) in (b"OK", "OK", True)
+        await store.client.client_kill_filter(_type="normal", skipme=False)
+        assert await store.state(), "a connection that is made anew trusts whom the file names now"
+        await store.delete_run()
+    finally:
+        await store.close()
+    with pytest.raises(StoreError, match="cannot be reached"):
+        await Store.connect(encrypted, "tls", Login("secret"))
+    with pytest.raises(StoreError, match=r"redis\.ca_file = .* name a file of certificates"):
+        await Store.connect(encrypted, "tls", Login("secret", ca_file="/dev/null"))
+
+
+def test_endpoints_over_tls(certificates: Certificates, renewed: Certificates, tmp_path: Path, server: RedisServer) -> None:
+    config = small_config(tmp_path, server, "run.name=tls")
+    mounted = put(certificates, tmp_path)
+    files = {"certificate_file": str(mounted.certificate), "key_file": str(mounted.key)}
+    config = config.model_copy(update={"api": config.api.model_copy(update=files)})
+    portal = Portal()
+    try:
+        store = portal.call(Store.connect(server.url, "tls", server.password))
+        service = Service("trainer", config, store, PodStatus("trainer", "t", "b", "here", 1, "", "ready", 0, 0, {}))
+        served = serve(service, Tokens("operate", "read"))
+        url = portal.call(served.__aenter__())
+        try:
+            assert url.startswith("https://127.0.0.1:")
+            with Client(url, "operate", str(certificates.authority)) as client:
+                assert client.ready().ready
+                assert client.pause(why="a test").why == "a test"
+                assert client.state().pod.name == "t"
+                client.resume()
+            with (
+                Client(url, "operate", str(certificates.authority), "another") as misnamed,
+                pytest.raises(ApiError, match="cannot be reached"),
+            ):
+                misnamed.ready()
+            with Client(url, "operate") as stranger, pytest.raises(ApiError, match="cannot be reached"):
+                stranger.ready()
+            with Client(url.replace("https", "http"), "operate") as plain, pytest.raises(ApiError):
+                plain.ready()
+            renew(url, certificates, renewed, tmp_path)
+        finally:
+            portal.call(served.__aexit__(None, None, None))
+            portal.call(store.delete_run())
+            portal.call(store.close())
+    finally:
+        portal.close()
+
+
+def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> None:
+    """A certificate is renewed at the second try; the first was no pair with its key, which is told once."""
+
+    def reached(trusted: Certificates) -> bool:
+        with Client(url, "", str(trusted.authority)) as client:
+            try:
+                return client.ready().ready
+            except ApiError:
+                return False
+
+    with Client(url, "", str(before.authority)) as kept, capture_logs() as logs:
+        assert kept.ready().ready
+        put(replace(after, key=before.key), folder)
+        assert [reached(before), reached(before), reached(after)] == [True, True, False]
+        (told,) = logs
+        assert "api.key_file" in told["error"]
+        assert "name a certificate and its key" in told["error"]
+        put(after, folder)
+        assert [reached(after), reached(before), reached(after)] == [True, False, True]
+        assert [entry["event"] for entry in logs[1:]] == ["the certificate was renewed"]
+        assert kept.ready().ready, "the connection from before goes on"
+
+
+async def test_a_certificate_without_its_key_is_an_error_with_its_remedy(
+    certificates: Certificates, tmp_path: Path, server: RedisServer, store: Store
+) -> None:
+    with pytest.raises(ConfigError, match=r"api\.certificate_file .* go together"):
+        small_config(tmp_path, server, f"api.certificate_file={certificates.certificate}")
+    with pytest.raises(ConfigError, match=r"redis\.ca_file = .* has no effect"):
+        small_config(tmp_path, server, f"redis.ca_file={certificates.authority}")
+    config = small_config(tmp_path, server)
+    files = {"certificate_file": str(certificates.certificate), "key_file": str(certificates.authority)}
+    config = config.model_copy(update={"api": config.api.model_copy(update=files)})
+    service = Service("trainer", config, store, PodStatus("trainer", "t", "b", "here", 1, "", "ready", 0, 0, {}))
+    with pytest.raises(ConfigError, match=r"cannot be used .* name a certificate and its key"):
+        async with serve(service, Tokens("operate")):
+            pass

@@ -1,0 +1,105 @@
+"""Wake-ups and the view of a run, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from services.runtime.loops import Loop, end_tasks
+from services.runtime.notifications import Bell
+from services.runtime.view import RunView
+from services.store import Store
+
+
+async def _nothing(_: Loop) -> None: ...
+
+
+def unwatched(name: str) -> Loop:
+    return Loop(name, _nothing, limit_s=30.0)
+
+
+@pytest_asyncio.fixture
+async def bell(store: Store) -> AsyncIterator[Bell]:
+    """A bell that is connected."""
+    bell = Bell()
+    wait = asyncio.create_task(bell.wait("connected-yet", timeout=10.0))
+    await asyncio.sleep(0)
+    listening = asyncio.create_task(bell.listen(store))
+    await wait  # a new connection rings everything that is waited for
+    yield bell
+    await end_tasks([listening])
+
+
+async def waited(bell: Bell, *topics: str, timeout: float = 10.0) -> float:
+    started = time.monotonic()
+    await bell.wait(*topics, timeout=timeout)
+    return time.monotonic() - started
+
+
+async def test_a_change_in_redis_wakes_who_waits_for_it(store: Store, bell: Bell) -> None:
+    waiting = asyncio.create_task(waited(bell, "control"))
+    await asyncio.sleep(0.01)
+    await store.create("config", "data", 4, 8)
+    assert await waiting < 5.0
+
+
+async def test_a_ring_before_the_wait_is_not_lost(bell: Bell) -> None:
+    bell.ring("tickets")
+    assert await waited(bell, "tickets", "version") < 1.0
+    assert await waited(bell, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
+
+
+async def test_a_ring_reaches_everybody_who_waits_for_its_topic(bell: Bell) -> None:
+    waiting = [asyncio.create_task(waited(bell, "control", other)) for other in ("version", "tickets")]
+    await asyncio.sleep(0)
+    bell.ring("control")
+    assert max(await asyncio.gather(*waiting)) < 1.0
+    bell.ring("control")
+    assert await waited(bell, "control", "version") < 1.0
+    assert await waited(bell, "control", "tickets") < 1.0
+
+
+async def test_other_topics_do_not_wake(bell: Bell) -> None:
+    bell.ring("headers")
+    assert await waited(bell, "tickets", timeout=0.05) >= 0.04
+
+
+async def test_a_cancelled_wait_leaves_no_task_behind(bell: Bell) -> None:
+    before = len(asyncio.all_tasks())
+    waiting = asyncio.create_task(waited(bell, "steps"))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == before
+
+
+async def test_the_view_follows_the_run(store: Store, bell: Bell) -> None:
+    view = RunView(store, bell, "generator")
+    assert (view.paused, view.ended) == (False, False)
+    following = asyncio.create_task(view.follow(unwatched("view")))
+    created = asyncio.create_task(view.created())
+    await asyncio.sleep(0.01)
+    await store.create("config", "data", 4, 8)
+    assert (await asyncio.wait_for(created, 30.0)).slots == 8
+
+    async def becomes(condition: object) -> None:
+        async with view.changed:
+            await asyncio.wait_for(view.changed.wait_for(condition), 30.0)  # type: ignore[arg-type]
+
+    await store.pause("generator", "lunch")
+    await becomes(lambda: view.paused)
+    assert view.state is not None
+    assert view.state.paused == {"generator": "lunch"}
+    await store.resume("generator")
+    await store.stop("enough")
+    await becomes(lambda: not view.paused and view.state is not None and view.state.stopping == "enough")
+    assert not view.ended  # asked to stop is not ended: the trainer still saves
+    await store.finish("trained 4 of 4 steps")
+    await becomes(lambda: view.ended)
+    await end_tasks([following])

@@ -1,0 +1,241 @@
+"""A Redis that is absent, wrong or full is one line within seconds; one that comes back is no error at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.console.commands.audit import audit
+from services.console.local.redis_server import RedisServer
+from services.protocol.errors import StoreError
+from services.store import Store
+from services.store.connection import client
+from tests.conftest import SERVERS, skip_without
+from tests.support import flow
+from tests.support.harness import ticket
+
+LIMIT_S = 10.0
+RUN = "errors"
+
+
+async def refusal(url: str, password: str | None = None) -> str:
+    """The one-line error of connecting, which must come in time."""
+    started = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        await asyncio.wait_for(Store.connect(url, RUN, password), LIMIT_S)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - started < LIMIT_S
+    return str(caught.value)
+
+
+@asynccontextmanager
+async def pretender(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
+    """A TCP server that answers each RESP command by `answer(command name)`; its address."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while header := await reader.readline():
+                words = []
+                for _ in range(int(header[1:])):
+                    size = int((await reader.readline())[1:])
+                    words.append((await reader.readexactly(size + 2))[:-2])
+                writer.write(answer(words[0].upper()))
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+
+
+async def test_a_server_that_is_not_there() -> None:
+    message = await refusal("redis://127.0.0.1:1/0")
+    assert message.startswith("Redis at redis://127.0.0.1:1/0 cannot be reached")
+    assert message.endswith("is it running, and is redis.url right?")
+
+
+async def test_a_host_that_is_not_known() -> None:
+    assert "cannot be reached" in await refusal("redis://no-such-host.invalid:6379/0")
+
+
+async def test_a_server_too_old_for_the_first_words() -> None:
+    async with pretender(lambda command: b"-ERR unknown command\r\n") as url:
+        assert await refusal(url) == f"Redis at {url} answers 'unknown command': run Redis 7.0 or newer, or Valkey"
+
+
+async def test_a_port_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PROBE_TIMEOUT_S", 0.2)
+    async with pretender(lambda command: b"") as url:
+        assert "cannot be reached" in await refusal(url)
+
+
+async def test_a_port_where_something_else_listens() -> None:
+    async with pretender(lambda command: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url:
+        assert f"Redis at {url} cannot be" in await refusal(url)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:6379", "http://localhost", "redis://localhost:port/0"])
+async def test_an_address_that_is_none(url: str) -> None:
+    assert f"redis.url = {url!r} is not a Redis address" in await refusal(url)
+
+
+async def test_a_server_without_functions() -> None:
+    def answer(command: bytes) -> bytes:
+        if command == b"INFO":
+            text = b"# Server\r\nredis_version:6.2.14\r\nredis_mode:standalone\r\n"
+            return b"$%d\r\n%s\r\n" % (len(text), text)
+        if command == b"CONFIG":
+            return b"%1\r\n$16\r\nmaxmemory-policy\r\n$10\r\nnoeviction\r\n"
+        return b"%1\r\n$5\r\nproto\r\n:3\r\n" if command == b"HELLO" else b"+OK\r\n"
+
+    async with pretender(answer) as url:
+        assert await refusal(url) == (f"Redis at {url} is 6.2.14, which has no Functions: run Redis 7.0 or newer, or Valkey")
+
+
+@pytest.mark.parametrize("password", [None, "wrong"])
+async def test_a_wrong_password(any_server: RedisServer, password: str | None) -> None:
+    message = await refusal(any_server.url, password)
+    assert "refused the password: set redis.password_file or GRPO_REDIS_PASSWORD" in message
+
+
+async def test_a_password_in_the_address_is_not_shown(any_server: RedisServer) -> None:
+    message = await refusal(any_server.url.replace("//", "//:hunter2@"))
+    assert "hunter2" not in message
+    assert f"Redis at {any_server.url} refused the password" in message
+
+
+async def test_an_eviction_policy_is_refused(any_server: RedisServer) -> None:
+    with redis.Redis(port=any_server.port, password=any_server.password) as admin:
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            message = await refusal(any_server.url, any_server.password)
+        finally:
+            admin.config_set("maxmemory-policy", "noeviction")
+    assert "has maxmemory-policy allkeys-lru, which may delete a run's state: set it to noeviction" in message
+
+
+async def test_a_user_who_may_not_see_the_settings_can_still_work(any_server: RedisServer) -> None:
+    with redis.Redis(port=any_server.port, password=any_server.password) as admin:
+        admin.execute_command("ACL", "SETUSER", "tenant", "on", ">secret", "~*", "&*", "+@all", "-config")
+        try:
+            store = await Store.connect(any_server.url.replace("//", "//tenant:secret@"), RUN)
+            assert await store.state() is None
+            await store.close()
+        finally:
+            admin.acl_deluser("tenant")
+
+
+async def test_a_full_server_says_so_and_still_lets_work_drain(any_store: Store, any_server: RedisServer) -> None:
+    """What adds is refused, what moves work on and frees memory is not."""
+    team = await flow.start(any_store)
+    await flow.buffer(any_store, team, 2)
+    (group,) = await flow.oldest_groups(any_store, 1)
+    await flow.issue(any_store, team, 2)
+    one, two = await flow.claim(any_store, "g", 2)
+    await any_store.client.config_set("maxmemory", "1mb")
+    try:
+        with pytest.raises(StoreError, match="is full: raise its maxmemory"):
+            await flow.submit(any_store, "g", one)
+        with pytest.raises(StoreError, match="is full"):
+            await flow.issue(any_store, team, 1)
+        assert await any_store.release("g", two)
+        await flow.prepare(any_store, team, 0, [group.group])
+        assert await any_store.commit(team.trainer, 0)
+        assert await any_store.publish(team.trainer, 1)
+        await any_store.checkpointed(team.trainer, 0)
+        assert await any_store.retire() == 1
+    finally:
+        await any_store.client.config_set("maxmemory", "0")
+    assert await flow.submit(any_store, "g", one), "the claim is still held"
+    assert (await audit(any_store)).messages == ()
+
+
+async def test_functions_come_back_by_themselves(any_store: Store) -> None:
+    """After somebody flushed them, or put an empty server in the place of the old one."""
+    team = await flow.start(any_store)
+    await flow.issue(any_store, team, 1)
+    (one,) = await flow.claim(any_store, "g")
+    await any_store.client.execute_command("FUNCTION", "FLUSH")
+    assert await flow.submit(any_store, "g", one)
+    assert (await any_store.audit())["headers"] == 1
+
+
+async def test_an_audit_of_no_run_says_so(any_store: Store) -> None:
+    with pytest.raises(StoreError, match=r"there is no run 't-.*' on this Redis"):
+        await audit(any_store)
+
+
+@pytest.fixture(params=SERVERS)
+def durable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that forces every write to disk, to be killed."""
+    skip_without(request.param)
+    server = RedisServer(tmp_path, program=request.param, appendfsync="always")
+    server.start()
+    yield server
+    server.kill()
+
+
+async def test_work_goes_on_through_kills_of_the_server_and_nothing_is_lost(durable: RedisServer) -> None:
+    """Kill -9 in the middle of calls, start again on the same folder: calls wait, repeat themselves and return."""
+    store = await Store.connect(durable.url, RUN, durable.password)
+    team = await flow.start(store, slots=1000, steps=1000)
+    submitted: list[str] = []
+    busy = True
+
+    async def issue_tickets() -> None:
+        while busy:
+            state = await store.state()
+            assert state is not None
+            await store.issue(team.leader, state.cursor, [ticket(seq) for seq in range(state.cursor, state.cursor + 4)])
+            await asyncio.sleep(0.01)
+
+    async def generate(name: str) -> None:
+        while busy:
+            claims = await flow.claim(store, name, 2, lease_s=0.5)
+            submitted.extend([one.ticket_id for one in claims if await flow.submit(store, name, one)])
+            await asyncio.sleep(0.005)
+
+    async with asyncio.TaskGroup() as tasks:
+        for body in (issue_tickets(), generate("a"), generate("b")):
+            tasks.create_task(body)
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            durable.kill()
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(durable.start)
+        await asyncio.sleep(0.3)
+        busy = False
+
+    report = await audit(store)
+    assert report.messages == ()
+    items = [item.ticket for item in await store.read_headers(team.leader, 100_000)]
+    assert len(items) == len(set(items)), "no group was stored twice"
+    assert sorted(submitted) == sorted(items), "what was acknowledged is there, and nothing else"
+    assert len(items) > 20
+    for item in await store.read_headers(team.leader, 100_000):
+        assert (await store.payloads([item.payload]))[item.payload].tokens.size > 0
+    await store.close()
+
+
+async def test_a_server_that_stays_away_is_an_error_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "RETRIES", 4)
+    server = RedisServer(tmp_path)
+    server.start()
+    store = await Store.connect(server.url, RUN, server.password)
+    await store.create("config", "data", 1, 1)
+    server.kill()
+    started = time.monotonic()
+    calls = (store.state(), store.audit(), store.order(), store.groups(["0-1"]))
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(outcome, StoreError) and "cannot be reached" in str(outcome) for outcome in outcomes), outcomes
+    assert time.monotonic() - started < 5
+    await store.close()

@@ -1,0 +1,309 @@
+"""The thin connection: the same answers as redis-py's, whatever their size, and through whatever happens to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import ssl
+import subprocess
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
+from redis.exceptions import AuthenticationError, ConnectionError, OutOfMemoryError, ResponseError, TimeoutError
+
+from services.console.local.redis_server import RedisServer
+from services.store import Store
+from services.store.connection.base import _replies
+from services.store.connection.client import Login, make_client
+from services.store.connection.fast_connection import APART_BYTES, BUFFER_BYTES, PIECES, VANISHED, Wire
+from tests.support import flow
+
+SIZES = (0, 1, APART_BYTES - 1, APART_BYTES, BUFFER_BYTES - 2, BUFFER_BYTES, 3 * BUFFER_BYTES + 7)
+
+
+def wire_to(url: str, password: str | None = None, retries: int = 3) -> Wire:
+    """A wire of its own that gives up soon."""
+    client = make_client(url, Login(password or ""))
+    client.connection_pool.connection_kwargs |= {"retry": Retry(ConstantBackoff(0.01), retries), "socket_timeout": 2.0}
+    wire = Wire.beside(client)
+    assert wire is not None
+    return wire
+
+
+@pytest_asyncio.fixture
+async def wire(any_server: RedisServer) -> AsyncIterator[Wire]:
+    wire = wire_to(any_server.url, any_server.password)
+    yield wire
+    await wire.ask([("FLUSHALL",)])
+    wire.close()
+
+
+@asynccontextmanager
+async def answering(*answers: bytes) -> AsyncIterator[str]:
+    """A server that answers the n-th connection by the n-th of `answers` in single bytes, then closes it; its address."""
+    left = list(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        for byte in left.pop(0) if left else b"":
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+
+
+async def test_strings_of_any_size_come_back_as_they_went(wire: Wire) -> None:
+    values = {f"k{size}": np.random.default_rng(size).bytes(size) for size in SIZES}
+    replies = await wire.ask([("SET", key, value) for key, value in values.items()])
+    assert replies == [b"OK"] * len(SIZES)
+    assert await wire.ask([("MGET", *values, "none")]) == [[*values.values(), None]]
+    assert await wire.ask([("STRLEN", key) for key in values]) == list(SIZES)
+
+
+async def test_more_pieces_than_one_system_call_takes(wire: Wire) -> None:
+    values = [bytes([i % 256]) * APART_BYTES for i in range(PIECES)]
+    assert await wire.ask([("SET", i, value) for i, value in enumerate(values)]) == [b"OK"] * PIECES
+    assert await wire.ask([("MGET", *range(PIECES))]) == [values]
+
+
+async def test_numbers_nested_lists_and_errors_are_values(wire: Wire) -> None:
+    replies = await wire.ask([
+        ("ZADD", "z", 0.5, "a", 2, "b"),
+        ("INCR", "z"),
+        ("EVAL", "return {1, {'x', {}}, false, redis.status_reply('fine')}", 0),
+        ("ZRANGE", "z", 0, -1, "WITHSCORES"),
+    ])  # fmt: skip
+    assert isinstance(replies.pop(1), ResponseError)
+    assert replies == [2, [1, [b"x", []], None, b"fine"], [b"a", b"0.5", b"b", b"2"]]
+
+
+@pytest.mark.parametrize("part", ["é", 0, -7, 2**63 - 1, 0.1, 1e-320, 1e22, -0.0, math.inf, b"\0\xff", b"\r\n"])
+async def test_what_goes_beside_a_long_string_is_written_as_without_it(wire: Wire, part: str | float | bytes) -> None:
+    long = bytes(APART_BYTES)
+    replies = await wire.ask([("RPUSH", "l", part), ("RPUSH", "l", part, long, part, long), ("LRANGE", "l", 0, -1)])
+    alone, *beside = replies[-1]
+    assert beside == [alone, long, alone, long]
+    assert alone == (part if isinstance(part, bytes) else str(part).encode())
+
+
+async def test_what_cannot_be_written_is_not_sent(wire: Wire) -> None:
+    for command in (("SET", "k", None), ("SET", "k", bytes(APART_BYTES), None)):
+        with pytest.raises(TypeError):
+            await wire.ask([command])
+    assert await wire.ask([("EXISTS", "k")]) == [0]
+
+
+async def test_a_cancelled_request_leaves_no_half_read_connection(wire: Wire) -> None:
+    await wire.ask([("PING",)])
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(wire.ask([("BLPOP", "none", 1)]), 0.05)
+    assert await wire.ask([("ECHO", "after")]) == [b"after"]
+
+
+async def test_requests_at_the_same_time_get_their_own_answers(wire: Wire) -> None:
+    words = [str(i) * 3000 for i in range(40)]
+    assert await asyncio.gather(*(wire.ask([("ECHO", word)]) for word in words)) == [[word.encode()] for word in words]
+
+
+async def test_password_user_and_database_of_the_address_are_used(any_server: RedisServer) -> None:
+    admin = wire_to(any_server.url, any_server.password)
+    await admin.ask([("ACL", "SETUSER", "tenant", "on", ">secret", "~*", "+@all")])
+    tenant = wire_to(any_server.url.replace("//", "//tenant:secret@").replace("/0", "/3"))
+    try:
+        assert await tenant.ask([("ACL", "WHOAMI"), ("SET", "here", 1)]) == [b"tenant", b"OK"]
+        assert await admin.ask([("EXISTS", "here"), ("SELECT", 3), ("EXISTS", "here"), ("FLUSHALL",)]) == [0, b"OK", 1, b"OK"]
+    finally:
+        await admin.ask([("ACL", "DELUSER", "tenant")])
+        admin.close()
+        tenant.close()
+
+
+@pytest.mark.parametrize("password", [None, "wrong"])
+async def test_a_wrong_password_is_said_at_once(any_server: RedisServer, password: str | None) -> None:
+    wire = wire_to(any_server.url, password)
+    if password is None:
+        (reply,) = await wire.ask([("PING",)])
+        assert isinstance(reply, AuthenticationError)
+    else:
+        with pytest.raises(AuthenticationError):
+            await wire.ask([("PING",)])
+    wire.close()
+
+
+async def test_a_full_server_is_an_error_of_its_kind(wire: Wire) -> None:
+    await wire.ask([("CONFIG", "SET", "maxmemory", "1")])
+    (reply,) = await wire.ask([("SET", "k", "v")])
+    await wire.ask([("CONFIG", "SET", "maxmemory", "0")])
+    assert isinstance(reply, OutOfMemoryError)
+
+
+async def test_a_request_goes_on_through_a_restart_of_the_server(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    wire = wire_to(server.url, server.password, retries=1000)
+    await asyncio.gather(*(wire.ask([("PING",)]) for _ in range(5)))  # five connections, all of which will break
+    server.kill()
+    waiting = asyncio.create_task(wire.ask([("ECHO", "back")]))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(server.start)
+    assert await waiting == [b"back"]
+    wire.close()
+    server.stop()
+
+
+async def test_a_reply_that_arrives_byte_by_byte_is_read() -> None:
+    async with answering(b"*3\r\n$3\r\nabc\r\n:-5\r\n$-1\r\n") as url:
+        with closing(wire_to(url)) as wire:
+            assert await wire.ask([("ANY",)]) == [[b"abc", -5, None]]
+
+
+async def test_a_server_that_loads_its_data_is_awaited() -> None:
+    async with answering(b"-LOADING it reads the dataset\r\n", b"+PONG\r\n") as url:
+        with closing(wire_to(url)) as wire:
+            assert await wire.ask([("PING",)]) == [b"PONG"]
+
+
+async def test_a_connection_that_breaks_in_mid_reply_is_made_anew() -> None:
+    async with answering(b"$5\r\nhal", b"$4\r\nfull\r\n") as url:
+        with closing(wire_to(url)) as wire:
+            assert await wire.ask([("GET", "k")]) == [b"full"]
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"$x\r\n", b"*1\r\n?\r\n", b"$99999999999\r\n"])
+async def test_what_is_no_reply_is_a_connection_error(answer: bytes) -> None:
+    async with answering(*[answer] * 4) as url:
+        with pytest.raises(ConnectionError):
+            await wire_to(url, retries=2).ask([("GET", "k")])
+
+
+async def test_a_server_that_never_answers_is_a_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        wire = wire_to(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", retries=0)
+        wire._settings["socket_timeout"] = 0.1
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"no answer for 0\.1 s"):
+            await wire.ask([("PING",)])
+        assert time.monotonic() - started < 2
+
+
+async def test_a_server_that_is_not_there_is_a_connection_error() -> None:
+    with pytest.raises(ConnectionError):
+        await wire_to("redis://localhost:1/0", retries=1).ask([("PING",)])
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 and its key."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=x",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+@asynccontextmanager
+async def tls_proxy(port: int, folder: Path) -> AsyncIterator[str]:
+    """TLS in front of a server; its address."""
+    cert, key = certificate(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(2**16):
+                writer.write(data)
+                await writer.drain()
+        except (ConnectionError, OSError):
+            pass
+        finally:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}/0?ssl_ca_certs={cert}"
+
+
+async def life_of_groups(store: Store) -> None:
+    """From claims to payloads, over whatever connection the store has."""
+    team = await flow.start(store)
+    await flow.issue(store, team, 3)
+    claims = await flow.claim(store, "g", 3)
+    assert all(await asyncio.gather(*(flow.submit(store, "g", one) for one in claims)))
+    assert await flow.settle(store, team) == 3
+    fetched = await store.payloads([one.payload for one in claims])
+    assert {name: int(payload.tokens[0]) for name, payload in fetched.items()} == {
+        one.payload: one.fence % 1000 for one in claims
+    }
+
+
+async def replies_are_as_a_wire_s(store: Store, server: RedisServer) -> None:
+    """Of every command whose reply redis-py would shape; a snapshot reads by them, and a restore writes."""
+    keys = store.keys
+    wire = wire_to(server.url, server.password)
+    asked: list[tuple[Any, ...]] = [
+        ("HGETALL", keys.run), ("HMGET", keys.run, "slots", "nothing"), ("LRANGE", keys.departed, 0, -1),
+        ("ZRANGE", keys.replay_order, 0, -1, "WITHSCORES"), ("ZSCORE", keys.replay_order, "0-0"),
+        ("ZMSCORE", keys.replay_order, "0-0", "nobody"), ("HSCAN", keys.ledger, 0), ("XRANGE", keys.tickets, "-", "+"),
+        ("XPENDING", keys.headers, "dataprep"), ("GET", "nothing"), ("ZSCORE", keys.run, "0-0"),
+    ]  # fmt: skip
+    try:
+        for commands in (asked, *([command] for command in asked[:-1])):  # together, and one by one
+            assert [str(one) for one in await _replies(plain(store), commands)] == [str(one) for one in await wire.ask(commands)]
+    finally:
+        wire.close()
+
+
+def plain(store: Store) -> aioredis.Redis:
+    assert store._plain is not None
+    return store._plain
+
+
+async def test_over_tls_the_store_works_without_a_wire(server: RedisServer, tmp_path: Path) -> None:
+    async with tls_proxy(server.port, tmp_path) as url:
+        store = await Store.connect(url, f"t-{uuid.uuid4().hex[:12]}", server.password)
+        assert store._wire is None
+        await life_of_groups(store)
+        await replies_are_as_a_wire_s(store, server)
+        await store.delete_run()
+        await store.close()
+
+
+def test_there_is_no_wire_to_a_unix_socket() -> None:
+    assert Wire.beside(make_client("unix:///run/redis.sock", Login())) is None
+
+
+async def test_a_store_over_tcp_has_a_wire_that_it_shares_by_client(any_store: Store) -> None:
+    assert any_store._wire is not None
+    assert Store(any_store.client, any_store.keys)._wire is any_store._wire
+    await life_of_groups(any_store)
+
+
+async def test_both_ways_to_the_server_notice_a_host_that_vanishes(any_server: RedisServer) -> None:
+    wire, client = wire_to(any_server.url, any_server.password), make_client(any_server.url, Login(any_server.password))
+    await wire.ask([("PING",)])
+    other: Any = await client.connection_pool.get_connection()
+    for sock in (wire._idle[0]._sock, other._writer.get_extra_info("socket")):
+        assert {option: sock.getsockopt(socket.IPPROTO_TCP, option) for option in VANISHED} == VANISHED
+    await client.connection_pool.release(other)
+    await client.aclose()
+    wire.close()

@@ -1,0 +1,114 @@
+"""Weights at their limits: recency over many versions, eighteen decades side by side, and what is no weight at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from services.config.training import Replay
+from services.dataprep.replay import weights as replay
+from services.protocol.errors import StoreError
+from services.store import Settlement
+from tests.store.replay import tables
+from tests.store.replay.draws import Bench, p_of
+from tests.store.replay.tables import Entry, fill
+
+
+async def test_recency_halves_the_chance_of_a_group_with_every_half_life_also_after_rescaling(bench: Bench) -> None:
+    config = Replay(sampler="prioritized", priority="recency", recency_half_life=3.0)
+    versions, base, new_base = np.repeat([10, 13, 16, 19], 25), 0, replay.recency_base(60, config)
+    await bench.insert([replay.recency_weight(int(version) - base, config) for version in versions])
+    for _ in range(2):
+        drawn = versions[(await bench.draws(40_000)).ravel()]
+        counts = np.array([(drawn == version).sum() for version in (10, 13, 16, 19)])
+        statistic, _ = p_of(counts, len(drawn) * np.array([1, 2, 4, 8]) / 15)
+        assert statistic < 16.3, (counts, statistic)  # 0.001 of three degrees of freedom
+        factor = replay.recency_weight(base - new_base, config)
+        assert await bench.store.rescale(bench.team.leader, base, new_base, factor) in (0, 100)
+    before = await tables.read(bench.store)
+    assert await bench.store.rescale(bench.team.leader, base, new_base, 0.5) == 0, "as after a lost reply"
+    assert await tables.read(bench.store) == before
+    tables.check(before, 100_000, "prioritized", "fifo")
+
+
+async def test_what_rescaling_makes_too_light_is_drawn_last(bench: Bench) -> None:
+    await bench.insert([1.0, 1.0, 1e-6])
+    for base in range(40):
+        assert await bench.store.rescale(bench.team.leader, base, base + 1, 2.0**-30) == 3
+        tables.check(await tables.read(bench.store), 3, "prioritized", "fifo")
+    table = await tables.read(bench.store)
+    assert table.weight == {"0-0": 0.0, "0-1": 0.0, "0-2": 0.0}
+    assert set((await bench.draws(300)).ravel()) == {0, 1, 2}
+
+
+async def test_clocks_tell_heavy_groups_apart_after_a_long_time_of_light_ones(bench: Bench) -> None:
+    """Time grows by 1e9 with every draw of a weight of 1e-9, and by 1e-9 with one of 1e9: a double holds not both."""
+    light, heavy = np.full(10, 1e-9), np.full(10, 1e9)
+    await bench.insert(light)
+    for _ in range(3):
+        await bench.draws(1_000)
+        await bench.reweigh(heavy)
+        drawn = (await bench.draws(20_000)).ravel()
+        statistic, freedom = p_of(np.bincount(drawn, minlength=10), np.full(10, 2_000.0))
+        assert tables.chi_square_p(statistic, freedom) > 1e-4, np.bincount(drawn, minlength=10)
+        await bench.reweigh(light)
+    await fill(bench.store, bench.team, [Entry(1e9, 1.0), Entry(1e9, 0.5), Entry(1e9, 2.0)])
+    await bench.reweigh([*light, 1e9, 1e9, 1e9])
+    first = (await bench.store.survey(bench.team.leader, 0, 3)).first
+    assert [name for name, _ in first] == ["0-11", "0-10", "0-12"]
+
+
+async def test_time_never_grows_past_what_a_double_tells_apart(bench: Bench) -> None:
+    await bench.insert([1e9, 1.0, 1e-9])
+    keys = bench.store.keys
+    await bench.store.client.hset(keys.replay_state, "now", 1e30)  # type: ignore[misc]  # as after a very long run
+    await bench.store.client.zadd(keys.replay_clock, {"0-0": 1e30, "0-1": 1e30, "0-2": 1e30})
+    await bench.draws(3)
+    assert float((await tables.read(bench.store)).state["now"]) < 1e-2
+    drawn = (await bench.draws(1000)).ravel()
+    assert Counter(drawn.tolist()) == {0: 1000}
+
+
+async def test_the_sum_of_weights_is_exact_when_a_heavy_group_has_left(bench: Bench) -> None:
+    weights = [1e-9, 3e-9, 1e9, 2.5e8, 0.1]
+    await bench.insert(weights)
+    for i in (2, 3, 4):
+        await bench.reweigh([0.0 if 2 <= j <= i else w for j, w in enumerate(weights)])
+        rest = math.fsum(w for j, w in enumerate(weights) if not 2 <= j <= i)
+        assert math.isclose((await bench.store.survey(bench.team.leader, 0, 1)).weight_sum, rest, rel_tol=1e-12)
+
+
+async def _two_and_two_that_wait(bench: Bench) -> list[Settlement]:
+    await bench.insert([1.0, 2.0])
+    await tables.arrive(bench.store, bench.team, [0, 0])
+    items = await bench.store.read_headers(bench.team.leader, 2)
+    return [Settlement(item, "insert") for item in items if item.header]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0, -1e-300, 1.01e9])
+async def test_a_group_of_a_bad_weight_is_refused_with_its_batch_and_the_table_goes_on(bench: Bench, bad: float) -> None:
+    """Unlike in Reverb, whose table hangs for ever with one negative priority."""
+    store, team = bench.store, bench.team
+    good, other = await _two_and_two_that_wait(bench)
+    before = await tables.read(store)
+    with pytest.raises(StoreError, match=f"of group {other.item.ticket} is not in 0..1e9"):
+        await store.settle(team.leader, [good, dataclasses.replace(other, weight=bad)])
+    assert await tables.read(store) == before
+    assert await store.settle(team.leader, [good, other]) == 2
+    assert set((await bench.draws(200)).ravel()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("bad", ["nan", "-nan", "inf", "-1", "-1e-300", "1000000001", "1e400", "", "heavy", "1,5"])
+async def test_new_weights_are_refused_as_a_whole_for_a_bad_one_and_the_table_goes_on(bench: Bench, bad: str) -> None:
+    store, team = bench.store, bench.team
+    await bench.insert([1.0, 2.0])
+    before = await tables.read(store)
+    with pytest.raises(StoreError, match=r"of group 0-1 is not in 0\.\.1e9"):
+        await store._call("reweigh", team.trainer, "0-0", "7", "0-1", bad)
+    assert await tables.read(store) == before
+    assert await store.reweigh(team.trainer, {"0-0": 7.0}) == 1
+    assert set((await bench.draws(200)).ravel()) == {0, 1}

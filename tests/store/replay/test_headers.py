@@ -1,0 +1,152 @@
+"""Settling: every finished group goes into the table or to its outcome, once; the table never exceeds its capacity."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.protocol.errors import Fenced
+from services.store import Settlement, Store
+from services.store.records import TableRules
+from tests.support import flow
+from tests.support.flow import buffer, claim, counts, header, issue, payload_bytes, prepare, settle, start, submit
+from tests.support.harness import buried
+
+
+async def finished(store: Store, team: flow.Team, count: int) -> list[str]:
+    """Payload names of `count` submitted groups."""
+    await issue(store, team, count)
+    claims = await claim(store, "g", count)
+    for one in claims:
+        assert await submit(store, "g", one)
+    return [one.payload for one in claims]
+
+
+async def stored(store: Store) -> int:
+    """How many payloads lie in Redis."""
+    return len([key async for key in store.client.scan_iter(match="*:payload:*")])
+
+
+async def test_headers_come_back_until_they_are_settled(any_store: Store) -> None:
+    team = await start(any_store)
+    payloads = await finished(any_store, team, 3)
+    for _ in range(2):  # a leader that dies between reading and settling loses nothing
+        items = await any_store.read_headers(team.leader, 2)
+        assert [item.payload for item in items] == payloads[:2]
+    assert [item.payload for item in await any_store.read_headers(team.leader, 5)] == payloads
+
+
+async def test_inserted_groups_stand_in_order_of_issue_whatever_the_order_of_arrival(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 3)
+    for one in reversed(await claim(any_store, "g", 3)):
+        assert await submit(any_store, "g", one)
+    assert await settle(any_store, team) == 3
+    table = await flow.oldest_groups(any_store, 10)
+    assert [(g.group, g.uses, g.header.ticket) for g in table] == [(f"0-{i}", 0, f"0-{i}") for i in range(3)]
+    assert [g.group for g in await flow.oldest_groups(any_store, 2)] == ["0-0", "0-1"]
+    assert (await any_store.survey(team.leader, 0, 5)).oldest_outstanding == -1
+
+
+async def test_a_repeated_settlement_changes_nothing(any_store: Store) -> None:
+    team = await start(any_store)
+    await finished(any_store, team, 2)
+    items = await any_store.read_headers(team.leader, 10)
+    settlements = [Settlement(item, "stale") for item in items]
+    assert await any_store.settle(team.leader, settlements) == 2
+    before = await any_store.audit()
+    assert await any_store.settle(team.leader, settlements) == 0
+    assert await any_store.audit() == before
+    assert (before["slots_used"], before["ledger:stale"]) == (0, 2)
+
+
+@pytest.mark.parametrize("action", ["stale", "filtered:zero", "failed:rewards are not finite"])
+async def test_a_dropped_group_counts_frees_its_slot_and_leaves_no_payload(any_store: Store, action: str) -> None:
+    team = await start(any_store)
+    await finished(any_store, team, 1)
+    assert await settle(any_store, team, action) == 1
+    outcome = "failed" if action.startswith("failed") else action
+    assert await counts(any_store) == {"ledger:issued": 1, f"ledger:{outcome}": 1, "ledger:syncs": 1}
+    assert await stored(any_store) == 0
+    assert await buried(any_store) == ([("0-0", "rewards are not finite")] if outcome == "failed" else [])
+
+
+async def test_a_full_table_evicts_its_oldest_groups(any_store: Store) -> None:
+    team = await start(any_store, slots=12, table=TableRules(capacity=4))
+    for _ in range(4):
+        await finished(any_store, team, 3)
+        await settle(any_store, team)
+        assert (await any_store.audit())["buffered"] <= 4
+    assert [g.group for g in await flow.oldest_groups(any_store, 100)] == ["0-8", "0-9", "0-10", "0-11"]
+    assert await counts(any_store) == {
+        "buffered": 4, "slots_used": 4, "ledger:issued": 12, "ledger:evicted": 8, "ledger:syncs": 1,
+    }  # fmt: skip
+    assert await stored(any_store) == 4
+
+
+async def test_evicting_a_group_that_was_trained_is_no_second_outcome(any_store: Store) -> None:
+    """Its payload stays until a checkpoint covers the step that used it."""
+    team = await start(any_store, table=TableRules(capacity=2, max_uses=2))
+    await buffer(any_store, team, 2)
+    await prepare(any_store, team, 0, ["0-0"])
+    await finished(any_store, team, 1)
+    assert await settle(any_store, team) == 1
+    audit = await counts(any_store)
+    assert "ledger:evicted" not in audit
+    assert (audit["prepared"], audit["buffered"], audit["slots_used"]) == (1, 2, 3)
+    assert await stored(any_store) == 3
+
+
+async def test_corrupt_and_contradicting_headers_are_seen_as_such(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 3)
+    a, b, c = await claim(any_store, "g", 3)
+    for one, wrong in ((a, {"ticket": "0-7"}), (b, {"payload": "0-1.1"})):
+        assert await any_store.submit("g", one, header(one, **wrong), payload_bytes(one), flow.TTL_S)
+    await any_store.client.xadd(any_store.keys.headers, {"ticket": "0-2", "payload": c.payload, "body": b"\xc1"})
+    items = await any_store.read_headers(team.leader, 10)
+    assert [item.header for item in items] == [None] * 3
+    assert "names ticket 0-7" in items[0].fault
+    assert "payload 0-1.1" in items[1].fault
+    assert await settle(any_store, team) == 3
+    audit = await any_store.audit()
+    assert (audit["ledger:failed"], audit["slots_used"]) == (3, 0)
+
+
+async def test_a_header_of_a_ticket_that_nobody_issued_becomes_a_dead_letter(any_store: Store) -> None:
+    team = await start(any_store)
+    await any_store.client.xadd(any_store.keys.headers, {"ticket": "9-9", "payload": "9-9.1", "body": b"?"})
+    await any_store.client.xadd(any_store.keys.headers, {"nonsense": "1"})
+    assert await settle(any_store, team) == 2
+    assert await counts(any_store) == {"ledger:unknown_headers": 2, "ledger:syncs": 1}
+    assert len(await buried(any_store)) == 2
+
+
+async def test_a_superseded_leader_neither_reads_nor_settles(any_store: Store) -> None:
+    team = await start(any_store)
+    await finished(any_store, team, 1)
+    items = await any_store.read_headers(team.leader, 1)
+    await any_store.step_down("leader-0:boot")
+    new = await any_store.lead("leader-1:boot", 60.0)
+    assert new is not None
+    with pytest.raises(Fenced):
+        await any_store.settle(team.leader, [Settlement(items[0], "stale")])
+    with pytest.raises(Fenced):
+        await any_store.read_headers(team.leader, 1)
+    assert [item.entry for item in await any_store.read_headers(new, 1)] == [items[0].entry], "its successor finds the header"
+
+
+async def test_groups_that_became_stale_are_dropped_at_the_next_look_once(any_store: Store) -> None:
+    team = await start(any_store)
+    for version in (0, 1, 2):
+        await buffer(any_store, team, 1, oldest=version)
+    look = await any_store.survey(team.leader, 2, 5)
+    assert (look.stale, look.size, look.first) == (2, 1, (("0-2", 2),))
+    assert (await any_store.survey(team.leader, 2, 5)).stale == 0, "as after a lost reply"
+    assert await counts(any_store) == {
+        "buffered": 1, "slots_used": 1, "ledger:issued": 3, "ledger:stale": 2, "ledger:syncs": 1,
+    }  # fmt: skip
+    assert await stored(any_store) == 1
+    await any_store.step_down("leader-0:boot")
+    assert await any_store.lead("leader-1:boot", 60.0)
+    with pytest.raises(Fenced):
+        await any_store.survey(team.leader, 9, 5)

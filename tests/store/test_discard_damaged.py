@@ -1,0 +1,117 @@
+"""Groups that cannot be trained leave every step to come, as dead letters: no ticket lost, no slot kept, none trained twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.operations.inspection.ledger import audit
+from services.protocol.errors import Fenced, OutOfOrder
+from services.store import Store
+from services.store.records import TableRules
+from tests.support import flow
+from tests.support.flow import Team, buffer, prepare, start
+
+WHY = {"0-1": "payload 0-1.7: it is gone"}
+
+
+async def condemn(store: Store, team: Team, first: int, prepared: int, *steps: tuple[int, list[str]]) -> int:
+    """Condemn 0-1; `steps` have other groups beside it."""
+    return await store.condemn(team.trainer, first, prepared, WHY, [flow.plan(step, groups) for step, groups in steps])
+
+
+async def whole(store: Store, **outcomes: int) -> None:
+    """Nothing is lost or doubled, slots are right, and so many tickets have these outcomes."""
+    report = await audit(store)
+    assert report.ok, report.messages
+    assert {name: count for name, count in report.outcomes.items() if count} == outcomes
+
+
+async def test_a_group_leaves_its_step_as_a_dead_letter_that_can_be_put_back(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 4)
+    await prepare(any_store, team, 0, ["0-0", "0-1"])
+    await prepare(any_store, team, 1, ["0-2", "0-3"])
+    assert await condemn(any_store, team, 0, 1, (0, ["0-0"])) == 1
+    plan = await any_store.plan(0)
+    assert plan is not None
+    assert plan.groups == ["0-0"]
+    (letter,) = await any_store.dead_letters()
+    assert (letter.ticket, letter.reason, letter.failed) == ("0-1", WHY["0-1"], True)
+    assert b"0-1" in letter.body, "its header goes with it"
+    await whole(any_store, failed=1)
+    assert [key async for key in any_store.client.scan_iter(match="*0-1*")] == []
+    assert await condemn(any_store, team, 0, 1, (0, ["0-0"])) == 0, "a repeated call changes nothing"
+    for step in (0, 1):
+        await any_store.commit(team.trainer, step)
+        await any_store.publish(team.trainer, step + 1)
+    await whole(any_store, failed=1, trained=3)
+    assert (await any_store.audit())["slots_used"] == 0
+    (answer,) = await any_store.requeue([letter.id])
+    assert answer.refusal == ""
+
+
+async def test_a_step_may_lose_all_its_groups(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    await prepare(any_store, team, 0, ["0-1"])
+    assert await condemn(any_store, team, 0, 0, (0, [])) == 1
+    await any_store.commit(team.trainer, 0)
+    await any_store.publish(team.trainer, 1)
+    await whole(any_store, failed=1)
+
+
+async def test_a_step_that_was_prepared_meanwhile_has_to_be_looked_at_first(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    await prepare(any_store, team, 0, ["0-0", "0-1"])
+    await prepare(any_store, team, 1, ["0-2"])
+    before = await any_store.audit()
+    with pytest.raises(OutOfOrder, match="step 1 was prepared meanwhile"):
+        await condemn(any_store, team, 0, 0, (0, ["0-0"]))
+    await any_store.attach_trainer()
+    with pytest.raises(Fenced):
+        await condemn(any_store, team, 0, 1, (0, ["0-0"]))
+    assert await any_store.audit() == before
+
+
+@pytest.mark.parametrize("published", [0, 1])
+async def test_a_step_that_is_trained_again_after_a_crash_takes_back_that_it_was_trained(
+    any_store: Store, published: int
+) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    await prepare(any_store, team, 0, ["0-0", "0-1"])
+    await any_store.commit(team.trainer, 0)
+    await any_store.publish(team.trainer, published)
+    assert await condemn(any_store, team, 0, 0, (0, ["0-0"])) == 1
+    await whole(any_store, failed=1, trained=1)
+    await any_store.publish(team.trainer, 1)
+    await whole(any_store, failed=1, trained=1)
+    assert await any_store.client.getbit(any_store.keys.trained(0), 1) == 0
+
+
+@pytest.mark.parametrize("sampler", ["fifo", "prioritized"])
+async def test_a_replayed_group_leaves_table_and_steps_and_stays_trained(any_store: Store, sampler: str) -> None:
+    team = await start(any_store, table=TableRules(max_uses=3, sampler=sampler))
+    await buffer(any_store, team, 2)
+    for step in range(3):
+        await prepare(any_store, team, step, ["0-0", "0-1"])
+        if step == 0:
+            await any_store.commit(team.trainer, 0)
+            await any_store.publish(team.trainer, 1)
+    assert await condemn(any_store, team, 1, 2, (1, ["0-0"]), (2, ["0-0"])) == 1
+    await whole(any_store, trained=2)
+    for step in (1, 2):
+        plan = await any_store.plan(step)
+        assert plan is not None
+        assert plan.groups == ["0-0"]
+    (letter,) = await any_store.dead_letters()
+    assert not letter.failed
+    (answer,) = await any_store.requeue([letter.id])
+    assert "trained before" in answer.refusal
+    for step in (1, 2):
+        await any_store.commit(team.trainer, step)
+        await any_store.publish(team.trainer, step + 1)
+    await any_store.checkpointed(team.trainer, 2)
+    assert await any_store.retire() == 3
+    assert [key async for key in any_store.client.scan_iter(match="*:group:*")] == []

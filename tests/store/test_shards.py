@@ -1,0 +1,478 @@
+"""Payloads in shards: on all masters of a Cluster, as safe as with the index, and gone when nothing names them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from redis.crc import key_slot
+
+from services.console.commands.audit import assess, audit
+from services.console.local.redis_server import RedisServer, find_server
+from services.protocol import codec
+from services.protocol.errors import Damaged, StoreError
+from services.protocol.messages import Payload
+from services.protocol.shards import MOST, shard_of, shards
+from services.store import Claim, Store
+from services.store.calls import payloads
+from services.store.calls.run import fullest
+from services.store.connection.base import Connection
+from services.store.snapshot_format import Group, Snapshot, SnapshotError, renamed, renamed_plan
+from tests.conftest import SERVERS, skip_without
+from tests.store.test_conservation import Walk
+from tests.support import flow
+from tests.support.flow import Team
+from tests.support.harness import ticket
+from tests.support.redis_cluster import RedisCluster, redis_cluster
+
+RUN = "spread"
+SHARDS = 6
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """A Cluster of each kind of server."""
+    skip_without(request.param)
+    with redis_cluster(tmp_path_factory.mktemp(request.param), request.param, RUN) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def connected(cluster: RedisCluster, run: str = RUN, kind: str = "") -> AsyncIterator[Store]:
+    store = await Store.connect(cluster.url(cluster.third), run, cluster.login(kind))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def run_of(cluster: RedisCluster) -> AsyncIterator[Store]:
+    """A store of a run of its own that has shards; nothing of it is left on any node."""
+    async with connected(cluster, f"t-{uuid.uuid4().hex[:12]}") as store:
+        await store.create("config", "dataset", 100, 12, payload_shards=SHARDS)
+        yield store
+        await store.delete_run()
+        assert all(keys_of(cluster, node, store.keys.name) == [] for node in cluster.nodes[:3])
+
+
+def keys_of(cluster: RedisCluster, node: RedisServer, run: str, what: str = "") -> list[str]:
+    """Keys of a run's index and shards, by what follows the name of either."""
+    found = (key.decode() for key in cluster.call(node, "KEYS", "*"))
+    return [key for key in found if key.startswith((f"grpo:{{{run}}}:{what}", f"grpo:{{{run}/")) and what in key]
+
+
+async def held(store: Store) -> list[str]:
+    """Payloads that lie in shards, by name: as the shards list them, which is as they are."""
+    listed = []
+    for shard in store.shards:
+        names = [name.decode() for name in cast("list[bytes]", await shard.client.zrange(shard.keys.payloads, 0, -1))]
+        assert all([await shard.client.exists(shard.keys.payload(name)) for name in names])
+        listed += names
+    return sorted(listed)
+
+
+async def named(store: Store) -> list[str]:
+    """Payloads that the index names."""
+    prefix = store.keys.payload("")
+    pattern = prefix.replace("{", "[{]").replace("}", "[}]")
+    return sorted([key.decode().removeprefix(prefix) async for key in store.client.scan_iter(f"{pattern}*", count=1000)])
+
+
+async def lay(store: Store, claim: Claim) -> None:
+    """What a generator has done that dies before it submits."""
+    await store._lay({claim.payload: codec.seal(flow.payload_bytes(claim))})
+
+
+async def start(store: Store) -> Team:
+    """As dataprep and trainer do."""
+    leader = await store.lead("leader-0:boot", 60.0)
+    assert leader is not None
+    team = Team(leader, await store.attach_trainer())
+    await store.publish(team.trainer, 0)
+    return team
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, MOST])
+def test_shards_are_evenly_spread_over_the_slots(count: int) -> None:
+    slots = [key_slot(keys.prefix.encode()) for keys in shards(RUN, count)]
+    share = 16384 / count
+    assert [int(slot // share) for slot in slots] == list(range(count))
+    assert all(abs(slot % share - share / 2) <= share / 16 for slot in slots)
+    assert {key_slot(keys.payload("0-1.2").encode()) for keys in shards(RUN, count)} == set(slots), "by the prefix alone"
+    held = Counter(shard_of(f"0-{i}.{i}", count) for i in range(1000 * count))
+    assert min(held.values()) > 800
+
+
+async def test_payloads_lie_on_all_masters_by_the_rights_of_each_service(cluster: RedisCluster) -> None:
+    """Each service with its own Redis user; no other has to be told that there are shards."""
+    async with (
+        connected(cluster, kind="dataprep") as dataprep,
+        connected(cluster, kind="generator") as generator,
+        connected(cluster, kind="trainer") as trainer,
+        connected(cluster, kind="console") as console,
+    ):
+        await dataprep.create("config", "dataset", 100, 100, payload_shards=SHARDS)
+        leader = await dataprep.lead("leader-0:boot", 60.0)
+        assert leader is not None
+        fence = await trainer.attach_trainer()
+        await trainer.publish(fence, 0)
+        await dataprep.issue(leader, 0, [ticket(seq) for seq in range(60)])
+        claims = await flow.claim(generator, "g", 60)
+        assert all(await asyncio.gather(*(flow.submit(generator, "g", claim) for claim in claims)))
+        assert await flow.settle(dataprep, Team(leader, fence)) == 60
+        found = await trainer.payloads([claim.payload for claim in claims])
+        for claim in claims:
+            assert (found[claim.payload].tokens == claim.fence % 1000).all()
+        looked_at = await console.payload(claims[0].payload)
+        assert looked_at is not None
+        assert (looked_at.tokens == claims[0].fence % 1000).all()
+        per_node = [len(keys_of(cluster, node, f"{RUN}", "payload:")) for node in cluster.nodes[:3]]
+        assert min(per_node) >= 10, "of 60, and of 60 names on the one with the index"
+        for claim in claims:
+            assert await trainer.client.get(trainer.keys.payload(claim.payload)) == b""
+        assert await dataprep.sweep() == 0
+        assert (await dataprep.memory())[0] > 0
+        assert (await console.server()).persists
+        await dataprep.survey(leader, 1, 8)
+        assert await dataprep.sweep() == 60
+    async with connected(cluster) as admin:
+        await admin.delete_run()
+    assert [keys_of(cluster, node, RUN) for node in cluster.nodes[:3]] == [[], [], []]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_is_named_is_there_and_nothing_else_stays_whatever_happens(cluster: RedisCluster, seed: int) -> None:
+    """The random walk of test_conservation.py; generators die between payload and header, sweeps come at any time, also by those
+    who sleep before they delete."""
+    async with run_of(cluster) as store:
+        walk, dice = Walk(store, seed), random.Random(seed)
+        await walk.begin()
+        late: list[list[str]] = []  # what somebody found and has not deleted yet
+        for i in range(200):
+            await walk.step()
+            if dice.random() < 0.1 and (one := walk.anybody()) and one[1].ticket is not None:
+                await lay(store, one[1])
+            if dice.random() < 0.1:
+                late.append(await store._left_over())
+            if late and dice.random() < 0.1:
+                await store._discard(dice.choice(late))
+            if dice.random() < 0.1:
+                await store.sweep()
+            if i % 25 == 0:
+                assert set(await named(store)) <= set(await held(store))
+        await walk.wind_up()
+        report = assess("walk", await store.audit())
+        assert report.ok, report.messages
+        assert report.outcomes["trained"] > 0
+        for name in await named(store):  # of refused submissions; they expire
+            assert await store.client.ttl(store.keys.payload(name)) > 0
+            await store.client.delete(store.keys.payload(name))
+        await store.sweep()
+        assert await held(store) == []
+
+
+async def test_a_payload_whose_claim_may_still_submit_it_is_not_swept(cluster: RedisCluster) -> None:
+    """A generator dies, or is merely slow, between payload and header."""
+    async with run_of(cluster) as store:
+        team = await start(store)
+        await flow.issue(store, team, 2)
+        slow, dead = await flow.claim(store, "g", 2, lease_s=0.0)
+        await lay(store, slow)
+        await lay(store, dead)
+        assert await store.sweep() == 0
+        assert await flow.submit(store, "g", slow)
+        assert await store.sweep() == 0
+        (again,) = await flow.claim(store, "h", 1, lease_s=0.0)
+        assert again.ticket_id == dead.ticket_id
+        assert await store.sweep() == 1, "another holds its ticket"
+        assert not await flow.submit(store, "g", dead), "refused; what was written for it is nobody's"
+        assert await flow.submit(store, "h", again)
+        assert await flow.submit(store, "h", again), "a repeated call"
+        await flow.settle(store, team)
+        await store.sweep()
+        assert await held(store) == await named(store) == sorted([slow.payload, again.payload])
+
+
+async def test_a_sweep_that_sleeps_at_any_point_takes_nothing_that_is_submitted_or_restored_meanwhile(
+    cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it has seen a payload that the index did not name yet; and before it deletes what the index names no more."""
+    async with run_of(cluster) as store, connected(cluster, store.keys.name) as sweeper:
+        await sweeper.state()
+        team = await start(store)
+        kept = await flow.buffer(store, team, 3)
+        await store.save_snapshot(team.trainer, -1, tmp_path / "s", payloads=True)
+        await flow.issue(store, team, 1)
+        (claim,) = await flow.claim(store, "g")
+        await lay(store, claim)
+        find, delete = sweeper._strays, sweeper._delete
+        asleep, awake = asyncio.Event(), asyncio.Event()
+
+        async def find_and_sleep(shard: Any) -> list[str]:
+            found = await find(shard)
+            if found:
+                assert await flow.submit(store, "g", claim)
+            return found
+
+        monkeypatch.setattr(sweeper, "_strays", find_and_sleep)
+        assert await sweeper.sweep() == 0
+
+        async def sleep_and_delete(shard: Any, names: list[str]) -> None:
+            asleep.set()
+            await awake.wait()
+            await delete(shard, names)
+
+        monkeypatch.setattr(sweeper, "_strays", find)
+        monkeypatch.setattr(sweeper, "_delete", sleep_and_delete)
+        await flow.settle(store, team, "stale")
+        await store.survey(team.leader, 1, 8)
+        assert await named(store) == []
+        sweeping = asyncio.create_task(sweeper.sweep())
+        await asleep.wait()
+        trainer = await store.attach_trainer()
+        await store.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
+        before = await named(store)
+        assert [name.rpartition(".")[0] for name in before] == sorted(kept)
+        assert await held(store) == before, "the others made room"
+        awake.set()
+        await sweeping
+        assert await held(store) == before
+        assert len(await store.payloads(before)) == 3
+
+
+async def test_a_run_is_taken_back_with_its_payloads_though_the_first_attempt_is_cut_off(
+    cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups, prepared steps and the trainer's rows name payloads that are there, with the tokens of before."""
+    async with run_of(cluster) as store:
+        team = await start(store)
+        groups = await flow.buffer(store, team, 4)
+        records = await store.group_records(groups)
+        plan = flow.plan(0, groups[:2], [records[name].payload for name in groups[:2]])
+        await store.prepare(team.leader, *plan, 0, [1.0, 1.0])
+        tokens = {name: await tokens_of(store, records[name].payload) for name in groups}
+        await store.save_snapshot(team.trainer, -1, tmp_path / "s", payloads=True)
+        await store.commit(team.trainer, 0)
+        await flow.issue(store, team, 2)
+
+        lay_all = store._lay
+
+        async def lay_and_die(payloads: dict[str, bytes]) -> None:
+            await lay_all(payloads)
+            raise StoreError("killed")
+
+        monkeypatch.setattr(store, "_lay", lay_and_die)
+        first = await store.attach_trainer()
+        with pytest.raises(StoreError, match="killed"):
+            await store.restore(first, Snapshot(tmp_path / "s"), True, lambda: None)
+        monkeypatch.undo()
+        second = await store.attach_trainer()
+        await store.restore(second, Snapshot(tmp_path / "s"), True, lambda: None)
+        records = await store.group_records(groups)
+        assert {name: await tokens_of(store, record.payload) for name, record in records.items()} == tokens
+        assert {record.header.payload for record in records.values() if record.header} == set(await named(store))
+        rows = (await store.rank_plan(0, 0)).rows
+        assert [sample.payload for row in rows for sample in row] == [records[name].payload for name in groups[:2]]
+        await store.sweep()
+        assert await held(store) == await named(store)
+        assert (await audit(store)).ok
+
+
+def owner_of(ranges: list[list[Any]], shard: Connection) -> int:
+    """Port of the master that has a shard."""
+    slot = key_slot(shard.keys.prefix.encode())
+    return next(master[1] for first, last, master, *_ in ranges if first <= slot <= last)
+
+
+def offset_of(cluster: RedisCluster, node: RedisServer) -> int:
+    """How much of what its master was told a node has seen."""
+    lines = cluster.call(node, "INFO", "replication").decode().splitlines()
+    return int(next(line.partition(":")[2] for line in lines if line.startswith(("slave_repl_offset", "master_repl_offset"))))
+
+
+async def tokens_of(store: Store, payload: str) -> list[int]:
+    return (await store.payloads([payload]))[payload].tokens.tolist()
+
+
+async def test_a_payload_that_its_shard_lost_is_told_like_a_damaged_one(cluster: RedisCluster) -> None:
+    async with run_of(cluster) as store:
+        team = await start(store)
+        groups = await flow.buffer(store, team, 3)
+        names = [record.payload for record in (await store.group_records(groups)).values()]
+        shard = store.shards[shard_of(names[1], SHARDS)]
+        await shard.client.delete(shard.keys.payload(names[1]))
+        await shard.client.zrem(shard.keys.payloads, names[1])
+        with pytest.raises(Damaged) as told:
+            await store.payloads(names)
+        assert list(told.value.reasons) == [names[1]]
+        assert "or did its server lose its last moments?" in told.value.reasons[names[1]]
+        await store.survey(team.leader, 1, 8)
+        assert await store.sweep() == 2
+
+
+async def test_a_run_that_is_gone_leaves_payloads_to_whoever_knows_how_many_shards_it_had(cluster: RedisCluster) -> None:
+    async with run_of(cluster) as store:
+        team, run = await start(store), store.keys.name
+        groups = await flow.buffer(store, team, 12)
+        (name, *_) = [record.payload for record in (await store.group_records(groups)).values()]
+        await store.client.hdel(store.keys.run, "payload_shards")  # pyright: ignore[reportGeneralTypeIssues]
+        async with connected(cluster, run) as other:
+            with pytest.raises(StoreError, match="lie in shards, and the run does not say in how many"):
+                await other.payloads([name])
+            await other.delete_run()
+            assert sum(len(keys_of(cluster, node, run)) for node in cluster.nodes[:3]) > 12
+            await other.delete_run(SHARDS)
+
+
+async def test_what_needs_no_payload_goes_on_without_a_shard(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_of(cluster) as store:
+
+        async def silent(*_: str) -> dict[str, str]:
+            await asyncio.sleep(3600)
+            return {}
+
+        async def away(*_: str) -> dict[str, str]:
+            raise StoreError("nobody there")
+
+        monkeypatch.setattr(payloads, "ANSWER_S", 0.05)
+        monkeypatch.setattr(store.shards[0], "_info", silent)
+        monkeypatch.setattr(store.shards[1], "_info", away)
+        assert (await store.memory())[0] > 0
+        assert (await store.server()).clients > 0
+
+        async def refuse(_: int) -> None:
+            raise StoreError("a shard is away")
+
+        monkeypatch.setattr(store, "check_shards", refuse)
+        assert not await store.create("config", "dataset", 100, 12, payload_shards=SHARDS), "whoever attaches asks no shard"
+
+
+def test_the_fullest_server_has_the_largest_share_or_the_most() -> None:
+    said = [{"used_memory": "50", "maxmemory": "100"}, {"used_memory": "60", "maxmemory": "600"}]
+    assert fullest(said, 0) == (50, 100)
+    assert fullest(said, 1000) == (60, 1000)
+    assert fullest([{"used_memory": "50"}, {"used_memory": "60"}], 0) == (60, 0)
+
+
+def test_a_snapshot_that_cannot_be_renamed_is_damaged() -> None:
+    with pytest.raises(SnapshotError, match="group 0-1 is damaged"):
+        renamed(Group("0-1", 1, {"header": b"?", "payload": b"0-1.3"}, b"x", 1.0), 7)
+    with pytest.raises(SnapshotError, match="a plan is damaged"):
+        renamed_plan({"plan": b"", "rank:0": b"?"}, 7)
+
+
+async def test_shards_are_refused_where_there_is_no_cluster(server: RedisServer) -> None:
+    store = await Store.connect(server.url, "alone", server.password)
+    try:
+        with pytest.raises(
+            StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster, and Redis at .* is a server alone"
+        ):
+            await store.create("config", "dataset", 1, 1, payload_shards=3)
+        assert await store.state() is None
+        await store.client.hset(store.keys.run, mapping={"payload_shards": 3})  # type: ignore[misc]
+        with pytest.raises(
+            StoreError, match=r"payloads of run 'alone' lie in a Redis Cluster, and Redis at .* is a server alone"
+        ):
+            await store.delete_run()
+        await store.client.delete(store.keys.run)
+    finally:
+        await store.close()
+
+
+async def test_every_master_has_to_be_fit(cluster: RedisCluster) -> None:
+    async with connected(cluster, "unfit") as store:
+        cluster.call(cluster.other, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        try:
+            with pytest.raises(StoreError, match="has maxmemory-policy allkeys-lru"):
+                await store.create("config", "dataset", 1, 1, payload_shards=3)
+        finally:
+            cluster.call(cluster.other, "CONFIG", "SET", "maxmemory-policy", "noeviction")
+        assert await store.state() is None
+
+
+async def test_without_shards_a_payload_goes_and_comes_as_before(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of a group's life to the byte, but for those of functions that have no payload."""
+    sent: list[tuple[Any, ...]] = []
+    exchange = store._exchange
+
+    async def note(commands: Any) -> list[Any]:
+        sent.extend(commands)
+        return await exchange(commands)
+
+    team = await flow.start(store)
+    await flow.issue(store, team, 1)
+    (claim,) = await flow.claim(store, "g")
+    monkeypatch.setattr(store, "_exchange", note)
+    assert await flow.submit(store, "g", claim)
+    sealed, function = codec.seal(flow.payload_bytes(claim)), f"{store._library}_submit"
+    body = codec.encode(flow.header(claim))
+    assert sent == [
+        ("SET", store.keys.payload(claim.payload), sealed, "EX", flow.TTL_S, "NX"),
+        ("FCALL", function, 1, store.keys.prefix, "g", claim.entry, claim.fence, claim.ticket_id, body),
+    ]
+    sent.clear()
+    payload: Payload = (await store.payloads([claim.payload]))[claim.payload]
+    assert sent == [("MGET", store.keys.payload(claim.payload))]
+    assert np.array_equal(payload.tokens, codec.decode(flow.payload_bytes(claim), Payload).tokens)
+    sent.clear()
+    assert await store.sweep() == 0
+    assert sent == []
+
+
+async def test_a_shard_goes_where_its_slot_goes(tmp_path: Path) -> None:
+    """The master of some shards dies, and its replica takes over; a shard's slot moves to another master, amid work. What was
+    acknowledged before is there."""
+    with redis_cluster(tmp_path, find_server(), RUN, replicated=1) as cluster:
+        async with connected(cluster) as store:
+            await store.create("config", "dataset", 100, 10_000, payload_shards=3)
+            team = await start(store)
+            done: list[str] = []
+            busy = True
+
+            async def work() -> None:
+                while busy:
+                    done.extend(await flow.buffer(store, team, 8))
+                    await store.sweep()
+
+            async def more() -> None:
+                wanted = len(done) + 16
+                while len(done) < wanted:
+                    assert not working.done(), working.exception()
+                    await asyncio.sleep(0.01)
+
+            working = asyncio.create_task(work())
+            await more()
+            before = list(done)
+            there = cluster.slots(cluster.replica)
+            (lost,) = [shard for shard in store.shards if owner_of(there, shard) == cluster.other.port]
+
+            def kill() -> None:
+                offset = offset_of(cluster, cluster.other)  # of what was acknowledged before
+                cluster.wait(lambda: offset_of(cluster, cluster.replica) >= offset)
+                cluster.other.kill()
+                cluster.take_over(cluster.replica)
+
+            await asyncio.to_thread(kill)
+            await more()
+            slot = key_slot(lost.keys.prefix.encode())
+            moved = await asyncio.to_thread(cluster.move_slot, cluster.replica, cluster.third, lambda: time.sleep(0.2), slot)
+            assert moved > 5
+            await more()
+            busy = False
+            await working
+            records = await store.group_records(before)
+            assert len(await store.payloads([record.payload for record in records.values()])) == len(before)
+            assert (await audit(store)).messages == ()
+            await store.sweep()
+            assert await held(store) == await named(store)
+            await store.delete_run()

@@ -1,0 +1,415 @@
+"""Snapshots: of one instant, put back whole; what was under way is issued again; nobody of before gets a word in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.console.commands.audit import assess
+from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
+from services.store import Store
+from services.store.calls import snapshot as snapshots
+from services.store.records import TableRules
+from services.store.snapshot_format import Snapshot, SnapshotError
+from tests.store.test_conservation import Walk, check_keys
+from tests.support import flow
+from tests.support.harness import ticket
+
+VOLATILE = {b"leader", b"leader_until_ms", b"leader_fence", b"published_by", b"incarnation", b"published_version", b"slots_used",
+            b"checkpointed_step", b"retired_step", b"evaluated_version", b"claim_fence", b"trainer_fence"}  # fmt: skip
+
+
+def ignored() -> None:
+    """A restore that nobody has to keep alive."""
+
+
+async def everything(store: Store) -> dict[str, Any]:
+    """Every key of the run but those that a restore is to change, and what is on its way, which it issues again."""
+    found: dict[str, Any] = {}
+    passing = ("tickets", "headers", "claims", "attempts", "expiries", "reissue", "outstanding", "ledger", "payload", "departed")
+    async for key in store.client.scan_iter():
+        name = key.decode().removeprefix(store.keys.prefix + ":")
+        if name.split(":")[0] in passing:
+            continue
+        match (await store.client.type(key)).decode():
+            case "hash":
+                found[name] = {k: v for k, v in (await store.client.hgetall(key)).items() if k not in VOLATILE}  # type: ignore[misc]
+            case "zset":
+                found[name] = await store.client.zrange(key, 0, -1, withscores=True)
+            case "list":
+                found[name] = await store.client.lrange(key, 0, -1)  # type: ignore[misc]
+            case "stream":
+                found[name] = await store.client.xrange(key)
+            case _:
+                found[name] = await store.client.get(key)
+    return found
+
+
+async def busy_run(store: Store, seed: int, operations: int = 150) -> Walk:
+    """A run in the middle of a random walk, everything up to the last commit under a checkpoint."""
+    walk = Walk(store, seed)
+    await walk.begin()
+    for _ in range(operations):
+        await walk.step()
+    await store.publish(walk.trainers[-1], (await walk.state()).committed_step + 1)
+    await store.checkpointed(walk.trainers[-1], (await walk.state()).committed_step)
+    await store.retire()
+    return walk
+
+
+async def save(store: Store, trainer: int, path: Path, payloads: bool) -> None:
+    """As the trainer does whose weights are those behind the last committed step."""
+    state = await store.state()
+    assert state is not None
+    await store.save_snapshot(trainer, state.committed_step, path, payloads)
+
+
+async def restore(store: Store, path: Path, keep_plans: bool = True) -> int:
+    """As a new trainer does; its fence."""
+    trainer = await store.attach_trainer()
+    await store.restore(trainer, Snapshot(path), keep_plans, ignored)
+    return trainer
+
+
+async def names_of(store: Store, count: int = 1000) -> list[str]:
+    return [name for name, _ in await store.reissue(count)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_run_that_redis_lost_is_put_back_whole(any_store: Store, tmp_path: Path, seed: int) -> None:
+    walk = await busy_run(any_store, seed)
+    await save(any_store, walk.trainers[-1], tmp_path / "s", payloads=True)
+    before, outstanding = (
+        await everything(any_store),
+        await any_store.client.zrange(any_store.keys.outstanding, 0, -1, withscores=True),
+    )
+    await any_store.delete_run()
+    await any_store.create("config", "dataset", 1000, 12)  # what dataprep does when it finds no run
+    await restore(any_store, tmp_path / "s")
+    after = await everything(any_store)
+    assert after.pop("run").items() >= {k: v for k, v in before.pop("run").items() if k != b"created_ms"}.items()
+    assert after == before
+    assert await any_store.client.zrange(any_store.keys.outstanding, 0, -1, withscores=True) == outstanding
+    assert await names_of(any_store) == [name.decode() for name, _ in outstanding], "in the order in which they were issued"
+    report = assess("run", await any_store.audit())
+    assert report.ok, report.messages
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_nothing_is_lost_or_doubled_when_a_run_goes_back_again_and_again(
+    any_store: Store, tmp_path: Path, seed: int
+) -> None:
+    walk, dice = await busy_run(any_store, 100 + seed, 60), random.Random(seed)
+    kept, state = list[Path](), await walk.state()
+    for number in range(8):
+        path = tmp_path / str(number)
+        await save(any_store, walk.trainers[-1], path, payloads=dice.random() < 0.5)
+        kept.append(path)
+        for _ in range(40):
+            await walk.step()
+            if dice.random() < 0.3:
+                found = await any_store.reissue(dice.randint(1, 4))
+                tickets = [ticket(seq) for _, seq in found]
+                assert await any_store.issue_again(walk.leaders[-1], tickets) == len(found)
+                assert await any_store.issue_again(walk.leaders[-1], tickets) == 0, "a repeated call"
+        walk.trainers.append(await restore(any_store, dice.choice(kept), keep_plans=dice.random() < 0.7))
+        report = assess("run", await any_store.audit())
+        assert report.ok, report.messages
+        await check_keys(any_store)
+        before, state = state, await walk.state()
+        assert state.incarnation > before.incarnation
+        assert state.restoring == -1
+        await walk.change_leader()
+        await any_store.publish(walk.trainers[-1], state.published_version)
+    found = await any_store.reissue(1000)
+    await any_store.issue_again(walk.leaders[-1], [ticket(seq) for _, seq in found])
+    await walk.wind_up()
+    report = assess("run", await any_store.audit())
+    assert report.ok, report.messages
+    assert (report.places["tickets"], report.places["reissue"], report.slots_used) == (0, 0, 0)
+
+
+async def test_without_payloads_what_was_not_trained_is_generated_again_in_its_old_order(
+    any_store: Store, tmp_path: Path
+) -> None:
+    team = await flow.start(any_store, slots=12)
+    await flow.buffer(any_store, team, 6)
+    for step, groups in ((0, ["0-0", "0-1"]), (1, ["0-2", "0-3"])):
+        await flow.prepare(any_store, team, step, groups)
+    await any_store.commit(team.trainer, 0)
+    await flow.issue(any_store, team, 2)
+    await flow.claim(any_store, "g")
+    await save(any_store, team.trainer, tmp_path / "s", payloads=False)
+    await restore(any_store, tmp_path / "s")
+    state = await any_store.state()
+    assert state is not None
+    assert (state.committed_step, state.prepared_step, state.published_version, state.cursor) == (0, 0, 1, 8)
+    assert await any_store.reissue(9) == [(f"0-{seq}", seq) for seq in range(2, 8)], "0-0 and 0-1 are trained"
+    audit = await flow.counts(any_store)
+    assert (audit["ledger:trained"], audit["outstanding"], audit["slots_used"], audit["reissue"]) == (2, 6, 6, 6)
+    assert await any_store.groups(["0-4", "0-2"]) == []
+
+
+async def test_dead_letters_that_were_put_back_wait_in_their_order_and_later_ones_are_letters_again(
+    any_store: Store, tmp_path: Path
+) -> None:
+    team = await flow.start(any_store, slots=12)
+    await flow.issue(any_store, team, 12)
+    for one in await flow.claim(any_store, "g", 12):
+        await any_store.fail("g", one, "verifier broke", max_attempts=1)
+    letters = {letter.ticket: letter.id for letter in await any_store.dead_letters()}
+    waiting = [f"0-{row}" for row in (11, 2, 10, 9, 0)]
+    await any_store.requeue([letters[name] for name in waiting])
+    await save(any_store, team.trainer, tmp_path / "s", payloads=False)
+    await any_store.requeue([letters["0-5"]])
+    await restore(any_store, tmp_path / "s")
+    assert await any_store.requeued(20) == waiting
+    (answer,) = await any_store.requeue([letters["0-5"]])
+    assert (answer.refusal, answer.before) == ("", False)
+    assert await any_store.requeued(20) == [*waiting, "0-5"]
+    report = assess("run", await any_store.audit())
+    assert report.ok, report.messages
+
+
+async def test_filtered_groups_keep_the_place_they_had_in_a_step_that_is_planned_anew(any_store: Store, tmp_path: Path) -> None:
+    team = await flow.start(any_store)
+    await flow.buffer(any_store, team, 1)
+    await flow.issue(any_store, team, 1)
+    (one,) = await flow.claim(any_store, "g")
+    await flow.submit(any_store, "g", one)
+    await flow.settle(any_store, team, "filtered:zero")
+    await any_store.prepare(team.leader, *flow.plan(0, ["0-0"]), 0, [], gaps_until=1)
+    assert (await any_store.survey(team.leader, 0, 4)).gaps == ()
+    await save(any_store, team.trainer, tmp_path / "s", payloads=False)
+    await restore(any_store, tmp_path / "s")
+    leader = await any_store.lead("next", 60)
+    assert leader is not None
+    assert (await any_store.survey(leader, 0, 4)).gaps == (1,)
+
+
+async def test_the_leader_is_held_off_while_a_snapshot_is_taken_and_no_longer(any_store: Store) -> None:
+    team = await flow.start(any_store)
+    await flow.buffer(any_store, team, 1)
+    await any_store._call("snapshot_begin", team.trainer, "token", 60_000)
+    for call in (any_store.survey(team.leader, 0, 1), flow.issue(any_store, team, 1), flow.prepare(any_store, team, 0, ["0-0"])):
+        with pytest.raises(Busy, match="a snapshot is being taken: try again in a moment"):
+            await call
+    assert await any_store._call("snapshot_hold", team.trainer, "token", 60_000) == 1
+    assert await any_store._call("snapshot_end", team.trainer, "another's") == 0
+    assert await any_store._call("snapshot_end", team.trainer, "token") == 1
+    await flow.prepare(any_store, team, 0, ["0-0"])
+    await any_store._call("snapshot_begin", team.trainer, "token", 0)
+    assert await flow.issue(any_store, team, 1) == 1, "its maker died: the lease is over"
+    assert await any_store._call("snapshot_hold", team.trainer, "token", 60_000) == 0
+    assert await any_store._call("snapshot_end", team.trainer, "token") == 0
+
+
+async def test_a_copy_that_took_longer_than_its_lease_is_made_anew(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = await flow.start(store)
+    await flow.buffer(store, team, 2)
+    monkeypatch.setattr(snapshots, "LEASE_S", 0.0)
+    with pytest.raises(StoreError, match="no snapshot could be taken"):
+        await save(store, team.trainer, tmp_path / "s", payloads=True)
+    leases = iter([0.0, 60.0, 60.0, 60.0, 60.0])
+    monkeypatch.setattr(snapshots, "LEASE_S", type("Lease", (), {"__rmul__": lambda _, k: k * next(leases)})())
+    await save(store, team.trainer, tmp_path / "s", payloads=True)
+    assert Snapshot(tmp_path / "s").head.whole
+
+
+async def test_whoever_belongs_to_the_time_before_is_refused(any_store: Store, tmp_path: Path) -> None:
+    team = await flow.start(any_store, slots=12)
+    await flow.buffer(any_store, team, 2)
+    await save(any_store, team.trainer, tmp_path / "s", payloads=True)
+    await flow.issue(any_store, team, 2)
+    (held,) = await flow.claim(any_store, "g")
+    trainer = await restore(any_store, tmp_path / "s")
+    for call in (any_store.commit(team.trainer, 0), any_store.survey(team.leader, 0, 1)):
+        with pytest.raises(Fenced):
+            await call
+    assert not await flow.submit(any_store, "g", held), "a submission of before counted"
+    assert await any_store.renew("g", [held]) == {held.entry}
+    assert await any_store.reissue(9) == [], "0-2 and 0-3 were issued later and are not known any more"
+    leader = await any_store.lead("next", 60)
+    assert leader is not None
+    assert await flow.issue(any_store, flow.Team(leader, trainer), 1) == 1
+    assert (await any_store.claim("g", 0, team.trainer, 60, 1))[1] == [], "weights of before"
+    assert (await any_store.claim("g", 0, trainer, 60, 1))[1] == [], "nothing is published yet"
+    await any_store.publish(trainer, 0)
+    assert [claim.ticket_id for claim in (await any_store.claim("g", 0, trainer, 60, 1))[1]] == ["0-2"]
+
+
+async def test_a_restore_that_is_cut_off_leaves_nothing_to_do_but_to_begin_it_again(any_store: Store, tmp_path: Path) -> None:
+    team = await flow.start(any_store)
+    await flow.buffer(any_store, team, 3)
+    await flow.prepare(any_store, team, 0, ["0-0"])
+    await any_store.commit(team.trainer, 0)
+    await save(any_store, team.trainer, tmp_path / "s", payloads=True)
+    before = await any_store.audit()
+    trainer = await any_store.attach_trainer()
+
+    class Killed(Exception):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        await any_store.restore(trainer, Snapshot(tmp_path / "s"), True, die)
+    state = await any_store.state()
+    assert state is not None
+    assert state.restoring == 0
+    assert await any_store.lead("next", 60) is None
+    assert (await any_store.claim("g", -1, 0, 60, 1))[1] == []
+    for call in (any_store.audit(), any_store.requeue(["1-1"])):
+        with pytest.raises(Busy, match="the run is being taken back to step 0"):
+            await call
+    await restore(any_store, tmp_path / "s")
+    after = await any_store.audit()
+    assert {name: count for name, count in after.items() if name != "unpublished"} == {
+        name: count for name, count in before.items() if name != "unpublished"
+    } | {"ledger:reissued": 0, "slots_used": 2, "ledger:syncs": 1}
+
+
+async def test_a_run_that_is_to_go_back_does_not_end_and_one_that_has_ended_may_go_back(any_store: Store, tmp_path: Path) -> None:
+    team = await flow.start(any_store)
+    await flow.buffer(any_store, team, 1)
+    await flow.prepare(any_store, team, 0, ["0-0"])
+    await any_store.commit(team.trainer, 0)
+    await save(any_store, team.trainer, tmp_path / "s", payloads=False)
+    await any_store.finish("trained 1 of 1 steps")
+    await any_store.want_restore(0)
+    with pytest.raises(OutOfOrder, match="the run does not end, it goes back to step 0"):
+        await any_store.finish("trained 1 of 1 steps")
+    state = await any_store.state()
+    assert state is not None
+    assert (state.restore, state.finished, state.ended) == (0, "", False)
+    with pytest.raises(OutOfOrder, match="goes back to step 0"):
+        await any_store.stop("no prompt is left")
+    await restore(any_store, tmp_path / "s")
+    await any_store.finish("trained 1 of 1 steps")
+    state = await any_store.state()
+    assert state is not None
+    assert (state.restore, state.finished) == (-1, "trained 1 of 1 steps")
+
+
+async def test_a_trainer_that_hung_in_a_restore_writes_nothing_into_the_run_of_its_successor(
+    any_store: Store, tmp_path: Path
+) -> None:
+    team = await flow.start(any_store)
+    await flow.buffer(any_store, team, 3)
+    await flow.prepare(any_store, team, 0, ["0-0"])
+    await any_store.commit(team.trainer, 0)
+    await save(any_store, team.trainer, tmp_path / "s", payloads=True)
+    hung = await any_store.attach_trainer()
+
+    class Late(Exception):
+        pass
+
+    def wake() -> None:
+        raise Late
+
+    with pytest.raises(Late):
+        await any_store.restore(hung, Snapshot(tmp_path / "s"), True, wake)
+    await restore(any_store, tmp_path / "s")
+    before = await everything(any_store)
+    with pytest.raises(Fenced):
+        await any_store._write(hung, 0, [("UNLINK", any_store.keys.replay_order)])
+    state = await any_store.state()
+    assert state is not None
+    with pytest.raises(OutOfOrder, match="no restore to step 0"):
+        await any_store._write(state.trainer_fence, 0, [("UNLINK", any_store.keys.replay_order)])
+    assert await everything(any_store) == before
+
+
+async def test_a_checkpoint_is_of_one_step_in_weights_and_state(any_store: Store, tmp_path: Path) -> None:
+    team = await flow.start(any_store)
+    await flow.buffer(any_store, team, 2)
+    await flow.prepare(any_store, team, 0, ["0-0"])
+    await any_store.commit(team.trainer, 0)
+    for step in (-1, 1):
+        with pytest.raises(StoreError, match=f"has committed step 0, the weights are those behind step {step}"):
+            await any_store.save_snapshot(team.trainer, step, tmp_path / "s", payloads=True)
+    assert await flow.issue(any_store, team, 1) == 1, "the leader goes on"
+
+
+async def test_history_after_the_checkpoint_is_forgotten(store: Store, tmp_path: Path) -> None:
+    team = await flow.start(store)
+    await flow.buffer(store, team, 3)
+    for step in range(3):
+        await flow.prepare(store, team, step, [f"0-{step}"])
+        await store.commit(team.trainer, step)
+        await store.record({"step": float(step), "reward/train/mean": 0.5})
+        if step == 1:
+            await save(store, team.trainer, tmp_path / "s", payloads=True)
+    await restore(store, tmp_path / "s")
+    assert [record["step"] for _, record in await store.metrics()] == [0.0, 1.0]
+
+
+async def test_dead_letters_rates_and_drops_come_along(any_store: Store, tmp_path: Path) -> None:
+    team = await flow.start(any_store)
+    await flow.issue(any_store, team, 2)
+    for claim in await flow.claim(any_store, "g", 2):
+        assert await any_store.fail("g", claim, "no reason", 1)
+    letters = await any_store.dead_letters()
+    await any_store.client.hset(any_store.keys.rates, mapping={str(row): f"{row} 0.5 0" for row in range(1000)})  # type: ignore[misc]
+    await save(any_store, team.trainer, tmp_path / "s", payloads=False)
+    rates = await any_store.rates()
+    await any_store.delete_run()
+    await any_store.create("config", "dataset", 100, 8, TableRules())
+    await restore(any_store, tmp_path / "s")
+    assert await any_store.dead_letters() == letters
+    assert await any_store.rates() == rates
+    assert len(rates) == 1000
+
+
+async def test_damaged_files_are_told_apart_from_snapshots(store: Store, tmp_path: Path) -> None:
+    team = await flow.start(store)
+    await flow.buffer(store, team, 3)
+    path = tmp_path / "s"
+    await save(store, team.trainer, path, payloads=True)
+    whole, dice = path.read_bytes(), random.Random(0)
+    for _ in range(300):
+        damaged = bytearray(whole[: dice.randrange(len(whole))] if dice.random() < 0.4 else whole)
+        for _ in range(dice.randrange(4)):
+            if damaged:
+                damaged[dice.randrange(len(damaged))] = dice.randrange(256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(SnapshotError):  # anything else it raises is a fault
+            list(Snapshot(path).pieces())
+    with pytest.raises(SnapshotError, match="cannot be read: No such file"):
+        Snapshot(tmp_path / "none")
+
+
+async def test_a_snapshot_is_of_one_instant_while_everybody_works(store: Store, tmp_path: Path) -> None:
+    """Generators claim, submit and fail, and a leader settles, while copies are taken; each copy alone conserves its tickets."""
+    walk = await busy_run(store, 7, 60)
+    going = True
+
+    async def work() -> None:
+        while going:
+            try:
+                await walk.step()
+            except Busy:
+                await asyncio.sleep(0)
+
+    trainers = {walk.change_trainer, walk.commit, walk.publish, walk.checkpoint, walk.reweigh}
+    walk.operations = [operation for operation in walk.operations if operation not in trainers]
+    working = asyncio.create_task(work())
+    paths = [tmp_path / str(number) for number in range(12)]
+    for number, path in enumerate(paths):
+        await save(store, walk.trainers[-1], path, payloads=number % 2 == 0)
+        await asyncio.sleep(0.02)
+    going = False
+    await working
+    for path in paths:
+        await restore(store, path)
+        report = assess("run", await store.audit())
+        assert report.ok, report.messages
+        await check_keys(store)

@@ -1,0 +1,203 @@
+"""Steps: prepared in order, committed once, slots given back when the weights are published, plans kept for a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.protocol import codec
+from services.protocol.errors import Damaged, Fenced, OutOfOrder, StoreError
+from services.protocol.messages import Payload
+from services.store import Store
+from services.store.records import TableRules
+from tests.support import flow
+from tests.support.flow import buffer, counts, plan, prepare, start
+
+
+async def test_a_plan_is_read_back_whole_and_by_rank(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 1)
+    (group,) = await flow.oldest_groups(any_store, 1)
+    step, ranks = plan(0, ["0-0"], [group.header.payload])
+    assert await any_store.plan(0) is None
+    await any_store.prepare(team.leader, step, ranks)
+    assert await any_store.plan(0) == step
+    assert await any_store.rank_plan(0, 0) == ranks[0]
+    with pytest.raises(StoreError, match="step 0 was planned without rank 1: start as many ranks"):
+        await any_store.rank_plan(0, 1)
+    fetched = await any_store.payloads([group.header.payload])
+    assert fetched[group.header.payload].lengths.tolist() == [2, 2, 2, 2]
+
+
+async def test_steps_are_prepared_in_order(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    with pytest.raises(OutOfOrder, match="step 1 does not follow prepared step -1"):
+        await prepare(any_store, team, 1, ["0-0"])
+    await prepare(any_store, team, 0, ["0-0"])
+    with pytest.raises(OutOfOrder):
+        await prepare(any_store, team, 0, ["0-1"])
+
+
+async def test_preparing_the_very_same_plan_again_changes_nothing(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    await prepare(any_store, team, 0, ["0-0"])
+    before = await any_store.audit()
+    await prepare(any_store, team, 0, ["0-0"])
+    assert await any_store.audit() == before
+    assert (before["buffered"], before["prepared"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "oldest_fresh", "why"),
+    [(["0-9"], 0, "0-9 is not in the replay table"), (["0-0", "0-0"], 0, "0-0 is drawn twice"), (["0-0"], 1, "0-0 is stale")],
+)
+async def test_a_wrong_picture_of_the_table_is_refused_as_a_whole(
+    any_store: Store, groups: list[str], oldest_fresh: int, why: str
+) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    before = await any_store.audit()
+    with pytest.raises(OutOfOrder, match=why):
+        await prepare(any_store, team, 0, groups, oldest_fresh)
+    assert await any_store.audit() == before
+
+
+async def test_slots_come_back_with_the_published_version_and_not_before(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+
+    async def slots() -> int:
+        return (await any_store.audit())["slots_used"]
+
+    await prepare(any_store, team, 0, ["0-0", "0-1"])
+    assert await any_store.commit(team.trainer, 0)
+    assert await slots() == 3
+    assert await any_store.publish(team.trainer, 1)
+    assert await slots() == 1
+    assert not await any_store.publish(team.trainer, 1)
+    assert not await any_store.publish(team.trainer, 0)
+    assert await slots() == 1
+
+
+async def test_one_publication_may_cover_several_steps(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    for step in range(3):
+        await prepare(any_store, team, step, [f"0-{step}"])
+        await any_store.commit(team.trainer, step)
+    assert await any_store.publish(team.trainer, 3)
+    assert (await any_store.audit())["slots_used"] == 0
+
+
+async def test_committing_twice_is_harmless_and_out_of_order_is_refused(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 2)
+    with pytest.raises(OutOfOrder):
+        await any_store.commit(team.trainer, 0)
+    await prepare(any_store, team, 0, ["0-0"])
+    await prepare(any_store, team, 1, ["0-1"])
+    with pytest.raises(OutOfOrder):
+        await any_store.commit(team.trainer, 1)
+    assert await any_store.commit(team.trainer, 0)
+    assert not await any_store.commit(team.trainer, 0)
+    with pytest.raises(OutOfOrder, match="version 2 contains steps that are not committed"):
+        await any_store.publish(team.trainer, 2)
+    audit = await any_store.audit()
+    assert (audit["ledger:trained"], audit["prepared"]) == (1, 1)
+
+
+async def test_a_newer_trainer_fences_the_older_off(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 1)
+    await prepare(any_store, team, 0, ["0-0"])
+    new = await any_store.attach_trainer()
+    assert new > team.trainer
+    for call in (any_store.commit(team.trainer, 0), any_store.publish(team.trainer, 1), any_store.checkpointed(team.trainer, 0)):
+        with pytest.raises(Fenced, match="superseded"):
+            await call
+    assert await any_store.commit(new, 0)
+
+
+async def test_a_group_trains_max_uses_times_and_holds_its_slot_for_the_first(any_store: Store) -> None:
+    team = await start(any_store, table=TableRules(max_uses=2))
+    await buffer(any_store, team, 2)
+    await prepare(any_store, team, 0, ["0-0", "0-1"])
+    assert [(g.group, g.uses) for g in await flow.oldest_groups(any_store, 9)] == [("0-0", 1), ("0-1", 1)]
+    await any_store.commit(team.trainer, 0)
+    await any_store.publish(team.trainer, 1)
+    assert (await any_store.audit())["slots_used"] == 0
+    await prepare(any_store, team, 1, ["0-0"])
+    assert (await any_store.survey(team.leader, 1, 5)).stale == 1, "0-1 is too old for a second use"
+    await any_store.commit(team.trainer, 1)
+    await any_store.publish(team.trainer, 2)
+    assert await flow.oldest_groups(any_store, 9) == []
+    audit = await counts(any_store)
+    assert (audit["ledger:trained"], audit.get("ledger:stale", 0), audit.get("slots_used", 0)) == (2, 0, 0)
+    assert "ledger:doubled" not in audit
+
+
+async def keys_of(store: Store, *kinds: str) -> list[str]:
+    """Names of the keys of some kinds, without the prefix."""
+    names = [key.decode().removeprefix(store.keys.prefix + ":") async for key in store.client.scan_iter()]
+    return sorted(name for name in names if name.split(":")[0] in kinds)
+
+
+async def test_plans_and_payloads_stay_until_a_checkpoint_covers_them(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    for step in range(3):
+        await prepare(any_store, team, step, [f"0-{step}"])
+        await any_store.commit(team.trainer, step)
+    await any_store.publish(team.trainer, 2)
+    assert await any_store.retire() == 0, "no checkpoint yet"
+    await any_store.checkpointed(team.trainer, 0)
+    assert await any_store.retire() == 1
+    assert await keys_of(any_store, "step", "group") == ["group:0-1", "group:0-2", "step:1", "step:2"]
+    await any_store.checkpointed(team.trainer, 2)
+    assert await any_store.retire() == 1, "step 2 is not published"
+    await any_store.publish(team.trainer, 3)
+    assert await any_store.retire() == 1
+    assert await keys_of(any_store, "step", "group", "payload", "departed") == []
+
+
+async def test_a_group_used_twice_outlives_its_first_step(any_store: Store) -> None:
+    team = await start(any_store, table=TableRules(max_uses=2))
+    await buffer(any_store, team, 1)
+    for step in range(2):
+        await prepare(any_store, team, step, ["0-0"])
+        await any_store.commit(team.trainer, step)
+        await any_store.publish(team.trainer, step + 1)
+    await any_store.checkpointed(team.trainer, 0)
+    assert await any_store.retire() == 1
+    assert len(await keys_of(any_store, "payload")) == 1
+    await any_store.checkpointed(team.trainer, 1)
+    assert await any_store.retire() == 1
+    assert await keys_of(any_store, "step", "group", "payload", "replay") == ["replay:state"]
+
+
+async def test_payloads_that_are_gone_or_changed_are_named_all_at_once(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 3)
+    names = [group.header.payload for group in await flow.oldest_groups(any_store, 3)]
+    key = any_store.keys.payload(names[1])
+    data = bytearray(await any_store.client.get(key) or b"")
+    data[20] ^= 4  # somewhere in its tokens, which would still be tokens
+    await any_store.client.set(key, bytes(data))
+    await any_store.client.set(any_store.keys.payload(names[2]), codec.seal(b"no message"))
+    with pytest.raises(Damaged) as raised:
+        await any_store.payloads(["0-9.1", *names])
+    assert {name: why[:14] for name, why in raised.value.reasons.items()} == {
+        "0-9.1": "it is gone fro", names[1]: f"its {len(data)} bytes a"[:14], names[2]: "not a Payload:",
+    }  # fmt: skip
+    assert await any_store.payload(names[1]) is None
+    assert await any_store.payloads([]) == {}
+
+
+async def test_payload_bytes_arrive_as_they_were_sent(any_store: Store) -> None:
+    team = await start(any_store)
+    await buffer(any_store, team, 1)
+    (group,) = await flow.oldest_groups(any_store, 1)
+    raw = await any_store.client.get(any_store.keys.payload(group.header.payload))
+    assert raw is not None
+    assert codec.seal(codec.encode(codec.decode(codec.unseal(raw), Payload))) == raw

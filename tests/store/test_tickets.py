@@ -1,0 +1,227 @@
+"""Tickets: issued into free slots, claimed under a lease with a fencing number, submitted once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.protocol.errors import Fenced
+from services.store import Store
+from tests.support import flow
+from tests.support.flow import claim, counts, header, issue, payload_bytes, settle, start, submit
+from tests.support.harness import buried, ticket
+
+
+async def test_issue_fills_free_slots_only_and_a_repeated_call_adds_nothing(any_store: Store) -> None:
+    team = await start(any_store, slots=3)
+    tickets = [ticket(seq) for seq in range(5)]
+    assert await any_store.issue(team.leader, 0, tickets) == 0, "all or none"
+    assert await any_store.issue(team.leader, 0, tickets[:3], b"the order", {"main": b"rows"}) == 3
+    assert await any_store.order() == (b"the order", {"main": b"rows"})
+    assert await any_store.issue(team.leader, 0, tickets) == 0, "the cursor has moved on"
+    assert await any_store.issue(team.leader, 3, tickets[3:]) == 0, "no slot is free"
+    assert await counts(any_store) == {
+        "tickets": 3, "outstanding": 3, "slots_used": 3, "ledger:issued": 3, "ledger:syncs": 1,
+    }  # fmt: skip
+
+
+async def test_only_the_leader_issues(any_store: Store) -> None:
+    team = await start(any_store)
+    await any_store.step_down("leader-0:boot")
+    assert await any_store.lead("leader-1:boot", 60.0)
+    with pytest.raises(Fenced):
+        await any_store.issue(team.leader, 0, [ticket(0)])
+
+
+async def test_a_claim_carries_the_ticket_and_a_growing_fence(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 3)
+    first, second = await claim(any_store, "a", 2)
+    (third,) = await claim(any_store, "b", 2)
+    assert [c.ticket for c in (first, second, third)] == [ticket(0), ticket(1), ticket(2)]
+    assert first.fence < second.fence < third.fence
+    assert await claim(any_store, "b", 2) == []
+
+
+@pytest.mark.parametrize("version", [-1, 1])
+async def test_only_the_published_version_claims(any_store: Store, version: int) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    assert await claim(any_store, "a", version=version) == []
+
+
+async def test_nothing_is_claimed_while_paused_or_when_the_run_ends(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 2)
+    await any_store.pause("generator", "a test")
+    assert await claim(any_store, "a") == []
+    await any_store.resume("generator")
+    assert len(await claim(any_store, "a")) == 1
+    await any_store.finish("done")
+    assert await claim(any_store, "a") == []
+
+
+async def test_an_expired_lease_is_claimed_by_another_and_the_late_submission_is_refused(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    (dead,) = await claim(any_store, "dead")
+    (alive,) = await claim(any_store, "alive", lease_s=0.0)
+    assert (alive.entry, alive.ticket_id) == (dead.entry, dead.ticket_id)
+    assert alive.fence > dead.fence
+    assert alive.payload != dead.payload
+    assert await any_store.renew("dead", [dead]) == {dead.entry}
+    assert not await submit(any_store, "dead", dead)
+    assert await any_store.client.exists(any_store.keys.payload(dead.payload)) == 0, "the refused payload is gone at once"
+    assert await submit(any_store, "alive", alive)
+    audit = await any_store.audit()
+    assert (audit["headers"], audit["tickets"], audit["ledger:refused_submits"]) == (1, 0, 1)
+
+
+async def test_a_renewed_lease_does_not_expire(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    held = await claim(any_store, "a")
+    for _ in range(5):
+        await asyncio.sleep(0.05)
+        assert await any_store.renew("a", held) == set()
+        assert await claim(any_store, "b", lease_s=0.2) == []
+
+
+async def test_a_repeated_submission_of_the_same_claim_is_accepted_and_stored_once(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    (one,) = await claim(any_store, "a")
+    assert await submit(any_store, "a", one)
+    assert await submit(any_store, "a", one), "as the client does by itself when a reply was lost"
+    audit = await any_store.audit()
+    assert (audit["headers"], audit.get("ledger:refused_submits", 0)) == (1, 0)
+    assert await any_store.client.ttl(any_store.keys.payload(one.payload)) == -1
+
+
+async def test_a_submission_repeated_after_the_group_was_dropped_leaves_no_payload(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    (one,) = await claim(any_store, "a")
+    assert await submit(any_store, "a", one)
+    assert await settle(any_store, team, "stale") == 1
+    assert not await submit(any_store, "a", one)
+    assert await any_store.client.exists(any_store.keys.payload(one.payload)) == 0
+
+
+async def test_groups_submitted_at_the_same_time_travel_together_each_for_itself(any_store: Store) -> None:
+    team = await start(any_store, slots=40)
+    await issue(any_store, team, 40)
+    claims = await claim(any_store, "a", 40)
+    lost = {one.entry for one in await claim(any_store, "b", 5, lease_s=0.0)}
+    before = (await any_store.client.info("commandstats"))["cmdstat_fcall"]["calls"]
+    accepted = await asyncio.gather(*(submit(any_store, "a", one) for one in claims))
+    assert accepted == [one.entry not in lost for one in claims]
+    assert (await any_store.client.info("commandstats"))["cmdstat_fcall"]["calls"] - before == 3
+    assert await settle(any_store, team) == 35
+
+
+async def test_a_submission_that_cannot_be_encoded_fails_alone(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 2)
+    good, bad = await claim(any_store, "a", 2)
+    broken = any_store.submit("a", bad, header(bad, rewards=[1j]), payload_bytes(bad), flow.TTL_S)
+    outcomes = await asyncio.gather(submit(any_store, "a", good), broken, return_exceptions=True)
+    assert outcomes[0] is True
+    assert isinstance(outcomes[1], TypeError)
+
+
+async def test_a_released_ticket_is_claimed_at_once_and_does_not_count_as_expired(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    for round in range(3):
+        (one,) = await claim(any_store, f"g{round % 2}", max_expiries=0)
+        assert await any_store.release(f"g{round % 2}", one)
+        assert not await any_store.release(f"g{round % 2}", one), "not held any more"
+    assert (await any_store.audit())["tickets"] == 1
+
+
+async def test_the_tokens_so_far_pass_to_the_next_claim_and_go_with_the_submission(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    (one,) = await claim(any_store, "a")
+    assert await any_store.save_partial("a", one, b"tokens", flow.TTL_S)
+    await any_store.release("a", one)
+    assert not await any_store.save_partial("a", one, b"late", flow.TTL_S)
+    (two,) = await claim(any_store, "b")
+    assert await any_store.load_partial(two.ticket_id) == b"tokens"
+    assert await submit(any_store, "b", two)
+    assert await any_store.load_partial(two.ticket_id) is None
+
+
+async def test_a_ticket_that_fails_too_often_is_buried_with_its_reason_and_frees_its_slot(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    for attempt in (1, 2, 3):
+        (one,) = await claim(any_store, "a")
+        assert await any_store.fail("a", one, f"verifier broke, {attempt}", max_attempts=3) is (attempt == 3)
+        assert not await any_store.fail("a", one, "again", max_attempts=3), "a repeated call has no second effect"
+    assert await buried(any_store) == [("0-0", "verifier broke, 3")]
+    assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
+
+
+async def test_a_ticket_whose_leases_keep_running_out_is_buried(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    for _ in range(3):
+        assert len(await claim(any_store, "a", lease_s=0.0, max_expiries=2)) == 1
+    assert await claim(any_store, "a", lease_s=0.0, max_expiries=2) == []
+    assert await buried(any_store) == [("0-0", "its lease ran out 2 times: it may kill its generator")]
+
+
+async def test_a_ticket_that_kills_its_only_generator_again_and_again_is_buried(any_store: Store) -> None:
+    """A restarted pod adopts its own pending tickets before their leases run out; that counts as an end of the lease, too."""
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    for _ in range(3):
+        assert len(await claim(any_store, "a", adopt=True, max_expiries=2)) == 1
+    assert await claim(any_store, "a", adopt=True, max_expiries=2) == []
+    assert (await any_store.audit())["ledger:failed"] == 1
+
+
+async def test_a_restarted_pod_adopts_what_it_held_and_its_old_process_is_fenced_off(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 2)
+    old = await claim(any_store, "a", 2)
+    new = await claim(any_store, "a", 2, adopt=True)
+    assert [c.entry for c in new] == [c.entry for c in old]
+    assert not await submit(any_store, "a", old[0])
+    assert await submit(any_store, "a", new[0])
+
+
+async def test_an_adopted_ticket_is_looked_at_once_in_a_call(any_store: Store) -> None:
+    """It is own, and with a lease of no length expired, too: one call gives it one fence and counts one end of a lease."""
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    await claim(any_store, "a")
+    assert len(await claim(any_store, "a", 5, lease_s=0.0, adopt=True, max_expiries=1)) == 1
+    assert await claim(any_store, "a", 5, lease_s=0.0, adopt=True, max_expiries=1) == []
+    assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
+
+
+async def test_claims_walk_through_all_expired_leases(any_store: Store) -> None:
+    team = await start(any_store, slots=50)
+    await issue(any_store, team, 50)
+    assert len(await claim(any_store, "dead", 50)) == 50
+    scan, seen = "0-0", []
+    for _ in range(20):
+        scan, claims = await any_store.claim("alive", 0, await flow.sender(any_store), 0.0, 3, scan)
+        seen += [c.ticket_id for c in claims]
+    assert set(seen) == {f"0-{i}" for i in range(50)}
+
+
+async def test_corrupt_tickets_reach_the_claimer_without_a_ticket(any_store: Store) -> None:
+    await start(any_store)
+    await any_store.client.xadd(any_store.keys.tickets, {"ticket": "0-9", "body": b"\xc1garbage"})
+    await any_store.client.xadd(any_store.keys.tickets, {"ticket": "0-10"})
+    bad = await claim(any_store, "a", 3)
+    assert [(c.ticket_id, c.ticket) for c in bad] == [("0-9", None), ("0-10", None)]
+    for one in bad:
+        assert await any_store.fail("a", one, "its bytes are not a ticket", max_attempts=1)
+    assert [ticket for ticket, _ in await buried(any_store)] == ["0-10", "0-9"]
+    assert await counts(any_store) == {"ledger:unknown_tickets": 2, "ledger:syncs": 1}, "nobody issued them: no slot comes free"

@@ -1,0 +1,112 @@
+"""Launching runs of fake services, and looking at what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.harness import small_config
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 60.0
+
+
+def config_file(folder: Path) -> Path:
+    """A configuration file of the run `small` in `folder`."""
+    small_config(folder)
+    return folder / "run.toml"
+
+
+def wait_until(condition: Callable[[], Any], what: str = "", limit_s: float = LIMIT_S) -> Any:
+    """Poll until `condition` gives something; fail after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {limit_s} s: {what}")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """A launch with fake services."""
+    return [sys.executable, "-m", "tests.console.local.launch", *map(str, arguments)]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a launch: no GPU, no Redis password of the caller's."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **changes}
+
+
+def grpo(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command to its end."""
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=LIMIT_S, env=environment(**environ), check=False, cwd=ROOT
+    )
+
+
+@contextmanager
+def launched(*arguments: str | Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in the background; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**environ), cwd=ROOT
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=LIMIT_S)
+
+
+def processes_of(run: Path) -> dict[str, int]:
+    """Live service processes of a run folder, and its Redis server, by name."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (entry / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "tests.console.fake_service" in argv and str(run / "config.toml") in argv:
+            found[argv[argv.index("--name") + 1]] = int(entry.name)
+    for pid in _servers(run):
+        found["redis"] = pid
+    return found
+
+
+def _servers(run: Path) -> list[int]:
+    servers = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(entry / "cwd")) == run / "redis":
+                servers.append(int(entry.name))
+        except OSError:
+            continue
+    return servers
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that nobody reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of metrics.jsonl, in order."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def log(run: Path, pod: str) -> str:
+    """What a pod printed."""
+    path = run / "logs" / f"{pod}.log"
+    return path.read_text() if path.exists() else ""

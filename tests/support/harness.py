@@ -1,0 +1,124 @@
+"""A small run for tests: a data file, a configuration, tickets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.config import RunConfig, load
+from services.console.local.redis_server import RedisServer
+from services.protocol.messages import Ticket
+from services.store import Store
+
+
+def small_config(folder: Path, server: RedisServer | None = None, *overrides: str, prompts: int = 40) -> RunConfig:
+    """A configuration of a run of the scripted engine: two-digit questions, `exact` verifier, eight groups a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, token, password, config = (folder / name for name in ("data.jsonl", "token", "password", "run.toml"))
+    data.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(prompts)))
+    token.write_text("test-token")
+    password.write_text(server.password if server else "")
+    config.write_text(
+        f"""
+        [run]
+        name = "small"
+        steps = 4
+        dir = "{folder}"
+        [redis]
+        url = "{server.url if server else ""}"
+        password_file = "{password if server else ""}"
+        [model]
+        path = "{folder / "model"}"
+        dtype = "float32"
+        max_tokens = 64
+        [data]
+        sources = [{{ kind = "jsonl", path = "{data}" }}]
+        max_prompt_tokens = 24
+        chat_template = false
+        [[verifiers]]
+        kind = "exact"
+        [sampling]
+        group_size = 4
+        max_tokens = 16
+        [generator]
+        engine = "tests.support.scripted:ScriptedEngine"
+        max_concurrent_groups = 8
+        lease_s = 3.0
+        [admission]
+        prompts_per_step = 8
+        [loss]
+        kl_beta = 0.0
+        [trainer]
+        row_tokens = 256
+        [api]
+        token_file = "{token}"
+        [fleet]
+        heartbeat_s = 0.2
+        ttl_s = 3.0
+        """
+    )
+    return load(config, overrides, environ={})
+
+
+def ticket(seq: int, prompt: list[int] | None = None, **fields: Any) -> Ticket:
+    """The ticket of row `seq` of epoch 0."""
+    given = {
+        "id": f"0-{seq}",
+        "seq": seq,
+        "epoch": 0,
+        "index": seq,
+        "source": "main",
+        "seed": 1000 * seq,
+        "answer": str(seq),
+        "group_size": 4,
+    }
+    return Ticket(**{**given, "prompt": [5, 6, 7 + seq % 10] if prompt is None else prompt, **fields})
+
+
+async def buried(store: Store) -> list[tuple[str, str]]:
+    """Ticket and reason of every dead letter, the last one first."""
+    return [(letter.ticket, letter.reason) for letter in await store.dead_letters()]
+
+
+class PlainTokenizer:
+    """A tokenizer whose text is the token ids."""
+
+    def __len__(self) -> int:
+        return 128
+
+    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, tokens)) for tokens in sequences]
+
+
+def save_model_folder(folder: Path) -> None:
+    """A tiny tokenizer and a model with random weights at `model.path` of `small_config`."""
+    import torch
+
+    from examples.arithmetic.model import make_model, save_model
+
+    save_tokenizer_folder(folder)
+    torch.manual_seed(0)
+    save_model(make_model(320, 64), folder)
+
+
+def save_tokenizer_folder(folder: Path) -> None:
+    """A tiny tokenizer alone."""
+    from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(train_tokenizer(f"say {i}" for i in range(100)), folder, 64)
+
+
+async def wait_until(true: Callable[[], Any], limit_s: float = 60.0) -> None:
+    """Wait until `true()`, a value or an awaitable of one, holds."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            value = true()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return
+            await asyncio.sleep(0.02)

@@ -1,0 +1,148 @@
+"""Weight-sync rounds for tests: the trainer's side, and scripted generators that follow and, if told so, evaluate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
+from services.generator.loop import RolloutLoop
+from services.generator.metrics import GeneratorMetrics
+from services.generator.rollouts.evaluation import EvaluationLane
+from services.protocol.messages import PodStatus, Round
+from services.runtime.loops import end_tasks
+from services.runtime.notifications import Bell
+from services.runtime.portal import Portal
+from services.runtime.service import Service
+from services.store import Store
+from services.trainer.weight_sender import make_weight_sender
+from services.weights.leader import SyncReport, SyncRounds
+from services.weights.member import WeightFollower
+from services.weights.sender import WeightSender
+from tests.support.harness import PlainTokenizer, small_config
+from tests.support.scripted import ScriptedEngine
+
+LIMITS = ("sync.join_deadline_s=2", "sync.transfer_deadline_s=3", "sync.host=127.0.0.1", "sync.backend=gloo")
+
+
+class AnyVerifier:
+    """Gives 1 to the first completion of a group and 0 to the others."""
+
+    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
+        return {"exact": [1.0] + [0.0] * (len(completions) - 1)}
+
+
+@dataclass
+class World:
+    """The trainer's side, and members that follow its rounds on the portal's loop."""
+
+    config: RunConfig
+    portal: Portal
+    store: Store
+    fence: int
+    sender: WeightSender
+    rounds: SyncRounds
+    model: torch.nn.Module
+    engines: dict[str, ScriptedEngine] = field(default_factory=dict)
+    lanes: dict[str, EvaluationLane] = field(default_factory=dict)
+    tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
+    gathered: set[str] = field(default_factory=set)  # everybody a round has counted on
+
+    def member(self, name: str, engine: ScriptedEngine | None = None, follows: bool = True) -> str:
+        """Add a generator; one that does not follow answers nothing, like a stopped process whose heartbeat is still fresh."""
+        self.engines[name] = engine or ScriptedEngine()
+
+        async def join() -> str:
+            status = PodStatus("generator", name, "boot", "here", 1, "", "unsynced", -1, 1, {})
+            service = Service("generator", self.config, self.store, status)
+            engine = self.engines[name]
+            await engine.start(self.config)
+            await self.store.beat(status, 60)
+            if follows:
+                shared = (service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
+                lane = self.lanes[name] = EvaluationLane(*shared)  # type: ignore[arg-type]
+                rollouts = RolloutLoop(*shared, lane)  # type: ignore[arg-type]
+                follower = WeightFollower(service, engine, rollouts.metrics, lane, rollouts.in_flight)
+                bodies = (
+                    service._listen, service._heartbeat, service.view.follow, follower.follow,
+                    lane.work, lane.renew, rollouts.work, rollouts.renew,
+                )  # fmt: skip
+                loops = [service.add_loop(f"{name}-{i}", body) for i, body in enumerate(bodies)]
+                self.tasks[name] = [asyncio.create_task(loop.supervise()) for loop in loops]
+            return status.member
+
+        return self.portal.call(join())
+
+    def kill(self, name: str) -> None:
+        """End a member as a lost machine would: it says nothing more, and hands nothing back."""
+
+        async def end() -> None:
+            await end_tasks(self.tasks[name])
+            for rollout in list(self.lanes[name].rollouts.values()):
+                await self.lanes[name].cancel(rollout)
+
+        self.portal.call(end())
+
+    def train(self, version: int) -> SyncReport:
+        """Bring `version` to the fleet and publish it, as the trainer does after a step."""
+
+        async def step() -> None:
+            if version > 0:
+                step = version - 1
+                await self.store.client.hset(self.store.keys.run, mapping={"prepared_step": step, "committed_step": step})
+                await self.store.client.hset(self.store.keys.step(step), mapping={"fresh": ""})
+
+        self.portal.call(step())
+        report = self.rounds.run(version)
+        self.portal.call(self.store.publish(self.fence, version))
+        return report
+
+    def versions(self) -> dict[str, int]:
+        return {name: engine.version for name, engine in self.engines.items()}
+
+
+@contextmanager
+def open_world(folder: Path, server: RedisServer, *overrides: str, model: torch.nn.Module | None = None) -> Iterator[World]:
+    """A run with a trainer's side and no member yet; its model is a small one, unless one is given."""
+    config = small_config(folder, server, *LIMITS, *overrides)
+    portal = Portal()
+    store = portal.call(Store.connect(server.url, "rounds", server.password))
+    portal.call(store.create("config", "data", config.run.steps, config.slots))
+    fence = portal.call(store.attach_trainer())
+    bell = Bell()
+    model = model or torch.nn.Linear(8, 4)
+    sender = make_weight_sender(config, model, 0)
+    listening = portal.start(bell.listen(store))
+    rounds = SyncRounds(config, store, bell, portal, fence, sender, sender.send, lambda: None)
+    world = World(config, portal, store, fence, sender, rounds, model)
+    opening = rounds._open
+
+    def opened(current: Round) -> None:
+        world.gathered.update(current.members)
+        opening(current)
+
+    rounds._open = opened
+    try:
+        yield world
+    finally:
+
+        async def end() -> None:
+            for name in world.tasks:
+                await end_tasks(world.tasks[name])
+            for lane in world.lanes.values():
+                for rollout in list(lane.rollouts.values()):
+                    await lane.cancel(rollout)
+            listening.cancel()
+            await asyncio.sleep(0)
+            await store.delete_run()
+            await store.close()
+
+        sender.close_group()
+        portal.call(end())
+        portal.close()

@@ -1,0 +1,186 @@
+"""A scripted inference engine for load and determinism: its tokens depend on the prompt and the seed alone.
+
+Everything around it is real: Redis, the rounds, the gloo group it receives weights over, its process. Options come from
+`generator.engine_options`: `token_s` seconds per token (default 0), `vocabulary` token ids to choose from (default 4..99),
+`max_running` completions at a time, in order of arrival (default: any number).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from services.config import RunConfig
+from services.generator.engines.base import QUEUED_S, Gauges, Generated, SamplingParameters
+from services.protocol.messages import Round, Span
+from services.weights.receiver import TransferFailed, WeightsChanged
+
+CHUNK = 4  # tokens per simulated engine iteration
+
+
+@dataclass
+class _Running:
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+    def result(self, finish: Any) -> Generated:
+        spans: list[Span] = []
+        for i, version in enumerate(self.versions):
+            if spans and spans[-1].version == version:
+                spans[-1] = Span(version, spans[-1].start, i + 1)
+            else:
+                spans.append(Span(version, i, i + 1))
+        tokens = np.array(self.tokens, np.int32)
+        return Generated(tokens, scripted_logprobs(tokens), spans, finish)
+
+
+def scripted_tokens(prompt: list[int], seed: int, max_tokens: int, low: int, high: int) -> np.ndarray:
+    """The completion of a prompt under a seed, [T] int32 with 1 <= T <= max_tokens."""
+    key = hashlib.blake2b(np.array([seed, *prompt], np.int64).tobytes(), digest_size=8).digest()
+    random = np.random.default_rng(int.from_bytes(key, "little"))
+    return random.integers(low, high, size=int(random.integers(1, max_tokens + 1)), dtype=np.int32)
+
+
+def scripted_logprobs(tokens: np.ndarray) -> np.ndarray:
+    """Behaviour logprobs [T] float32, a function of the tokens."""
+    return (-1.0 - (tokens % 7) / 10).astype(np.float32)
+
+
+class ScriptedEngine:
+    """Implements services.generator.engines.base.Engine."""
+
+    def __init__(self) -> None:
+        self.version, self.whole, self.world, self.stages = -1, True, 1, True
+        self._go = asyncio.Event()
+        self._go.set()
+        self._running: dict[str, _Running] = {}
+        self._made = 0
+        self._waiting: dict[str, float] = {}  # request -> since when
+        self._connection: Any = None
+        self.weights: dict[str, Any] = {}  # as applied last, by name
+        self._buffers: dict[int, Any] = {}  # that weights are received into
+        self._staged: dict[str, Any] | None = None
+
+    async def start(self, config: RunConfig) -> None:
+        options = config.generator.engine_options
+        self._config = config
+        self._token_s = float(options.get("token_s", 0.0))
+        self._places = asyncio.Semaphore(int(options.get("max_running", 1 << 30)))
+        self._low, self._high = options.get("vocabulary", (4, 100))
+
+    async def generate(
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
+    ) -> Generated:
+        script = self.script(prompt, seed, sampling.max_tokens)
+        running = self._running[request_id] = _Running()
+        if prefix is not None:
+            assert prefix.tokens.tolist() == script[: len(prefix.tokens)], "a prefix of another script"
+            running.tokens += prefix.tokens.tolist()
+            running.versions += [span.version for span in prefix.spans for _ in range(span.start, span.end)]
+        self._waiting[request_id] = time.monotonic()
+        try:
+            async with self._places:
+                del self._waiting[request_id]
+                await self._make(running, script)
+        finally:
+            self._waiting.pop(request_id, None)
+            del self._running[request_id]
+        if running.aborted:
+            return running.result("aborted")
+        return running.result("length" if len(script) == sampling.max_tokens else "stop")
+
+    def script(self, prompt: list[int], seed: int, max_tokens: int) -> list[int]:
+        """The completion of a prompt under a seed."""
+        return scripted_tokens(prompt, seed, max_tokens, self._low, self._high).tolist()
+
+    async def _make(self, running: _Running, script: list[int]) -> None:
+        while len(running.tokens) < len(script) and not running.aborted:
+            await self._go.wait()
+            chunk = script[len(running.tokens) : len(running.tokens) + CHUNK]
+            await asyncio.sleep(self._token_s * len(chunk))
+            await self._go.wait()
+            running.tokens += chunk
+            running.versions += [self.version] * len(chunk)
+            self._made += len(chunk)
+
+    def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
+        names = self._running if request_ids is None else [name for name in request_ids if name in self._running]
+        return {name: self._running[name].result("aborted") for name in names}
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        for name in list(self._running if request_ids is None else request_ids):
+            if name in self._running:
+                self._running[name].aborted = True
+
+    async def pause(self) -> None:
+        self._go.clear()
+
+    async def resume(self) -> None:
+        if not self.whole:
+            raise TransferFailed("weights are not whole")
+        self._go.set()
+
+    async def join(self, round: Round, first_rank: int) -> None:
+        from services.weights import collective
+        from services.weights import shared_folder as weight_files
+
+        limit_s = self._config.sync.join_deadline_s
+
+        def connect() -> tuple[Any, Any]:
+            if round.backend == "filesystem":
+                return None, weight_files.Inbox(self._config.weights_folder / round.host)
+            store = collective.join_store(round.host, round.port, limit_s)
+            group = collective.make_group(store, first_rank, round.world_size, round.host, round.port, limit_s)
+            self._buffers.clear()
+            return group, collective.read_manifest(store)
+
+        try:
+            self._connection = await asyncio.to_thread(connect)
+        except (RuntimeError, TimeoutError) as error:
+            raise TransferFailed(str(error)) from None
+
+    async def stage(self, version: int) -> None:
+        self._staged = None
+        from services.weights import checksums, collective
+
+        if self._connection is None:
+            raise TransferFailed("no group")
+        group, manifest = self._connection
+
+        deadline = collective.Deadline(self._config.sync.transfer_deadline_s)
+        try:
+            if group is None:
+                self._staged = dict(await asyncio.to_thread(manifest.take, deadline))
+            else:
+                self._staged = dict(await asyncio.to_thread(collective.receive, group, manifest, deadline, self._buffers))
+        except checksums.Changed as error:
+            raise WeightsChanged(error.tensor) from None
+        except (RuntimeError, TimeoutError) as error:
+            self._connection = None
+            collective.let_go(error)
+            raise TransferFailed(str(error)) from None
+
+    async def receive(self, version: int) -> None:
+        if self._staged is None:
+            await self.stage(version)
+        assert self._staged is not None
+        self.weights = {name: weight.clone() for name, weight in self._staged.items()}
+        self._staged, self.version = None, version
+
+    async def leave_group(self) -> None:
+        self._connection = None
+
+    def gauges(self) -> Gauges:
+        waiting, now = len(self._waiting), time.monotonic()
+        queued = sum(now - since > QUEUED_S for since in self._waiting.values())
+        return Gauges(len(self._running) - waiting, waiting, queued, 0.0, self._made)
+
+    async def close(self) -> None:
+        await self.abort()

@@ -1,0 +1,91 @@
+"""A tiny random Qwen3 with a tokenizer, and what `transformers` says about its completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.config import RunConfig
+from services.config.load import validate
+
+VOCABULARY = 1024
+EOS = 1
+
+
+def make_model(folder: Path, tied: bool, seed: int = 0) -> Any:
+    """A float32 Qwen3 of about 1.6 MiB in `folder`, so that it travels in two buckets of 1 MiB; returns the model."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=512,
+            tie_word_embeddings=tied,
+            eos_token_id=EOS,
+            bos_token_id=None,
+            pad_token_id=0,
+            initializer_range=0.1,
+        )
+    ).eval()
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EOS}", pad_token="t0", unk_token="t2")
+    fast.save_pretrained(folder)
+    return model
+
+
+def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A run configuration around the model in `folder`; `sections` overlay it."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "float32", "max_tokens": 256},
+        "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
+        "verifiers": [{"kind": "exact"}],
+        "sampling": {"max_tokens": 192},
+        "generator": {"max_num_seqs": 32, "cpu_kv_cache_mib": 64},
+        "sync": {"host": "127.0.0.1", "bucket_mib": 1, "join_deadline_s": 10.0, "transfer_deadline_s": 20.0},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return validate(tree, origin="test")
+
+
+def reference_logprobs(model: Any, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """[T] float32: logprobs of `tokens` after `prompt`, by `transformers`, in one forward pass."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens.tolist()])).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+        return logprobs.gather(1, torch.tensor(tokens.astype(np.int64))[:, None])[:, 0].numpy()
+
+
+def assert_greedy(model: Any, prompt: list[int], tokens: np.ndarray, slack: float = 1e-4) -> None:
+    """Every token is the model's likeliest, up to ties of `slack` in logit."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens.tolist()])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(tokens.astype(np.int64))[:, None])[:, 0]
+    assert (logits.max(dim=1).values - chosen).max() <= slack
+
+
+def perturb(model: Any, seed: int) -> None:
+    """Make every weight another one, of the same size."""
+    import torch
+
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)

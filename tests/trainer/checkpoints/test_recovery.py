@@ -1,0 +1,118 @@
+"""A trainer in step with a Redis that loses its last moments: real Redis, no weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.protocol.messages import StepPlan
+from services.runtime.loops import Broken
+from services.store import Store
+from services.trainer.checkpoints.recovery import Recovery
+from tests.support import flow
+from tests.support.harness import small_config
+
+
+class Trainer:
+    """A recovery whose calls are awaited on a loop of another thread, as the trainer's are."""
+
+    def __init__(self, store: Store, fence: int, folder: Path) -> None:
+        loop = asyncio.get_running_loop()
+        call: Any = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(10)  # noqa: E731
+        self.checkpoints: Any = SimpleNamespace()
+        worker: Any = SimpleNamespace(copy_state=None, checkpoints=self.checkpoints)
+        crew: Any = SimpleNamespace(lead=self._cannot)
+        self.recovery = Recovery(small_config(folder), store, fence, worker, crew, call, lambda: None)
+
+    def _cannot(self, name: str, step: int) -> None:
+        raise Broken(f"cannot {name} {step}")
+
+    async def stay_in_step(self, step: int) -> Any:
+        return await asyncio.to_thread(self.recovery.stay_in_step, step)
+
+
+async def trained(store: Store, folder: Path, steps: int) -> tuple[Trainer, flow.Team]:
+    """A run after so many steps, all published."""
+    team = await flow.start(store)
+    await flow.buffer(store, team, steps + 2)
+    trainer = Trainer(store, team.trainer, folder)
+    for step in range(steps):
+        await flow.prepare(store, team, step, [f"0-{step}"])
+        await store.commit(team.trainer, step)
+        plan = await store.plan(step)
+        assert isinstance(plan, StepPlan)
+        trainer.recovery.trained(plan)
+    await store.publish(team.trainer, steps)
+    trainer.recovery.published(steps)
+    return trainer, team
+
+
+async def lose(store: Store, **fields: int) -> None:
+    """What a server that lost its last moments knows."""
+    await store.client.hset(store.keys.run, mapping=fields)  # type: ignore[misc]
+
+
+async def test_commits_and_the_publication_that_redis_lost_are_repeated(store: Store, tmp_path: Path) -> None:
+    trainer, _ = await trained(store, tmp_path, 3)
+    await lose(store, committed_step=0, published_version=1)
+    await store.client.delete(store.keys.trained(0))
+    await store.client.hset(store.keys.ledger, "trained", 0)  # type: ignore[misc]
+    state = await trainer.stay_in_step(2)
+    assert state.committed_step == 2
+    assert (await store.state()).published_version == 3  # type: ignore[union-attr]
+
+
+async def test_a_publication_alone_that_redis_lost_is_repeated(store: Store, tmp_path: Path) -> None:
+    trainer, team = await trained(store, tmp_path, 2)
+    await lose(store, published_version=1)
+    await trainer.stay_in_step(1)
+    assert (await store.state()).published_version == 2  # type: ignore[union-attr]
+    await lose(store, published_by=1)
+    await trainer.stay_in_step(1)
+    assert (await store.state()).published_by == team.trainer  # type: ignore[union-attr]
+
+
+async def test_a_step_whose_plan_is_gone_or_another_sends_the_trainer_back(store: Store, tmp_path: Path) -> None:
+    trainer, team = await trained(store, tmp_path, 2)
+    await lose(store, committed_step=0, prepared_step=0)
+    await store.client.delete(store.keys.step(1))
+    with pytest.raises(Broken, match="Redis lost step 1, which was trained"):
+        await trainer.stay_in_step(1)
+    await flow.prepare(store, team, 1, ["0-2"])
+    with pytest.raises(Broken, match="Redis lost step 1, which was trained"):
+        await trainer.stay_in_step(1)
+
+
+async def test_another_trainer_or_a_wish_to_go_back_ends_this_one(store: Store, tmp_path: Path) -> None:
+    trainer, _ = await trained(store, tmp_path, 1)
+    await trainer.stay_in_step(0)
+    await store.want_restore(0)
+    with pytest.raises(Broken, match="the run goes back to step 0: starting over from there"):
+        await trainer.stay_in_step(0)
+    await store.want_restore(None)
+    await store.attach_trainer()
+    with pytest.raises(Broken, match="another trainer has taken the run over"):
+        await trainer.stay_in_step(0)
+    await store.delete_run()
+    with pytest.raises(Broken, match="vanished from Redis"):
+        await trainer.stay_in_step(0)
+
+
+async def test_a_superseded_trainer_leaves_checkpoints_and_wishes_to_its_successor(store: Store, tmp_path: Path) -> None:
+    trainer, team = await trained(store, tmp_path, 1)
+    owner = trainer.checkpoints.owner
+    assert owner.fence == team.trainer
+    assert await asyncio.to_thread(owner.superseded) == ""
+    successor = Trainer(store, await store.attach_trainer(), tmp_path)
+    assert "another trainer has taken" in await asyncio.to_thread(owner.superseded)
+    await store.want_restore(0)
+    for one, left in ((trainer, 0), (successor, -1)):
+        with pytest.raises(Broken, match="cannot restore 0"):
+            await asyncio.to_thread(one.recovery.take_up)
+        assert (await store.state()).restore == left  # type: ignore[union-attr]
+    await store.delete_run()
+    assert "vanished" in await asyncio.to_thread(owner.superseded)

@@ -1,0 +1,87 @@
+"""Which way a trainer takes a run up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import RunConfig
+from services.protocol import codec
+from services.protocol.messages import StepPlan
+from services.store.records import RunState
+from services.trainer.checkpoints.resume import Attach, NoWay, Restore, choose, trainable, wanted
+from tests.support.harness import small_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    return small_config(tmp_path_factory.mktemp("run"), None, "trainer.ranks=2")
+
+
+def state(committed: int, **fields: Any) -> RunState:
+    known = {"checkpointed_step": -1, "retired_step": -1} | fields
+    checkpointed = known.pop("checkpointed_step")
+    done = committed + 1
+    return RunState(100, 16, 0, 40, done, done, committed, checkpointed, "", {}, "", "", "data", "config", **known)
+
+
+def plan(step: int, ranks: int = 2, row_tokens: int = 256) -> StepPlan:
+    return StepPlan(step, [], [], ranks, 1, [1], [1.0], 1, 1, {}, row_tokens)
+
+
+@pytest.mark.parametrize(
+    ("given", "step", "way"),
+    [
+        (state(-1), -1, Attach("Redis knows every step up to -1")),
+        (state(3), -1, Attach("Redis knows every step up to 3; 4 are trained again")),
+        (state(7, checkpointed_step=5, retired_step=5), 5, Attach("Redis knows every step up to 7; 2 are trained again")),
+        (state(5, checkpointed_step=5, retired_step=4), 5, Attach("Redis knows every step up to 5")),
+        (state(4), 5, Restore("Redis has committed step 4 only: it lost what came after")),
+        (state(-1), 5, Restore("Redis has committed step -1 only: it lost what came after")),
+        (state(9, restore=5, checkpointed_step=9, retired_step=9), 5, Restore("step 5 was asked for")),
+        (state(-1, restoring=5), 5, Restore("a restore to step 5 was cut off")),
+    ],
+)
+def test_the_way_depends_on_what_redis_still_has(config: RunConfig, given: RunState, step: int, way: Attach | Restore) -> None:
+    assert choose(given, step, [plan(step + 1)], config) == way
+
+
+def test_a_checkpoint_older_than_the_plans_that_are_left_takes_the_run_back(config: RunConfig) -> None:
+    way = choose(state(9, checkpointed_step=8, retired_step=8), 5, [], config)
+    assert way == Restore("Redis has no plans between this checkpoint and that of step 8, which is gone")
+
+
+def test_plans_for_other_ranks_or_longer_rows_are_made_anew(config: RunConfig) -> None:
+    for unfit in (plan(6, ranks=1), plan(6, row_tokens=512)):
+        way = choose(state(6), 5, [unfit], config)
+        assert isinstance(way, Restore)
+        assert f"planned for {unfit.ranks} ranks with rows of {unfit.row_tokens} tokens, not 2 ranks with rows of 256" in way.why
+        assert not trainable(codec.encode(unfit), config)
+        with pytest.raises(NoWay, match=r"there is no checkpoint: set that back"):
+            choose(state(6), -1, [unfit], config)
+    assert trainable(codec.encode(plan(6, row_tokens=128)), config)
+    assert not trainable(b"damaged", config)
+
+
+def test_a_volume_that_is_not_mounted_starts_no_run_anew(config: RunConfig) -> None:
+    for given in (state(7, checkpointed_step=5), state(-1, restoring=5), state(-1, restore=5)):
+        with pytest.raises(NoWay, match="the run has a checkpoint of step 5, but there is none in its folder: mount the volume"):
+            choose(given, -1, [], config)
+
+
+def test_a_new_wish_comes_before_an_unfinished_restore_whose_checkpoint_may_be_gone() -> None:
+    assert wanted(state(9, restoring=3, restore=5)) == 5
+    assert wanted(state(9, restore=5)) == 5
+    assert wanted(state(9)) == -1
+
+
+def test_the_folder_of_a_run_takes_other_placement(tmp_path: Path) -> None:
+    from services.config import digest
+
+    here = small_config(tmp_path)
+    for same in ("trainer.ranks=2", "trainer.zero_stage=2", "generator.count=3", "checkpoint.every_steps=1", "sync.bucket_mib=1"):
+        assert digest(small_config(tmp_path, None, same)) == digest(here)
+    for other in ("trainer.mini_batches=2", "run.steps=5", "sampling.temperature=0.5", "generator.engine_options.token_s=0.1"):
+        assert digest(small_config(tmp_path, None, other)) != digest(here)

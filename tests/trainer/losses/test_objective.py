@@ -1,0 +1,230 @@
+"""The loss of a row: by hand, and all of it against the literal formulas (tests/trainer/literal.py)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from services.config.loss import POLICIES, Loss
+from services.trainer import losses
+from services.trainer.losses import Tokens
+from services.trainer.losses.measures import MAXIMA, SUMS
+from tests.trainer import literal
+from tests.trainer.losses.tokens import make_tokens as _tokens
+from tests.trainer.losses.tokens import plain as _plain
+
+
+def test_kl_is_not_weighted_by_the_correction() -> None:
+    one = _tokens([-1.0], [0.0], behaviour=[-1.0], reference=[-2.0])
+    other = _tokens([-1.0], [0.0], behaviour=[-9.0], reference=[-2.0])
+    config = _plain(kl_beta=0.5, kl_estimator="k0")
+    assert losses.compute(one, config, 1.0).loss.item() == losses.compute(other, config, 1.0).loss.item() == pytest.approx(0.5)
+
+
+def test_an_importance_weight_multiplies_the_policy_term_and_the_kl() -> None:
+    # rho = 2, A = 3, D = 1: -2 * 3 + 0.5 * 1, times a quarter
+    tokens = _tokens([-1.0], [3.0], behaviour=[-1 - math.log(2)], reference=[-2.0], weights=[0.25])
+    output = losses.compute(tokens, _plain(kl_beta=0.5, kl_estimator="k0"), 10.0)
+    output.loss.backward()
+    assert output.loss.item() == output.sums["loss"].item() == pytest.approx(0.25 * (-6 + 0.5) / 10)
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.item() == pytest.approx(0.25 * (-6 + 0.5) / 10)
+    assert (output.sums["policy_loss"].item(), output.sums["kl"].item()) == pytest.approx((-3, 1))  # reported as they are
+
+
+def test_weights_of_one_change_no_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    theta, old, behaviour, reference, advantages = (-3 * torch.rand(5, 1000, generator=generator)).tolist()
+    config, denominator = _plain(kl_beta=0.1, kl_estimator="k3"), 997.0
+    tokens = _tokens(theta, advantages, old, behaviour, reference, dtype=torch.float32)
+    ours = losses.compute(tokens, config, denominator)
+    (gradient,) = torch.autograd.grad(ours.loss, tokens.logprobs)
+    term = losses.find(config.policy)(tokens, config)
+    weight = (tokens.old - tokens.behaviour).clamp(-10, 10).exp().clamp(config.correction_lower, config.correction_upper)
+    unweighted = (weight * term.loss + config.kl_beta * losses.reference_kl(tokens, config.kl_estimator)).sum() / denominator
+    assert ours.loss.dtype == torch.float32
+    assert torch.equal(ours.loss, unweighted)
+    assert torch.equal(gradient, torch.autograd.grad(unweighted, tokens.logprobs)[0])
+
+
+def test_tokens_are_learnt_once_the_policy_has_moved_past_the_bound_since_they_were_sampled() -> None:
+    ratios = [1.0, 0.5, 0.5, 1.5, 1.5, 1.0, 1.25]
+    advantages = [1.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
+    behaviour = [-1.0] * 5 + [float("nan"), -1.0]
+    theta = [math.log(ratio) - 1 for ratio in ratios]
+    tokens = _tokens(theta, advantages, old=theta, behaviour=behaviour)
+    assert losses.compute(tokens, _plain(), 1.0).learning.tolist() == [True, False, True, False, True, False, True]
+    narrow = _plain().model_copy(update={"policy": "grpo"})
+    assert losses.compute(tokens, narrow, 1.0).learning.tolist()[-1] is False, "grpo's upper bound is its lower one"
+
+
+def test_tokens_without_a_finite_behaviour_logprob_leave_both_sums() -> None:
+    wild = [float("nan"), float("-inf"), float("inf")]
+    tokens = _tokens([-1.0, -2.0, -1.0, -3.0], [1.0, 5.0, 5.0, 5.0], behaviour=[-1.0, *wild], reference=[-2.0] * 4)
+    config = _plain(kl_beta=1.0, kl_estimator="k0")
+    assert losses.counted(tokens.behaviour).tolist() == [True, False, False, False]
+    output = losses.compute(tokens, config, 1.0)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(-1.0 + 1.0)  # one token over a denominator of one
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.tolist() == pytest.approx([0.0, 0, 0, 0])
+    assert output.sums["tokens"].item() == 1
+    assert all(value.isfinite() for value in {**output.sums, **output.maxima}.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_token_at_all_is_a_loss_of_zero_with_a_gradient(policy: str) -> None:
+    tokens = _tokens([], [], reference=[])
+    output = losses.compute(tokens, Loss(policy=policy, correction_sequence_mask=[0.5, 2.0]), 1.0)
+    output.loss.backward()
+    assert output.loss.item() == 0
+    assert tokens.logprobs.grad is not None
+
+
+def test_reported_gap_and_advantages() -> None:
+    output = losses.compute(_tokens([-1.0, -2.0], [3.0, -4.0], behaviour=[-1.5, -1.75]), _plain(), 1.0)
+    assert output.sums["logprob_gap"].item() == pytest.approx(0.75)
+    assert output.maxima["logprob_gap"].item() == pytest.approx(0.5)
+    assert (output.maxima["advantage"].item(), output.maxima["negative_advantage"].item()) == (3.0, 4.0)
+
+
+def test_every_measure_is_there_and_carries_no_gradient() -> None:
+    output = losses.compute(_tokens([-1.0, -2.0], [3.0, -4.0], behaviour=[-1.5, -1.75], reference=[-3.0, -1.0]), Loss(), 1.0)
+    assert set(output.sums) == set(SUMS)
+    assert set(output.maxima) == set(MAXIMA)
+    assert not any(value.requires_grad or value.dtype != torch.float64 for value in {**output.sums, **output.maxima}.values())
+    assert [output.sums[name].item() for name in ("k0", "k1", "k2", "k3")] == pytest.approx(
+        [2 - 1, 2**2 / 2 + 1 / 2, math.expm1(-2) + 2 + math.expm1(1) - 1, 2 - 1]
+    )
+    assert output.sums["kl"] == output.sums["k2"]
+
+
+def test_from_behaviour_the_ratio_starts_at_mu_and_nothing_is_left_to_correct() -> None:
+    theta, mu = [-1.0, -1.0], [-1.1, -1 - math.log(3)]
+    tokens = _tokens(theta, [1.0, 1.0], old=[-5.0, -5.0], behaviour=mu)
+    output = losses.compute(tokens, _plain(old="behaviour"), 1.0)
+    assert output.loss.item() == pytest.approx(-math.exp(0.1) - 1.272)
+    assert (output.sums["rho"].item(), output.sums["rho_weight"].item(), output.sums["clip_high"].item()) == (2, 2, 1)
+    assert output.sums["ratio"].item() == pytest.approx(math.exp(0.1) + 3)
+    assert output.maxima["logprob_gap"].item() == pytest.approx(math.log(3)), "the gap is still that of theta"
+
+
+def test_the_entropy_bonus_by_hand() -> None:
+    tokens = replace(_tokens([-1.0, -2.0], [0.0, 0.0], behaviour=[-9.0, -2.0], weights=[0.5, 1.0]))
+    entropy = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    output = losses.compute(replace(tokens, entropy=entropy), _plain(entropy_coefficient=0.1), 10.0)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(-0.1 * (0.5 * 2 + 3) / 10), "weighted, not corrected"
+    assert entropy.grad is not None
+    assert entropy.grad.tolist() == pytest.approx([-0.005, -0.01])
+
+
+def test_without_a_bonus_entropy_is_left_alone() -> None:
+    entropy = torch.tensor([2.0], requires_grad=True)
+    losses.compute(replace(_tokens([-1.0], [1.0]), entropy=entropy), _plain(), 1.0).loss.backward()
+    assert entropy.grad is None
+
+
+logprob = st.floats(-8, -0.01)
+one_token = st.tuples(logprob, logprob, logprob | st.just(float("nan")), logprob, st.floats(0, 3))
+one_response = st.tuples(st.lists(one_token, max_size=5), st.floats(-3, 3), st.floats(0, 1))
+bounds = st.sampled_from([[], [0.5, 2.0], [0.9, 1.3]])
+options = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(list(POLICIES)),
+        "old": st.sampled_from(["recompute", "behaviour"]),
+        "divergence": st.sampled_from(["tv", "kl"]),
+        "kl_estimator": st.sampled_from(["k0", "k1", "k2", "k3"]),
+        "kl_beta": st.sampled_from([0.0, 0.05, 1.0]),
+        "entropy_coefficient": st.sampled_from([0.0, 0.1]),
+        "correction_lower": st.sampled_from([0.0, 0.5]),
+        "correction_token_mask": bounds,
+        "correction_sequence_mask": bounds,
+        "correction_variation_mask": st.sampled_from([0.0, 0.1, 1.0]),
+    }
+)
+
+
+@given(st.lists(one_response, max_size=4), options)
+@settings(max_examples=400, deadline=None)
+def test_value_and_gradient_are_those_of_the_written_formula(row: list[Any], chosen: dict[str, Any]) -> None:
+    # The literal formula is asked for the sum over tokens; means are the subject of test_denominators.py.
+    config = Loss.model_validate(chosen | {"denominator": "constant", "denominator_tokens": 7})
+    tokens = _joined(row)
+    output = losses.compute(tokens, config, 7.0)
+    expected = literal.objective(_split(row, tokens), config)
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-9)
+    for ours, theirs in zip(_gradients(output.loss, tokens), _gradients(expected, tokens), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("estimator", ["k0", "k2"])
+def test_gradients_are_finite_differences_where_nothing_is_held_back(policy: str, estimator: str) -> None:
+    # cispo and reinforce hold their weight, whose change is in the difference: at theta = old it is 1, and the rest by hand.
+    generator = torch.Generator().manual_seed(3)
+    theta = (-2 * torch.rand(6, generator=generator, dtype=torch.float64) - 0.1).requires_grad_()
+    start = theta.detach().clone()  # gradcheck moves theta in place
+    near = start + 0.02 * torch.randn(6, generator=generator, dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5], dtype=torch.float64)
+    samples, ones = torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6, dtype=torch.float64)
+    config = Loss(policy=policy, kl_beta=0.3, kl_estimator=estimator)  # pyright: ignore[reportArgumentType]
+    held = policy in ("cispo", "reinforce")
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        old = logprobs.detach() if held else near
+        behaviour = near if policy == "dppo" else start
+        return losses.compute(Tokens(logprobs, old, behaviour, near, advantages, ones, ones, ones, samples), config, 3.0).loss
+
+    if not held:
+        assert torch.autograd.gradcheck(value, (theta,), eps=1e-7, atol=1e-5)
+        return
+    (gradient,) = torch.autograd.grad(value(theta), theta)
+    difference = start - near
+    slope = torch.ones_like(difference) if estimator == "k0" else 1 - (-difference).exp()
+    torch.testing.assert_close(gradient, (-advantages + 0.3 * slope) / 3)
+
+
+def _joined(row: list[Any]) -> Tokens:
+    """Tokens of one packed row, float64; theta and entropy carry gradients."""
+    columns: list[list[float]] = [[], [], [], [], []]
+    owners: list[int] = []
+    for number, (tokens, _, _) in enumerate(row):
+        owners += [number] * len(tokens)
+        for column, values in zip(columns, zip(*tokens, strict=True), strict=False):
+            column.extend(values)
+    theta, old, behaviour, reference, entropy = (torch.tensor(column, dtype=torch.float64) for column in columns)
+    samples = torch.tensor(owners, dtype=torch.int64)
+    of_response = torch.tensor([[advantage, weight] for _, advantage, weight in row], dtype=torch.float64).reshape(-1, 2)
+    assume(not len(samples) or bool((of_response[:, 0].abs() > 1e-6).all()))
+    return Tokens(
+        theta.requires_grad_(), old, behaviour, reference, of_response[samples, 0], of_response[samples, 1],
+        torch.ones(len(samples), dtype=torch.float64), entropy.requires_grad_(), samples,
+    )  # fmt: skip
+
+
+def _split(row: list[Any], tokens: Tokens) -> list[literal.Response]:
+    responses = []
+    for number, (_, advantage, weight) in enumerate(row):
+        mine = tokens.samples == number
+        assert tokens.reference is not None
+        responses.append(
+            literal.Response(
+                tokens.logprobs[mine], tokens.old[mine], tokens.behaviour[mine], tokens.reference[mine], tokens.entropy[mine],
+                advantage, weight,
+            )
+        )  # fmt: skip
+    return responses
+
+
+def _gradients(value: torch.Tensor, tokens: Tokens) -> list[torch.Tensor]:
+    if not value.requires_grad:
+        return [torch.zeros_like(tokens.logprobs), torch.zeros_like(tokens.entropy)]
+    found = torch.autograd.grad(value, (tokens.logprobs, tokens.entropy), allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(tokens.logprobs) if one is None else one for one in found]

@@ -1,0 +1,75 @@
+"""What a rank does for the tests of adapters: train, send, export and save; then again from the checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.rank_worker import _policy, _train, whole_weights
+
+BUCKET_BYTES = 20_000
+"""A handful of buckets for the tiny model; the configuration's smallest is 1 MiB."""
+
+
+def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, root: Path) -> dict[str, Any]:
+    """Train one step per layout. After the last but one the weights are sent, exported and saved, and training goes on from
+    there twice: on the same policy and on a fresh one."""
+    from services.trainer.checkpoints.folder import Checkpoints
+
+    policy, checkpoints = _policy(model, sections), Checkpoints(root / "checkpoints", keep=1)
+    weights = [whole_weights(policy)]
+    metrics = []
+    for step, layout in enumerate(layouts):
+        if step == len(layouts) - 1:
+            received = _transfer(policy)
+            policy.export_hf(root / "export", step - 1)
+            checkpoints.save(policy, step - 1)
+        metrics.append(_train(policy, payloads, samples, layout, step).metrics)
+        weights.append(whole_weights(policy))
+    fresh = _policy(model, sections)
+    assert checkpoints.restore(fresh) is not None
+    restored = whole_weights(fresh)
+    again = _train(fresh, payloads, samples, layouts[-1], len(layouts) - 1).metrics
+    return {
+        "gradients": policy.gradients,
+        "metrics": metrics,
+        "weights": weights,
+        "received": received,
+        "resumed": {"metrics": again, "weights": [restored, whole_weights(fresh)]},
+    }
+
+
+def _transfer(policy: Any) -> dict[str, torch.Tensor]:
+    """What a receiver of the weights holds afterwards; {} on ranks that do not send. A real gloo group of this process alone."""
+    from services.trainer.weight_sender import make_weight_sender
+    from services.weights import sender as weights
+    from services.weights.collective import plan_buckets
+
+    sync = policy.config.sync.model_copy(update={"host": "127.0.0.1", "backend": "gloo"})
+    weights.plan_buckets = lambda metas, _, verified: plan_buckets(metas, BUCKET_BYTES, verified)
+    sender = make_weight_sender(policy.config.model_copy(update={"sync": sync}), policy.module, policy.world.rank)
+    weights.plan_buckets = plan_buckets
+    if policy.world.rank > 0:
+        sender.send()
+        return {}
+    received: dict[str, torch.Tensor] = {}
+    receiver = threading.Thread(target=_receive, args=(*sender.open(), received))
+    receiver.start()
+    sender.connect(2)
+    sender.send()
+    receiver.join()
+    sender.close_group()
+    return received
+
+
+def _receive(host: str, port: int, received: dict[str, torch.Tensor]) -> None:
+    from services.weights import collective
+
+    store = collective.join_store(host, port, 20)
+    group = collective.make_group(store, 1, 2, host, port, 20)
+    manifest = collective.read_manifest(store)
+    assert len(manifest.buckets) > 2
+    received |= dict(collective.receive(group, manifest, collective.Deadline(20)))

@@ -1,0 +1,112 @@
+"""An export says what it is, can be checked, and is whole whatever it was killed in the midst of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from services.config import RunConfig
+from services.runtime import atomic_folders as folders
+from services.runtime.atomic_folders import FolderError
+from services.trainer.model import export
+from tests.support.tiny_model import VOCABULARY, make_config
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path) -> RunConfig:
+    return make_config(tiny_model, run={"name": "exported"}, sampling={"temperature": 0.7, "max_tokens": 32, "top_k": 5})
+
+
+@pytest.fixture(scope="module")
+def module(tiny_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
+
+
+def write(module: Any, config: RunConfig, step: int, folder: Path) -> None:
+    """Export weights that are all `step`."""
+    state = {name: torch.full_like(value, float(step)) for name, value in module.state_dict().items()}
+    assert export.save(module, state, config, step, folder) == ""
+
+
+def test_the_marker_names_run_step_and_hashes(module: Any, config: RunConfig, tmp_path: Path) -> None:
+    write(module, config, 7, tmp_path / "model")
+    manifest = folders.check(tmp_path / "model")
+    assert manifest.facts == {"run": "exported", "step": 7, "model": "Qwen3ForCausalLM", "dtype": "float32"}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(manifest.files)
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {*manifest.files, folders.MANIFEST}
+    defaults = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.do_sample) == (0.7, 1.0, 5, True)
+    assert defaults.eos_token_id == 1
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == VOCABULARY
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(bool((value == 7).all()) for value in loaded.parameters())
+
+
+def kill_at(call: int, work: Callable[[], None]) -> bool:
+    """Do `work` in a child that is killed at its `call`-th step on disk; whether it got that far."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+        return os.WIFSIGNALED(status)
+    code = 1
+    try:
+        left = call
+
+        def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+            def instead(*args: Any, **options: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **options)
+
+            return instead
+
+        for owner, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (shutil, "rmtree"), (os, "replace")):
+            setattr(owner, name, dying(getattr(owner, name)))
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def test_killed_anywhere_leaves_the_old_export_or_the_new_or_none(module: Any, config: RunConfig, tmp_path: Path) -> None:
+    folder, seen = tmp_path / "model", []
+    write(module, config, 1, folder)
+    call = 0
+    while kill_at(call, lambda: write(module, config, 2, folder)):
+        if folder.exists():
+            step = folders.check(folder).facts["step"]
+            weights = AutoModelForCausalLM.from_pretrained(folder).parameters() if not seen or seen[-1] != step else []
+            assert all(bool((value == step).all()) for value in weights)
+            seen.append(step)
+        else:
+            seen.append(None)
+            with pytest.raises(FolderError, match="is incomplete"):
+                folders.check(folder)
+        if seen[-1] != 1:
+            write(module, config, 1, folder)  # a later export takes the place of whatever was left
+        call += 1
+    assert call > 10
+    assert {1, 2} <= set(seen)
+    assert seen.count(None) <= 1, "between two renames"
+    assert sorted(seen, key=lambda step: (0, 0) if step == 1 else (2, 0) if step == 2 else (1, 0)) == seen
+    write(module, config, 3, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left of those that were killed"
+
+
+def test_damage_is_found_by_the_reader(module: Any, config: RunConfig, tmp_path: Path) -> None:
+    write(module, config, 1, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(FolderError, match=r"model\.safetensors differs from the SHA-256 in manifest\.json"):
+        folders.check(tmp_path / "model")

@@ -1,0 +1,266 @@
+"""Chunked logprobs against the plain computation, and packed rows against one response at a time."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from services.protocol.messages import Payload, RankPlan
+from services.trainer.model import attention
+from services.trainer.model import policy_network as model
+from services.trainer.model.logprobs import token_logprobs
+from services.trainer.step import batches
+from tests.support.tiny_model import VOCABULARY, make_config, make_payloads, make_samples
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_chunks_equal_the_whole(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 5, generator=generator, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    factors = torch.randn(2, 7, generator=generator)
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    table = ((exact[0] @ exact[1].T) / 0.7).log_softmax(-1)
+    expected = table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+    (factors[0] * expected[0] + factors[1] * expected[1]).sum().backward()
+
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, chunk)
+    (factors[0] * logprobs + factors[1] * entropy).sum().backward()
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_weights_get_float32_logprobs() -> None:
+    hidden, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.eye(4, dtype=torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 3]), 1.0, 1)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, torch.full((2,), -float(np.log(4))))
+    torch.testing.assert_close(entropy, torch.full((2,), float(np.log(4))))
+
+
+def test_a_float32_head_rounds_neither_logits_nor_sums() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16().requires_grad_() for size in (6, 50))
+    exact = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+    targets = torch.randint(0, 50, (6,), generator=generator)
+    expected, _ = token_logprobs(*exact, targets, 0.7, 4)
+    expected.sum().backward()
+    logprobs, _ = token_logprobs(hidden, weight, targets, 0.7, 4, fp32=True)
+    logprobs.sum().backward()
+    assert torch.equal(logprobs, expected)
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad.bfloat16())
+    rounded, _ = token_logprobs(hidden, weight, targets, 0.7, 4)
+    assert (rounded - expected).abs().max() > 1e-3
+
+
+def test_no_token_has_a_gradient_of_zeros() -> None:
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    weight = torch.ones(3, 4, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.int64), 1.0, 8)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def _score(scorer: model.Scorer, row: batches.Row) -> torch.Tensor:
+    return scorer(row.input_ids, row.positions, row.packing, row.predictors, row.targets)[0]
+
+
+def _build(payloads: dict[str, Payload], rows: list[list[int]]) -> list[batches.Row]:
+    samples = make_samples(payloads)
+    plan = RankPlan([[samples[i] for i in row] for row in rows])
+    return batches.build(plan, payloads, vocabulary=VOCABULARY, row_tokens=1000)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_equals_one_by_one_and_transformers(tiny_model: Path, checkpointing: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    scorer = model.load(make_config(tiny_model).model, 0.7, 5, checkpointing).train()
+    payloads = make_payloads(groups=3, size=3)
+    order = [4, 0, 8, 2, 6, 1, 7, 3, 5]
+    packed = _score(scorer, _build(payloads, [order])[0])
+    single = torch.cat([_score(scorer, row) for row in _build(payloads, [[i] for i in order])])
+    torch.testing.assert_close(packed, single, rtol=1e-5, atol=1e-5)
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64, attn_implementation="eager")
+    expected = []
+    for row in _build(payloads, [[i] for i in order]):
+        table = (plain(row.input_ids[None]).logits[0] / 0.7).log_softmax(-1)
+        expected.append(table[row.predictors, row.targets])
+    torch.testing.assert_close(packed.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_changing_one_response_leaves_the_others_equal_to_the_bit(tiny_model: Path) -> None:
+    scorer = model.load(make_config(tiny_model).model, 0.7, 5, False)
+    payloads = make_payloads(groups=1, size=5)
+    (name, payload), *_ = payloads.items()
+    start, end = int(payload.lengths[:2].sum()), int(payload.lengths[:3].sum())
+    tokens = payload.tokens.copy()
+    tokens[start:end] = (tokens[start:end] + 7) % VOCABULARY
+    changed = {name: Payload(payload.prompt, payload.lengths, tokens, payload.logprobs, payload.spans)}
+    (before,), (after,) = (_build(groups, [[0, 1, 2, 3, 4]]) for groups in (payloads, changed))
+    with torch.no_grad():
+        same = _score(scorer, before) == _score(scorer, after)
+    assert same[before.sample_of_token != 2].all()
+    assert not same[before.sample_of_token == 2].any()
+
+
+# Groups of a row: tokens of their prompt, and of their responses. A prompt lies in the row once, before the first of them.
+SMALL = [(0, [1, 6]), (2, [4, 1, 3]), (9, [4]), (3, [1, 8])]
+LARGE = [(0, [3, 300]), (150, [20, 1, 100]), (1, [129, 2])]
+
+
+def _packing(groups: list[tuple[int, list[int]]]) -> attention.Packing:
+    lengths, prompts = [], []
+    for prompt, responses in groups:
+        begin = sum(lengths)
+        if not prompt:  # each on its own
+            lengths += responses
+            prompts += [(0, 0)] * len(responses)
+            continue
+        lengths += [prompt + responses[0], *responses[1:]]
+        prompts += [(0, 0), *[(begin, prompt)] * len(responses[1:])]
+    return attention.Packing.of(lengths, prompts)
+
+
+def _places(packing: attention.Packing) -> list[list[int]]:
+    """The tokens of the row that make up each sequence."""
+    ends = packing.whole.tolist()
+    return [packing.sequences[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
+
+
+def test_where_sequences_lie_by_hand() -> None:
+    packing = _packing([(0, [2]), (2, [1, 2, 1])])
+    assert _places(packing) == [[0, 1], [2, 3, 4], [2, 3, 5, 6], [2, 3, 7]]
+    assert (packing.own.tolist(), packing.longest_own) == ([0, 2, 5, 7, 8], 3)
+    assert (packing.whole.tolist(), packing.longest) == ([0, 2, 5, 9, 12], 4)
+    assert sorted(packing.owned.tokens.tolist()) == list(range(8))
+    assert packing.shared.tokens.tolist() == [2, 3, 2, 3]
+    slots = packing.owned.slots.tolist() + packing.shared.slots.tolist()
+    assert len(set(slots)) == 12, "no two tokens have one place"
+    longer = packing.longer(3)
+    assert _places(longer) == [*_places(packing), [8, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    ("window", "groups"),
+    [*((window, SMALL) for window in (None, 1, 3, 50)), *((window, LARGE) for window in (None, 1, 20, 140, 299))],
+)
+def test_attention_equals_a_dense_mask(window: int | None, groups: list[tuple[int, list[int]]]) -> None:
+    """Of which tokens of the row each sees: its sequence up to itself, not further back than the window."""
+    packing = _packing(groups)
+    total = int(packing.own[-1])
+    allowed = torch.zeros(total, total, dtype=torch.bool)
+    for places in _places(packing):
+        for i, place in enumerate(places):
+            allowed[place, places[max(0, i + 1 - (window or total)) : i + 1]] = True
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(1, 2, total, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
+    expected = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    result, _ = attention.packed_attention(
+        torch.nn.Identity(), query, key, value, None, packing=packing, scaling=0.3, sliding_window=window
+    )
+    torch.testing.assert_close(result, expected)
+    factors = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+    inputs = (query, key, value)
+    for ours, theirs in zip(
+        torch.autograd.grad((result * factors).sum(), inputs),
+        torch.autograd.grad((expected * factors).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, longest_own: int, longest: int,
+    *, softmax_scale: float, causal: bool, window_size: tuple[int, int], deterministic: bool,
+) -> torch.Tensor:  # fmt: skip
+    """As flash-attn (2.1 and later) documents it: each sequence by itself, its last query at its last key."""
+    assert causal
+    assert not deterministic
+    assert (longest_own, longest) == (int(own.diff().max()), int(whole.diff().max()))
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(own.tolist()), itertools.pairwise(whole.tolist()), strict=True):
+        behind = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None] - torch.arange(k1 - k0)
+        seen = (behind >= 0) & ((window_size[0] < 0) | (behind <= window_size[0]))
+        keys, values = (states[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1) for states in (k, v))
+        scores = q[q0:q1].transpose(0, 1) @ keys.transpose(-1, -2) * softmax_scale
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_what_flash_attention_is_asked_for_is_what_the_padded_path_computes(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))  # type: ignore[arg-type]
+    packing, generator = _packing(SMALL), torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(int(packing.own[-1]), heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    factors = torch.randn(inputs[0].shape, generator=generator, dtype=torch.float64)
+    both = [attend(*inputs, packing, 0.3, window) for attend in (attention._flash, attention._padded)]
+    torch.testing.assert_close(*both)
+    for flash, padded in zip(*(torch.autograd.grad((output * factors).sum(), inputs) for output in both), strict=True):
+        torch.testing.assert_close(flash, padded)
+
+
+def test_many_small_gradients_of_a_shared_prompt_add_up_in_bfloat16() -> None:
+    """The keys and values of a prompt of 300 responses, each with the same small gradient: bfloat16 would stop at 256."""
+    packing = _packing([(1, [1] * 300)])
+    states = torch.zeros(301, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    size = sum(count * length for count, length in packing.shapes)
+    laid: torch.Tensor = attention._Lay.apply(states, packing.owned, packing.shared, size)  # type: ignore[assignment]
+    (gradient,) = torch.autograd.grad(laid.sum(), states)
+    assert float(gradient[0]) == 300
+    gathered: torch.Tensor = attention._Gather.apply(states, packing.sequences)  # type: ignore[assignment]
+    (gradient,) = torch.autograd.grad(gathered.sum(), states)
+    assert float(gradient[0]) == 300
+
+
+def test_padding_at_most_doubles_the_work() -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 60).tolist()
+    shapes = attention.Packing.of(lengths).shapes
+    assert sum(count for count, _ in shapes) == 60
+    assert sum(count * length for count, length in shapes) < 2 * sum(lengths)
+
+
+def test_a_model_whose_logits_are_scaled_is_refused(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(attention.UnsupportedModel, match="final_logit_softcapping"):
+        model.load(make_config(tmp_path).model, 1.0, 8, False)
+
+
+def test_a_missing_model_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(attention.UnsupportedModel, match=r"model\.path = .*nowhere"):
+        model.load(make_config(tmp_path / "nowhere").model, 1.0, 8, False)

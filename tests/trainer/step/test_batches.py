@@ -1,0 +1,228 @@
+"""Rows by hand, and every way a payload can fail to fit its plan."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.protocol.errors import Damaged
+from services.protocol.messages import Payload, RankPlan, Sample
+from services.trainer.step import batches
+from services.trainer.step.batches import PlanMismatch
+
+
+def _payload(**changes: np.ndarray) -> Payload:
+    columns = {
+        "prompt": np.array([10, 11], np.int32),
+        "lengths": np.array([2, 0, 3], np.int32),
+        "tokens": np.array([20, 21, 30, 31, 32], np.int32),
+        "logprobs": np.array([-1, -2, -3, -4, -5], np.float32),
+        "spans": np.zeros((0, 4), np.int32),
+    }
+    return Payload(**(columns | changes))
+
+
+def _build(rows: list[list[Sample]], payload: Payload | None = None, row_tokens: int = 100) -> list[batches.Row]:
+    return batches.build(RankPlan(rows), {"a": payload or _payload()}, vocabulary=40, row_tokens=row_tokens)
+
+
+def test_a_row_by_hand() -> None:
+    (row,) = _build([[Sample("a", 2, 0.5, 3), Sample("a", 0, -1.0, 2)]])
+    assert row.samples == (("a", 2), ("a", 0))
+    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert row.packing.own.tolist() == [0, 5, 7]
+    assert row.packing.sequences.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6]
+    assert row.predictors.tolist() == [1, 2, 3, 1, 5]
+    assert row.targets.tolist() == [30, 31, 32, 20, 21]
+    assert row.behaviour.tolist() == [-3, -4, -5, -1, -2]
+    assert row.advantages.tolist() == [0.5, 0.5, 0.5, -1, -1]
+    assert row.sample_of_token.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_masked_response_lies_in_the_row_without_targets() -> None:
+    (row,) = _build([[Sample("a", 2, 0.5, 0), Sample("a", 1, 1.0, 0), Sample("a", 0, -1.0, 2)]])
+    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
+    assert row.targets.tolist() == [20, 21]
+    assert row.predictors.tolist() == [1, 5]
+    assert row.sample_of_token.tolist() == [2, 2]
+
+
+def _with_tools(*spans: tuple[int, int, int]) -> Payload:
+    return _payload(tool_spans=np.array(spans, np.int32).reshape(-1, 3))
+
+
+def test_tool_tokens_lie_in_the_row_as_context_and_are_never_targets() -> None:
+    (row,) = _build([[Sample("a", 2, 0.5, 2, 0.25), Sample("a", 0, -1.0, 1)]], _with_tools((2, 1, 2), (0, 0, 1)))
+    assert row.input_ids.tolist() == [10, 11, 30, 31, 32, 20, 21]
+    assert row.predictors.tolist() == [1, 3, 5]
+    assert row.targets.tolist() == [30, 32, 21]
+    assert row.behaviour.tolist() == [-3, -5, -2]
+    assert row.advantages.tolist() == [0.5, 0.5, -1]
+    assert row.weights.tolist() == [0.25, 0.25, 1]
+    assert row.sample_of_token.tolist() == [0, 0, 1]
+
+
+def test_a_completion_of_nothing_but_tool_tokens_trains_nothing() -> None:
+    (row,) = _build([[Sample("a", 2, 0.5, 0), Sample("a", 0, -1.0, 2)]], _with_tools((2, 2, 3), (2, 0, 2)))
+    assert len(row.input_ids) == 5 + 2
+    assert (row.targets.tolist(), row.sample_of_token.tolist()) == ([20, 21], [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([(3, 0, 1)], "tool span 0..1 does not lie in its completion 3"),
+        ([(-1, 0, 1)], "does not lie in its completion -1"),
+        ([(0, 1, 3)], "tool span 1..3 does not lie in its completion 0"),
+        ([(2, -1, 2)], "does not lie"),
+        ([(2, 1, 1)], "does not lie"),
+        ([(2, 2, 1)], "does not lie"),
+        ([(1, 0, 1)], "does not lie"),
+        ([(2, 1, 3), (2, 0, 2)], "tool span 0..2 of completion 2 overlaps another"),
+        ([(2, 1, 2)] * 2, "overlaps"),
+    ],
+)
+def test_tool_spans_that_cannot_be(spans: list[tuple[int, int, int]], message: str) -> None:
+    with pytest.raises(Damaged, match=f"payload a: .*{message}"):
+        _build([[Sample("a", 0, 1.0, 2)]], _with_tools(*spans))
+
+
+@pytest.mark.parametrize("array", [np.zeros(3, np.int32), np.zeros((1, 4), np.int32), np.zeros((1, 3), np.float32)])
+def test_tool_spans_of_another_shape(array: np.ndarray) -> None:
+    with pytest.raises(Damaged, match=r"payload a: tool spans are .* expected integers"):
+        _build([[Sample("a", 0, 1.0, 2)]], _payload(tool_spans=array))
+
+
+span = st.tuples(st.integers(-1, 3), st.integers(-2, 5), st.integers(-2, 5))
+
+
+@given(st.lists(span, max_size=4))
+def test_no_tool_spans_get_a_wrong_token_into_the_loss(spans: list[tuple[int, int, int]]) -> None:
+    places = [(sample, place) for sample, start, end in spans for place in range(start, end)]
+    lengths = [2, 0, 3]
+    fine = all(0 <= s < 3 and 0 <= a < b <= lengths[s] for s, a, b in spans) and len(set(places)) == len(places)
+    planned = [Sample("a", i, 1.0, sum((i, place) not in places for place in range(lengths[i]))) for i in range(3)]
+    try:
+        (row,) = _build([planned], _with_tools(*spans))
+    except Damaged:
+        assert not fine
+    else:
+        assert fine
+        tokens = {(0, 0): 20, (0, 1): 21, (2, 0): 30, (2, 1): 31, (2, 2): 32}
+        assert row.targets.tolist() == [token for place, token in tokens.items() if place not in places]
+
+
+def test_an_empty_row_is_one_token_without_target() -> None:
+    full, empty = _build([[Sample("a", 0, 1.0, 2)], []])
+    assert len(full.targets) == 2
+    assert (len(empty.input_ids), len(empty.targets), empty.packing.whole.tolist()) == (1, 0, [0, 1])
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2)), max_size=8), max_size=4))
+def test_every_planned_token_is_a_target_once_behind_what_came_before_it(layout: list[list[tuple[str, int]]]) -> None:
+    payloads = {"a": _payload(), "b": _payload(prompt=np.array([12], np.int32), tokens=np.array([1, 2, 3, 4, 5], np.int32))}
+    plan = RankPlan([[Sample(name, index, 1.0, int(payloads[name].lengths[index])) for name, index in row] for row in layout])
+    for planned, row in zip(plan.rows, batches.build(plan, payloads, vocabulary=40, row_tokens=100), strict=True):
+        if not planned:
+            continue
+        expected, before = [], set()
+        for sample in planned:
+            payload = payloads[sample.payload]
+            begin = int(payload.lengths[: sample.index].sum())
+            response = payload.tokens[begin : begin + sample.trained_tokens].tolist()
+            if response or sample.payload not in before:
+                expected.append((payload.prompt.tolist(), response))
+            before.add(sample.payload)
+        ends = row.packing.whole.tolist()
+        places = [row.packing.sequences[begin:end] for begin, end in itertools.pairwise(ends)]
+        assert [row.input_ids[of].tolist() for of in places] == [prompt + response for prompt, response in expected]
+        assert all(row.positions[of].tolist() == list(range(len(of))) for of in places)
+        predictors = [of[len(prompt) - 1 : -1] for of, (prompt, _) in zip(places, expected, strict=True)]
+        assert row.predictors.tolist() == torch.cat(predictors).tolist()
+        assert row.targets.tolist() == [token for _, response in expected for token in response]
+        assert len(row.input_ids) == len(set(row.packing.sequences.tolist())), "a prompt lies in the row once"
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (Sample("a", 0, 1.0, 2, float("nan")), r"has the importance weight nan, which is not in 0\.\.1"),
+        (Sample("a", 0, 1.0, 2, -0.5), "has the importance weight -0.5"),
+        (Sample("a", 0, 1.0, 2, 1.5), "has the importance weight 1.5"),
+        (Sample("a", 0, float("nan"), 2), "has the advantage nan"),
+    ],
+)
+def test_a_plan_that_does_not_fit(sample: Sample, message: str) -> None:
+    with pytest.raises(PlanMismatch, match=message):
+        _build([[sample]])
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (Sample("a", 3, 1.0, 2), "completion 3 does not exist: the group has 3"),
+        (Sample("a", -1, 1.0, 2), "does not exist"),
+        (Sample("a", 0, 1.0, 1), "completion 0 has 2 tokens sampled by the policy, but the plan trains 1"),
+        (Sample("a", 0, 1.0, -1), "but the plan trains -1"),
+        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with its prompt, its header said 4"),
+        (Sample("a", 2, 1.0, 0, tokens=5, prompt_tokens=3), "the prompt has 2 tokens, its header said 3"),
+    ],
+)
+def test_a_payload_that_is_not_what_the_plan_says(sample: Sample, message: str) -> None:
+    with pytest.raises(Damaged, match=f"payload a: .*{message}"):
+        _build([[sample]])
+    assert len(_build([[Sample("a", 2, 1.0, 0, tokens=5, prompt_tokens=2)]])) == 1
+
+
+def test_all_damaged_payloads_are_named_at_once() -> None:
+    rows, fine, empty = [[Sample(name, 0, 1.0, 2)] for name in "abc"], _payload(), _payload(prompt=np.zeros(0, np.int32))
+    with pytest.raises(Damaged) as raised:
+        batches.build(RankPlan(rows), {"a": empty, "b": fine, "c": empty}, vocabulary=40, row_tokens=100)
+    assert raised.value.reasons.keys() == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("tokens", np.array([1, 2], np.int32), "lengths add up to 5, but there are 2 tokens"),
+        ("logprobs", np.zeros(4, np.float32), "and 4 logprobs"),
+        ("logprobs", np.zeros(5, np.int32), "logprobs is int32"),
+        (
+            "logprobs",
+            np.array([-1, 0.2, 0, 0, 0], np.float32),
+            r"a behaviour logprob is 0\.2, which no sampler gives: they lie in -1000\.\.0",
+        ),
+        ("logprobs", np.array([-1, 0, -3e38, 0, 0], np.float32), "a behaviour logprob is -3e\\+38"),
+        ("prompt", np.zeros((1, 1), np.int32), "of 2 dimensions"),
+        ("lengths", np.array([6, -1, 0], np.int32), "lengths add up to"),
+        ("prompt", np.zeros(0, np.int32), "the prompt is empty"),
+        ("prompt", np.array([40], np.int32), "do not fit a vocabulary of 40"),
+        ("tokens", np.array([1, 2, 3, 4, -5], np.int32), "do not fit"),
+    ],
+)
+def test_a_payload_that_does_not_fit(column: str, value: np.ndarray, message: str) -> None:
+    with pytest.raises(Damaged, match=message):
+        _build([[Sample("a", 0, 1.0, 2)]], _payload(**{column: value}))
+
+
+def test_logprobs_that_no_sampler_gave_are_of_no_account_where_nothing_was_sampled() -> None:
+    payload = _with_tools((2, 0, 2))
+    payload.logprobs[:] = [np.nan, 0.05, 3e38, -3e38, -np.inf]
+    (row,) = _build([[Sample("a", 2, 1.0, 1), Sample("a", 0, 1.0, 2)]], payload)
+    assert row.behaviour[:1].tolist() == [-np.inf]
+
+
+def test_a_plan_that_does_not_know_of_tool_tokens() -> None:
+    with pytest.raises(Damaged, match=r"payload a: completion 2 has 1 tokens sampled by the policy, .* trains 3"):
+        _build([[Sample("a", 2, 1.0, 3)]], _with_tools((2, 0, 2)))
+
+
+def test_a_row_beyond_the_budget() -> None:
+    with pytest.raises(PlanMismatch, match=r"a row of 6 tokens exceeds trainer\.row_tokens = 5"):
+        _build([[Sample("a", 0, 1.0, 2)] * 2], row_tokens=5)

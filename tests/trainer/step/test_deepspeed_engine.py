@@ -1,0 +1,67 @@
+"""What DeepSpeed is told, and the optimizer it is given."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.config.training import Optimizer
+from services.trainer.model import policy_network as model
+from services.trainer.step import deepspeed_engine as engine
+from tests.support.tiny_model import make_config, make_model
+
+
+def test_a_tied_embedding_does_not_decay(tmp_path: Path) -> None:
+    config = make_config(make_model(tmp_path, tied=True), optimizer={"weight_decay": 0.1, "beta2": 0.9})
+    scorer = model.load(config.model, 1.0, 8, False)
+    decayed, spared = engine.adamw(config, scorer).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"], decayed["betas"]) == (0.1, 0.0, (0.9, 0.9))
+    assert {parameter.ndim for parameter in decayed["params"]} == {2}
+    assert [parameter is scorer.model.lm_head.weight for parameter in spared["params"] if parameter.ndim == 2] == [True]
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(scorer.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "runs_as", "clipping"),
+    [(0, "float32", 0, 0.0), (0, "bfloat16", 1, 0.5), (1, "float32", 1, 0.5), (3, "bfloat16", 3, 0.5)],
+)
+def test_settings(tiny_model: Path, stage: int, dtype: str, runs_as: int, clipping: float) -> None:
+    config = make_config(tiny_model, trainer={"zero_stage": stage}, model={"dtype": dtype}, optimizer={"max_grad_norm": 0.5})
+    tree = engine.settings(config, model.load(config.model, 1.0, 8, False))
+    assert tree["zero_optimization"]["stage"] == runs_as
+    assert tree["gradient_clipping"] == clipping  # 0: the policy clips itself
+    assert ("bf16" in tree) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.25), (2, 0.75), (3, 1.0), (100, 1.0)])
+def test_warm_up_is_linear_and_never_zero(step: int, expected: float, tiny_model: Path) -> None:
+    config = make_config(tiny_model, optimizer={"learning_rate": 1.0, "warmup_steps": 4})
+    assert engine.learning_rate(config.optimizer, step, 101) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("linear", 0, [0.8, 0.6, 0.4, 0.2]),
+        ("linear", 2, [0.5, 1.0, 0.6, 0.2]),
+        ("cosine", 0, [0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2]),
+        ("cosine", 2, [0.5, 1.0, 0.6, 0.2]),
+    ],
+)
+def test_rates_fall_from_the_peak_to_the_final_fraction(schedule: str, warmup: int, expected: list[float]) -> None:
+    options = Optimizer(learning_rate=2.0, schedule=schedule, warmup_steps=warmup, final_fraction=0.2)  # pyright: ignore
+    rates = [engine.learning_rate(options, step, 4) for step in range(4)]
+    assert rates == pytest.approx([2.0 * value for value in expected])
+    assert engine.learning_rate(options, 9, 4) == rates[-1]  # steps past the last keep its rate
+
+
+def test_random_state_is_put_back() -> None:
+    engine.seed(5, deterministic=False)
+    state = engine.random_state()
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    engine.set_random_state(state)
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn

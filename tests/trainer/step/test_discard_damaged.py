@@ -1,0 +1,96 @@
+"""A step without a group is the step that would have been planned without it, but for how its rows are packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.config.loss import Loss
+from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
+from services.dataprep.planning.step import make_step
+from services.dataprep.replay.generated_statistics import GeneratedStats
+from services.protocol.errors import Damaged
+from services.protocol.messages import RankPlan, Sample
+from services.store import Store
+from services.store.records import TableRules
+from services.trainer.step.discard_damaged import DAMAGED, condemn, without
+from tests.support import flow
+from tests.support.tiny_model import make_config
+
+
+def group(name: str, seed: int) -> PlanGroup:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 20, 4)
+    return PlanGroup(
+        name, f"{name}.9", 3, lengths, random.standard_normal(4), np.arange(4) < 3, np.zeros(4, int), fresh=seed % 2 == 0
+    )
+
+
+def samples(ranks: list[RankPlan]) -> list[Sample]:
+    return sorted(
+        (sample for rank in ranks for row in rank.rows for sample in row), key=lambda sample: (sample.payload, sample.index)
+    )
+
+
+@pytest.mark.parametrize("denominator", ["token", "constant", "sequence", "group"])
+def test_what_is_left_is_what_a_plan_of_the_others_has(denominator: str) -> None:
+    groups = [group(f"0-{i}", i) for i in range(6)]
+    loss = Loss(denominator=denominator, denominator_tokens=77 if denominator == "constant" else 0)  # type: ignore[arg-type]
+    layout = Layout(2, 64, denominator_tokens=loss.denominator_tokens, denominator=loss.denominator)
+    plan, ranks = plan_step(4, groups, layout, {"reward/train/mean": 0.5})
+    changed, left = without(plan, ranks, {"0-1", "0-4"}, loss)
+    other, others = plan_step(4, [groups[i] for i in (0, 2, 3, 5)], layout)
+    assert (changed.groups, changed.fresh_groups, changed.denominators) == (other.groups, other.fresh_groups, other.denominators)
+    assert (changed.response_tokens, changed.total_tokens) == (other.response_tokens, other.total_tokens)
+    assert samples(left) == samples(others)
+    assert [len(rank.rows) for rank in left] == [plan.rows_per_rank] * 2
+    assert changed.stats == {"reward/train/mean": 0.5, DAMAGED: 2.0}
+
+
+def test_each_mini_batch_has_its_own_denominator_and_none_is_zero() -> None:
+    groups = [group(f"0-{i}", i) for i in range(2)]
+    plan, ranks = plan_step(0, groups, Layout(1, 200, mini_batches=2))
+    changed, _ = without(plan, ranks, {"0-0"}, Loss())
+    assert sorted(changed.denominators) == sorted([1.0, float(groups[1].lengths[:3].sum())])
+    assert changed.mini_batch_rows == plan.mini_batch_rows
+    nothing, left = without(changed, ranks, {"0-0", "0-1"}, Loss())
+    assert (nothing.groups, nothing.denominators, nothing.total_tokens) == ([], [1.0, 1.0], 0)
+    assert nothing.stats[DAMAGED] == 2
+    assert samples(left) == []
+
+
+async def test_statistics_are_those_of_the_groups_that_are_left(store: Store) -> None:
+    """Two steps have drawn the lost group; each comes to count what it would have without it."""
+    config = make_config(Path("unused"), replay={"sampler": "prioritized", "max_uses": 2, "importance_beta": 0.5})
+    team = await flow.start(store, table=TableRules(max_uses=2))
+    await flow.issue(store, team, 3)
+    claims = await flow.claim(store, "g", 3)
+    for number, one in enumerate(claims):
+        rewards, lengths = [number / 4, 1.0, 0.0, 1.0], [number + 1, 2, 3, 40 * number + 4]
+        header = flow.header(one, rewards=rewards, lengths=lengths, scores={"exact": rewards} if number else {})
+        assert await store.submit("g", one, header, flow.payload_bytes(one), flow.TTL_S)
+    await flow.settle(store, team)
+    names, lost, expected = [one.ticket_id for one in claims], claims[2], []
+    survey = replace(
+        await store.survey(team.leader, 0, 3), weights=dict(zip(names, (1.0, 2.0, 3.0), strict=True)), weight_sum=6.0
+    )
+    for step in range(2):
+        groups, made = await store.groups(names), GeneratedStats(config.largest_rewards)
+        await store.prepare(team.leader, *make_step(step, groups, survey, made, config), 0)
+        expected.append(make_step(step, groups[:2], survey, made, config)[0].stats)
+    assert await condemn(store, team.trainer, 0, Damaged({lost.payload: "it is gone"}), config) == 1
+    for step in range(2):
+        plan = await store.plan(step)
+        assert plan is not None
+        assert plan.stats["replay/train/uses_mean"] == step
+        assert plan.stats == pytest.approx(expected[step] | {DAMAGED: 1.0}, abs=1e-12)
+    assert (
+        await condemn(store, team.trainer, 1, Damaged(dict.fromkeys((one.payload for one in claims[:2]), "gone too")), config)
+        == 2
+    )
+    assert (plan := await store.plan(1)) is not None
+    assert {name for name in plan.stats if "/train" in name} == {DAMAGED}
+    assert plan.stats[DAMAGED] == 3

@@ -1,0 +1,93 @@
+"""Priorities of groups by hand and against a slow twin, however completions are spread over rows and ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.protocol.messages import Payload, RankPlan, Sample
+from services.trainer.step import batches, priorities
+
+
+def _payload(lengths: list[int], excluded: tuple[int, ...] = (), tools: tuple[tuple[int, int, int], ...] = ()) -> Payload:
+    count = sum(lengths)
+    logprobs = np.full(count, -1.0, np.float32)
+    logprobs[list(excluded)] = np.nan
+    return Payload(
+        np.array([1, 2], np.int32), np.array(lengths, np.int32), np.zeros(count, np.int32), logprobs, np.zeros((0, 4), np.int32),
+        np.array(tools, np.int32).reshape(-1, 3),
+    )  # fmt: skip
+
+
+def _rows(layout: list[list[Sample]], payloads: dict[str, Payload]) -> list[batches.Row]:
+    return batches.build(RankPlan(layout), payloads, vocabulary=8, row_tokens=10_000)
+
+
+def test_by_hand() -> None:
+    # Completion 0: |A| = 2, three of its four tokens learn. 1: |A| = 0.5, of four tokens one is a tool's and one excluded, and
+    # one of the other two learns. 2 is masked, 3 all tool tokens, 4 all excluded.
+    payload = _payload([4, 4, 3, 2, 2], excluded=(5, 13, 14), tools=((1, 0, 1), (3, 0, 2)))
+    samples = [Sample("0-7.3", i, advantage, n) for i, (advantage, n) in enumerate([(-2.0, 4), (0.5, 3), (1, 0), (1, 0), (1, 2)])]
+    (row,) = _rows([samples], {"0-7.3": payload})
+    learning = torch.tensor([True, True, True, False, False, True, False, False, False])
+    parts = priorities.of_rows([row], [learning])
+    assert parts == {"0-7": [1.5, 0.25, 0, 0, 0]}
+    assert priorities.join([parts]) == {"0-7": 1.75}
+
+
+def test_a_group_of_several_ranks_is_summed_and_every_group_is_named() -> None:
+    assert priorities.join([{"0-1": [0.5], "0-2": [0.0]}, {}, {"0-1": [0.25, 1.0]}]) == {"0-1": 1.75, "0-2": 0.0}
+    assert priorities.join([{}]) == {}
+
+
+def test_weights_follow_the_exponent_and_nothing_left_is_weight_zero() -> None:
+    assert priorities.sampling_weights({"a": 4.0, "b": 0.0}, 0.5) == {"a": pytest.approx(2.0), "b": 0.0}
+    assert priorities.sampling_weights({"a": 4.0, "b": 0.25}, 0.0) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(("payload", "group"), [("0-7.3", "0-7"), ("a.b-12-9.41", "a.b-12-9")])
+def test_a_group_is_named_after_its_payload_up_to_the_last_dot(payload: str, group: str) -> None:
+    assert priorities.group_of(payload) == group
+
+
+token = st.tuples(st.booleans(), st.booleans())  # counted, still to be learnt
+completion = st.tuples(st.floats(-3, 3, width=32), st.lists(token, max_size=6))
+step = st.lists(st.lists(completion, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(step, st.data())
+def test_any_layout_gives_what_the_twin_gives(
+    groups: list[list[tuple[float, list[tuple[bool, bool]]]]], data: st.DataObject
+) -> None:
+    payloads, samples, learnt, expected = {}, [], [], {}
+    for number, group in enumerate(groups):
+        name = f"0-{number}.1"
+        tokens = [token for _, completion in group for token in completion]
+        payloads[name] = _payload(
+            [len(completion) for _, completion in group], tuple(i for i, t in enumerate(tokens) if not t[0])
+        )
+        samples += [Sample(name, i, advantage, len(completion)) for i, (advantage, completion) in enumerate(group)]
+        learnt += [[counted and open for counted, open in completion] for _, completion in group]
+        expected[f"0-{number}"] = math.fsum(
+            abs(advantage)
+            * sum(counted and open for counted, open in completion)
+            / max(1, sum(counted for counted, _ in completion))
+            for advantage, completion in group
+        )
+    ranks: list[list[list[int]]] = [[[], []], [[], []]]  # [rank][row]
+    for number in data.draw(st.permutations(range(len(samples)))):
+        data.draw(st.sampled_from([row for rank in ranks for row in rank])).append(number)
+    parts = []
+    for rank in ranks:
+        rows = _rows([[samples[i] for i in row] for row in rank], payloads)
+        masks = [torch.tensor([t for i in row for t in learnt[i]], dtype=torch.bool) for row in rank]
+        parts.append(priorities.of_rows(rows, masks))
+    found = priorities.join(parts)
+    assert list(found) == sorted(expected)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert found == priorities.join(reversed(parts)), "the order of ranks leaves no trace"

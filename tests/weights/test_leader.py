@@ -1,0 +1,397 @@
+"""Weight-sync rounds end to end: real Redis, real gloo groups, scripted engines as members, faults in every phase."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
+from services.protocol.messages import PodStatus, Round
+from services.runtime.loops import Broken, Fatal
+from services.trainer.weight_sender import make_weight_sender
+from services.weights import collective
+from services.weights.leader import Alone
+from services.weights.receiver import EngineDead, TransferFailed
+from services.weights.sender import SendFailed
+from tests.support.harness import small_config, wait_until
+from tests.support.rounds_world import World, open_world
+from tests.support.scripted import ScriptedEngine
+
+
+@pytest.fixture
+def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
+    with open_world(tmp_path, server) as world:
+        yield world
+
+
+def test_every_member_gets_the_version_and_the_group_stays(world: World) -> None:
+    members = {world.member("a"), world.member("b")}
+    first, second = world.rounds.run(0), world.rounds.run(1)
+    assert world.versions() == {"a": 1, "b": 1}
+    assert set(first.members) == set(second.members) == members
+    assert (first.epoch, second.epoch, first.attempts, second.attempts) == (1, 1, 1, 1)
+
+
+def test_a_latecomer_joins_under_a_new_epoch(world: World) -> None:
+    world.member("a")
+    first = world.rounds.run(0)
+    world.member("b")
+    second = world.rounds.run(1)
+    assert world.versions() == {"a": 1, "b": 1}
+    assert second.epoch > first.epoch
+
+
+def test_only_those_behind_take_part_in_a_catch_up_round(world: World) -> None:
+    world.member("a")
+    world.rounds.run(0)
+    late = world.member("b")
+    report = world.rounds.catch_up(0)
+    assert report is not None
+    assert report.members == (late,)
+    assert world.versions() == {"a": 0, "b": 0}
+    assert world.rounds.catch_up(0) is None, "what a member acknowledged counts before its heartbeat says so"
+
+
+def test_a_member_that_never_answers_is_left_out_within_its_deadline(world: World) -> None:
+    alive = world.member("a")
+    world.member("stopped", follows=False)
+    report = world.rounds.run(0)
+    assert report.members == (alive,)
+    assert report.total_s < 2 * (2 + 3)
+
+
+def test_a_member_that_is_gone_is_not_awaited(world: World) -> None:
+    alive, gone = world.member("a"), world.member("b", follows=False)
+    world.portal.call(world.store.beat(PodStatus("generator", "b", "next-boot", "here", 2, "", "loading", -1, 0, {}), 60))
+    report = world.rounds.run(0)
+    assert report.members == (alive,)
+    assert gone not in report.members
+    assert report.total_s < world.config.sync.join_deadline_s
+
+
+def status(name: str, unreached: str = "") -> PodStatus:
+    return PodStatus("generator", name, "boot", "here", 1, "", "unsynced", -1, 1, {}, unreached=unreached)
+
+
+def test_a_member_that_cannot_reach_the_trainer_is_counted_on_again_when_it_says_that_it_can(world: World) -> None:
+    alive = world.member("a")
+    cut = world.member("b", follows=False)
+    world.portal.call(world.store.beat(status("b", unreached="here:1"), 60))
+    first = world.rounds.run(0)
+    assert (first.members, first.attempts) == ((alive,), 1)
+    assert world.rounds.catch_up(0) is None, "nor is a latecomer's round tried with it"
+    assert cut not in world.gathered
+    world.portal.call(world.store.beat(status("b"), 60))
+    assert world.rounds.run(1).members == (alive,)
+    assert cut in world.gathered
+
+
+def test_when_nobody_can_reach_the_trainer_they_are_asked_again(world: World) -> None:
+    member = world.member("a")
+    world.portal.call(world.store.beat(status("a", unreached="here:1"), 60))
+    assert world.rounds.run(0).members == (member,)
+
+
+def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(world: World) -> None:
+    member = world.member("a")
+
+    def opened(phase: str, members: dict[str, int]) -> Round:
+        return Round(0, 0, phase, members, 0, "gloo", "127.0.0.1", port, 7, world.fence)
+
+    async def unreached() -> str:
+        return next(pod.unreached for pod in await world.store.members(60) if pod.member == member)
+
+    async def acknowledged() -> tuple[str, str] | None:
+        return (await world.store.round())[1].get(member)
+
+    async def tell(listener: socket.socket) -> None:
+        await world.store.set_round(world.fence, opened("gather", {member: 0}))
+        await wait_until(acknowledged)
+        assert await acknowledged() == (
+            "failed",
+            f"cannot reach the trainer at 127.0.0.1:{port} within 1 s: look at sync.host, name service and network policies",
+        )
+        assert await unreached() == f"127.0.0.1:{port}", "its heartbeat said so before it answered"
+        listener.listen()
+        await world.store.set_round(world.fence, opened("done", {}))
+
+        async def again() -> bool:
+            return not await unreached()
+
+        await wait_until(again)
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]  # nobody listens yet
+        world.portal.call(tell(listener))
+
+
+class Breaking(ScriptedEngine):
+    """Fails once in the phase it is told to."""
+
+    def __init__(self, phase: str, stages: bool = True) -> None:
+        super().__init__()
+        self._phase, self.stages = phase, stages
+
+    def _break(self, phase: str) -> None:
+        if self._phase == phase:
+            self._phase = ""
+            raise TransferFailed(f"broken in {phase}")
+
+    async def join(self, round: Round, first_rank: int) -> None:
+        self._break("join")
+        await super().join(round, first_rank)
+
+    async def pause(self) -> None:
+        self._break("pause")
+        await super().pause()
+
+    async def receive(self, version: int) -> None:
+        self._break("transfer")
+        await super().receive(version)
+
+
+@pytest.mark.parametrize("stages", [True, False])
+@pytest.mark.parametrize("phase", ["join", "pause", "transfer"])
+def test_a_member_that_fails_is_out_of_the_round_and_back_in_the_next(world: World, phase: str, stages: bool) -> None:
+    good = world.member("a")
+    world.member("b", Breaking(phase, stages))
+    first = world.rounds.run(0)
+    assert good in first.members
+    second = world.rounds.run(1)
+    assert world.versions() == {"a": 1, "b": 1}
+    assert len(second.members) == 2
+    assert all(engine._go.is_set() for engine in world.engines.values()), "somebody stayed paused"
+
+
+def test_a_fleet_that_fails_as_a_whole_is_tried_again(world: World) -> None:
+    world.member("a", Breaking("transfer"))
+    report = world.rounds.run(0)
+    assert world.versions() == {"a": 0}
+    assert report.attempts == 2
+
+
+class Flipping(ScriptedEngine):
+    """A faulty machine: in each of the next `faults` transfers one bit of a bucket changes after it has arrived."""
+
+    def __init__(self, faults: int) -> None:
+        super().__init__()
+        self.faults = faults
+
+    async def join(self, round: Round, first_rank: int) -> None:
+        await super().join(round, first_rank)
+        group, manifest = self._connection
+        self._connection = self, manifest
+        self._group = group
+
+    def broadcast(self, buffers: list[torch.Tensor], options: object) -> Any:
+        work = self._group.broadcast(buffers, options)
+        work.wait()
+        if self.faults and buffers[0].ndim == 1:
+            self.faults -= 1
+            buffers[0][9] ^= 4
+        return work
+
+
+def test_weights_that_arrive_changed_are_not_applied_and_come_again(world: World) -> None:
+    good, bad = world.member("a"), world.member("b", Flipping(0))
+    world.rounds.run(0)
+    before = world.engines["b"].weights["weight"].clone()
+    world.engines["b"].faults = 1  # type: ignore[attr-defined]
+    with torch.no_grad():
+        world.model.weight += 1
+    report = world.rounds.run(1)
+    assert report.members == (good,)
+    assert world.versions() == {"a": 1, "b": 0}
+    assert torch.equal(world.engines["b"].weights["weight"], before)
+    assert world.rounds._acks()[bad] == ("failed", "arrived changed: weight")
+    report = world.rounds.catch_up(1)
+    assert report is not None
+    assert report.members == (bad,)
+    for engine in world.engines.values():
+        assert torch.equal(engine.weights["weight"], world.model.weight)
+        assert engine._go.is_set(), "somebody stayed paused"
+
+
+def test_a_weight_that_arrives_changed_twice_in_a_row_ends_the_run(world: World) -> None:
+    world.member("a")
+    world.member("b", Flipping(2))
+    world.rounds.run(0)
+    with pytest.raises(Fatal, match=r"'weight' arrived changed in two transfers .* at b:boot.*sync\.verify"):
+        world.rounds.run(1)
+    assert world.versions() == {"a": 1, "b": -1}
+
+
+def test_faults_with_a_good_transfer_between_them_end_nothing(world: World) -> None:
+    world.member("a", Flipping(1))
+    world.rounds.run(0)
+    world.engines["a"].faults = 1  # type: ignore[attr-defined]
+    assert world.rounds.run(1).attempts == 2
+    assert world.versions() == {"a": 1}
+
+
+def test_without_verification_nobody_looks(tmp_path: Path, server: RedisServer) -> None:
+    with open_world(tmp_path, server, "sync.verify=false") as world:
+        world.member("a", Flipping(1))
+        assert world.rounds.run(0).attempts == 1
+        assert not torch.equal(world.engines["a"].weights["weight"], world.model.weight)
+
+
+@pytest.mark.parametrize("stages", [True, False])
+def test_an_engine_that_stages_samples_while_it_receives(world: World, stages: bool) -> None:
+    sampled: list[bool] = []
+
+    class Watched(ScriptedEngine):
+        async def stage(self, version: int) -> None:
+            sampled.append(self._go.is_set())
+            await super().stage(version)
+
+        async def receive(self, version: int) -> None:
+            assert not self._go.is_set(), "weights are applied in a pause"
+            await super().receive(version)
+
+    engine = Watched()
+    engine.stages = stages
+    world.member("a", engine)
+    world.rounds.run(0)
+    assert sampled == [stages]
+    assert world.versions() == {"a": 0}
+
+
+@pytest.fixture
+def files(tmp_path: Path, server: RedisServer) -> Iterator[World]:
+    with open_world(tmp_path, server, "sync.backend=filesystem", f"sync.folder={tmp_path}/volume") as world:
+        yield world
+
+
+def test_weights_pass_through_files_by_the_same_rounds(files: World) -> None:
+    members = {files.member("a"), files.member("b")}
+    for version in range(3):
+        with torch.no_grad():
+            files.model.weight += 1
+        report = files.rounds.run(version)
+        assert (set(report.members), report.attempts) == (members, 1)
+        for engine in files.engines.values():
+            assert torch.equal(engine.weights["weight"], files.model.weight)
+    late = files.member("late")
+    report = files.rounds.run(3)
+    assert late in report.members
+    assert report.epoch == 2
+    assert files.versions() == {"a": 3, "b": 3, "late": 3}
+
+
+def test_a_member_without_the_volume_is_left_out_and_says_why(files: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(ScriptedEngine):
+        async def start(self, config: RunConfig) -> None:
+            elsewhere = config.sync.model_copy(update={"folder": "/nowhere"})
+            await super().start(config.model_copy(update={"sync": elsewhere}))
+
+    good, bad = files.member("a"), files.member("b", Elsewhere())
+    refusals: list[str] = []
+    give_up = files.rounds._give_up
+
+    def heard(*arguments: Any) -> set[str]:
+        refusals.append(files.rounds._acks()[bad][1])
+        return give_up(*arguments)
+
+    monkeypatch.setattr(files.rounds, "_give_up", heard)
+    assert files.rounds.run(0).members == (good,)
+    assert "sync.folder has to be on a volume that trainer and generators share" in refusals[0]
+
+
+def test_a_volume_that_refuses_a_write_costs_an_attempt(files: World, tmp_path: Path) -> None:
+    files.member("a")
+    files.rounds.run(0)
+    group = next((tmp_path / "volume").iterdir())
+    (group / "1.0.partial").mkdir()  # where the next file is to be written
+    report = files.rounds.run(1)
+    assert report.attempts == 2
+    assert files.versions() == {"a": 1}
+
+
+def test_a_member_that_declines_costs_no_deadline(world: World) -> None:
+    trains = world.member("a")
+    world.member("b")
+    world.rounds.run(0)
+    world.lanes["b"].version = 0  # it evaluates, and its heartbeat has not said so yet
+    first, second = world.rounds.run(1), world.rounds.run(2)
+    assert first.members == second.members == (trains,)
+    assert world.versions() == {"a": 2, "b": 0}
+    assert first.total_s + second.total_s < world.config.sync.join_deadline_s
+    world.lanes["b"].version = None
+    assert len(world.rounds.run(3).members) == 2, "a member declines a round, not those after it"
+    assert all(engine._go.is_set() for engine in world.engines.values()), "somebody stayed paused"
+
+
+def test_an_operators_pause_outlasts_a_round(world: World) -> None:
+    world.member("a")
+    world.portal.call(world.store.pause("generator", "a test"))
+
+    world.portal.call(wait_until(lambda: not world.engines["a"]._go.is_set()))
+    world.rounds.run(0)
+    assert world.versions() == {"a": 0}
+    assert not world.engines["a"]._go.is_set()
+    world.portal.call(world.store.resume("generator"))
+
+    world.portal.call(wait_until(world.engines["a"]._go.is_set))
+
+
+def test_a_run_that_is_to_end_waits_for_no_generator(world: World) -> None:
+    with pytest.raises(Alone):
+        world.rounds.run(0, lambda: True)
+    world.member("a")
+    assert world.rounds.run(0, lambda: True).version == 0, "who is there is served, even at the end"
+
+
+def test_an_engine_that_dies_in_a_pause_ends_its_process(world: World) -> None:
+    class Stuck(ScriptedEngine):
+        async def pause(self) -> None:
+            raise EngineDead("did not answer")
+
+    world.member("a", Stuck())
+    world.portal.call(world.store.pause("generator", "a test"))
+
+    async def ended() -> bool:
+        return any(task.done() and isinstance(task.exception(), Broken) for task in world.tasks["a"])
+
+    world.portal.call(wait_until(ended))
+
+
+def test_when_a_member_dies_in_mid_broadcast_the_others_hear_at_once(tmp_path: Path) -> None:
+    """Not at their own deadline: the sender's end of the group closes with it, whatever the error's traceback holds."""
+    config = small_config(tmp_path, None, "sync.backend=gloo", "sync.host=127.0.0.1", "sync.bucket_mib=1")
+    sender = make_weight_sender(config, torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))), 0)
+    host, port = sender.open()
+    heard: list[BaseException] = []
+
+    def member(rank: int) -> None:
+        group = collective.make_group(collective.join_store(host, port, 20), rank, 3, host, port, 20)
+        manifest = collective.read_manifest(collective.join_store(host, port, 20))
+        if rank == 2:
+            return  # its connections end, as those of a killed process
+        try:
+            collective.receive(group, manifest, collective.Deadline(100))
+        except RuntimeError as error:
+            heard.append(error)
+
+    members = [threading.Thread(target=member, args=(rank,)) for rank in (1, 2)]
+    for thread in members:
+        thread.start()
+    gc.disable()  # it would end the group some time, too
+    try:
+        sender.connect(3)
+        with pytest.raises(SendFailed):
+            sender.send()
+        for thread in members:
+            thread.join(30)
+    finally:
+        gc.enable()
+    assert len(heard) == 1

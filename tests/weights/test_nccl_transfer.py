@@ -1,0 +1,127 @@
+"""Weights over the NCCL path into a real vLLM, with the NCCL library replaced by gloo (nccl_wire.py): vLLM's communicators and
+packed broadcast, `WeightSender` and `NcclWeightTransferEngine` are those of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import services.generator.engines.vllm as vllm_engine
+from services.generator.engines.base import SamplingParameters
+from services.generator.engines.vllm import VllmEngine
+from services.weights.receiver import TransferFailed, WeightsChanged
+from tests.support.tiny_vllm import make_config, make_model, perturb
+from tests.weights.test_weight_transfer import PROMPT, Pair
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("default"),  # importing vLLM warns
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    from tests.weights.nccl_wire import wired
+
+    folder = tmp_path_factory.mktemp("nccl")
+    model = make_model(folder, tied=False)
+    worker = {
+        "weight_transfer_config": {"backend": "grpo_nccl"},
+        "worker_extension_cls": "tests.weights.nccl_worker.WorkerExtension",
+    }
+    config = make_config(
+        folder,
+        generator={"max_num_seqs": 32, "cpu_kv_cache_mib": 64, "engine_options": worker},
+        sync={"join_deadline_s": 20.0, "transfer_deadline_s": 30.0},
+    )
+    with pytest.MonkeyPatch.context() as patch, wired():
+        patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
+        engine = VllmEngine()
+        await engine.start(config)
+        assert not engine.stages
+        pair = Pair(engine, model, config.model_copy(update={"sync": config.sync.model_copy(update={"backend": "nccl"})}))
+        yield pair
+        pair.sender.close_group()
+        await engine.close()
+
+
+async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> None:
+    for group in range(2):
+        await pair.make_group()
+        for step in range(2):
+            perturb(pair.model, 100 * group + step)
+            await pair.update()
+            assert (pair.engine.version, pair.engine.whole) == (pair.version, True)
+            await pair.assert_equal()
+
+
+async def test_weights_that_change_on_their_way_leave_a_mixture_that_samples_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.weights.nccl_wire import Library
+
+    honest, sent = Library.ncclBroadcast, []
+
+    def flipping(self: Library, sendbuff: Any, recvbuff: Any, count: int, *rest: Any) -> None:
+        if not sent:  # the first bucket as it leaves, after its checksums were made
+            import ctypes
+
+            ctypes.c_uint8.from_address(recvbuff.value + 5).value ^= 1
+        sent.append(count)
+        honest(self, sendbuff, recvbuff, count, *rest)
+
+    await pair.make_group()
+    await pair.update()
+    before = pair.version
+    monkeypatch.setattr(Library, "ncclBroadcast", flipping)
+    with pytest.raises(WeightsChanged) as raised:
+        await pair.update()
+    monkeypatch.undo()
+    assert raised.value.tensor == next(name for name, _ in pair.model.named_parameters())
+    assert len(sent) > 2, "buckets, and the checksums"
+    assert (pair.engine.version, pair.engine.whole) == (before, False)
+    with pytest.raises(TransferFailed, match="half an update"):
+        await pair.engine.resume()
+    await pair.make_group()
+    await pair.update()
+    await pair.assert_equal()
+
+
+async def test_an_abort_by_the_timer_leaves_a_mixture_and_a_full_update_mends_it(pair: Pair) -> None:
+    """The sender never sends: the member's own limit ends its broadcast, in the worker, which goes on answering."""
+    config = pair.engine._config
+    pair.engine._config = config.model_copy(update={"sync": config.sync.model_copy(update={"transfer_deadline_s": 1.0})})
+    await pair.make_group()
+    await pair.engine.pause()
+    with pytest.raises(TransferFailed, match="no complete update within 1"):
+        await pair.engine.receive(77)
+    pair.engine._config = config
+    assert not pair.engine.whole
+    assert pair.engine.version != 77
+    with pytest.raises(TransferFailed, match="half an update"):
+        await pair.engine.resume()
+    perturb(pair.model, 7)
+    await pair.make_group()
+    await pair.update()
+    assert pair.engine.whole
+    await pair.assert_equal()
+
+
+async def test_a_sender_whose_member_never_receives_ends_at_its_own_limit(pair: Pair) -> None:
+    from services.weights.sender import SendFailed
+
+    await pair.make_group()
+    sync = pair.sender._sync
+    pair.sender._sync = sync.model_copy(update={"transfer_deadline_s": 1.0})
+    with pytest.raises(SendFailed, match=r"longer than sync\.transfer_deadline_s = 1"):
+        pair.sender.send()
+    pair.sender._sync = sync
+    running = await pair.engine.generate("goes-on", PROMPT, 5, SamplingParameters(16))
+    assert len(running.tokens)
+    await pair.make_group()
+    await pair.update()
+    await pair.assert_equal()
