@@ -218,7 +218,7 @@ async def test_workers_ignore_ctrl_c_and_end_with_the_pool():
 
 async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
     modules = ["math", "exact", "regex", "reasoning_gym"]
-    code = "import sys\n" + "".join(f"import services.generator.verifiers.{name}\n" for name in [*modules, "worker"])
+    code = "import sys\n" + "".join(f"import services.generator.verifiers.{name}\n" for name in [*modules, "sandbox.worker"])
     code += "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     found = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
