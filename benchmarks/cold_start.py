@@ -37,7 +37,7 @@ from services.store import Store
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "examples/arithmetic/config.toml"
-LOOK_S = 0.02
+POLL_S = 0.02
 LIMIT_S = 300.0
 FIRST_STEPS = 3  # the run is at work after these
 
@@ -114,7 +114,7 @@ async def join(store: Store, watching: Store, number: int) -> dict[str, float]:
             for status in await store.members(60):
                 if status.name == pod:
                     note(status)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
     start = began(pod)
     seen["group_s"] = settled.result()
     return {name: at - start for name, at in seen.items()} | {"registered_to_group_s": seen["group_s"] - seen["registered_s"]}

@@ -32,8 +32,7 @@ if __name__ == "__main__":  # `python benchmarks/datapath.py` from the repositor
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import group_arguments, report, run, whole_steps
-from services.algorithm import advantages
-from services.algorithm import group_statistics as group_stats
+from services.algorithm import advantages, group_statistics
 from services.console.commands.audit import audit
 from services.console.local.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
@@ -41,7 +40,7 @@ from services.dataprep.replay import admission
 from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan, Ticket
 from services.store import BufferedGroup, Claim, Settlement, Store
-from services.store.calls.tickets import LANES, SUBMITTED_TOGETHER
+from services.store.calls.tickets import REQUESTS_UNDER_WAY, SUBMITTED_TOGETHER
 
 GROUP_SIZE = 16
 COMPLETION_TOKENS = 310  # of int32 and float32 each: 16 of them make 40 KB
@@ -118,7 +117,7 @@ def whole_plan(step: int, groups: Sequence[BufferedGroup]) -> tuple[StepPlan, li
         )
         for header, advantage in zip(headers, given, strict=True)
     ]  # fmt: skip
-    stats = group_stats.trained(headers, step, [0] * len(headers), {"main": 1.0})
+    stats = group_statistics.trained(headers, step, [0] * len(headers), {"main": 1.0})
     return plan_step(step, planned, Layout(RANKS, ROW_TOKENS), stats)
 
 
@@ -155,7 +154,7 @@ class Ours:
     def __init__(self, store: Store, payloads: Sequence[bytes], groups: int, prompts_per_step: int) -> None:
         self.store, self.payloads, self.groups, self.prompts_per_step = store, payloads, groups, prompts_per_step
         self.tickets = make_tickets(groups)
-        self.headers, self.steps = asyncio.Event(), asyncio.Event()  # what the bell does between processes
+        self.headers, self.steps = asyncio.Event(), asyncio.Event()  # what the notifications does between processes
         self.prepared, self.published = -1, 0
         self.plan = bare_plan
 
@@ -219,8 +218,8 @@ class Ours:
             settlements = [Settlement(item, "insert", min(item.header.oldest)) for item in items if item.header]
             await self.store.settle(fence, settlements)
             while step < steps:
-                survey = await self.store.survey(fence, 0, self.prompts_per_step)
-                decision = admission.decide(survey, admission.Progress(step, self.published, steps, 0), rules, 0.0)
+                sweep_and_peek = await self.store.sweep_and_peek(fence, 0, self.prompts_per_step)
+                decision = admission.decide(sweep_and_peek, admission.Progress(step, self.published, steps, 0), rules, 0.0)
                 if not isinstance(decision, admission.Prepare):
                     break
                 plan, ranks = self.plan(step, await self.store.groups(decision.groups))
@@ -253,14 +252,14 @@ async def raw(store: Store, payloads: Sequence[bytes], groups: int) -> float:
     pieces = [range(start, min(start + SUBMITTED_TOGETHER, groups)) for start in range(0, groups, SUBMITTED_TOGETHER)]
 
     async def write(lane: int) -> None:
-        for piece in pieces[lane::LANES]:
+        for piece in pieces[lane::REQUESTS_UNDER_WAY]:
             async with store.client.pipeline(transaction=False) as pipe:
                 for i in piece:
                     pipe.set(keys[i], payloads[i % len(payloads)])
                 await pipe.execute()
 
     async def read(lane: int) -> None:
-        for piece in pieces[lane::LANES]:
+        for piece in pieces[lane::REQUESTS_UNDER_WAY]:
             async with store.client.pipeline(transaction=False) as pipe:
                 for i in piece:
                     pipe.get(keys[i])
@@ -269,7 +268,7 @@ async def raw(store: Store, payloads: Sequence[bytes], groups: int) -> float:
 
     started = time.perf_counter()
     for side in (write, read):
-        await asyncio.gather(*(side(lane) for lane in range(LANES)))
+        await asyncio.gather(*(side(lane) for lane in range(REQUESTS_UNDER_WAY)))
     wall_s = time.perf_counter() - started
     await store.delete_run()
     return wall_s

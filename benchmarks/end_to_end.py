@@ -43,7 +43,7 @@ CONFIG = "examples/arithmetic/config.toml"
 OURS = ("generator.count=1", "generator.max_num_seqs=512", "generator.cpu_kv_cache_mib=160", "checkpoint.every_steps=1000")
 """What serves ours best on two cores: one engine with all that two have, and no checkpoint, like TRL."""
 WINDOW = 5
-LOOK_S = 0.5
+POLL_S = 0.5
 TRIED = 6
 
 
@@ -94,7 +94,7 @@ class Watch:
         self._thread.start()
 
     def _look(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(POLL_S):
             total = 0
             with contextlib.suppress(psutil.Error):
                 for process in [self._process, *self._process.children(recursive=True)]:

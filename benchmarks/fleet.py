@@ -3,8 +3,8 @@
     python benchmarks/fleet.py --json
 
 Generators are simulated, many in one process, and do what a real one does: a heartbeat and a look at the run and at the round
-each second, bells, the real follower of rounds, claims and submissions. Their engine has no model and no transfer: a round is its
-phases and acknowledgements alone. For every size of the fleet:
+each second, notifications, the real follower of rounds, claims and submissions. Their engine has no model and no transfer: a
+round consists of its phases and acknowledgements alone. For every size of the fleet:
 - `idle_cpu`, seconds of the server's CPU a second while nothing but heartbeats and looks happens, and `idle_beats`, the share of
   the heartbeats that were due (below 1 the machine, not Redis, is at its end; `idle_cpu_full` is what a full rate would take);
 - `claim_p50_ms`, `claim_p99_ms`, of a claim that is given a ticket, as generators see it, while `tickets_per_s` are issued,
@@ -40,7 +40,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.protocol.messages import PodStatus, Round
 from services.runtime.http.credentials import redis_password
 from services.runtime.loops import end_tasks
-from services.runtime.notifications import Bell
+from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
@@ -119,7 +119,7 @@ class Generator:
             await self.service.store.beat(self.service.status, self.service.config.fleet.ttl_s)
             self.beats += 1
             loop.progress()
-            await self.service.bell.wait("heartbeat", timeout=self.service.config.fleet.heartbeat_s)
+            await self.service.notifications.wait("heartbeat", timeout=self.service.config.fleet.heartbeat_s)
 
     async def _claim(self, loop: Any) -> None:
         service, scan, name = self.service, "0-0", self.service.status.name
@@ -128,13 +128,13 @@ class Generator:
             state = service.view.state
             if state is not None and self._engine.version == state.published_version >= 0:
                 began = time.perf_counter()
-                scan, claims = await service.store.claim(name, self._engine.version, service.status.sender, 600.0, 1, scan)
+                scan, claims = await service.store.claim(name, self._engine.version, service.status.trainer_fence, 600.0, 1, scan)
                 for claim in claims:
                     self.waits.append(time.perf_counter() - began)
                     await service.store.submit(name, claim, make_header(claim, PAYLOAD), PAYLOAD, 600)
                 if claims:
                     continue
-            await service.bell.wait("tickets", "version", "control", timeout=1.0)
+            await service.notifications.wait("tickets", "version", "control", timeout=1.0)
 
 
 async def follow(config: RunConfig, first: int, count: int) -> None:
@@ -208,11 +208,17 @@ def opened(config: RunConfig, slots: int) -> Iterator[tuple[Portal, Store, SyncR
     portal.call(store.create("config", "data", config.run.steps, slots))
     fence, leader = portal.call(store.attach_trainer()), portal.call(store.lead("dataprep-0", 3600.0))
     assert leader is not None
-    bell = Bell()
-    listening = portal.start(bell.listen(store))
+    notifications = Notifications()
+    listening = portal.start(notifications.listen(store))
     try:
         sender: Any = NoTransfer()
-        yield portal, store, SyncRounds(config, store, bell, portal, fence, sender, sender.send, lambda: None), fence, leader
+        yield (
+            portal,
+            store,
+            SyncRounds(config, store, notifications, portal, fence, sender, sender.send, lambda: None),
+            fence,
+            leader,
+        )
     finally:
 
         async def end() -> None:

@@ -8,9 +8,9 @@ costs nothing; 1: it costs in proportion. `<what>_growth` is the cost at the lar
 least and the most that it can be by the samples.
 - `fleet.*`: the server's CPU for a ticket, `fleet.ticket`, and for a round without weights, `fleet.round`, with so many
   simulated generators (benchmarks/fleet.py says what they do; its figures are here too).
-- `table.*`: the server's time for a group that is settled, `table.settle`, and for one of a step of 64 that is drawn (`survey`
-  and `prepare`), `table.draw`, with so many groups in a prioritised table. Headers are small, there are no payloads and no
-  append-only file.
+- `table.*`: the server's time for a group that is settled, `table.settle`, and for one of a step of 64 that is drawn (by
+  `sweep_and_peek` and `prepare`), `table.draw`, with so many groups in a prioritised table. Headers are
+  small, there are no payloads and no append-only file.
 - `ranks.plan`: seconds that dataprep takes to plan a step of 4,096 completions for so many ranks.
 The last line is one JSON object; `curves` has the costs that were fitted, each over that at the smallest size.
 """
@@ -85,8 +85,8 @@ class Table:
         for _ in range(WINDOWS):
             before = await self._served_us()
             for _ in range(DRAWS):
-                survey = await self.store.survey(self.fence, 0, STEP)
-                groups = [group for group, _ in survey.first]
+                sweep_and_peek = await self.store.sweep_and_peek(self.fence, 0, STEP)
+                groups = [group for group, _ in sweep_and_peek.first]
                 assert len(groups) == STEP
                 plan = StepPlan(self._step, groups, [], 1, 0, [0], [1.0], 0, 0, {})
                 variates = self._rng.standard_exponential(STEP).tolist()

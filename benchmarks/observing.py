@@ -35,7 +35,7 @@ from services.dataprep.metrics import DataprepMetrics
 from services.generator.metrics import GeneratorMetrics
 from services.protocol.messages import Header
 from services.runtime.metrics.declarations import exposition
-from services.runtime.tracing import OtlpTracing, Tracing
+from services.runtime.tracing import OtlpTracing, TraceRecorder
 from services.store import Store
 
 ROUNDS = 2000
@@ -100,7 +100,7 @@ def counting() -> tuple[float, float]:
     return per_call_us(group), per_call_us(lambda: exposition(registry, run="run", pod="generator-0")) / 1e3
 
 
-def spans_us(tracing: Tracing) -> float:
+def spans_us(tracing: TraceRecorder) -> float:
     """Microseconds for the spans of a group."""
 
     def group() -> None:
@@ -160,7 +160,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             for _ in range(options.repeats):
                 group_us, scrape_ms = counting()
                 tracing = OtlpTracing(traced, "benchmark", "benchmark")
-                note(group_us=group_us, scrape_ms=scrape_ms, trace_off_us=spans_us(Tracing()), trace_on_us=spans_us(tracing))
+                note(
+                    group_us=group_us, scrape_ms=scrape_ms, trace_off_us=spans_us(TraceRecorder()), trace_on_us=spans_us(tracing)
+                )
                 tracing.close()
         store = await Store.connect(config.redis.url, config.run.name, server.password)
         await store.create(digest(config), "data", config.run.steps, config.slots)

@@ -61,7 +61,7 @@ async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequen
         trainer = await store.attach_trainer()
         await store.publish(trainer, 0)
         engine.version = 0
-        service.say(phase="ready", version=0, sender=trainer)
+        service.say(phase="ready", version=0, trainer_fence=trainer)
         rollouts = RolloutLoop(service, engine, load_tokenizer(config), verifiers, GeneratorMetrics(service.registry))
         service.add_loop("leases", rollouts.renew)
         service.add_loop("concurrency", rollouts.adapt)

@@ -43,7 +43,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.runtime import logs
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
-from services.runtime.notifications import Bell
+from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.process_tools import free_port
 from services.store import Store
@@ -166,11 +166,11 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
     store = portal.call(Store.connect(config.redis.url, config.run.name, Path(config.redis.password_file).read_text()))
     portal.call(store.create("config", "data", config.run.steps, config.slots))
     fence = portal.call(store.attach_trainer())
-    bell = Bell()
-    listening = portal.start(bell.listen(store))
+    notifications = Notifications()
+    listening = portal.start(notifications.listen(store))
 
     def rounds(sender: WeightSender, send: Callable[[], None]) -> SyncRounds:
-        return SyncRounds(config, store, bell, portal, fence, sender, send, lambda: None)
+        return SyncRounds(config, store, notifications, portal, fence, sender, send, lambda: None)
 
     try:
         yield portal, store, rounds

@@ -99,7 +99,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
     sizes = [len(prompts[i]) + int(lengths[i]) for i in range(len(lengths))]
     [packed] = pack([[Response(i // size, len(prompts[i]), sizes[i]) for i in range(len(sizes))]], job["row_tokens"])
 
-    def rows(behaviour: np.ndarray) -> tuple[list[batches.Row], StepPlan]:
+    def rows(behaviour: np.ndarray) -> tuple[list[batches.PackedRow], StepPlan]:
         payloads = {}
         for group in range(len(lengths) // size):
             mine = slice(group * size, (group + 1) * size)

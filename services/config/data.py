@@ -92,7 +92,7 @@ class Data(Section):
     """`package.module:function` that chooses and orders the rows of every epoch (docs/data.md); empty: their seeded order."""
 
 
-class Verifier(Section):
+class VerifierConfig(Section):
     """One way to score a completion. The scores of all verifiers of a prompt source add up, each times its weight."""
 
     kind: Literal["math", "exact", "regex", "reasoning_gym"]
@@ -125,7 +125,7 @@ class Verifier(Section):
         return not self.sources or source in self.sources
 
 
-def verifier_names(verifiers: Sequence[Verifier]) -> list[str]:
+def verifier_names(verifiers: Sequence[VerifierConfig]) -> list[str]:
     """One name for each of the run's verifiers: its kind; the second of a kind is `kind-2`, and so on."""
     seen: dict[str, int] = {}
     names = []
@@ -135,7 +135,7 @@ def verifier_names(verifiers: Sequence[Verifier]) -> list[str]:
     return names
 
 
-def check_verifiers(verifiers: Sequence[Verifier], sources: Sequence[Source]) -> None:
+def check_verifiers(verifiers: Sequence[VerifierConfig], sources: Sequence[Source]) -> None:
     """Raise ValueError unless the names of `sources`, all prompt sources of the run, are unique and each can be scored."""
     kinds: dict[str, str] = {}
     for source in sources:

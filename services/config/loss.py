@@ -54,7 +54,7 @@ class Loss(Section):
     anyway, more: one more pass), or the logprobs the generators gave. `dppo` always takes these."""
     kl_beta: float = Field(default=0.05, ge=0)
     """Weight of the KL to the reference policy; 0 loads none."""
-    kl_estimator: Literal["k0", "k1", "k2", "k3"] = "k2"
+    kl_estimator: Literal["k1", "k2", "k3", "k1_weighted"] = "k3"
     """Estimator of that KL."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus; 0: entropy is reported and nothing else."""

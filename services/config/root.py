@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from services.config.base import Section
-from services.config.data import Data, Verifier
+from services.config.data import Data, VerifierConfig
 from services.config.evaluation import Evaluation
 from services.config.generation import Fleet, Generator, Sampling, Sync
 from services.config.loss import Loss
@@ -119,7 +119,7 @@ class RunConfig(Section):
     """The policy."""
     data: Data
     """Where prompts come from and how they become tokens."""
-    verifiers: list[Verifier] = Field(min_length=1)
+    verifiers: list[VerifierConfig] = Field(min_length=1)
     """How completions are scored."""
     sampling: Sampling = Sampling()
     """Sampling parameters of training completions."""

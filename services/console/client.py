@@ -19,7 +19,7 @@ from services.operations.inspection.deadletters import DeadLetterBody, DeadLette
 from services.operations.inspection.group import Group
 from services.operations.inspection.ledger import AuditReport
 from services.operations.inspection.step import Step
-from services.runtime.http.models import Desired, Draining, Live, Outcome, Ready, Replicas, Scaled, State
+from services.runtime.http.models import Desired, Draining, Live, Ready, RunDesire, Scaled, ScaleRequest, State
 from services.store.calls.inspection import Sort
 from services.store.records import PauseMode
 
@@ -89,20 +89,20 @@ class Client:
 
     def scale(self, replicas: int, why: str = "", who: str = "", wait_s: float = 0.0) -> Scaled:
         """Have so many generators."""
-        wish = Replicas(replicas=replicas, why=why, who=who)
+        wish = ScaleRequest(replicas=replicas, why=why, who=who)
         return self._ask("POST", "/v1/fleet/generators", Scaled, wish.model_dump(), {"wait_s": wait_s})
 
-    def pause_run(self, mode: PauseMode = "keep", why: str = "", who: str = "", wait_s: float = 0.0) -> Outcome:
+    def pause_run(self, mode: PauseMode = "keep", why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
         """Pause every role. Of dataprep."""
-        return self._ask("POST", "/v1/run/pause", Outcome, {"mode": mode, "why": why, "who": who}, {"wait_s": wait_s})
+        return self._ask("POST", "/v1/run/pause", RunDesire, {"mode": mode, "why": why, "who": who}, {"wait_s": wait_s})
 
-    def resume_run(self, wait_s: float = 0.0) -> Outcome:
+    def resume_run(self, wait_s: float = 0.0) -> RunDesire:
         """Let every role go on. Of dataprep."""
-        return self._ask("POST", "/v1/run/resume", Outcome, None, {"wait_s": wait_s})
+        return self._ask("POST", "/v1/run/resume", RunDesire, None, {"wait_s": wait_s})
 
-    def stop_run(self, why: str = "", who: str = "", wait_s: float = 0.0) -> Outcome:
+    def stop_run(self, why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
         """End the run early. Of dataprep."""
-        return self._ask("POST", "/v1/run/stop", Outcome, {"why": why, "who": who}, {"wait_s": wait_s})
+        return self._ask("POST", "/v1/run/stop", RunDesire, {"why": why, "who": who}, {"wait_s": wait_s})
 
     def ledger(self) -> dict[str, int]:
         """Where the tickets are. Of dataprep."""

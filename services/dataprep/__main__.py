@@ -11,30 +11,30 @@ from services.runtime.entry import Arguments, main, open_service
 
 async def prepare(given: Arguments) -> None:
     """The whole life of the pod."""
-    from services.dataprep.evaluation.rounds import Evaluation
+    from services.dataprep.evaluation.rounds import EvaluationRounds
     from services.dataprep.loop import DataprepLoop
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
     from services.dataprep.prompts.catalogue import PromptSource
     from services.dataprep.prompts.curriculum import load_curriculum
     from services.dataprep.replay.sweeping import sweep
     from services.dataprep.replay.weights import table_rules
-    from services.dataprep.run_gauges import Census
+    from services.dataprep.run_gauges import RunGauges
     from services.operations.endpoints.run import add_routes
-    from services.runtime import garbage_collection as heap
+    from services.runtime import garbage_collection
 
     config = given.config
     load_curriculum(config.data.curriculum)  # a name that cannot be used is told before there is a run
     source = PromptSource(config)
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
-    heap.freeze()
+    garbage_collection.freeze()
     dataset = f"{source.digest}+{evaluated.digest}" if evaluated else source.digest
     async with open_service("dataprep", config, given.name) as service:
         identity = digest(config), dataset, config.run.steps, config.slots
         await service.store.create(*identity, table_rules(config), config.redis.payload_shards)
-        evaluation = Evaluation(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
+        evaluation = EvaluationRounds(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
         dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry), evaluation)
         service.ready = dataprep.why_idle
-        service.add_loop("census", Census(service, RunMetrics(service.registry)).follow)
+        service.add_loop("run_gauges", RunGauges(service, RunMetrics(service.registry)).follow)
         if config.redis.payload_shards:
             service.add_loop("sweep", partial(sweep, service))
         add_routes(service)

@@ -16,21 +16,20 @@ from dataclasses import replace
 
 import structlog
 
-from services.dataprep.evaluation.rounds import Evaluation
+from services.dataprep.evaluation.rounds import EvaluationRounds
 from services.dataprep.metrics import DataprepMetrics
 from services.dataprep.planning import step
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.issuing import Issuer
-from services.dataprep.replay import admission
-from services.dataprep.replay import generated_statistics as stats
+from services.dataprep.replay import admission, generated_statistics
 from services.dataprep.replay import weights as replay
 from services.dataprep.replay.memory import MemoryGuard
 from services.dataprep.replay.settling import settle
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
-from services.store.records import RunState, Survey
+from services.store.records import RunState, SweptTable
 
 log = structlog.get_logger()
 
@@ -47,13 +46,13 @@ AHEAD = 2  # steps prepared beyond the last committed: one is trained, one waits
 class DataprepLoop:
     """Leads a run, or stands by."""
 
-    def __init__(self, service: Service, source: PromptSource, metrics: DataprepMetrics, evaluation: Evaluation) -> None:
+    def __init__(self, service: Service, source: PromptSource, metrics: DataprepMetrics, evaluation: EvaluationRounds) -> None:
         self.service, self.metrics, self.evaluation = service, metrics, evaluation
-        self.store, self.bell, self.config = service.store, service.bell, service.config
+        self.store, self.notifications, self.config = service.store, service.notifications, service.config
         self.rules = admission.rules_of(self.config)
         self.issuer = Issuer(self.store, source, self.config, service.tracing)
         self.memory = MemoryGuard(self.config, self.store)
-        self.generated = stats.GeneratedStats(self.config.largest_rewards)
+        self.generated = generated_statistics.GeneratedStats(self.config.largest_rewards)
         self._waiting: tuple[str, float] = ("", 0.0)  # why no step can be made, and since when
         self._waits = metrics.wait_clock()
         metrics.lag_bound.set(self.config.admission.max_staleness)
@@ -76,7 +75,7 @@ class DataprepLoop:
                 fence = await self.store.lead(candidate, lease_s)
                 if fence is None:
                     self.service.say(phase="standby", paused=self.service.view.pause_mode or "")
-                    await self.bell.wait("control", timeout=lease_s / LEASE_SHARE)
+                    await self.notifications.wait("control", timeout=lease_s / LEASE_SHARE)
                     continue
                 await self._lead(loop, fence)
         except DataError as error:
@@ -106,10 +105,10 @@ class DataprepLoop:
                 try:
                     busy = await self._act(fence, state)
                 except Busy:  # a snapshot is being taken; what was done before that stands
-                    await self.bell.wait("control", timeout=SNAPSHOT_S)
+                    await self.notifications.wait("control", timeout=SNAPSHOT_S)
                     continue
                 if not busy:
-                    await self.bell.wait(*TOPICS, timeout=IDLE_S)
+                    await self.notifications.wait(*TOPICS, timeout=IDLE_S)
         except (Fenced, OutOfOrder) as error:
             log.warning("no longer in step with the run, starting over", error=str(error))
         finally:
@@ -132,13 +131,13 @@ class DataprepLoop:
         base = await self._rebase(fence, next_step)
         settled = await self._settle(fence, next_step, base)
         oldest_fresh = next_step - self.config.admission.max_staleness
-        survey = await self.store.survey(fence, oldest_fresh, most, self.rules.replaced)
-        self.metrics.stale.inc(survey.stale)
-        again = await self.issuer.issue_again(fence) if survey.reissue else 0
-        if again < survey.reissue:
+        swept = await self.store.sweep_and_peek(fence, oldest_fresh, most, self.rules.replaced)
+        self.metrics.stale.inc(swept.stale)
+        again = await self.issuer.issue_again(fence) if swept.reissue else 0
+        if again < swept.reissue:
             return True  # they come before new prompts
-        prepared = await self._prepare(fence, state, survey, oldest_fresh)
-        return bool(prepared or await self._issue(fence, state, survey) or settled or again)
+        prepared = await self._prepare(fence, state, swept, oldest_fresh)
+        return bool(prepared or await self._issue(fence, state, swept) or settled or again)
 
     async def _settle(self, fence: int, next_step: int, base: int) -> int:
         items = await self.store.read_headers(fence, SETTLE_BATCH)
@@ -162,14 +161,14 @@ class DataprepLoop:
                 self.generated.drop(settlement.action)
         return len(items)
 
-    async def _prepare(self, fence: int, state: RunState, survey: Survey, oldest_fresh: int) -> bool:
+    async def _prepare(self, fence: int, state: RunState, swept: SweptTable, oldest_fresh: int) -> bool:
         number = state.prepared_step + 1
         if number >= self.config.run.steps or number > state.committed_step + AHEAD:
             self._waits.enter("ahead" if number < self.config.run.steps else "")
             return False
         why, since = self._waiting
         waited_s = time.monotonic() - since if why == "older_ticket" else 0.0
-        decision = admission.decide(survey, self._progress(state), self.rules, waited_s)
+        decision = admission.decide(swept, self._progress(state), self.rules, waited_s)
         self._waits.enter(decision.why if isinstance(decision, admission.Wait) else "")
         if isinstance(decision, admission.Wait):
             if decision.why != why:
@@ -182,13 +181,13 @@ class DataprepLoop:
             self.metrics.passed_over.inc()
             return True
         with structlog.contextvars.bound_contextvars(step=number):
-            await self._draw(fence, number, survey, decision, oldest_fresh)
+            await self._draw(fence, number, swept, decision, oldest_fresh)
         return True
 
-    async def _draw(self, fence: int, number: int, survey: Survey, decision: admission.Prepare, oldest_fresh: int) -> None:
+    async def _draw(self, fence: int, number: int, swept: SweptTable, decision: admission.Prepare, oldest_fresh: int) -> None:
         started = time.monotonic()
         groups = await self.store.groups(decision.groups)
-        plan, ranks = step.make_step(number, groups, survey, self.generated, self.config)
+        plan, ranks = step.make_step(number, groups, swept, self.generated, self.config)
         variates = [replay.exponential(self.config.run.seed, group.group, group.uses + 1) for group in groups]
         await self.store.prepare(fence, plan, ranks, oldest_fresh, variates, decision.gaps_until)
         self.generated.next_step([group.header for group in groups])
@@ -215,17 +214,17 @@ class DataprepLoop:
             await self.store.rescale(fence, base, wanted, replay.recency_weight(base - wanted, self.config.replay))
         return wanted
 
-    async def _issue(self, fence: int, state: RunState, survey: Survey) -> int:
+    async def _issue(self, fence: int, state: RunState, swept: SweptTable) -> int:
         """Issue what there is room for. When no prompt is left and no step can be made of what there is, the run ends, which is
         an outcome and no fault."""
         progress = self._progress(state)
-        wanted = admission.tickets_to_issue(survey, admission.progress_of(state), self.rules)
+        wanted = admission.tickets_to_issue(swept, admission.progress_of(state), self.rules)
         if full := await self.memory.full():
             wanted = 0
         if full != (self.service.status.phase == FULL_PHASE):
             self.service.say(phase=FULL_PHASE if full else "leading")
-        issued = await self.issuer.issue(fence, state.cursor, wanted, survey) if wanted else 0
-        if self.issuer.exhausted and not issued and admission.stuck(survey, progress, self.rules):
+        issued = await self.issuer.issue(fence, state.cursor, wanted, swept) if wanted else 0
+        if self.issuer.exhausted and not issued and admission.stuck(swept, progress, self.rules):
             await self.store.stop(self.issuer.exhausted)
         self.metrics.issued.inc(issued)
         return issued

@@ -77,7 +77,7 @@ class EvaluationMetrics(Metrics):
 
 
 class RunMetrics(Metrics):
-    """Where the run stands; shown by every dataprep pod, leader or standby (census.py)."""
+    """Where the run stands; shown by every dataprep pod, leader or standby (run_gauges.py)."""
 
     steps: Gauge = gauge("grpo_run_steps", "steps", "Length of the run.")
     marks: Mapping[str, Gauge] = gauges(

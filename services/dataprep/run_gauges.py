@@ -2,7 +2,7 @@
 
 Guarantees: some eight short commands a look, none of which works on more than the run's counters; a leader and a standby show
 the same.
-Waits for: `LOOK_S`, or the end of a restore. Unblocked by: time.
+Waits for: `POLL_S`, or the end of a restore. Unblocked by: time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store.records import RunState
 
-LOOK_S = 2.0  # well below the 10 s and more between two reads of Prometheus
+POLL_S = 2.0  # well below the 10 s and more between two reads of Prometheus
 
 
-class Census:
+class RunGauges:
     """Looks at the run and shows what it sees."""
 
     def __init__(self, service: Service, metrics: RunMetrics) -> None:
@@ -38,7 +38,7 @@ class Census:
             await self._look_at_server()
             await self._look_at_fleet()
             loop.progress()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def _show_state(self, state: RunState) -> None:
         shown, scale = self._metrics, state.scale

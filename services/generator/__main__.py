@@ -9,11 +9,11 @@ from services.runtime.entry import Arguments, leaving_at_once, main, open_servic
 
 async def generate(given: Arguments) -> None:
     """The whole life of the pod."""
-    from services.generator.pod import Pod
+    from services.generator.pod import GeneratorPod
 
     async with open_service("generator", given.config, given.name) as service:
         with leaving_at_once():  # its tokenizer takes seconds, in which the event loop hears nothing
-            pod = Pod(service)
+            pod = GeneratorPod(service)
         await pod.run()
 
 

@@ -24,7 +24,7 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
         With `wait_s` the answer comes when nothing is under way any more, or the time is over.
         """
         rollouts.draining.set()
-        service.bell.ring("room")
+        service.notifications.notify("room")
         await until_none(under_way, wait_s)
         return Draining(draining=True, rollouts=len(rollouts.rollouts))
 

@@ -16,7 +16,7 @@ from services.config import ConfigError, RunConfig
 from services.runtime.entry import EXIT_OK, arguments, report
 from services.runtime.http.credentials import api_tokens
 
-LOOK_S = 0.2
+POLL_S = 0.2
 ANSWER_LIMIT_S = 5.0
 BEYOND_S = 10.0  # after the drain: submitting what is finished, a sync round that counts on the pod, leaving the fleet
 
@@ -30,7 +30,7 @@ def drain(config: RunConfig, base_url: str) -> None:
             http.post("/v1/drain", headers=headers).raise_for_status()
             while time.monotonic() < deadline:
                 http.get("/health/live")
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         except httpx.TransportError:
             return  # it is gone
 

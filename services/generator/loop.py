@@ -1,7 +1,7 @@
 """The generator's main loop: claim tickets, generate, score, submit; hand back what it cannot finish.
 
-Guarantees: those of a lane (services/generator/rollouts/worker.py); training tickets are claimed only while the engine holds the
-published weights and does not stay on them to evaluate, and no more of them than it can run at once
+Guarantees: those of a rollout worker (services/generator/rollouts/worker.py); training tickets are claimed only while the engine
+holds the published weights and does not stay on them to evaluate, and no more of them than it can run at once
 (services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave lying.
 Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`), the
 trainer (`version`), operators (`control`), its own finished groups (`room`).
@@ -20,11 +20,11 @@ import structlog
 
 from services.generator.engines.base import Engine, Generated, SamplingParameters
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollouts.concurrency import LOOK_S, Bounds, Limit, adjust, fair_share
-from services.generator.rollouts.evaluation import EvaluationLane
+from services.generator.rollouts.concurrency import POLL_S, Bounds, Limit, adjust, fair_share
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.rollouts.in_flight import InFlight
 from services.generator.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
-from services.generator.rollouts.worker import Lane, Rollout
+from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.errors import StoreError
 from services.runtime.loops import Loop
@@ -38,7 +38,7 @@ SPARE_S = 0.5  # a ticket that was to be had for so long is not wanted by the po
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
 
-class RolloutLoop(Lane):
+class RolloutLoop(RolloutWorker):
     """Keeps the engine full of claimed training tickets."""
 
     def __init__(
@@ -48,9 +48,9 @@ class RolloutLoop(Lane):
         tokenizer: Any,
         verifiers: VerifierPool,
         metrics: GeneratorMetrics,
-        evaluation: EvaluationLane | None = None,
+        evaluation: EvaluationWorker | None = None,
     ) -> None:
-        """`evaluation` is the pod's other lane: while that is open, no training ticket is claimed."""
+        """`evaluation` is the pod's other worker: while that is open, no training ticket is claimed."""
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
         self._evaluation = evaluation
         self.in_flight = InFlight(self.config, engine, metrics)
@@ -97,7 +97,7 @@ class RolloutLoop(Lane):
             claimed = await self._claim()
             if not claimed:
                 spare = len(self.rollouts) < self.limit.groups
-                await self.bell.wait("tickets", "version", "control", self.room, timeout=SPARE_S if spare else IDLE_S)
+                await self.notifications.wait("tickets", "version", "control", self.room, timeout=SPARE_S if spare else IDLE_S)
         await self.drain()
 
     @property
@@ -127,7 +127,7 @@ class RolloutLoop(Lane):
             return 0
         asked = time.monotonic()
         self._scan, claims = await self.store.claim(
-            self.name, self.engine.version, self.service.status.sender, self.config.generator.lease_s, room, self._scan,
+            self.name, self.engine.version, self.service.status.trainer_fence, self.config.generator.lease_s, room, self._scan,
             self._adopt, self.config.generator.max_expiries,
         )  # fmt: skip
         self._adopt = False
@@ -165,7 +165,9 @@ class RolloutLoop(Lane):
         )  # fmt: skip
         self.metrics.observe(header)
         ttl_s = self.config.replay.payload_ttl_s
-        accepted = await self.insist(rollout, lambda: self.store.submit(self.name, rollout.claim, header, payload, ttl_s))
+        accepted = await self.submit_with_retry(
+            rollout, lambda: self.store.submit(self.name, rollout.claim, header, payload, ttl_s)
+        )
         if accepted and self._ready_at is not None:
             log.info("first group submitted", since_ready_s=round(time.monotonic() - self._ready_at, 3))
             self._ready_at = None
@@ -198,12 +200,12 @@ class RolloutLoop(Lane):
                 before = self.limit.groups
                 self.limit = adjust(self.limit, self.engine.gauges(), len(self.rollouts), bounds)
                 if self.limit.groups > before:
-                    self.bell.ring(self.room)
+                    self.notifications.notify(self.room)
                 elif self.limit.groups < before:
                     await self._give_back(len(self.rollouts) - self.limit.groups)
             self.metrics.show_limit(self.limit, self.share)
             loop.progress()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _give_back(self, most: int) -> None:
         """Hand back up to `most` tickets that lie idle in the engine's queue, the last ones first: another pod may run them."""
@@ -238,14 +240,14 @@ class RolloutLoop(Lane):
             await asyncio.sleep(self.config.fleet.heartbeat_s)
 
     async def drain(self) -> None:
-        """Finish what can be finished within `generator.drain_s`, in both lanes; hand the rest back with its tokens so far."""
+        """Finish what can be finished within `generator.drain_s`, in both workers; hand the rest back with its tokens so far."""
         self.draining.set()
-        lanes: list[Lane] = [self]
+        workers: list[RolloutWorker] = [self]
         if self._evaluation is not None:
             self._evaluation.close()
-            lanes.append(self._evaluation)
+            workers.append(self._evaluation)
         self.service.say(phase="draining")
-        tasks = [rollout.task for lane in lanes for rollout in lane.rollouts.values() if rollout.task]
+        tasks = [rollout.task for worker in workers for rollout in worker.rollouts.values() if rollout.task]
         if tasks and not self.service.view.ended:
             await asyncio.wait(tasks, timeout=self.config.generator.drain_s)
         left = list(self.rollouts.values())

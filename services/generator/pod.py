@@ -14,7 +14,7 @@ from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
-from services.generator.rollouts.evaluation import EvaluationLane
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.verifiers.base import VerifierFailure
 from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.runtime.entry import leaving_at_once
@@ -27,7 +27,7 @@ LOOP_LIMIT_S = 60.0
 ROUND_S = 3.0  # beyond the drain: how long a weight-sync round that counts on this pod may still take
 
 
-class Pod:
+class GeneratorPod:
     """A generator, put together for `run`."""
 
     def __init__(self, service: Service) -> None:
@@ -37,7 +37,7 @@ class Pod:
         sources = [*config.data.sources, *config.evaluation.sources]
         self.verifiers = VerifierPool(config.verifiers, config.generator.verifier_workers, sources)
         tokenizer = load_tokenizer(config)
-        self.evaluation = EvaluationLane(service, self.engine, tokenizer, self.verifiers, metrics)
+        self.evaluation = EvaluationWorker(service, self.engine, tokenizer, self.verifiers, metrics)
         self.rollouts = RolloutLoop(service, self.engine, tokenizer, self.verifiers, metrics, self.evaluation)
         self.weights = WeightFollower(service, self.engine, metrics, self.evaluation, self.rollouts.in_flight)
         self.pausing = Pausing(service, self.weights, (self.rollouts, self.evaluation))

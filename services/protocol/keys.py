@@ -170,14 +170,14 @@ class Keys:
         return f"{self.prefix}:metrics"
 
     @property
-    def bell(self) -> str:
+    def notifications(self) -> str:
         """Pattern of the pub/sub channels `all` and `few`: names of topics that changed. A hint; state is read from the keys."""
-        return f"{self.prefix}:bell:*"
+        return f"{self.prefix}:notifications:*"
 
     @property
-    def bell_for_all(self) -> str:
+    def notifications_for_all(self) -> str:
         """Pub/sub channel: those topics that generators may wait for."""
-        return f"{self.prefix}:bell:all"
+        return f"{self.prefix}:notifications:all"
 
     def group(self, group: str) -> str:
         """Hash: header, sequence and uses of a group."""

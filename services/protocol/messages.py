@@ -1,4 +1,4 @@
-"""Wire types. Each names who makes it and who reads it; `WIRE` is the schema version that a run is bound to.
+"""Wire types. Each names who makes it and who reads it; `PROTOCOL_VERSION` is the schema version that a run is bound to.
 
 Guarantees: decoding untrusted bytes returns a valid value or raises `codec.CorruptMessage`; nothing is executed.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-WIRE = 5
+PROTOCOL_VERSION = 6
 """Schema version of all messages and of the key layout; kept in the run's hash and checked by every service."""
 
 
@@ -119,7 +119,7 @@ class PodStatus(msgspec.Struct, frozen=True):
     version: int  # policy version held; -1: none
     world: int  # ranks this pod takes in a sync group (tensor parallel size); 0: never a member
     gauges: dict[str, float]  # e.g. tokens_per_s, running, waiting
-    sender: int = 0  # fence of the trainer whose weights it holds; 0: none's
+    trainer_fence: int = 0  # fence of the trainer whose weights it holds; 0: none's
     unreached: str = ""  # host:port of the trainer that it could not reach; empty: none
     paused: str = ""  # the pause that holds here: keep | drain | abort; empty: it works, or what a pause asks is not done yet
 
@@ -141,7 +141,7 @@ class Round(msgspec.Struct, frozen=True):
     host: str  # where members meet the sender, from gather on; of filesystem the group's folder below the run's weights
     port: int  # of filesystem 0
     attempt: int  # grows with every round opened; acknowledgements name it
-    sender: int  # fence of the trainer: weights of one version are the same only if this is, too
+    trainer_fence: int  # fence of the trainer: weights of one version are the same only if this is, too
 
 
 SYNC_PHASES = ("gather", "join", "pause", "transfer")

@@ -37,7 +37,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class FolderManifest(msgspec.Struct, frozen=True):
     """What a folder holds: its files by relative path, and facts about it."""
 
     files: dict[str, FileRecord]
@@ -77,7 +77,7 @@ def digests(folder: Path, share: int, shares: int) -> dict[str, FileRecord]:
     return {str(path.relative_to(folder)): _record(path) for path in paths[share::shares]}
 
 
-def finish(partial: Path, final: Path, manifest: Manifest, objection: Callable[[], str] = lambda: "") -> None:
+def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Callable[[], str] = lambda: "") -> None:
     """Write the manifest, force every file to disk, which may take minutes, and give the folder its name unless there is an
     `objection` then. Raises `FolderError`."""
     try:
@@ -116,17 +116,17 @@ def replace(path: Path, data: bytes) -> None:
         raise FolderError(explain(path, error)) from error
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> FolderManifest:
     """The manifest of a complete folder. Raises `FolderError`."""
     try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=FolderManifest)
     except OSError as error:
         raise FolderError(f"{folder} is incomplete: {MANIFEST} cannot be read ({error.strerror})") from error
     except msgspec.MsgspecError as error:
         raise FolderError(f"{folder / MANIFEST} is damaged: {error}") from error
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
+def verify(folder: Path, manifest: FolderManifest) -> None:
     """Compare every file with the manifest, reading it all. Raises `FolderError` that names the first difference."""
     for name, expected in manifest.files.items():
         path = folder / name
@@ -145,7 +145,7 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def check(folder: Path) -> Manifest:
+def check(folder: Path) -> FolderManifest:
     """The manifest of a folder that is whole and undamaged: every byte is compared. Raises `FolderError`."""
     manifest = read_manifest(folder)
     verify(folder, manifest)

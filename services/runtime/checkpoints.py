@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.runtime import atomic_folders as folders
-from services.runtime.atomic_folders import FolderError, Manifest
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FolderError, FolderManifest
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Saved:
 
     folder: Path
     step: int  # the last training step in its weights, which are version step + 1
-    manifest: Manifest
+    manifest: FolderManifest
 
     @property
     def size_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Saved:
     def verify(self) -> None:
         """Compare every byte with the manifest. Raises `CheckpointError`."""
         try:
-            folders.verify(self.folder, self.manifest)
+            atomic_folders.verify(self.folder, self.manifest)
         except FolderError as error:
             raise CheckpointError(
                 f"{error}; bring the file back, or delete {self.folder} to go on from the one before"
@@ -96,9 +96,9 @@ class CheckpointFolder:
         found = []
         for folder in self.root.glob("step-*"):
             number = folder.name.removeprefix("step-")
-            if number.isdigit() and (folder / folders.MANIFEST).exists():
+            if number.isdigit() and (folder / atomic_folders.MANIFEST).exists():
                 try:
-                    found.append(Saved(folder, int(number), folders.read_manifest(folder)))
+                    found.append(Saved(folder, int(number), atomic_folders.read_manifest(folder)))
                 except FolderError as error:
                     logger.warning("checkpoint ignored: %s", error)
         return sorted(found, key=lambda saved: saved.step)
@@ -109,8 +109,10 @@ class CheckpointFolder:
 
     def unfinished(self) -> list[Path]:
         """Folders of checkpoints that are being written, or were left half-written or half-deleted."""
-        marked = self.root.glob(f"step-*{folders.PARTIAL}")
-        bare = (path for path in self.root.glob("step-*") if path.name[5:].isdigit() and not (path / folders.MANIFEST).exists())
+        marked = self.root.glob(f"step-*{atomic_folders.PARTIAL}")
+        bare = (
+            path for path in self.root.glob("step-*") if path.name[5:].isdigit() and not (path / atomic_folders.MANIFEST).exists()
+        )
         return sorted({*marked, *bare})
 
     def named(self) -> str:
@@ -149,6 +151,6 @@ class CheckpointFolder:
                 return saved
         name = f"step-{step:08d}"
         half = any(path.name.split(".")[0] == name for path in self.unfinished())
-        why = f"was never finished: it has no {folders.MANIFEST}" if half else "is not there"
+        why = f"was never finished: it has no {atomic_folders.MANIFEST}" if half else "is not there"
         there = ", ".join(str(saved.step) for saved in complete) or "none"
         raise CheckpointError(f"the checkpoint of step {step} in {self.root} {why}; complete are those of steps: {there}")

@@ -1,7 +1,7 @@
 """Service processes: started, watched, ended with all their children. `grpo run` keeps all of a run so, a trainer pod its ranks.
 
 Guarantees: a service does not outlive who started it (it gets a SIGTERM when that dies) and its children do not outlive its
-kill (a session of its own, ended as a group). Units must be started from the thread that lives longest, because the
+kill (a session of its own, ended as a group). Children must be started from the thread that lives longest, because the
 kernel's parent-death signal is tied to the thread.
 """
 
@@ -24,7 +24,7 @@ STOP_S = 5.0  # how long a process without other duties may take to end
 
 
 @dataclass(frozen=True)
-class PodPlan:
+class ProcessPlan:
     """One service process."""
 
     name: str
@@ -33,11 +33,11 @@ class PodPlan:
 
 
 @dataclass(frozen=True)
-class UnitPlan:
+class ServicePlan:
     """Pods that live and die together: all trainer ranks, or a single pod of another kind."""
 
     name: str
-    pods: tuple[PodPlan, ...]
+    pods: tuple[ProcessPlan, ...]
     collective: bool = False  # the pods meet at MASTER_PORT, a new one with every start
     essential: bool = True  # the run cannot do without it
     stays: bool = False  # does not end with the run, but when it is asked to
@@ -49,10 +49,10 @@ def rank_environment(rank: int, local_rank: int, world: int, host: str) -> dict[
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host}
 
 
-class Pod:
+class ChildProcess:
     """One service process and its log; without a folder for logs it prints where its parent does."""
 
-    def __init__(self, plan: PodPlan, logs: Path | None) -> None:
+    def __init__(self, plan: ProcessPlan, logs: Path | None) -> None:
         self.plan = plan
         self.name = plan.name
         self.log = logs / f"{plan.name}.log" if logs else None
@@ -100,13 +100,13 @@ class Pod:
         return last_error(self.log, self._log_start) if self.log else ""
 
 
-class Unit:
+class ChildService:
     """Pods that live and die together."""
 
-    def __init__(self, plan: UnitPlan, logs: Path | None = None) -> None:
+    def __init__(self, plan: ServicePlan, logs: Path | None = None) -> None:
         self.plan = plan
         self.name = plan.name
-        self.pods = [Pod(pod, logs) for pod in plan.pods]
+        self.pods = [ChildProcess(pod, logs) for pod in plan.pods]
         self.started = time.monotonic()
         self.asked = float("inf")  # when it was first asked to end
         self.retired = False  # not wanted any more: its end is no death

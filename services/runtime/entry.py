@@ -30,7 +30,7 @@ from services.store import Store
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
 CONFIG_ENV = "GRPO_CONFIG"
-REST_LOOK_S = 2.0  # how often a pod whose run is over looks whether it goes on
+REST_POLL_S = 2.0  # how often a pod whose run is over looks whether it goes on
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ async def rest(kind: str, given: Arguments) -> bool:
             if service.stopping.is_set():
                 return True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(service.stopping.wait(), REST_LOOK_S)
+                await asyncio.wait_for(service.stopping.wait(), REST_POLL_S)
         return service.stopping.is_set()
 
 

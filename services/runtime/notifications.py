@@ -2,7 +2,7 @@
 
 Guarantees: a ring is a hint and never the truth, so a lost one costs at most the caller's own timeout. A waiter never
 misses a ring that comes between its last look at the state and its wait, because rings are remembered until waited for.
-Waits for: messages on the run's bell channel. Unblocks: every loop that waits for its topic.
+Waits for: messages on the run's notifications channel. Unblocks: every loop that waits for its topic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from services.store import Store
 
 
-class Bell:
+class Notifications:
     """Rings of one process, by topic. A waiter is known by the topics it names: two loops never wait for the same ones."""
 
     def __init__(self) -> None:
@@ -26,21 +26,21 @@ class Bell:
         have been missed."""
         async for topic in store.listen(few):
             if topic == "connected":
-                self.ring_all()
+                self.notify_all()
             else:
-                self.ring(topic)
+                self.notify(topic)
 
-    def ring(self, topic: str) -> None:
+    def notify(self, topic: str) -> None:
         """Ring a topic of this process."""
         self._rung[topic] += 1
         for topics, event in self._waiting.items():
             if topic in topics:
                 event.set()
 
-    def ring_all(self) -> None:
+    def notify_all(self) -> None:
         """Ring every topic somebody waits for."""
         for topic in {topic for topics in self._heard for topic in topics}:
-            self.ring(topic)
+            self.notify(topic)
 
     async def wait(self, *topics: str, timeout: float) -> None:
         """Return at a ring of any of `topics`, one since this waiter's last wait included, or after `timeout` seconds."""

@@ -1,4 +1,4 @@
-"""What every service process is: a store, a bell, a view of the run, a heartbeat, REST endpoints and supervised loops.
+"""What every service process is: a store, a notifications, a view of the run, a heartbeat, REST endpoints and supervised loops.
 
 Guarantees: the end of the run sets `stopping`, upon which loops come to an end by themselves; the pod leaves the fleet when they
 have. Opened by services/runtime/entry.py.
@@ -20,8 +20,8 @@ from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.metrics.pod import PodMetrics
-from services.runtime.notifications import Bell
-from services.runtime.tracing import Tracing, open_tracing
+from services.runtime.notifications import Notifications
+from services.runtime.tracing import TraceRecorder, open_tracing
 from services.runtime.view import RunView
 from services.store import Store
 
@@ -37,7 +37,7 @@ class Service:
     config: RunConfig
     store: Store
     status: PodStatus
-    bell: Bell = field(default_factory=Bell)
+    notifications: Notifications = field(default_factory=Notifications)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     loops: list[Loop] = field(default_factory=list)
@@ -45,12 +45,12 @@ class Service:
     claimers: int = 1  # generators that share the training tickets, as of the last heartbeat
     view: RunView = field(init=False)
     metrics: PodMetrics = field(init=False)
-    tracing: Tracing = field(init=False)
+    tracing: TraceRecorder = field(init=False)
     stays: bool = False  # goes on when the run is over
     ready: Callable[[], str] = lambda: ""  # why the pod would not do work now; empty: it would
 
     def __post_init__(self) -> None:
-        self.view = RunView(self.store, self.bell, self.kind)
+        self.view = RunView(self.store, self.notifications, self.kind)
         self.metrics = PodMetrics(self.registry)
         ProcessCollector(registry=self.registry)
         self.tracing = open_tracing(self.config, self.kind, self.status.name)
@@ -71,12 +71,12 @@ class Service:
         urgent = any(getattr(changed, name) != getattr(self.status, name) for name in URGENT)
         self.status = changed
         if urgent:
-            self.bell.ring("heartbeat")
+            self.notifications.notify("heartbeat")
 
     def stop(self) -> None:
         """Ask every loop to come to an end, those that wait too."""
         self.stopping.set()
-        self.bell.ring_all()
+        self.notifications.notify_all()
 
     def add_loop(self, name: str, body: Callable[[Loop], Awaitable[None]], limit_s: float = 30.0) -> Loop:
         """Add a supervised loop; `limit_s` is how long it may make no progress."""
@@ -87,7 +87,7 @@ class Service:
     async def run(self, work: Callable[[Loop], Awaitable[None]], limit_s: float = 60.0) -> None:
         """Run all loops until `work`, the pod's main loop, returns."""
         loop_of_work = self.add_loop("work", work, limit_s)
-        self.add_loop("bell", self._listen)
+        self.add_loop("notifications", self._listen)
         self.add_loop("view", self.view.follow)
         self.add_loop("heartbeat", self._heartbeat, 30.0 + self.config.fleet.heartbeat_s)
         if not self.stays:
@@ -121,14 +121,14 @@ class Service:
         await self.stopping.wait()
 
     async def _listen(self, loop: Loop) -> None:
-        loop.limit_s = float("inf")  # silence is no fault of a bell; a broken connection raises
-        await self.bell.listen(self.store, few=self.kind != "generator")
+        loop.limit_s = float("inf")  # silence is no fault of a notifications; a broken connection raises
+        await self.notifications.listen(self.store, few=self.kind != "generator")
 
     async def _heartbeat(self, loop: Loop) -> None:
         while True:
             self.claimers = await self.store.beat(self.status, self.config.fleet.ttl_s)
             loop.progress()
-            await self.bell.wait("heartbeat", timeout=self.config.fleet.heartbeat_s)
+            await self.notifications.wait("heartbeat", timeout=self.config.fleet.heartbeat_s)
 
     async def _watch_end(self, loop: Loop) -> None:
         loop.limit_s = float("inf")

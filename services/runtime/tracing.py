@@ -37,13 +37,13 @@ OUTCOMES = ("sent", "failed", "dropped")
 QUEUED = 4096  # spans that may wait, some MB; a step of 256 groups makes about 2,000
 BATCH = 512  # spans in one request
 PERIOD_S = 1.0  # a batch is sent so long after its first span, or when it is full
-LOOK_S = 0.1  # how late the thread notices that it is to end
+POLL_S = 0.1  # how late the thread notices that it is to end
 TIMEOUT_S = 10.0  # of one request
 CLOSE_S = 3.0  # for what still waits when the process ends
 _CONTEXT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-01")  # W3C traceparent, sampled
 
 
-class Tracing:
+class TraceRecorder:
     """No traces: the run does not ask for them."""
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class Tracing:
         """Send what waits, within `CLOSE_S`."""
 
 
-def open_tracing(config: RunConfig, kind: str, pod: str) -> Tracing:
+def open_tracing(config: RunConfig, kind: str, pod: str) -> TraceRecorder:
     """Tracing as a run asks for it. Raises `ConfigError` when its package is missing."""
     check_tracing(config)
-    return OtlpTracing(config, kind, pod) if config.tracing.endpoint else Tracing()
+    return OtlpTracing(config, kind, pod) if config.tracing.endpoint else TraceRecorder()
 
 
 def check_tracing(config: RunConfig) -> None:
@@ -88,7 +88,7 @@ def check_tracing(config: RunConfig) -> None:
             )
 
 
-class OtlpTracing(Tracing):
+class OtlpTracing(TraceRecorder):
     """Spans to a collector, by OTLP over HTTP. Safe to use from several threads."""
 
     def __init__(self, config: RunConfig, kind: str, pod: str) -> None:
@@ -174,7 +174,7 @@ class OtlpTracing(Tracing):
         until = float("inf")
         while len(batch) < BATCH and time.monotonic() < until:
             try:
-                span = self._queue.get(timeout=LOOK_S)
+                span = self._queue.get(timeout=POLL_S)
             except queue.Empty:
                 if self._closing.is_set():
                     break

@@ -1,7 +1,7 @@
-"""A process's view of the run's state: fresh within a second, at once after a ring.
+"""A process's view of the run's state: at most a second old, and refreshed at once after a notification.
 
-Waits for: the bell topics that change a run, or one second. Unblocks: whoever waits for `view.changed`, and on the bell of this
-process, where a pause begins, changes or ends, whoever waits for `pause`.
+Waits for: notifications of changes to the run, or one second. Unblocks: whoever waits for `view.changed`; when a pause begins,
+changes or ends, it notifies those in this process that wait for `pause`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from services.runtime.loops import Loop
-from services.runtime.notifications import Bell
+from services.runtime.notifications import Notifications
 from services.store import RunState, Store
 from services.store.records import PauseMode
 
@@ -19,9 +19,9 @@ REFRESH_S = 1.0
 class RunView:
     """The last known `RunState`. Decisions that must not race are made by the Redis Functions, not here."""
 
-    def __init__(self, store: Store, bell: Bell, role: str) -> None:
+    def __init__(self, store: Store, notifications: Notifications, role: str) -> None:
         self.store = store
-        self.bell = bell
+        self.notifications = notifications
         self.role = role
         self.state: RunState | None = None
         self.changed = asyncio.Condition()
@@ -48,7 +48,7 @@ class RunView:
             self.state = state
             self.changed.notify_all()
         if self.pause_mode != before:
-            self.bell.ring("pause")
+            self.notifications.notify("pause")
         return state
 
     async def follow(self, loop: Loop) -> None:
@@ -56,7 +56,7 @@ class RunView:
         while True:
             await self.refresh()
             loop.progress()
-            await self.bell.wait("control", "version", timeout=REFRESH_S)
+            await self.notifications.wait("control", "version", timeout=REFRESH_S)
 
     async def created(self) -> RunState:
         """Wait until the run exists, which dataprep sees to."""

@@ -2,7 +2,7 @@
 
 GRPO_DEPLOYMENT names the generators' Deployment.
 
-Waits for: the run's wish, the Deployment's replicas. Unblocked by: `control`, or a look every `LOOK_S`.
+Waits for: the run's wish, the Deployment's replicas. Unblocked by: `control`, or a look every `POLL_S`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from services.config import ConfigError
 from services.runtime.entry import Arguments, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
-from services.scaler.deployment import Changed, Deployment
+from services.scaler.deployment import Deployment, DeploymentChanged
 from services.scaler.reconcile import decide
 from services.store.records import Scale
 
 log = structlog.get_logger()
 
 DEPLOYMENT_ENV = "GRPO_DEPLOYMENT"
-LOOK_S = 5.0  # how late `kubectl scale` shows in `grpo status`; the wish is followed at once
+POLL_S = 5.0  # how late `kubectl scale` shows in `grpo status`; the wish is followed at once
 LIMIT_S = 120.0  # a cluster's API may be away for longer than a look
 
 
@@ -34,7 +34,7 @@ async def follow(service: Service, deployment: Deployment, loop: Loop) -> None:
         if state := await service.view.refresh():
             await _follow_once(service, deployment, state.scale)
         loop.progress()
-        await service.bell.wait("control", timeout=LOOK_S)
+        await service.notifications.wait("control", timeout=POLL_S)
 
 
 async def _follow_once(service: Service, deployment: Deployment, scale: Scale) -> None:
@@ -43,7 +43,7 @@ async def _follow_once(service: Service, deployment: Deployment, scale: Scale) -
     if decision.replicas is not None:
         try:
             await deployment.scale(decision.replicas, replicas)
-        except Changed:
+        except DeploymentChanged:
             return  # looked at anew in a moment
         log.info("generators scaled", replicas=decision.replicas, why=scale.why)
     if decision.wish is not None:

@@ -27,7 +27,7 @@ class ClusterError(Exception):
     """The cluster's API did not do as it was asked; the message says what it said."""
 
 
-class Changed(ClusterError):
+class DeploymentChanged(ClusterError):
     """Somebody else changed the Deployment since it was looked at."""
 
 
@@ -77,7 +77,7 @@ class Deployment:
         except httpx.HTTPError as error:
             raise ClusterError(f"{method} {self._path}: {str(error) or type(error).__name__}") from None
         if answer.status_code == httpx.codes.CONFLICT:
-            raise Changed(f"{method} {self._path}: {_said(answer)}")
+            raise DeploymentChanged(f"{method} {self._path}: {_said(answer)}")
         if answer.is_error:
             raise ClusterError(f"{method} {self._path}: {answer.status_code} {_said(answer)}")
         return answer

@@ -18,7 +18,7 @@ from services.store.functions.footprint import footprints
 
 _CONNECTING = ("auth", "hello", "ping", "select", "client|setname", "info", "time", "fcall", "cluster|slots")
 _LISTENING = ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "publish")
-_BELL = ":bell"  # names channels, no keys
+_NOTIFICATIONS = ":notifications"  # names channels, no keys
 _TOGETHER = ("multi", "exec", "discard")
 _LOADING = ("function|load",)
 _LOOKING = (
@@ -61,15 +61,15 @@ GRANTS: dict[str, Grant] = {
     ),
     "dataprep": Grant(
         (
-            "create", "lead", "step_down", "issue", "issue_again", "read_headers", "settle", "survey", "rescale", "pass_over",
-            "prepare", "audit", "requeue", "eval_open", "eval_skip", "eval_look", "eval_close",
+            "create", "lead", "step_down", "issue", "issue_again", "read_headers", "settle", "sweep_and_peek", "rescale",
+            "pass_over", "prepare", "audit", "requeue", "eval_open", "eval_skip", "eval_look", "eval_close",
         ),
         (*_LOOKING, *_LOADING, "unlink", "zrem"), reads=(":*",), shards="writes",
     ),
     "trainer": Grant(
         (
-            "attach_trainer", "commit", "condemn", "publish", "checkpointed", "retire", "reweigh", "round", "audit", "eval_look",
-            "snapshot_begin", "snapshot_hold", "snapshot_end", "restore_begin", "restore_write", "restore_end",
+            "attach_trainer", "commit", "discard_damaged", "publish", "checkpointed", "retire", "reweigh", "round", "audit",
+            "eval_look", "snapshot_begin", "snapshot_hold", "snapshot_end", "restore_begin", "restore_write", "restore_end",
         ),
         (*_COPYING, *_RESTORING, *_LOADING, "zrem"), everything=True, shards="writes",
     ),
@@ -94,10 +94,10 @@ def rules(run: str, kind: str) -> list[str]:
     prints = [footprints()[name] for name in (*(_POD if grant.pod else ()), *grant.functions)]
     commands = {*_CONNECTING, *_LISTENING, *_TOGETHER, *grant.commands, "hgetall"}.union(*(each.commands for each in prints))
     writes = {":*"} if grant.everything else set(grant.writes).union(*(each.writes for each in prints))
-    writes = {key for key in writes if not key.startswith(_BELL)}
+    writes = {key for key in writes if not key.startswith(_NOTIFICATIONS)}
     reads = set() if grant.everything else set(grant.reads).union(*(each.reads for each in prints)) - writes
     return [
-        "resetchannels", f"&{keys.bell}", "resetkeys", f"~{keys.prefix}",
+        "resetchannels", f"&{keys.notifications}", "resetkeys", f"~{keys.prefix}",
         *(f"~{keys.prefix}{key}" for key in sorted(writes)),
         *(f"%R~{keys.prefix}{key}" for key in sorted(reads)),
         *([f"{_WAYS[grant.shards]}{Keys(f'{run}/*').prefix}*"] if grant.shards else []),

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 from services.protocol import codec
 from services.protocol.errors import DifferentRun
-from services.protocol.messages import WIRE, Header, Ticket
+from services.protocol.messages import PROTOCOL_VERSION, Header, Ticket
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TableRules:
 
 
 @dataclass(frozen=True)
-class Survey:
+class SweptTable:
     """What the leader decides on: the table and what is on its way to it, in one instant."""
 
     stale: int
@@ -203,10 +203,13 @@ _NUMBERS = (
 def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
     """The run's hash as `RunState`; None when the run was not created yet, though somebody may have paused it already."""
     raw = {key.decode(): value.decode() for key, value in fields.items()}
-    if "wire" not in raw:
+    if "protocol" not in raw:
         return None
-    if int(raw["wire"]) != WIRE:
-        raise DifferentRun(f"run {run!r} has wire version {raw['wire']}, this program speaks {WIRE}: use the matching one")
+    if int(raw["protocol"]) != PROTOCOL_VERSION:
+        raise DifferentRun(
+            f"run {run!r} has protocol version {raw['protocol']}, but this program speaks "
+            f"{PROTOCOL_VERSION}: use the matching release"
+        )
     pauses = {key.removeprefix("paused:"): value.partition(" ") for key, value in raw.items() if key.startswith("paused:")}
     return RunState(
         **{name: int(raw[name]) for name in _NUMBERS},

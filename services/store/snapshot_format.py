@@ -29,7 +29,7 @@ class SnapshotError(Exception):
     """A snapshot cannot be read or does not fit the run: the message says why."""
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
+class SnapshotGroup(msgspec.Struct, frozen=True, array_like=True):
     """A group in the replay table, or in a step that was prepared and not trained."""
 
     name: str
@@ -68,7 +68,7 @@ class _Layout(msgspec.Struct, frozen=True):
 class Groups(msgspec.Struct, frozen=True, tag="groups"):
     """Some of the groups, in order of issue."""
 
-    groups: list[Group]
+    groups: list[SnapshotGroup]
 
 
 class Rows(msgspec.Struct, frozen=True, tag="rows"):
@@ -146,7 +146,7 @@ class Snapshot:
             raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from None
 
 
-def renamed(group: Group, fence: int) -> Group:
+def renamed(group: SnapshotGroup, fence: int) -> SnapshotGroup:
     """With a name for its payload that nobody knows yet; `fence`: of the trainer that restores. Raises `SnapshotError`."""
     payload = _renamed(group.name, fence)
     header = msgspec.structs.replace(_held(group.fields["header"], Header, f"group {group.name}"), payload=payload)

@@ -5,7 +5,7 @@ between; what a death may have cut off is written again, so a step may be there 
 fails is logged once and tried again; nobody but this follower waits for it.
 
 Waits for: the streams `metrics` and `evaluations` of Redis, which keep what the tracker has not taken; the tracker.
-Unblocked by: `LOOK_S`; the end of the run.
+Unblocked by: `POLL_S`; the end of the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from services.tracker.trackers import open_tracker
 
 log = structlog.get_logger()
 
-LOOK_S = 1.0  # how late a step may come to its tracker
+POLL_S = 1.0  # how late a step may come to its tracker
 RETRY_S = 10.0  # a tracker that failed is left alone so long
 BACKLOG_S = 2.0  # between looks at the last step recorded
 BATCH = 1000  # records at a time, some hundred KB
@@ -85,7 +85,7 @@ class Follower:
             if last:
                 break
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S if written else RETRY_S):
+                async with asyncio.timeout(POLL_S if written else RETRY_S):
                     await self._stopping.wait()
         if not written:
             log.warning("records may wait in Redis, for when the run goes on", tracker=self.name, written_to_step=position.step)

@@ -31,7 +31,7 @@ from services.store import Store
 if TYPE_CHECKING:
     from services.trainer.worker import Worker
 
-LOOK_S = 1.0  # how often a trainer that waits for its run looks for a reason to end
+POLL_S = 1.0  # how often a trainer that waits for its run looks for a reason to end
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _follow(given: Arguments, portal: Portal) -> None:
-    from services.trainer.rank_commands import Crew
+    from services.trainer.rank_commands import RankCommands
 
     config = given.config
     store = portal.call(Store.connect(config.redis.url, config.run.name, redis_login(config, "trainer")))
@@ -67,7 +67,7 @@ def _follow(given: Arguments, portal: Portal) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to go; its death ends the collective
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            Crew(worker.operations()).follow()
+            RankCommands(worker.operations()).follow()
         finally:
             worker.close()
     finally:
@@ -78,7 +78,7 @@ def _follow(given: Arguments, portal: Portal) -> None:
 def _lead(given: Arguments, portal: Portal) -> None:
     from services.trainer.loop import TrainLoop
     from services.trainer.metrics import TrainerMetrics
-    from services.trainer.rank_commands import Crew
+    from services.trainer.rank_commands import RankCommands
 
     opened: concurrent.futures.Future[Service] = concurrent.futures.Future()
     trained = asyncio.Event()
@@ -104,14 +104,14 @@ def _lead(given: Arguments, portal: Portal) -> None:
         worker = _worker(given.config, service.store, portal)
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
-        crew = Crew(worker.operations())
-        while not (created := portal.call(service.created(LOOK_S))) and not service.stopping.is_set():
+        commands = RankCommands(worker.operations())
+        while not (created := portal.call(service.created(POLL_S))) and not service.stopping.is_set():
             fault()
-            crew.keep_waiting()
+            commands.keep_waiting()
         if created:
-            TrainLoop(service, portal, worker, crew, TrainerMetrics(service.registry), fault).run()
+            TrainLoop(service, portal, worker, commands, TrainerMetrics(service.registry), fault).run()
         else:
-            crew.dismiss()
+            commands.dismiss()
     except KeyboardInterrupt:
         pass  # while it loads: the service is left in order
     finally:
@@ -137,13 +137,13 @@ async def _host(given: Arguments, opened: concurrent.futures.Future[Service], tr
 def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
     from pathlib import Path
 
-    from services.runtime import garbage_collection as heap
+    from services.runtime import garbage_collection
     from services.trainer.ranks import World
     from services.trainer.step.policy import Policy
     from services.trainer.worker import Worker
 
     policy = Policy(config, World.from_environment())
-    heap.freeze()
+    garbage_collection.freeze()
     return Worker(config, store, portal, policy, Path(config.run.dir) / config.run.name)
 
 

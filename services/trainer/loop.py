@@ -3,7 +3,7 @@
 Guarantees: a step is trained on exactly its plan; `committed_step` is the one count of steps; weights go to the fleet after
 every step, before the first and after every resume; a trainer that was killed trains the same plans again from its last
 checkpoint and ends where it would have; a run that Redis lost goes on from the last checkpoint (resume.py);
-a group whose payload is damaged or gone costs the run that group (condemn.py).
+a group whose payload is damaged or gone costs the run that group (discard_damaged.py).
 Waits for: the plan of the next step, the end of a pause, sync rounds. Unblocked by: dataprep (`steps`), operators
 (`control`), generators (`acks`, `fleet`).
 """
@@ -26,8 +26,8 @@ from services.store import RunState
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.checkpoints.saving import Saving
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.rank_commands import Crew
-from services.trainer.step.discard_damaged import condemn
+from services.trainer.rank_commands import RankCommands
+from services.trainer.step.discard_damaged import discard_damaged
 from services.trainer.step.policy import Trained
 from services.trainer.step.priorities import sampling_weights
 from services.trainer.worker import Worker
@@ -36,7 +36,7 @@ from services.weights.sender import SendFailed
 
 log = structlog.get_logger()
 
-LOOK_S = 1.0  # a missed ring costs at most this much
+POLL_S = 1.0  # a missed ring costs at most this much
 LEADER_S = 5.0  # in which dataprep's leader is to end an evaluation round; longer than it takes to look
 RANKS_EVERY_S = 5.0  # how often waiting ranks hear that there is nothing to do
 
@@ -45,11 +45,17 @@ class TrainLoop:
     """Rank 0's loop. Runs in the main thread; Redis is reached through the portal."""
 
     def __init__(
-        self, service: Service, portal: Portal, worker: Worker, crew: Crew, metrics: TrainerMetrics, fault: Callable[[], None]
+        self,
+        service: Service,
+        portal: Portal,
+        worker: Worker,
+        commands: RankCommands,
+        metrics: TrainerMetrics,
+        fault: Callable[[], None],
     ) -> None:
         """`fault` raises when the process's background loops have failed for good."""
-        self.service, self.worker, self.crew, self.metrics, self._fault = service, worker, crew, metrics, fault
-        self.config, self.store, self.bell, self.call = service.config, service.store, service.bell, portal.call
+        self.service, self.worker, self.commands, self.metrics, self._fault = service, worker, commands, metrics, fault
+        self.config, self.store, self.notifications, self.call = service.config, service.store, service.notifications, portal.call
         self._portal, self._tracing = portal, service.tracing
         self.loop = service.add_loop("train", _nothing, limit_s=service.config.trainer.step_timeout_s)
         self.fence = self.call(self.store.attach_trainer())
@@ -58,11 +64,19 @@ class TrainLoop:
         self._last_record = time.monotonic()
         self._generated_before = 0.0
         self._incarnation = 0
-        self.recovery = Recovery(self.config, self.store, self.fence, worker, crew, self.call, self.loop.progress)
-        self.saving = Saving(self.config, self.store, self.fence, crew, self.recovery, self.call, self._say)
+        self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
+        self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
         self._doing, self._sync_clock = metrics.phase_clock(), metrics.sync_clock()
         self.rounds = SyncRounds(
-            self.config, self.store, self.bell, portal, self.fence, worker.sender, self._send, self._tick, self._sync_begins
+            self.config,
+            self.store,
+            self.notifications,
+            portal,
+            self.fence,
+            worker.sender,
+            self._send,
+            self._tick,
+            self._sync_begins,
         )
         metrics.step.set_function(lambda: self.step)
         metrics.checkpointed.set_function(lambda: self.saving.last)
@@ -86,7 +100,7 @@ class TrainLoop:
             log.info("stopped", step=self.step)
         finally:
             self.worker.close()
-            self.crew.dismiss()
+            self.commands.dismiss()
 
     def _catch_up(self) -> None:
         """Take the run up, and train again what was committed after the checkpoint."""
@@ -117,7 +131,7 @@ class TrainLoop:
             self._say(phase="paused" if paused else "waiting for data", paused=paused)
             if not paused:
                 self.rounds.catch_up(self.step + 1)
-            self.call(self.bell.wait("steps", "control", "fleet", timeout=LOOK_S))
+            self.call(self.notifications.wait("steps", "control", "fleet", timeout=POLL_S))
 
     def _train_next(self) -> None:
         started = time.monotonic()
@@ -141,9 +155,9 @@ class TrainLoop:
 
     def _train_whole(self, step: int) -> tuple[StepPlan, Trained]:
         """Have all ranks train a step. Groups that cannot be trained become dead letters first: it goes without them."""
-        while isinstance(done := self.crew.lead("train", step), Damaged):
+        while isinstance(done := self.commands.lead("train", step), Damaged):
             self.recovery.stay_in_step(step - 1)
-            self.metrics.condemned.inc(self.call(condemn(self.store, self.fence, step, done, self.config)))
+            self.metrics.discarded.inc(self.call(discard_damaged(self.store, self.fence, step, done, self.config)))
         return cast("tuple[StepPlan, Trained]", done)
 
     def _reweigh(self, priorities: dict[str, float]) -> None:
@@ -189,9 +203,9 @@ class TrainLoop:
 
     def _send(self) -> None:
         try:
-            self.crew.lead("send", self.step + 1)
+            self.commands.lead("send", self.step + 1)
         except SendFailed:
-            self.crew.keep_waiting()  # the others have gathered to the end, and wait for the next word
+            self.commands.keep_waiting()  # the others have gathered to the end, and wait for the next word
             raise
 
     def _sync_metrics(self, report: SyncReport | None) -> dict[str, float]:
@@ -213,7 +227,7 @@ class TrainLoop:
         """Checkpoint, export, and end the run."""
         self.saving.save(self.step)
         self._say(phase="exporting")
-        self.crew.lead("export", self.step)
+        self.commands.lead("export", self.step)
         self._await_evaluation()
         self.call(self.store.finish(f"trained {self.step + 1} of {self.config.run.steps} steps", self.fence))
 
@@ -229,7 +243,7 @@ class TrainLoop:
                 return
             self._say(phase="waiting for evaluation")
             self._tick()
-            self.call(self.bell.wait("evaluation", "control", timeout=LOOK_S))
+            self.call(self.notifications.wait("evaluation", "control", timeout=POLL_S))
 
     def _say(self, **changes: object) -> None:
         """`Service.say`, on the service's own thread: its events are not for others to set."""
@@ -244,7 +258,7 @@ class TrainLoop:
         if self.service.stopping.is_set():
             raise Stopped
         if time.monotonic() - self._ranks_told > RANKS_EVERY_S:
-            self.crew.keep_waiting()
+            self.commands.keep_waiting()
             self._ranks_told = time.monotonic()
 
 

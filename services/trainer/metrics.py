@@ -41,7 +41,7 @@ class TrainerMetrics(Metrics):
         "grpo_trainer_sync_seconds", "seconds", "Phases of weight-sync rounds, each until its last member answered.", "phase",
         SYNC_PHASES,
     )  # fmt: skip
-    condemned: Counter = counter(
+    discarded: Counter = counter(
         "grpo_trainer_condemned_groups_total", "groups", "Groups that left their step as dead letters: payload damaged or gone."
     )
     sync_failures: Counter = counter("grpo_trainer_sync_failures_total", "", "Attempts at a weight-sync round that failed.")

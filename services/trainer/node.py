@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from services.config import ConfigError
 from services.protocol.errors import StoreError
 from services.runtime import logs
-from services.runtime.child_processes import PodPlan, Unit, UnitPlan, rank_environment
+from services.runtime.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, leaving_at_once, report, rest
 from services.runtime.loops import FATAL
 
@@ -33,7 +33,7 @@ LAST_WORDS_S = 5.0  # in which the other ranks may say why they fail too
 
 
 @dataclass(frozen=True)
-class Node:
+class TrainerNode:
     """Which of the nodes this is."""
 
     index: int
@@ -42,7 +42,7 @@ class Node:
     stop_s: float
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Node:
+    def from_environment(cls, environ: Mapping[str, str]) -> TrainerNode:
         """Raises `ConfigError` for values that are none."""
         try:
             node = cls(
@@ -55,7 +55,7 @@ class Node:
             raise ConfigError(f"GRPO_NODE = {node.index} is none of GRPO_NODES = {node.count} nodes: they count from 0")
         return node
 
-    def plan(self, ranks: int, given: Arguments, path: str) -> UnitPlan:
+    def plan(self, ranks: int, given: Arguments, path: str) -> ServicePlan:
         """This node's share of the ranks."""
         if ranks % self.count:
             raise ConfigError(f"trainer.ranks = {ranks} cannot be shared out evenly to GRPO_NODES = {self.count}: set a multiple")
@@ -65,8 +65,8 @@ class Node:
             rank = self.index * local + i
             name = given.name if i == 0 else f"{given.name}.{i}"
             argv = (sys.executable, "-m", "services.trainer", "--config", path, "--name", name)
-            pods.append(PodPlan(name, argv, rank_environment(rank, i, ranks, self.host)))
-        return UnitPlan("trainer", tuple(pods), stop_s=self.stop_s)
+            pods.append(ProcessPlan(name, argv, rank_environment(rank, i, ranks, self.host)))
+        return ServicePlan("trainer", tuple(pods), stop_s=self.stop_s)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,26 +75,26 @@ def main(argv: list[str] | None = None) -> int:
         with leaving_at_once():
             given = arguments("trainer", argv)
             logs.configure(given.config.run.name, given.name)
-            unit = Unit(Node.from_environment(os.environ).plan(given.config.trainer.ranks, given, given.path))
+            child = ChildService(TrainerNode.from_environment(os.environ).plan(given.config.trainer.ranks, given, given.path))
             if asyncio.run(rest("trainer", given)):
                 return EXIT_OK
-            _await_name(unit)
-            unit.start(os.environ)
+            _await_name(child)
+            child.start(os.environ)
     except KeyboardInterrupt:
         return EXIT_OK
     except (*FATAL, StoreError) as error:
         return report(error)
     for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, lambda *_: unit.terminate())
+        signal.signal(sig, lambda *_: child.terminate())
     try:
-        return _see_through(unit)
+        return _see_through(child)
     finally:
-        unit.kill()
+        child.kill()
 
 
-def _await_name(unit: Unit) -> None:
+def _await_name(child: ChildService) -> None:
     """Wait until MASTER_ADDR is a known name; a cluster makes it known a moment after the pod of rank 0 has begun."""
-    host, deadline = unit.plan.pods[0].environ["MASTER_ADDR"], time.monotonic() + NAME_LIMIT_S
+    host, deadline = child.plan.pods[0].environ["MASTER_ADDR"], time.monotonic() + NAME_LIMIT_S
     while time.monotonic() < deadline:
         try:
             socket.gethostbyname(host)
@@ -103,18 +103,18 @@ def _await_name(unit: Unit) -> None:
             time.sleep(1.0)
 
 
-def _see_through(unit: Unit) -> int:
+def _see_through(child: ChildService) -> int:
     """Wait until every rank has ended, or one has failed or, told to end, had not loaded yet; the exit code."""
-    while unit.alive and not unit.overdue and not any(unit.codes):
+    while child.alive and not child.overdue and not any(child.codes):
         time.sleep(TICK_S)
-    if unit.asked < float("inf") and -signal.SIGTERM in unit.codes:
+    if child.asked < float("inf") and -signal.SIGTERM in child.codes:
         return EXIT_OK  # a rank that has loaded does not end by the signal; without this one the others cannot have trained
-    if unit.overdue:
+    if child.overdue:
         return EXIT_FAILED
     deadline = time.monotonic() + LAST_WORDS_S
-    while unit.alive and time.monotonic() < deadline:
+    while child.alive and time.monotonic() < deadline:
         time.sleep(TICK_S)
-    failed = next((code for code in unit.codes if code), EXIT_OK)
+    failed = next((code for code in child.codes if code), EXIT_OK)
     return failed if failed >= 0 else 128 - failed  # of a signal, as a shell says it
 
 

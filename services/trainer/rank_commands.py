@@ -12,8 +12,8 @@ from services.trainer import ranks
 Operation = Callable[[int], object]
 
 
-class Crew:
-    """The operations of this rank by name; `wait` and `end` are the crew's own."""
+class RankCommands:
+    """The operations of this rank by name; `wait` and `end` are built in."""
 
     def __init__(self, operations: Mapping[str, Operation]) -> None:
         self._operations = dict(operations)

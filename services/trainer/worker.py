@@ -29,7 +29,7 @@ from services.trainer.weight_sender import make_weight_sender
 
 
 class Worker:
-    """One rank's operations, as the crew calls them."""
+    """One rank's operations, as rank 0 calls them."""
 
     def __init__(self, config: RunConfig, store: Store, portal: Portal, policy: Policy, folder: Path) -> None:
         self.config, self.policy = config, policy
@@ -44,7 +44,7 @@ class Worker:
         self.sender = make_weight_sender(config, policy.module, policy.world.rank)
 
     def operations(self) -> dict[str, Callable[[int], object]]:
-        """By name, for the crew."""
+        """By name, for the commands."""
         return {"train": self.train, "send": self.send, "save": self.save, "restore": self.restore, "export": self.export}
 
     def train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:

@@ -20,7 +20,7 @@ from services.web.feed import EventResponse, Feed, Full
 from services.web.watch import Watch
 
 
-class Step(BaseModel):
+class StepMetricsEntry(BaseModel):
     """A step of the list."""
 
     step: int
@@ -31,7 +31,7 @@ class Steps(BaseModel):
     """A page of the steps that were trained, the last one first."""
 
     total: int
-    steps: list[Step]
+    steps: list[StepMetricsEntry]
     next: int | None
     """Where the next page begins: its `before`."""
 
@@ -94,7 +94,7 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
         """Steps before `before`, the last one first."""
         await watch.look()
         found = sorted((step for step in watch.steps.rows if step < before), reverse=True)
-        page = [Step(step=step, metrics=_named(watch.steps.rows[step])) for step in found[:limit]]
+        page = [StepMetricsEntry(step=step, metrics=_named(watch.steps.rows[step])) for step in found[:limit]]
         return Steps(total=len(watch.steps.rows), steps=page, next=page[-1].step if len(found) > limit else None)
 
     @router.get("/evaluations")

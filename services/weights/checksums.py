@@ -24,7 +24,7 @@ _PIECE = 512  # rows, 1 MiB: on a processor summed by row and by column while th
 _GAMMA, _FIRST, _SECOND = (constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class Changed(RuntimeError):
+class WeightChanged(RuntimeError):
     """A tensor is not what was sent."""
 
     def __init__(self, tensor: str) -> None:
@@ -56,7 +56,7 @@ def check(names: Sequence[str], held: Sequence[torch.Tensor], sent: torch.Tensor
     if held:
         differ = (torch.cat(list(held)) != sent).any(1).tolist()
         if True in differ:
-            raise Changed(names[differ.index(True)])
+            raise WeightChanged(names[differ.index(True)])
 
 
 def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -102,7 +102,7 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
         ]
 
 
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
+class WeightManifest(msgspec.Struct, frozen=True, array_like=True):
     """All that one transfer sends, in order."""
 
     buckets: list[Bucket]
@@ -119,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return [meta for bucket in self.buckets for meta in bucket.tensors]
 
 
-def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: bool = False) -> Manifest:
+def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: bool = False) -> WeightManifest:
     """Pack tensors, in the order given, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
     buckets: list[Bucket] = []
     group: list[TensorMeta] = []
@@ -135,7 +135,7 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: boo
         end = start + meta.nbytes
     if group:
         buckets.append(Bucket(group, offsets, end))
-    return Manifest(buckets, verified)
+    return WeightManifest(buckets, verified)
 
 
 def huge_pages(nbytes: int) -> torch.Tensor:
@@ -183,14 +183,14 @@ def absent(store: Store, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if not store.check([f"{_ARRIVED}{rank}"])]
 
 
-def publish_manifest(store: Store, manifest: Manifest) -> None:
+def publish_manifest(store: Store, manifest: WeightManifest) -> None:
     """Sender: say what every transfer of this group will send."""
     store.set(_MANIFEST, msgspec.json.encode(manifest).decode())
 
 
-def read_manifest(store: Store) -> Manifest:
+def read_manifest(store: Store) -> WeightManifest:
     """Receiver: what the sender said, waiting for it up to the store's timeout."""
-    return msgspec.json.decode(store.get(_MANIFEST), type=Manifest)
+    return msgspec.json.decode(store.get(_MANIFEST), type=WeightManifest)
 
 
 def make_group(store: Store, rank: int, size: int, host: str, port: int, timeout_s: float) -> ProcessGroupGloo:
@@ -233,7 +233,7 @@ def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor, deadline: Deadline)
 
 
 def receive(
-    group: ProcessGroupGloo, manifest: Manifest, deadline: Deadline, buffers: dict[int, torch.Tensor] | None = None
+    group: ProcessGroupGloo, manifest: WeightManifest, deadline: Deadline, buffers: dict[int, torch.Tensor] | None = None
 ) -> list[tuple[str, torch.Tensor]]:
     """Receive one transfer into host memory. Raises as `broadcast`, after which the group is spent, and `Changed`, after which it
     stands.

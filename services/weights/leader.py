@@ -18,17 +18,17 @@ import structlog
 from services.config import RunConfig
 from services.protocol.messages import CHANGED, PodStatus, Round
 from services.runtime.loops import Fatal
-from services.runtime.notifications import Bell
+from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.store import Store
-from services.weights.membership import Group, Membership, answered
+from services.weights.membership import CollectiveGroup, Membership, answered
 from services.weights.sender import SendFailed, WeightSender
 
 log = structlog.get_logger()
 
-LOOK_S = 1.0  # a missed ring costs at most this much
+POLL_S = 1.0  # a missed ring costs at most this much
 RETRY_PAUSE_S = 1.0
-ARRIVAL_LOOK_S = 0.02  # nothing rings when a rank comes to the meeting place
+ARRIVAL_POLL_S = 0.02  # nothing rings when a rank comes to the meeting place
 
 
 class Stopped(Exception):
@@ -58,7 +58,7 @@ class SyncRounds:
         self,
         config: RunConfig,
         store: Store,
-        bell: Bell,
+        notifications: Notifications,
         portal: Portal,
         fence: int,
         sender: WeightSender,
@@ -68,7 +68,7 @@ class SyncRounds:
     ) -> None:
         """`send` broadcasts with all ranks; `tick` keeps ranks and liveness alive while waiting, and raises `Stopped`; `begins`
         hears of every phase, and of `done` and `failed`, when it begins."""
-        self.config, self.store, self.bell = config, store, bell
+        self.config, self.store, self.notifications = config, store, notifications
         self._call, self._fence, self._sender, self._send, self._tick = portal.call, fence, sender, send, tick
         self._begins = begins
         last, _ = portal.call(store.round())
@@ -120,7 +120,7 @@ class SyncRounds:
         return {
             pod.member: pod.world
             for pod in self._generators()
-            if (pod.version, pod.sender) != (version, self._fence) and self._applied.get(pod.member) != version
+            if (pod.version, pod.trainer_fence) != (version, self._fence) and self._applied.get(pod.member) != version
         }
 
     def _generators(self) -> list[PodStatus]:
@@ -166,7 +166,7 @@ class SyncRounds:
         self._open(self._of_group(version, "done", group))
         return applied
 
-    def _judge(self, group: Group) -> None:
+    def _judge(self, group: CollectiveGroup) -> None:
         """Once may be an accident; a weight that arrives changed twice is a fault that further rounds would only hide."""
         before = self._changed
         acks = {member: detail for member, (stage, detail) in self._said.items() if stage == "failed" and member in group.ranks}
@@ -195,7 +195,7 @@ class SyncRounds:
             return False
         return True
 
-    def _await_arrival(self, group: Group) -> set[str]:
+    def _await_arrival(self, group: CollectiveGroup) -> set[str]:
         """Members that have not come to the meeting place with all their ranks before the deadline, or never will. Even when one
         has failed the others are awaited: they would look for a place that is closed for as long as they may."""
         deadline = time.monotonic() + self.config.sync.join_deadline_s
@@ -205,7 +205,7 @@ class SyncRounds:
             answers = answered(self._acks(), group.ranks, "join")
             if not answers.awaited(missing, self._heard()) or time.monotonic() > deadline:
                 return missing
-            self._wait(ARRIVAL_LOOK_S)
+            self._wait(ARRIVAL_POLL_S)
         return set()
 
     def _leave_out(self, members: Collection[str]) -> None:
@@ -215,7 +215,7 @@ class SyncRounds:
             log.warning("left out of a weight-sync round", attempt=self._attempt, members=said)
         self._membership.exclude(members)
 
-    def _give_up(self, version: int, group: Group, blamed: Collection[str]) -> set[str]:
+    def _give_up(self, version: int, group: CollectiveGroup, blamed: Collection[str]) -> set[str]:
         """Tear the group down; whoever is blamed, or has declined, is out until the next round."""
         log.warning("weight-sync round goes on under a new epoch", epoch=group.epoch)
         self._leave_out(blamed)
@@ -241,26 +241,26 @@ class SyncRounds:
         deadline = started + limit_s
         while True:
             self._tick()
-            self._said = self._call(self._next_acks(min(LOOK_S, max(0.0, deadline - time.monotonic()))))
+            self._said = self._call(self._next_acks(min(POLL_S, max(0.0, deadline - time.monotonic()))))
             answers = answered(self._said, current.members, current.phase)
             silent = answers.awaited(current.members, current.members)
             late = silent or late
             self._answered = time.monotonic()
             if not silent or not silent & self._heard() or self._answered > deadline:
-                if (waited_s := self._answered - started) > LOOK_S:
+                if (waited_s := self._answered - started) > POLL_S:
                     log.info("sync phase was slow", phase=current.phase, seconds=round(waited_s, 3), last=sorted(late))
                 return set(answers.done)
 
     async def _next_acks(self, seconds: float) -> dict[str, tuple[str, str]]:
         """What has been said when the last member has answered, which rings, or after `seconds`."""
-        await self.bell.wait("acks", "fleet", timeout=seconds)
+        await self.notifications.wait("acks", "fleet", timeout=seconds)
         return (await self.store.round())[1]
 
     def _wait(self, seconds: float) -> None:
         self._tick()
-        self._call(self.bell.wait("acks", "fleet", timeout=seconds))
+        self._call(self.notifications.wait("acks", "fleet", timeout=seconds))
 
-    def _of_group(self, version: int, phase: str, group: Group) -> Round:
+    def _of_group(self, version: int, phase: str, group: CollectiveGroup) -> Round:
         return self._round(version, phase, dict(group.ranks), group.world_size, group.epoch)
 
     def _round(self, version: int, phase: str, members: dict[str, int], world_size: int, epoch: int) -> Round:

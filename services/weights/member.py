@@ -28,8 +28,8 @@ from services.weights.receiver import EngineDead, TransferFailed, WeightReceiver
 
 log = structlog.get_logger()
 
-LOOK_S = 1.0  # a missed ring costs at most this much
-RELEASE_LOOK_S = 0.05  # a round takes tenths of a second
+POLL_S = 1.0  # a missed ring costs at most this much
+RELEASE_POLL_S = 0.05  # a round takes tenths of a second
 WAITS = {"present": "gathered", "joined": "joined", "ready": "paused"}  # what follows an acknowledgement, as metrics name it
 REACH_SHARE = 0.5  # of sync.join_deadline_s: the trainer hears in time that it was not reached
 REACH_AGAIN_S = 1.0  # a connection takes milliseconds, or one lost packet more
@@ -107,7 +107,7 @@ class WeightFollower:
             except EngineDead as error:  # a stuck engine that lived on would keep its leases for ever
                 raise Broken(str(error)) from None
             loop.progress()
-            await self.service.bell.wait("sync", "pause", "evaluation", timeout=LOOK_S)
+            await self.service.notifications.wait("sync", "pause", "evaluation", timeout=POLL_S)
 
     async def released(self, limit_s: float) -> None:
         """Return when no round counts on this pod any more, or after `limit_s`: a member that left amid a broadcast would cost
@@ -116,7 +116,7 @@ class WeightFollower:
             async with asyncio.timeout(limit_s):
                 me = self.service.status.member
                 while (current := await self.service.store.round_of(me)) is not None and self._counts_on_me(current):
-                    await asyncio.sleep(RELEASE_LOOK_S)
+                    await asyncio.sleep(RELEASE_POLL_S)
 
     def _counts_on_me(self, current: Round) -> bool:
         return current.phase not in ("done", "failed") and self.service.status.member in current.members
@@ -179,7 +179,7 @@ class WeightFollower:
                     await self.engine.receive(current.version)
                     if self.service.status.version < 0:
                         log.info("synced", member=me, version=current.version, epoch=current.epoch)
-                    self.service.say(phase="ready", version=current.version, sender=current.sender)
+                    self.service.say(phase="ready", version=current.version, trainer_fence=current.trainer_fence)
                     await self._leave_round()
                     await self._offer()  # before the trainer hears of it: no later round can come first
                     stage = "applied"
@@ -212,7 +212,7 @@ class WeightFollower:
                 await self.engine.resume()
         if self._in_flight is not None:
             self._in_flight.go_on()
-        self.service.bell.ring("version")
+        self.service.notifications.notify("version")
 
     async def _obeying(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something that takes long while the engine samples; operators are obeyed meanwhile."""
@@ -220,7 +220,7 @@ class WeightFollower:
         try:
             while not working.done():
                 await self._obey_operator()
-                ring = asyncio.create_task(self.service.bell.wait("pause", timeout=LOOK_S))
+                ring = asyncio.create_task(self.service.notifications.wait("pause", timeout=POLL_S))
                 await asyncio.wait((working, ring), return_when=asyncio.FIRST_COMPLETED)
                 ring.cancel()
             await working
@@ -236,7 +236,7 @@ class WeightFollower:
         elif self.engine.whole and not self._paused_for_round:
             await self.engine.resume()
         self.frozen = wanted
-        self.service.bell.ring("frozen")
+        self.service.notifications.notify("frozen")
         log.info("frozen" if wanted else "resumed")
 
 

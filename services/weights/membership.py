@@ -26,7 +26,7 @@ STAGE = {"gather": "present", "join": "joined", "pause": "ready", "transfer": "a
 
 
 @dataclass(frozen=True)
-class Group:
+class CollectiveGroup:
     """A collective group: the sender is rank 0, each member has `worlds[member]` ranks from `ranks[member]` on."""
 
     epoch: int
@@ -39,13 +39,13 @@ class Group:
         return {next(member for first, member in reversed(firsts) if first <= rank) for rank in ranks}
 
 
-def form(epoch: int, worlds: Mapping[str, int]) -> Group:
+def form(epoch: int, worlds: Mapping[str, int]) -> CollectiveGroup:
     """Give each member its range of ranks, in order of name."""
     ranks, next_rank = {}, 1
     for member in sorted(worlds):
         ranks[member] = next_rank
         next_rank += worlds[member]
-    return Group(epoch, ranks, next_rank)
+    return CollectiveGroup(epoch, ranks, next_rank)
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Membership:
     """Which group stands, and who is to be left out while a round is being retried."""
 
     epoch: int
-    group: Group | None = None
+    group: CollectiveGroup | None = None
     excluded: set[str] = field(default_factory=set)
     unexplained: int = 0
     """Groups that broke in this round with nobody to blame."""
@@ -71,7 +71,7 @@ class Membership:
         """Whether the standing group is exactly for these members."""
         return self.group is not None and set(self.group.ranks) == set(worlds)
 
-    def remake(self, worlds: Mapping[str, int]) -> Group:
+    def remake(self, worlds: Mapping[str, int]) -> CollectiveGroup:
         """A group for these members under a new epoch."""
         self.epoch += 1
         self.group = form(self.epoch, worlds)

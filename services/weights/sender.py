@@ -18,7 +18,7 @@ import torch
 from services.config import RunConfig
 from services.weights.collective import Deadline, let_go, plan_buckets
 from services.weights.host_memory import as_they_lie, describe
-from services.weights.transports import FAILURES, Gathered, make_wire
+from services.weights.transports import FAILURES, Gathered, make_transport
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Makes a weight of its parts."""
@@ -47,36 +47,36 @@ class WeightSender:
             [describe(name, first[name]) for name in order], config.sync.bucket_mib << 20, config.sync.verify
         )
         """What every transfer sends."""
-        self._wire = make_wire(config, fleeting=self._partitioned)
+        self._transport = make_transport(config, fleeting=self._partitioned)
 
     @property
     def backend(self) -> str:
         """`gloo`, `nccl` or `filesystem`."""
-        return self._wire.backend
+        return self._transport.backend
 
     @property
     def ahead(self) -> bool:
         """Whether everything is sent before members are told of it; otherwise they take part while it is sent."""
-        return self._wire.ahead
+        return self._transport.ahead
 
     def open(self) -> tuple[str, int]:
         """Rank 0: begin a group. Returns the host and port where its members are to meet, or the name of a folder below the
         run's weights, and 0. Raises `SendFailed` where the folder cannot be made."""
         self.close_group()
         try:
-            return self._wire.open(self.manifest)
+            return self._transport.open(self.manifest)
         except OSError as error:
             raise SendFailed(f"no group can be opened, see sync.host and sync.folder: {error}") from error
 
     def absent(self, ranks: Iterable[int]) -> list[int]:
         """Rank 0: those of `ranks` that have not come to the meeting place yet. Of a folder members say that they see it."""
-        return self._wire.absent(ranks)
+        return self._transport.absent(ranks)
 
     def connect(self, world_size: int) -> None:
         """Rank 0: make the group of `world_size` ranks, this one included, once every member is connected. Raises `SendFailed`
         after `sync.join_deadline_s`."""
         try:
-            self._wire.connect(world_size)
+            self._transport.connect(world_size)
         except (RuntimeError, TimeoutError) as error:
             let_go(error)
             self.close_group()
@@ -90,7 +90,7 @@ class WeightSender:
         gathered = self._gathered()
         try:
             if self._sender:
-                self._wire.send(gathered, self.manifest, Deadline(self._sync.transfer_deadline_s))
+                self._transport.send(gathered, self.manifest, Deadline(self._sync.transfer_deadline_s))
         except FAILURES as error:
             let_go(error)
             self.close_group()
@@ -101,7 +101,7 @@ class WeightSender:
 
     def close_group(self) -> None:
         """Rank 0: drop the group and its store, if any."""
-        self._wire.close()
+        self._transport.close()
 
     def _gathered(self) -> Gathered:
         """Each bucket, while its weights are whole on this rank. Under ZeRO-3 a collective: all ranks iterate to the end."""

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from services.weights.checksums import check, checksums
-from services.weights.collective import Bucket, Deadline, Manifest
+from services.weights.collective import Bucket, Deadline, WeightManifest
 
 _MANIFEST = "manifest.json"
 _SUMS = "checksums"
@@ -36,7 +36,7 @@ class Outbox:
         self._folder: Path | None = None
         self._transfer = -1
 
-    def open(self, manifest: Manifest) -> str:
+    def open(self, manifest: WeightManifest) -> str:
         """Begin a group; returns the name of its folder below `root`. Raises `OSError`."""
         self._root.mkdir(parents=True, exist_ok=True)
         for path in self._root.iterdir():
@@ -89,7 +89,7 @@ class Inbox:
         """Raises `RuntimeError` if the group's folder is not seen here."""
         self._folder, self._transfer = folder, -1
         try:
-            self._manifest = msgspec.json.decode((self._folder / _MANIFEST).read_bytes(), type=Manifest)
+            self._manifest = msgspec.json.decode((self._folder / _MANIFEST).read_bytes(), type=WeightManifest)
         except (OSError, msgspec.MsgspecError) as error:
             raise RuntimeError(
                 f"{folder} cannot be read here ({error}): sync.folder has to be on a volume that trainer and generators share"

@@ -26,7 +26,7 @@ from services.weights.collective import (
     Abort,
     Bucket,
     Deadline,
-    Manifest,
+    WeightManifest,
     absent,
     begin_broadcast,
     broadcast,
@@ -43,7 +43,7 @@ Gathered = Iterator[tuple[Bucket, list[torch.Tensor]]]
 FAILURES = (RuntimeError, TimeoutError, OSError, SafetensorError)
 
 
-class Wire(ABC):
+class Transport(ABC):
     """One way of travelling. `open`, then `connect` once nobody is `absent`, then `send` any number of times, then `close`."""
 
     backend: str
@@ -56,7 +56,7 @@ class Wire(ABC):
         self.sync, self.fleeting = config.sync, fleeting
 
     @abstractmethod
-    def open(self, manifest: Manifest) -> tuple[str, int]:
+    def open(self, manifest: WeightManifest) -> tuple[str, int]:
         """Host and port where the members are to meet, or the name of a folder below the run's weights, and 0."""
 
     def absent(self, ranks: Iterable[int]) -> list[int]:
@@ -68,7 +68,7 @@ class Wire(ABC):
         """Make the group of `world_size` ranks, the sender included."""
 
     @abstractmethod
-    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
         """Send every bucket, and the checksums if the manifest is `verified`."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Wire(ABC):
         """Let go of the group, if there is one."""
 
 
-class _Meeting(Wire):
+class _Meeting(Transport):
     """A wire whose members meet at a TCP store."""
 
     _store: Any = None
@@ -86,7 +86,7 @@ class _Meeting(Wire):
         super().__init__(config, fleeting)
         self.host = config.sync.host or socket.gethostname()
 
-    def open(self, manifest: Manifest) -> tuple[str, int]:
+    def open(self, manifest: WeightManifest) -> tuple[str, int]:
         """Listen on a free port."""
         self._store = open_store(self.host, self.sync.join_deadline_s)
         publish_manifest(self._store, manifest)
@@ -108,7 +108,7 @@ class _Meeting(Wire):
         return self._group
 
 
-class GlooWire(_Meeting):
+class GlooTransport(_Meeting):
     """Broadcasts between the memories of hosts."""
 
     backend = "gloo"
@@ -121,7 +121,7 @@ class GlooWire(_Meeting):
         """Over as many connections to each member as buckets are under way at a time."""
         self._group = make_group(self._store, 0, world_size, self.host, self._store.port, self.sync.join_deadline_s)
 
-    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
         """One bucket is made ready, or summed up, while `CONNECTIONS` are on their way."""
         group, sums, under_way = self.group, list[torch.Tensor](), deque[Any]()
         for i, (bucket, tensors) in enumerate(gathered):
@@ -137,7 +137,7 @@ class GlooWire(_Meeting):
             broadcast(group, torch.cat(sums).cpu(), deadline)
 
 
-class FolderWire(Wire):
+class FolderTransport(Transport):
     """Files in a folder that all members see."""
 
     backend = "filesystem"
@@ -148,14 +148,14 @@ class FolderWire(Wire):
         self._outbox = Outbox(config.weights_folder)
         self._buckets = HostBuckets(2, fleeting)
 
-    def open(self, manifest: Manifest) -> tuple[str, int]:
+    def open(self, manifest: WeightManifest) -> tuple[str, int]:
         """A folder of the group's own."""
         return self._outbox.open(manifest), 0
 
     def connect(self, world_size: int) -> None:
         """Nothing: a member says of itself that it sees the folder."""
 
-    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
         """One bucket is made ready, or summed up, while one is written."""
         sums: list[torch.Tensor] = []
         writing: Future[None] | None = None
@@ -179,7 +179,7 @@ class FolderWire(Wire):
         self._outbox.close()
 
 
-class NcclWire(_Meeting):
+class NcclTransport(_Meeting):
     """Broadcasts between GPUs, packed by vLLM."""
 
     backend = "nccl"
@@ -188,7 +188,7 @@ class NcclWire(_Meeting):
         """In a thread, as NCCL itself waits for ever."""
         self._group = _nccl_communicator(self._store, world_size, self.sync.join_deadline_s)
 
-    def send(self, gathered: Gathered, manifest: Manifest, deadline: Deadline) -> None:
+    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
         """vLLM's producer packs the weights into buckets of its own; a broadcast past the deadline is aborted."""
         from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BUFFERS, packed_nccl_broadcast_producer
 
@@ -224,12 +224,12 @@ class NcclWire(_Meeting):
         super().close()
 
 
-def make_wire(config: RunConfig, fleeting: bool) -> Wire:
-    """The wire of `sync.backend`; `auto` is NCCL where there is a GPU. `fleeting`: as in `Wire`."""
+def make_transport(config: RunConfig, fleeting: bool) -> Transport:
+    """The wire of `sync.backend`; `auto` is NCCL where there is a GPU. `fleeting`: as in `Transport`."""
     backend = config.sync.backend
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return {"gloo": GlooWire, "filesystem": FolderWire, "nccl": NcclWire}[backend](config, fleeting)
+    return {"gloo": GlooTransport, "filesystem": FolderTransport, "nccl": NcclTransport}[backend](config, fleeting)
 
 
 def _nccl_communicator(store: Any, world_size: int, timeout_s: float) -> Any:

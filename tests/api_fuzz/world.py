@@ -16,7 +16,7 @@ from services.operations.endpoints.checkpoints import add_routes as add_trainer
 from services.operations.endpoints.run import add_routes as add_dataprep
 from services.protocol.messages import PodStatus
 from services.runtime.http.api import serve
-from services.runtime.http.credentials import Tokens
+from services.runtime.http.credentials import ApiTokens
 from services.runtime.service import Service
 from services.store import Store
 from services.web.serving import add_console
@@ -27,7 +27,7 @@ from tests.support.scripted import ScriptedEngine
 
 KINDS = ("generator", "dataprep", "trainer", "tracker", "web")
 ENDLESS = "/v1/console/live"  # a stream of events: an answer that does not end
-TOKENS = Tokens("operate-token", "read-token")
+TOKENS = ApiTokens("operate-token", "read-token")
 
 
 def add_routes(service: Service) -> None:

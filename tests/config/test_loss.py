@@ -43,7 +43,7 @@ def test_a_key_that_the_policy_loss_does_not_read_is_refused_and_the_others_are_
         ([*CENTERED, "advantage.kind=standard"], 'not "standard" and "constant": set both'),
         ([*CENTERED, "loss.denominator_tokens=0"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
         (["loss.denominator_tokens=9"], 'loss.denominator_tokens = 9 has no effect with loss.denominator = "token"'),
-        (["loss.kl_beta=0", "loss.kl_estimator=k3"], "loss.kl_estimator = 'k3' has no effect with loss.kl_beta = 0"),
+        (["loss.kl_beta=0", "loss.kl_estimator=k1"], "loss.kl_estimator = 'k1' has no effect with loss.kl_beta = 0"),
         (["loss.old=behaviour", "loss.correction_upper=3"], f'loss.correction_upper = 3.0 has no effect {MU}, {OFF}'),
         (["loss.old=behaviour", "loss.correction_token_mask=[0.5,2]"], f"correction_token_mask = [0.5, 2.0] has no effect {MU}"),
         (["loss.policy=dppo", "loss.correction_variation_mask=0.1"], f'has no effect with loss.policy = "dppo", {OFF}'),

@@ -82,25 +82,25 @@ def test_a_default_that_nothing_reads_is_no_error_even_written_out(tmp_path: Pat
 
 
 def test_the_remedy_can_be_followed_from_the_command_line(tmp_path: Path) -> None:
-    given = ("loss.kl_estimator=k3", "loss.kl_beta=0")
+    given = ("loss.kl_estimator=k1_weighted", "loss.kl_beta=0")
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *given)
-    assert str(caught.value).endswith("with loss.kl_beta = 0: raise that, or remove it, or set its default, 'k2'")
-    assert configured(tmp_path, *given, "loss.kl_estimator=k2") == configured(tmp_path, "loss.kl_beta=0")
+    assert str(caught.value).endswith("with loss.kl_beta = 0: raise that, or remove it, or set its default, 'k3'")
+    assert configured(tmp_path, *given, "loss.kl_estimator=k3") == configured(tmp_path, "loss.kl_beta=0")
 
 
 def test_a_run_that_was_begun_with_keys_that_nothing_reads_is_seen_and_taken_up(tmp_path: Path) -> None:
     """An older version took them."""
     config = configured(tmp_path, "loss.kl_beta=0")
-    begun = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k3"})})
+    begun = config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k1_weighted"})})
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(to_toml(begun))
     assert load_resolved(resolved) == begun
-    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k3' has no effect"):
+    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k1_weighted' has no effect"):
         load(resolved, environ={})
     assert load(resolved, environ={}, before=lambda given: begun) == begun
-    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k1' has no effect"):
-        load(resolved, ["loss.kl_estimator=k1"], environ={}, before=lambda given: begun)
+    with pytest.raises(ConfigError, match=r"loss\.kl_estimator = 'k2' has no effect"):
+        load(resolved, ["loss.kl_estimator=k2"], environ={}, before=lambda given: begun)
 
 
 def test_what_is_said_of_endpoints_is_read_where_somebody_else_ends_their_tls(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from services.config import digest, to_toml
 from services.console.__main__ import main
 from services.console.local.redis_server import RedisServer
 from services.operations.inspection.checkpoints import kept_until
-from services.runtime import atomic_folders as folders
-from services.runtime.atomic_folders import Manifest
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FolderManifest
 from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder
 from services.store import Store
 from tests.support.harness import small_config
@@ -22,11 +22,11 @@ from tests.support.harness import small_config
 
 def _write(root: Path, step: int, **facts: Any) -> Path:
     final = root / f"step-{step:08d}"
-    partial = folders.begin(final)
-    folders.write(partial / "state", b"x" * 100)
+    partial = atomic_folders.begin(final)
+    atomic_folders.write(partial / "state", b"x" * 100)
     given = {"step": step, "layout": LAYOUT, "ranks": 2, "zero_stage": 3, "time_s": 1e9 + step}
-    folders.finish(partial, final, Manifest(folders.digests(partial, 0, 1), given | facts))
-    folders.replace(root / "latest", final.name.encode())
+    atomic_folders.finish(partial, final, FolderManifest(atomic_folders.digests(partial, 0, 1), given | facts))
+    atomic_folders.replace(root / "latest", final.name.encode())
     return final
 
 
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "config.toml").write_text(to_toml(config))
     for step in (3, 7):
         _write(folder / "checkpoints", step)
-    (folders.begin(folder / "checkpoints" / "step-00000011") / "state").write_bytes(b"half")
+    (atomic_folders.begin(folder / "checkpoints" / "step-00000011") / "state").write_bytes(b"half")
     return folder
 
 
@@ -114,7 +114,7 @@ def test_how_long_one_is_kept_after_the_run_was_taken_back(tmp_path: Path) -> No
 
 
 def test_a_run_that_was_taken_back_lists_them_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders.replace(run / "checkpoints" / "latest", b"step-00000003")
+    atomic_folders.replace(run / "checkpoints" / "latest", b"step-00000003")
     _, found = _listed(run, capsys)
     assert {step: one["kept_until"] for step, one in found.items() if one["complete"]} == {3: 11, 7: 7}
 

@@ -117,12 +117,12 @@ def test_a_run_of_an_older_version_goes_on_with_a_key_that_nothing_reads(
 ) -> None:
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
-    folder.write(config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k3"})}))
+    folder.write(config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k1_weighted"})}))
     assert grpo(capsys, "checkpoints", folder.path)[0] == 0
-    again = ("run", tmp_path / "run.toml", "--resume", "99", "loss.kl_estimator=k3")
+    again = ("run", tmp_path / "run.toml", "--resume", "99", "loss.kl_estimator=k1_weighted")
     assert "error: --resume 99: " in grpo(capsys, *again)[2]
-    assert "loss.kl_estimator = 'k3' has no effect" in grpo(capsys, *again, "--fresh")[2]
-    assert "loss.kl_estimator = 'k1' has no effect" in grpo(capsys, *again, "loss.kl_estimator=k1")[2]
+    assert "loss.kl_estimator = 'k1_weighted' has no effect" in grpo(capsys, *again, "--fresh")[2]
+    assert "loss.kl_estimator = 'k2' has no effect" in grpo(capsys, *again, "loss.kl_estimator=k2")[2]
 
 
 def test_a_configuration_is_printed_complete(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

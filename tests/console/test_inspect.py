@@ -20,8 +20,8 @@ from services.console.inspect import verbs
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import RedisServer
 from services.console.printable import printable, safe_json
-from services.operations.inspection.buffer import look_at_buffer
-from services.operations.inspection.group import look_at_group
+from services.operations.inspection.buffer import inspect_buffer
+from services.operations.inspection.group import inspect_group
 from services.operations.inspection.text import TextReader
 from services.protocol import codec
 from services.protocol.errors import NotFound
@@ -151,7 +151,7 @@ async def test_a_page_costs_the_same_whatever_the_size_of_the_table(store: Store
 
     async def cost() -> tuple[int, int]:
         before: Any = await store.client.info("stats")
-        await look_at_buffer(store, "order", 20, 5)
+        await inspect_buffer(store, "order", 20, 5)
         after: Any = await store.client.info("stats")
         return tuple(after[name] - before[name] for name in ("total_commands_processed", "total_net_output_bytes"))  # type: ignore[return-value]
 
@@ -312,7 +312,7 @@ async def test_tokens_that_make_no_sense_are_said_to(store: Store, run: Path, sh
 
 
 async def place(store: Store, ticket: str) -> tuple[str, str]:
-    found = await look_at_group(store, ticket, TextReader(None), "standard")
+    found = await inspect_group(store, ticket, TextReader(None), "standard")
     return found.place, found.where
 
 
@@ -324,7 +324,7 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
     await issue(store, team, 8)
     assert (await place(store, "0-7"))[0] == "waiting"
     claims = await claim(store, "generator-7", 7)
-    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, found.answer, found.seq) == ("generating", "0", 0)
     assert found.holder is not None
     assert (found.holder.consumer, found.holder.fence) == ("generator-7", claims[0].fence)
@@ -332,7 +332,7 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
     assert found.prompt.token_ids == [5, 6, 7]
     for one in claims[:6]:
         await submit(store, "generator-7", one)
-    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, len(found.completions), found.completions[1].advantage) == ("finished", 4, pytest.approx(1.0))
     items = await store.read_headers(team.leader, 100)
     for item, action in zip(items, ["insert"] * 3 + ["filtered:solved", "stale", "failed:rewards are not finite"], strict=True):
@@ -341,16 +341,16 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
     assert await place(store, "0-3") == (
         "dropped", "dropped: every completion earned the largest reward, so there is nothing to learn from it",
     )  # fmt: skip
-    assert (await look_at_group(store, "0-4", TextReader(None), None)).outcome == "stale"
+    assert (await inspect_group(store, "0-4", TextReader(None), None)).outcome == "stale"
     (letter,) = await store.dead_letters()
     assert await place(store, "0-5") == ("failed", f"failed: see dead letter {letter.id}")
     await store.requeue([letter.id])
     assert (await place(store, "0-5"))[0] == "requeued"
     await prepare(store, team, 0, ["0-0"])
-    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, found.trained, [(step.step, step.committed) for step in found.steps]) == ("drawn", False, [(0, False)])
     await store.commit(team.trainer, 0)
-    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, found.outcome, [(step.step, step.committed) for step in found.steps]) == (
         "drawn",
         "trained",
@@ -377,7 +377,7 @@ async def test_a_header_with_empty_columns_is_shown(store: Store) -> None:
     (one,) = await claim(store, "g")
     nothing: dict[str, Any] = {name: [] for name in ("rewards", "truncated", "newest", "tool_tokens")}
     assert await store.submit("g", one, header(one, **nothing), flow.payload_bytes(one), 60)
-    found = await look_at_group(store, "0-0", TextReader(None), "standard")
+    found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, found.completions[3].reward, found.completions[3].length) == ("finished", None, 2)
     assert "no advantages: its header has no rewards" in found.notes
 

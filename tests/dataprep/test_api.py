@@ -13,7 +13,7 @@ from services.console.local.redis_server import RedisServer
 from services.operations.endpoints.run import add_routes
 from services.protocol.messages import PodStatus
 from services.runtime.http.api import serve
-from services.runtime.http.credentials import Tokens
+from services.runtime.http.credentials import ApiTokens
 from services.runtime.service import Service
 from services.store import Store
 from tests.support import flow
@@ -30,7 +30,7 @@ async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterat
     save_tokenizer_folder(tmp_path / "model")
     status = PodStatus("dataprep", "dataprep-0", "b00t", "here", 1, "", "standby", -1, 0, {})
     service = Service("dataprep", config, store, status)
-    async with serve(service, Tokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve(service, ApiTokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
         add_routes(service)
         yield client
 

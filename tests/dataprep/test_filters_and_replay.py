@@ -30,7 +30,7 @@ class Run:
         self.tickets: list[Ticket] = []
 
     async def generate(self, version: int) -> None:
-        _, claims = await self.store.claim("stand-in", version, await flow.sender(self.store), 60, 100)
+        _, claims = await self.store.claim("stand-in", version, await flow.trainer_fence(self.store), 60, 100)
         for claim in claims:
             assert claim.ticket is not None
             header, payload = answer(claim.ticket, claim, version)
@@ -232,7 +232,7 @@ async def test_headers_that_lie_about_their_place_or_reward_harm_nobody(tmp_path
         fence = await store.attach_trainer()
         await store.publish(fence, 0)
         await wait_until(lambda: _has(store, "tickets", 16))
-        _, claims = await store.claim("liar", 0, await flow.sender(store), 60, 3)
+        _, claims = await store.claim("liar", 0, await flow.trainer_fence(store), 60, 3)
         lies = [{"seq": 2**63 - 1}, {"rewards": [1e308] * 4}, {"scores": {"mean": [0.5] * 4}}]
         for claim, lie in zip(claims, lies, strict=True):
             assert claim.ticket is not None

@@ -13,7 +13,7 @@ import pytest
 
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
-from services.dataprep.evaluation.rounds import Evaluation
+from services.dataprep.evaluation.rounds import EvaluationRounds
 from services.dataprep.loop import DataprepLoop
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics
 from services.dataprep.prompts.catalogue import PromptSource
@@ -45,7 +45,7 @@ async def dataprep(config: RunConfig, name: str = "dataprep-0") -> AsyncIterator
                 service,
                 source,
                 DataprepMetrics(service.registry),
-                Evaluation(config, service.store, None, EvaluationMetrics(service.registry), service.tracing),
+                EvaluationRounds(config, service.store, None, EvaluationMetrics(service.registry), service.tracing),
             ),
         )
 
@@ -73,7 +73,7 @@ def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
 
 async def generate(store: Store, version: int, count: int = 100) -> list[Ticket]:
     """Claim and submit everything there is."""
-    _, claims = await store.claim("stand-in", version, await flow.sender(store), 60, count)
+    _, claims = await store.claim("stand-in", version, await flow.trainer_fence(store), 60, count)
     for claim in claims:
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, version)
@@ -141,7 +141,7 @@ async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tm
         fence = await store.attach_trainer()
         await store.publish(fence, 0)
         await wait_until(lambda: _has(store, "tickets", 16))
-        _, (claim, *rest) = await store.claim("stand-in", 0, await flow.sender(store), 60, 100)
+        _, (claim, *rest) = await store.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, 0)
         lies = Header(**{**{f: getattr(header, f) for f in header.__struct_fields__}, "rewards": [float("nan")] * 4})

@@ -15,7 +15,7 @@ from examples.arithmetic.warmstart import main
 from examples.arithmetic.worked import make_examples, make_task, solve
 from services.config import RunConfig, load
 from services.config.data import ReasoningGymSource
-from services.dataprep.prompts.rows import Row
+from services.dataprep.prompts.rows import PromptRow
 from services.dataprep.prompts.tokenizer import PromptTokenizer
 
 CONFIG = Path(__file__).parents[2] / "examples/arithmetic/config.toml"
@@ -100,7 +100,7 @@ def test_transformers_dataprep_and_the_lessons_render_the_same_prompt(folder: Pa
     assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == f"{USER}{question}{END}{ASSISTANT}"
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ids == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(render(question)).ids
-    assert [ids] == PromptTokenizer(folder, config.data).encode([Row(prompt=question, answer="", where="row 0")])
+    assert [ids] == PromptTokenizer(folder, config.data).encode([PromptRow(prompt=question, answer="", where="row 0")])
     assert (theirs.eos_token_id, theirs.pad_token_id) == (END_ID, PAD_ID)
     assert theirs.decode(theirs("5 - 3 = 2")["input_ids"] + [END_ID], skip_special_tokens=True) == "5 - 3 = 2"
 

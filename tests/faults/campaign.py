@@ -20,7 +20,7 @@ from tests.faults.kinds import ENDS, Fault
 from tests.faults.run_under_test import RunUnderTest, Setting, run_calmly
 from tests.faults.strike import Strike
 from tests.faults.verdict import Verdict, judge
-from tests.faults.watcher import LOOK_S, Watcher
+from tests.faults.watcher import POLL_S, Watcher
 
 MOMENT_LIMIT_S = 5.0  # how long a phase is waited for: not every run passes through it again
 LAST_STEPS = 8  # no fault comes in the last of a run: the run could end before it is steady again
@@ -122,7 +122,7 @@ class _Attack:
             self.outcome.missed += 1
             return
         ended = time.monotonic()
-        # A console's end is that of all pods, and rank 0 speaks for its crew.
+        # A console's end is that of all pods, and rank 0 speaks for its commands.
         pod = "trainer-0" if fault.target in ("console", "trainer") else victim
         new = {pod: before.get(pod, "")} if fault.verb in ENDS and fault.target != "redis" else {}
         recovery_s = None
@@ -146,7 +146,7 @@ class _Attack:
         since = deadline = time.monotonic()
         deadline += self.limit_s
         while time.monotonic() < deadline and not self.watcher.violations:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             look = self.watcher.last
             if (code := self.run.ended) is not None:
                 if code != EXIT_OK:
@@ -165,6 +165,6 @@ class _Attack:
         """The run comes to its end by itself, and the command with it."""
         deadline = time.monotonic() + END_LIMIT_S[self.run.setting.engine]
         while self.run.ended is None and time.monotonic() < deadline and not self.watcher.violations:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         if not self.watcher.violations and self.run.ended != EXIT_OK:
             self.watcher.violation(f"grpo run did not end well, exit code {self.run.ended}: {self.run.last_line}")

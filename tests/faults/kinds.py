@@ -28,7 +28,7 @@ ENDS = ("kill", "term", "twin")
 """Verbs after which the victim is a new process."""
 CALLS = {
     "generator": ("claim", "submit", "renew", "beat", "acknowledge"),
-    "dataprep": ("issue", "settle", "prepare", "survey", "lead"),
+    "dataprep": ("issue", "settle", "prepare", "sweep_and_peek", "lead"),
     "trainer": ("commit", "publish", "checkpointed", "round", "retire"),
 }
 """Functions whose reply may be lost."""

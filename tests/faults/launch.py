@@ -17,17 +17,17 @@ from services.config import RunConfig, to_toml
 from services.console.__main__ import main
 from services.console.local import run
 from services.console.local.plan import plan_units
-from services.runtime.child_processes import PodPlan, UnitPlan
+from services.runtime.child_processes import ProcessPlan, ServicePlan
 
 _places: dict[str, Path] = {}  # pod -> its own configuration
 
 
-def proxied(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[UnitPlan]:
+def proxied(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[ServicePlan]:
     """The real plan, with each pod's own configuration."""
     if not _places:  # the launcher asks again and again, and pods are reading
         _places.update(_own_places(config, path.parent / "pods"))
 
-    def own_place(pod: PodPlan) -> PodPlan:
+    def own_place(pod: ProcessPlan) -> ProcessPlan:
         place = str(_places[pod.name])
         argv = tuple(place if word == str(path) else word for word in pod.argv)
         return replace(pod, argv=argv, environ={**pod.environ, "GRPO_CONFIG": place})

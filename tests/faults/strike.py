@@ -13,7 +13,7 @@ from services.console.errors import EXIT_OK, EXIT_STOPPED
 from services.protocol.errors import StoreError
 from tests.faults.kinds import Fault
 from tests.faults.run_under_test import RunUnderTest
-from tests.faults.watcher import LOOK_S, Watcher
+from tests.faults.watcher import POLL_S, Watcher
 
 LOST_LIMIT_S = 5.0  # how long a call is waited for whose reply is to be lost
 
@@ -59,7 +59,7 @@ class Strike:
         if victim == "console" and pids:
             deadline = time.monotonic() + self.limit_s
             while (code := self.run.ended) is None and time.monotonic() < deadline:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             if sig == signal.SIGTERM and code not in (EXIT_STOPPED, EXIT_OK):
                 self.watcher.violation(f"grpo run, told to stop, ended with {code}: {self.run.last_line}")
             self.run.start()
@@ -97,11 +97,11 @@ class Strike:
         try:
             began, deadline = self.watcher.last.committed, time.monotonic() + self.limit_s
             while self.watcher.last.committed <= began and time.monotonic() < deadline and not self.watcher.violations:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         finally:
             self.run.wake(old)
         deadline = time.monotonic() + self.limit_s
         while twin.poll() is None and time.monotonic() < deadline and not self.watcher.violations:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         if twin.poll() is None and not self.watcher.violations:
             self.watcher.violation(f"two trainers live: a superseded one was not refused within {self.limit_s:g} s")

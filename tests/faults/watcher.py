@@ -2,7 +2,7 @@
 
 Guarantees: reads only; what it holds against the run it saw in one atomic read. It looks past the proxies, some twenty times a
 second, and audits five times a second; while Redis is away it sees nothing.
-Waits for: Redis. Unblocked by: a look every `LOOK_S`.
+Waits for: Redis. Unblocked by: a look every `POLL_S`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.protocol.messages import PodStatus, Round
 from services.store import RunState, Store
 from tests.faults.run_under_test import RunUnderTest
 
-LOOK_S = 0.05
+POLL_S = 0.05
 AUDIT_EVERY_S = 0.2
 HEARD_S = 1.0  # a pod is there that beat its heart within five of its periods
 ANSWER_S = 2.0  # a look that takes longer is given up: Redis is away
@@ -91,7 +91,7 @@ class Watcher:
         """Look again and again."""
         while True:
             await self.look()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def look(self) -> Look:
         """Look now; the last look when Redis is away."""

@@ -73,7 +73,7 @@ async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[
             engine.version = 0
             loop = RolloutLoop(service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
             add_routes(service, loop)
-            service.say(phase="ready", version=0, world=1, sender=sender)
+            service.say(phase="ready", version=0, world=1, trainer_fence=sender)
             await store.beat(service.status, 60.0)  # each hears of all with its first heartbeat
             await service.view.refresh()
             for name, body in (("leases", loop.renew), ("partials", loop.save_partials), ("concurrency", loop.adapt)):
@@ -135,7 +135,7 @@ async def test_pods_share_the_slots_and_take_what_the_others_leave(tmp_path: Pat
         await wait_until(lambda: len(one.loop.rollouts) + len(other.loop.rollouts) == 12)
         assert (len(one.loop.rollouts), len(other.loop.rollouts)) == (6, 6)
         other.loop.draining.set()
-        other.service.bell.ring("room")
+        other.service.notifications.notify("room")
         await wait_until(lambda: len(one.loop.rollouts) == 12)  # handed back, and beyond its share until that has grown
         assert not other.loop.rollouts
 

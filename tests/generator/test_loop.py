@@ -46,7 +46,7 @@ async def generator(
         await service.store.create("config", "data", STEPS, SLOTS)
         fence = await service.store.attach_trainer()
         await service.store.publish(fence, 0)
-        service.say(phase="ready", version=0, world=1, sender=fence)
+        service.say(phase="ready", version=0, world=1, trainer_fence=fence)
         engine = ScriptedEngine()
         await engine.start(config)
         engine.version = 0
@@ -113,7 +113,7 @@ async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server:
         engine.version = 5
         assert (await service.store.audit())["headers"] == 0
         engine.version = 0
-        service.bell.ring("version")
+        service.notifications.notify("version")
         await wait_until(lambda: _headers(service.store, 1))
         service.stop()
         await running
@@ -202,7 +202,7 @@ async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path,
         await wait_until(lambda: loop.rollouts)
 
         async def took_over() -> bool:
-            _, claims = await service.store.claim("thief", 0, await flow.sender(service.store), 0.0, 1)
+            _, claims = await service.store.claim("thief", 0, await flow.trainer_fence(service.store), 0.0, 1)
             return bool(claims)
 
         await wait_until(took_over)

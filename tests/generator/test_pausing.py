@@ -14,7 +14,7 @@ from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
-from services.generator.rollouts.evaluation import EvaluationLane
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.protocol.messages import Round
 from services.runtime.entry import open_service
 from services.runtime.service import Service
@@ -54,13 +54,13 @@ async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> A
         assert state is not None
         fence = state.trainer_fence or await service.store.attach_trainer()
         await service.store.publish(fence, 0)
-        service.say(phase="ready", version=0, world=1, sender=fence)
+        service.say(phase="ready", version=0, world=1, trainer_fence=fence)
         engine = ScriptedEngine()
         await engine.start(config)
         engine.version = 0
         metrics = GeneratorMetrics(service.registry)
         given = (service, engine, PlainTokenizer(), AnyVerifier(), metrics)
-        evaluation = EvaluationLane(*given)  # type: ignore[arg-type]
+        evaluation = EvaluationWorker(*given)  # type: ignore[arg-type]
         loop = RolloutLoop(*given, evaluation)  # type: ignore[arg-type]
         weights = WeightFollower(service, engine, metrics, evaluation, loop.in_flight)
         service.ready = loop.why_idle

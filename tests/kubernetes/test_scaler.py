@@ -16,10 +16,10 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.messages import PodStatus
 from services.runtime.entry import CONFIG_ENV, open_service
 from services.runtime.http.api import serve
-from services.runtime.http.credentials import Tokens
+from services.runtime.http.credentials import ApiTokens
 from services.runtime.service import Service
 from services.scaler.__main__ import follow
-from services.scaler.deployment import Changed, ClusterError, Deployment, Replicas
+from services.scaler.deployment import ClusterError, Deployment, DeploymentChanged, Replicas
 from services.scaler.reconcile import Decision, decide
 from services.store import Store
 from services.store.records import Scale
@@ -86,7 +86,7 @@ async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiSe
     seen = await deployment.replicas()
     assert seen == Replicas(2, "1")
     api.scale(7)
-    with pytest.raises(Changed):
+    with pytest.raises(DeploymentChanged):
         await deployment.scale(4, seen)
     assert api.replicas == 7
 
@@ -114,7 +114,7 @@ async def test_a_wish_that_nobody_would_follow_is_refused(
     assert await asyncio.to_thread(main, ["scale", "generators", "3"]) == 2
     assert remedy in capsys.readouterr().err
     service = Service("generator", config, store, PodStatus("generator", "g", "b", "here", 1, "", "ready", 0, 1, {}))
-    async with serve(service, Tokens("token")) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serve(service, ApiTokens("token")) as url, httpx.AsyncClient(base_url=url) as http:
         answer = await http.post("/v1/fleet/generators", headers={"Authorization": "Bearer token"}, json={"replicas": 3})
     assert (answer.status_code, remedy in answer.json()["detail"]) == (409, True)
     state = await store.state()

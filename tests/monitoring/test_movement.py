@@ -40,7 +40,7 @@ Seen = Callable[[Value], Awaitable[None]]
 
 async def submit(store: Store, skip: int = 0, most: int = 100, **lies: Any) -> int:
     """Claim what there is and answer all but the first `skip`, up to `most`: rewards that differ, but for rows below 20."""
-    _, claims = await store.claim("stand-in", 0, await flow.sender(store), 60, 100)
+    _, claims = await store.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
     answered = sorted(claims, key=lambda claim: claim.ticket.seq if claim.ticket else 0)[skip : skip + most]
     for claim in answered:
         assert claim.ticket is not None
@@ -176,7 +176,7 @@ def test_trouble_of_a_sync(tmp_path: Path, server: RedisServer) -> None:
         assert registry.get_sample_value("grpo_trainer_sync_failures_total") == 1
 
 
-class Crew:
+class RankCommands:
     """Ranks that find a payload damaged, and cannot write."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Crew:
 
 
 def test_trouble_of_a_trainer(tmp_path: Path, server: RedisServer) -> None:
-    portal, crew = Portal(), Crew()
+    portal, commands = Portal(), RankCommands()
     stack = AsyncExitStack()
     try:
         opening = open_service("trainer", small_config(tmp_path, server), "trainer-0")
@@ -200,7 +200,7 @@ def test_trouble_of_a_trainer(tmp_path: Path, server: RedisServer) -> None:
         portal.call(flow.buffer(store, team, 2))
         portal.call(flow.prepare(store, team, 0, ["0-0", "0-1"]))
         worker: Any = SimpleNamespace(sender=None, checkpoints=SimpleNamespace())
-        loop = TrainLoop(service, portal, worker, crew, TrainerMetrics(service.registry), lambda: None)  # type: ignore[arg-type]
+        loop = TrainLoop(service, portal, worker, commands, TrainerMetrics(service.registry), lambda: None)  # type: ignore[arg-type]
         assert loop._train_whole(0) == ("plan", "trained")
         assert value("grpo_trainer_condemned_groups_total") == 1
         plan = portal.call(store.plan(0))

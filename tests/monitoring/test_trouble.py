@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.console.local.redis_server import RedisServer
-from services.dataprep import run_gauges as census
+from services.dataprep import run_gauges
 from services.dataprep.metrics import RunMetrics
-from services.dataprep.run_gauges import Census
+from services.dataprep.run_gauges import RunGauges
 from services.generator.engines.base import Gauges
 from services.generator.metrics import GeneratorMetrics
 from services.generator.verifiers.sandbox.pool import PoolCounts
@@ -84,10 +84,10 @@ def test_what_a_generator_shows_of_a_moment() -> None:
 async def test_the_census_shows_pauses_dead_letters_and_the_end(
     store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(census, "LOOK_S", 0.01)
+    monkeypatch.setattr(run_gauges, "POLL_S", 0.01)
     service = pod("dataprep", store, server, tmp_path)
     value = service.registry.get_sample_value
-    looking = asyncio.create_task(Census(service, RunMetrics(service.registry)).follow(Loop("census", None, 1.0)))  # type: ignore[arg-type]
+    looking = asyncio.create_task(RunGauges(service, RunMetrics(service.registry)).follow(Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
     await store.create("config", "data", 4, 8)
     await issue(store, ticket(0), ticket(1))
     await store.publish(await store.attach_trainer(), 0)

@@ -17,13 +17,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.console.local.redis_server import RedisServer
-from services.dataprep.evaluation.rounds import Evaluation, hopeless
+from services.dataprep.evaluation.rounds import EvaluationRounds, hopeless
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.order import SourceSpan
 from services.generator.engines.base import Generated, SamplingParameters
 from services.protocol.messages import PodStatus
 from services.runtime.loops import end_tasks
-from services.runtime.tracing import Tracing
+from services.runtime.tracing import TraceRecorder
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationRound
 from tests.support.harness import ticket, wait_until
@@ -57,7 +57,7 @@ class Noting(ScriptedEngine):
         return done
 
 
-class Noted(Tracing):
+class Noted(TraceRecorder):
     """Spans as they were recorded."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Lead:
         self.fence = self._call(self.store.lead("leader:boot", 60.0))
         self.registry, self.tracing = CollectorRegistry(), Noted()
         metrics = EvaluationMetrics(self.registry)
-        self.evaluation = Evaluation(world.config, self.store, Rows(), metrics, self.tracing)  # type: ignore[arg-type]
+        self.evaluation = EvaluationRounds(world.config, self.store, Rows(), metrics, self.tracing)  # type: ignore[arg-type]
         self.task = self._call(self._start())
 
     def _call(self, work: Any) -> Any:

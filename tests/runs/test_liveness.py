@@ -54,7 +54,7 @@ async def a_generator(folder: Path, server: RedisServer) -> AsyncIterator[Blocke
 @asynccontextmanager
 async def a_dataprep(folder: Path, server: RedisServer) -> AsyncIterator[Blocked]:
     async with dataprep(configured(folder, server)) as (service, loop), running(service, loop.work):
-        yield service, "work", "survey"
+        yield service, "work", "sweep_and_peek"
 
 
 @asynccontextmanager
@@ -94,7 +94,7 @@ async def test_a_blocked_loop_is_seen_and_named(
             raise StoreError("released by the test")
 
         monkeypatch.setattr(service.store, method, never)
-        service.bell.ring_all()
+        service.notifications.notify_all()
         async with asyncio.timeout(60):
             await held.wait()
         try:

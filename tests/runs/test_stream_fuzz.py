@@ -104,7 +104,7 @@ async def test_tickets(tmp_path: Path, server: RedisServer, entries: int) -> Non
             body = mutated(rng, ticket(i, answer="x", seed=0))
             fields = {"ticket": f"0-{i}", "body": body}
             await store.client.xadd(store.keys.tickets, fields)  # type: ignore[arg-type]
-        one.service.bell.ring("tickets")
+        one.service.notifications.notify("tickets")
 
         async def over() -> bool:
             return (await store.audit())["tickets"] == 0

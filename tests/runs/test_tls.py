@@ -18,7 +18,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
 from services.runtime.http.api import serve
-from services.runtime.http.credentials import Tokens
+from services.runtime.http.credentials import ApiTokens
 from services.runtime.portal import Portal
 from services.runtime.process_tools import free_port
 from services.runtime.service import Service
@@ -98,7 +98,7 @@ def test_endpoints_over_tls(certificates: Certificates, renewed: Certificates, t
     try:
         store = portal.call(Store.connect(server.url, "tls", server.password))
         service = Service("trainer", config, store, PodStatus("trainer", "t", "b", "here", 1, "", "ready", 0, 0, {}))
-        served = serve(service, Tokens("operate", "read"))
+        served = serve(service, ApiTokens("operate", "read"))
         url = portal.call(served.__aenter__())
         try:
             assert url.startswith("https://127.0.0.1:")
@@ -160,5 +160,5 @@ async def test_a_certificate_without_its_key_is_an_error_with_its_remedy(
     config = config.model_copy(update={"api": config.api.model_copy(update=files)})
     service = Service("trainer", config, store, PodStatus("trainer", "t", "b", "here", 1, "", "ready", 0, 0, {}))
     with pytest.raises(ConfigError, match=r"cannot be used .* name a certificate and its key"):
-        async with serve(service, Tokens("operate")):
+        async with serve(service, ApiTokens("operate")):
             pass

@@ -16,7 +16,7 @@ from services.protocol.messages import PodStatus
 from services.runtime.entry import open_service
 from services.runtime.http.api import serve
 from services.runtime.http.authorization import BODY_LIMIT_BYTES
-from services.runtime.http.credentials import Tokens, api_tokens
+from services.runtime.http.credentials import ApiTokens, api_tokens
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Store
@@ -36,7 +36,7 @@ async def service(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIte
 
 @pytest_asyncio.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with serve(service, Tokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve(service, ApiTokens("test-token")) as url, httpx.AsyncClient(base_url=url) as client:
         yield client
 
 
@@ -102,14 +102,14 @@ async def test_liveness_is_that_of_the_loops(http: httpx.AsyncClient, service: S
     async def body(_: Loop) -> None: ...
 
     loop = service.add_loop("leases", body, limit_s=5.0)
-    service.add_loop("bell", body, limit_s=float("inf"))
+    service.add_loop("notifications", body, limit_s=float("inf"))
     answer = await http.get("/health/live")
     assert (answer.status_code, answer.json()["alive"]) == (200, True)
-    assert answer.json()["loops"]["bell"]["limit_s"] is None
+    assert answer.json()["loops"]["notifications"]["limit_s"] is None
     loop.last_progress -= 60.0
     answer = await http.get("/health/live")
     assert (answer.status_code, answer.json()["alive"]) == (503, False)
-    assert {name: health["alive"] for name, health in answer.json()["loops"].items()} == {"leases": False, "bell": True}
+    assert {name: health["alive"] for name, health in answer.json()["loops"].items()} == {"leases": False, "notifications": True}
 
 
 async def test_readiness_says_why_not(http: httpx.AsyncClient, service: Service) -> None:
@@ -145,7 +145,7 @@ async def test_a_taken_port_is_an_error_with_its_remedy(service: Service, http: 
     taken = service.config.api.model_copy(update={"port": http.base_url.port})
     other = Service("generator", service.config.model_copy(update={"api": taken}), service.store, service.status)
     with pytest.raises(ConfigError, match=rf"api.port = {http.base_url.port} .* choose another, or 0"):
-        async with serve(other, Tokens("test-token")):
+        async with serve(other, ApiTokens("test-token")):
             pass
 
 
@@ -156,8 +156,8 @@ def test_no_token_is_an_error_not_an_open_door(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"api\.token_file"):
         api_tokens(open_door)
     monkeypatch.setenv("GRPO_API_TOKEN", "from-environment")
-    assert api_tokens(open_door) == Tokens("from-environment")
-    assert api_tokens(config) == Tokens("test-token")
+    assert api_tokens(open_door) == ApiTokens("from-environment")
+    assert api_tokens(config) == ApiTokens("test-token")
 
 
 async def _until_ready(store: Store) -> None:

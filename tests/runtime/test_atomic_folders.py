@@ -6,33 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime import atomic_folders as folders
-from services.runtime.atomic_folders import FolderError, Manifest
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FolderError, FolderManifest
 
 
-def _make(final: Path, content: bytes = b"weights") -> Manifest:
-    partial = folders.begin(final)
+def _make(final: Path, content: bytes = b"weights") -> FolderManifest:
+    partial = atomic_folders.begin(final)
     (partial / "inner").mkdir()
-    folders.write(partial / "inner" / "data", content)
-    manifest = Manifest(folders.digests(partial, 0, 1), {"step": 3})
-    folders.finish(partial, final, manifest)
+    atomic_folders.write(partial / "inner" / "data", content)
+    manifest = FolderManifest(atomic_folders.digests(partial, 0, 1), {"step": 3})
+    atomic_folders.finish(partial, final, manifest)
     return manifest
 
 
 def test_a_folder_appears_whole(tmp_path: Path) -> None:
     final = tmp_path / "new" / "folder"
     manifest = _make(final)
-    assert folders.read_manifest(final) == manifest
+    assert atomic_folders.read_manifest(final) == manifest
     assert list(manifest.files) == ["inner/data"]
-    folders.verify(final, manifest)
+    atomic_folders.verify(final, manifest)
     assert [path.name for path in final.parent.iterdir()] == ["folder"]
 
 
 def test_an_unfinished_folder_is_none_and_is_cleared(tmp_path: Path) -> None:
-    partial = folders.begin(tmp_path / "folder")
-    folders.write(partial / "rest", b"left by a crash")
+    partial = atomic_folders.begin(tmp_path / "folder")
+    atomic_folders.write(partial / "rest", b"left by a crash")
     assert not (tmp_path / "folder").exists()
-    assert not list(folders.begin(tmp_path / "folder").iterdir())
+    assert not list(atomic_folders.begin(tmp_path / "folder").iterdir())
 
 
 def test_a_folder_is_replaced(tmp_path: Path) -> None:
@@ -49,34 +49,34 @@ def test_damage_is_named(tmp_path: Path, damage: bytes | None, message: str) -> 
     data = tmp_path / "folder" / "inner" / "data"
     data.unlink() if damage is None else data.write_bytes(damage)
     with pytest.raises(FolderError, match=message):
-        folders.verify(tmp_path / "folder", manifest)
+        atomic_folders.verify(tmp_path / "folder", manifest)
 
 
 def test_a_damaged_or_missing_manifest_is_named(tmp_path: Path) -> None:
     _make(tmp_path / "folder")
-    (tmp_path / "folder" / folders.MANIFEST).write_text("{")
+    (tmp_path / "folder" / atomic_folders.MANIFEST).write_text("{")
     with pytest.raises(FolderError, match=r"manifest\.json is damaged"):
-        folders.read_manifest(tmp_path / "folder")
+        atomic_folders.read_manifest(tmp_path / "folder")
     with pytest.raises(FolderError, match="incomplete"):
-        folders.read_manifest(tmp_path / "absent")
+        atomic_folders.read_manifest(tmp_path / "absent")
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(FolderError, match="cannot be written: Not a directory; free space or make it writable"):
-        folders.begin(tmp_path / "file" / "folder")
+        atomic_folders.begin(tmp_path / "file" / "folder")
 
 
 def test_ranks_share_the_reading(tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"{number}").write_bytes(bytes([number]))
-    shares = [folders.digests(tmp_path, share, 3) for share in range(3)]
-    assert {name: record for share in shares for name, record in share.items()} == folders.digests(tmp_path, 0, 1)
+    shares = [atomic_folders.digests(tmp_path, share, 3) for share in range(3)]
+    assert {name: record for share in shares for name, record in share.items()} == atomic_folders.digests(tmp_path, 0, 1)
     assert max(len(share) for share in shares) == 3
 
 
 def test_a_pointer_changes_in_one_step(tmp_path: Path) -> None:
-    folders.replace(tmp_path / "latest", b"one")
-    folders.replace(tmp_path / "latest", b"two")
+    atomic_folders.replace(tmp_path / "latest", b"one")
+    atomic_folders.replace(tmp_path / "latest", b"two")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").read_bytes() == b"two"

@@ -13,7 +13,7 @@ import pytest
 
 from services.config import to_toml
 from services.console.local.redis_server import RedisServer
-from services.generator.pod import Pod
+from services.generator.pod import GeneratorPod
 from services.runtime.entry import leaving_at_once, open_service
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config
@@ -77,7 +77,7 @@ async def test_a_generator_that_was_told_to_end_before_loads_nothing(
 
     monkeypatch.setattr(ScriptedEngine, "start", start)
     async with open_service("generator", config, "generator-0") as service:
-        pod = Pod(service)
+        pod = GeneratorPod(service)
         service.stop()
         await pod.run()
     assert not started

@@ -57,7 +57,7 @@ async def test_pauses_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(pauses) < 5:
             raise OSError("again")
 
-    await Loop("bell", body, limit_s=30.0).supervise()
+    await Loop("notifications", body, limit_s=30.0).supervise()
     assert pauses == [0.001, 0.002, 0.004, 0.004, 0.004]
 
 

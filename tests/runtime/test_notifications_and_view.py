@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from services.runtime.loops import Loop, end_tasks
-from services.runtime.notifications import Bell
+from services.runtime.notifications import Notifications
 from services.runtime.view import RunView
 from services.store import Store
 
@@ -23,54 +23,54 @@ def unwatched(name: str) -> Loop:
 
 
 @pytest_asyncio.fixture
-async def bell(store: Store) -> AsyncIterator[Bell]:
-    """A bell that is connected."""
-    bell = Bell()
-    wait = asyncio.create_task(bell.wait("connected-yet", timeout=10.0))
+async def notifications(store: Store) -> AsyncIterator[Notifications]:
+    """A notifications that is connected."""
+    notifications = Notifications()
+    wait = asyncio.create_task(notifications.wait("connected-yet", timeout=10.0))
     await asyncio.sleep(0)
-    listening = asyncio.create_task(bell.listen(store))
+    listening = asyncio.create_task(notifications.listen(store))
     await wait  # a new connection rings everything that is waited for
-    yield bell
+    yield notifications
     await end_tasks([listening])
 
 
-async def waited(bell: Bell, *topics: str, timeout: float = 10.0) -> float:
+async def waited(notifications: Notifications, *topics: str, timeout: float = 10.0) -> float:
     started = time.monotonic()
-    await bell.wait(*topics, timeout=timeout)
+    await notifications.wait(*topics, timeout=timeout)
     return time.monotonic() - started
 
 
-async def test_a_change_in_redis_wakes_who_waits_for_it(store: Store, bell: Bell) -> None:
-    waiting = asyncio.create_task(waited(bell, "control"))
+async def test_a_change_in_redis_wakes_who_waits_for_it(store: Store, notifications: Notifications) -> None:
+    waiting = asyncio.create_task(waited(notifications, "control"))
     await asyncio.sleep(0.01)
     await store.create("config", "data", 4, 8)
     assert await waiting < 5.0
 
 
-async def test_a_ring_before_the_wait_is_not_lost(bell: Bell) -> None:
-    bell.ring("tickets")
-    assert await waited(bell, "tickets", "version") < 1.0
-    assert await waited(bell, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
+async def test_a_ring_before_the_wait_is_not_lost(notifications: Notifications) -> None:
+    notifications.notify("tickets")
+    assert await waited(notifications, "tickets", "version") < 1.0
+    assert await waited(notifications, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
 
 
-async def test_a_ring_reaches_everybody_who_waits_for_its_topic(bell: Bell) -> None:
-    waiting = [asyncio.create_task(waited(bell, "control", other)) for other in ("version", "tickets")]
+async def test_a_ring_reaches_everybody_who_waits_for_its_topic(notifications: Notifications) -> None:
+    waiting = [asyncio.create_task(waited(notifications, "control", other)) for other in ("version", "tickets")]
     await asyncio.sleep(0)
-    bell.ring("control")
+    notifications.notify("control")
     assert max(await asyncio.gather(*waiting)) < 1.0
-    bell.ring("control")
-    assert await waited(bell, "control", "version") < 1.0
-    assert await waited(bell, "control", "tickets") < 1.0
+    notifications.notify("control")
+    assert await waited(notifications, "control", "version") < 1.0
+    assert await waited(notifications, "control", "tickets") < 1.0
 
 
-async def test_other_topics_do_not_wake(bell: Bell) -> None:
-    bell.ring("headers")
-    assert await waited(bell, "tickets", timeout=0.05) >= 0.04
+async def test_other_topics_do_not_wake(notifications: Notifications) -> None:
+    notifications.notify("headers")
+    assert await waited(notifications, "tickets", timeout=0.05) >= 0.04
 
 
-async def test_a_cancelled_wait_leaves_no_task_behind(bell: Bell) -> None:
+async def test_a_cancelled_wait_leaves_no_task_behind(notifications: Notifications) -> None:
     before = len(asyncio.all_tasks())
-    waiting = asyncio.create_task(waited(bell, "steps"))
+    waiting = asyncio.create_task(waited(notifications, "steps"))
     await asyncio.sleep(0.01)
     waiting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -79,8 +79,8 @@ async def test_a_cancelled_wait_leaves_no_task_behind(bell: Bell) -> None:
     assert len(asyncio.all_tasks()) == before
 
 
-async def test_the_view_follows_the_run(store: Store, bell: Bell) -> None:
-    view = RunView(store, bell, "generator")
+async def test_the_view_follows_the_run(store: Store, notifications: Notifications) -> None:
+    view = RunView(store, notifications, "generator")
     assert (view.paused, view.ended) == (False, False)
     following = asyncio.create_task(view.follow(unwatched("view")))
     created = asyncio.create_task(view.created())

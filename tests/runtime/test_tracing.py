@@ -13,14 +13,14 @@ import pytest
 from benchmarks.observing import black_hole
 from services.config import ConfigError
 from services.runtime import tracing
-from services.runtime.tracing import OtlpTracing, Tracing, check_tracing, open_tracing
+from services.runtime.tracing import OtlpTracing, TraceRecorder, check_tracing, open_tracing
 from tests.support.collector import collecting
 from tests.support.harness import small_config, wait_until
 
 
 def test_off_by_default_and_then_nothing_is_imported_or_kept(tmp_path: Path) -> None:
     made = open_tracing(small_config(tmp_path), "trainer", "trainer-0")
-    assert type(made) is Tracing
+    assert type(made) is TraceRecorder
     assert made.begin() == ""
     made.record("train", "", 0.0)
     made.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.operations.inspection.checkpoints import ask_for_checkpoint
+from services.operations.inspection.checkpoints import request_checkpoint_of
 from services.protocol.errors import NotFound
 from services.store import RunState, Store
 
@@ -18,23 +18,23 @@ async def _state(store: Store) -> RunState:
 async def test_asked_for_written_and_asked_again(any_store: Store) -> None:
     store = any_store
     with pytest.raises(NotFound, match="does not exist yet"):
-        await ask_for_checkpoint(store, "by hand")
+        await request_checkpoint_of(store, "by hand")
     await store.create("config", "dataset", steps=9, slots=8)
-    first = await ask_for_checkpoint(store, "by hand")
+    first = await request_checkpoint_of(store, "by hand")
     assert (first.step, first.saved) == (0, False)
     wish = (await _state(store)).checkpoint
     assert wish.endswith(" by hand")
-    assert await ask_for_checkpoint(store, "REST") == first
+    assert await request_checkpoint_of(store, "REST") == first
     assert (await _state(store)).checkpoint == wish
     await store.checkpoint_failed("disk full")
     state = await _state(store)
     assert (state.checkpoint, state.checkpoint_failed) == (wish, "disk full")
-    assert await ask_for_checkpoint(store, "once more") == first
+    assert await request_checkpoint_of(store, "once more") == first
     assert (await _state(store)).checkpoint.endswith(" once more")
     await store.checkpointed(await store.attach_trainer(), 0)
     state = await _state(store)
     assert (state.checkpoint, state.checkpoint_failed, state.checkpointed_step) == ("", "", 0)
-    again = await ask_for_checkpoint(store, "REST")
+    again = await request_checkpoint_of(store, "REST")
     assert (again.step, again.saved) == (0, True)
     assert not (await _state(store)).checkpoint
 
@@ -43,4 +43,4 @@ async def test_a_run_without_a_trainer_is_not_asked(store: Store) -> None:
     await store.create("config", "dataset", steps=9, slots=8)
     await store.finish("lost its disk")
     with pytest.raises(NotFound, match=r"has finished \(lost its disk\) without a checkpoint of step 0"):
-        await ask_for_checkpoint(store, "by hand")
+        await request_checkpoint_of(store, "by hand")

@@ -38,8 +38,8 @@ class Walk:
         self.trainers: list[int] = []
         self.operations = [
             *[self.issue] * 3, *[self.claim] * 4, *[self.submit] * 8, *[self.settle] * 4, *[self.prepare] * 3, *[self.commit] * 3,
-            *[self.publish] * 3, self.survey, self.reweigh, self.renew, self.release, self.fail, self.save_partial, self.corrupt,
-            self.pause, self.checkpoint, self.change_leader, self.change_trainer,
+            *[self.publish] * 3, self.sweep_and_peek, self.reweigh, self.renew, self.release, self.fail, self.save_partial,
+            self.corrupt, self.pause, self.checkpoint, self.change_leader, self.change_trainer,
         ]  # fmt: skip
 
     async def begin(self) -> None:
@@ -139,7 +139,7 @@ class Walk:
 
     async def prepare(self) -> None:
         fence = self.fence(self.leaders)
-        drawn = [group for group, _ in (await self.store.survey(fence, 0, self.random.randint(1, 3))).first]
+        drawn = [group for group, _ in (await self.store.sweep_and_peek(fence, 0, self.random.randint(1, 3))).first]
         if drawn and self.random.random() < 0.05:
             drawn = [*drawn[1:], "0-99999"]
         step, variates = (await self.state()).prepared_step + 1, [self.random.expovariate(1) for _ in drawn]
@@ -147,10 +147,10 @@ class Walk:
             for _ in self.twice():
                 await self.store.prepare(fence, *flow.plan(step, drawn), 0, variates)
 
-    async def survey(self) -> None:
+    async def sweep_and_peek(self) -> None:
         fence, oldest_fresh = self.fence(self.leaders), self.random.choice([0, 0, 1])
         for _ in self.twice():
-            await self.store.survey(fence, oldest_fresh, 3)
+            await self.store.sweep_and_peek(fence, oldest_fresh, 3)
 
     async def reweigh(self) -> None:
         weights = {group.group: self.weight() for group in await flow.oldest_groups(self.store, 3)} | {"0-99999": 1.0}
@@ -195,7 +195,7 @@ class Walk:
             settlements = [Settlement(item, "filtered:solved") for item in items]
             await self.store.settle(self.leaders[-1], settlements)
         leader = self.leaders[-1]
-        while first := (await self.store.survey(leader, 0, 2)).first:
+        while first := (await self.store.sweep_and_peek(leader, 0, 2)).first:
             step = (await self.state()).prepared_step + 1
             await self.store.prepare(leader, *flow.plan(step, [group for group, _ in first]), 0, [1.0] * len(first))
         state = await self.state()

@@ -29,12 +29,12 @@ async def test_another_run_of_the_name_is_refused(any_store: Store, config: str,
         await any_store.create(config, data, 10, 4)
 
 
-async def test_another_wire_version_is_refused(any_store: Store) -> None:
+async def test_another_protocol_version_is_refused(any_store: Store) -> None:
     await any_store.create("config", "data", 10, 4)
-    await any_store.client.hset(any_store.keys.run, "wire", "999")  # type: ignore[misc]
-    with pytest.raises(DifferentRun, match="wire version 999, this program speaks"):
+    await any_store.client.hset(any_store.keys.run, "protocol", "999")  # type: ignore[misc]
+    with pytest.raises(DifferentRun, match="protocol version 999, but this program speaks"):
         await any_store.state()
-    with pytest.raises(DifferentRun, match="wire version"):
+    with pytest.raises(DifferentRun, match="protocol version"):
         await any_store.create("config", "data", 10, 4)
 
 

@@ -14,9 +14,9 @@ from tests.support.flow import Team, buffer, prepare, start
 WHY = {"0-1": "payload 0-1.7: it is gone"}
 
 
-async def condemn(store: Store, team: Team, first: int, prepared: int, *steps: tuple[int, list[str]]) -> int:
-    """Condemn 0-1; `steps` have other groups beside it."""
-    return await store.condemn(team.trainer, first, prepared, WHY, [flow.plan(step, groups) for step, groups in steps])
+async def discard_damaged(store: Store, team: Team, first: int, prepared: int, *steps: tuple[int, list[str]]) -> int:
+    """DiscardDamaged 0-1; `steps` have other groups beside it."""
+    return await store.discard_damaged(team.trainer, first, prepared, WHY, [flow.plan(step, groups) for step, groups in steps])
 
 
 async def whole(store: Store, **outcomes: int) -> None:
@@ -31,7 +31,7 @@ async def test_a_group_leaves_its_step_as_a_dead_letter_that_can_be_put_back(any
     await buffer(any_store, team, 4)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
     await prepare(any_store, team, 1, ["0-2", "0-3"])
-    assert await condemn(any_store, team, 0, 1, (0, ["0-0"])) == 1
+    assert await discard_damaged(any_store, team, 0, 1, (0, ["0-0"])) == 1
     plan = await any_store.plan(0)
     assert plan is not None
     assert plan.groups == ["0-0"]
@@ -40,7 +40,7 @@ async def test_a_group_leaves_its_step_as_a_dead_letter_that_can_be_put_back(any
     assert b"0-1" in letter.body, "its header goes with it"
     await whole(any_store, failed=1)
     assert [key async for key in any_store.client.scan_iter(match="*0-1*")] == []
-    assert await condemn(any_store, team, 0, 1, (0, ["0-0"])) == 0, "a repeated call changes nothing"
+    assert await discard_damaged(any_store, team, 0, 1, (0, ["0-0"])) == 0, "a repeated call changes nothing"
     for step in (0, 1):
         await any_store.commit(team.trainer, step)
         await any_store.publish(team.trainer, step + 1)
@@ -54,7 +54,7 @@ async def test_a_step_may_lose_all_its_groups(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-1"])
-    assert await condemn(any_store, team, 0, 0, (0, [])) == 1
+    assert await discard_damaged(any_store, team, 0, 0, (0, [])) == 1
     await any_store.commit(team.trainer, 0)
     await any_store.publish(team.trainer, 1)
     await whole(any_store, failed=1)
@@ -67,10 +67,10 @@ async def test_a_step_that_was_prepared_meanwhile_has_to_be_looked_at_first(any_
     await prepare(any_store, team, 1, ["0-2"])
     before = await any_store.audit()
     with pytest.raises(OutOfOrder, match="step 1 was prepared meanwhile"):
-        await condemn(any_store, team, 0, 0, (0, ["0-0"]))
+        await discard_damaged(any_store, team, 0, 0, (0, ["0-0"]))
     await any_store.attach_trainer()
     with pytest.raises(Fenced):
-        await condemn(any_store, team, 0, 1, (0, ["0-0"]))
+        await discard_damaged(any_store, team, 0, 1, (0, ["0-0"]))
     assert await any_store.audit() == before
 
 
@@ -83,7 +83,7 @@ async def test_a_step_that_is_trained_again_after_a_crash_takes_back_that_it_was
     await prepare(any_store, team, 0, ["0-0", "0-1"])
     await any_store.commit(team.trainer, 0)
     await any_store.publish(team.trainer, published)
-    assert await condemn(any_store, team, 0, 0, (0, ["0-0"])) == 1
+    assert await discard_damaged(any_store, team, 0, 0, (0, ["0-0"])) == 1
     await whole(any_store, failed=1, trained=1)
     await any_store.publish(team.trainer, 1)
     await whole(any_store, failed=1, trained=1)
@@ -99,7 +99,7 @@ async def test_a_replayed_group_leaves_table_and_steps_and_stays_trained(any_sto
         if step == 0:
             await any_store.commit(team.trainer, 0)
             await any_store.publish(team.trainer, 1)
-    assert await condemn(any_store, team, 1, 2, (1, ["0-0"]), (2, ["0-0"])) == 1
+    assert await discard_damaged(any_store, team, 1, 2, (1, ["0-0"]), (2, ["0-0"])) == 1
     await whole(any_store, trained=2)
     for step in (1, 2):
         plan = await any_store.plan(step)

@@ -27,7 +27,7 @@ async def beat(store: Store, number: int, world: int = 1, phase: str = "ready", 
 
 
 async def volunteer(store: Store, number: int, version: int = 0, most: int = 1, training: int = 0, ttl_s: float = TTL_S) -> bool:
-    return await store.volunteer(member(number), version, await flow.sender(store), ttl_s, most, training)
+    return await store.volunteer(member(number), version, await flow.trainer_fence(store), ttl_s, most, training)
 
 
 async def claim(store: Store, number: int, count: int = 10, version: int = 0, lease_s: float = LEASE_S) -> list[Claim] | None:

@@ -84,7 +84,7 @@ async def test_a_member_reads_of_a_round_what_concerns_it(any_store: Store) -> N
     team = await start(any_store)
     assert await any_store.round_of("g0:b1") is None
     await any_store.set_round(
-        team.trainer, msgspec.structs.replace(sync_round(1), members={"g0:b1": 1, "g1:b1": 2}, sender=team.trainer)
+        team.trainer, msgspec.structs.replace(sync_round(1), members={"g0:b1": 1, "g1:b1": 2}, trainer_fence=team.trainer)
     )
     mine = await any_store.round_of("g1:b1")
     assert mine is not None

@@ -26,7 +26,7 @@ from services.store import Claim, Store
 from services.store.calls import payloads
 from services.store.calls.run import fullest
 from services.store.connection.base import Connection
-from services.store.snapshot_format import Group, Snapshot, SnapshotError, renamed, renamed_plan
+from services.store.snapshot_format import Snapshot, SnapshotError, SnapshotGroup, renamed, renamed_plan
 from tests.conftest import SERVERS, skip_without
 from tests.store.test_conservation import Walk
 from tests.support import flow
@@ -143,7 +143,7 @@ async def test_payloads_lie_on_all_masters_by_the_rights_of_each_service(cluster
         assert await dataprep.sweep() == 0
         assert (await dataprep.memory())[0] > 0
         assert (await console.server()).persists
-        await dataprep.survey(leader, 1, 8)
+        await dataprep.sweep_and_peek(leader, 1, 8)
         assert await dataprep.sweep() == 60
     async with connected(cluster) as admin:
         await admin.delete_run()
@@ -235,7 +235,7 @@ async def test_a_sweep_that_sleeps_at_any_point_takes_nothing_that_is_submitted_
         monkeypatch.setattr(sweeper, "_strays", find)
         monkeypatch.setattr(sweeper, "_delete", sleep_and_delete)
         await flow.settle(store, team, "stale")
-        await store.survey(team.leader, 1, 8)
+        await store.sweep_and_peek(team.leader, 1, 8)
         assert await named(store) == []
         sweeping = asyncio.create_task(sweeper.sweep())
         await asleep.wait()
@@ -316,7 +316,7 @@ async def test_a_payload_that_its_shard_lost_is_told_like_a_damaged_one(cluster:
             await store.payloads(names)
         assert list(told.value.reasons) == [names[1]]
         assert "or did its server lose its last moments?" in told.value.reasons[names[1]]
-        await store.survey(team.leader, 1, 8)
+        await store.sweep_and_peek(team.leader, 1, 8)
         assert await store.sweep() == 2
 
 
@@ -366,7 +366,7 @@ def test_the_fullest_server_has_the_largest_share_or_the_most() -> None:
 
 def test_a_snapshot_that_cannot_be_renamed_is_damaged() -> None:
     with pytest.raises(SnapshotError, match="group 0-1 is damaged"):
-        renamed(Group("0-1", 1, {"header": b"?", "payload": b"0-1.3"}, b"x", 1.0), 7)
+        renamed(SnapshotGroup("0-1", 1, {"header": b"?", "payload": b"0-1.3"}, b"x", 1.0), 7)
     with pytest.raises(SnapshotError, match="a plan is damaged"):
         renamed_plan({"plan": b"", "rank:0": b"?"}, 7)
 

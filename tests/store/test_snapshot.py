@@ -184,19 +184,23 @@ async def test_filtered_groups_keep_the_place_they_had_in_a_step_that_is_planned
     await flow.submit(any_store, "g", one)
     await flow.settle(any_store, team, "filtered:zero")
     await any_store.prepare(team.leader, *flow.plan(0, ["0-0"]), 0, [], gaps_until=1)
-    assert (await any_store.survey(team.leader, 0, 4)).gaps == ()
+    assert (await any_store.sweep_and_peek(team.leader, 0, 4)).gaps == ()
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
     await restore(any_store, tmp_path / "s")
     leader = await any_store.lead("next", 60)
     assert leader is not None
-    assert (await any_store.survey(leader, 0, 4)).gaps == (1,)
+    assert (await any_store.sweep_and_peek(leader, 0, 4)).gaps == (1,)
 
 
 async def test_the_leader_is_held_off_while_a_snapshot_is_taken_and_no_longer(any_store: Store) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)
     await any_store._call("snapshot_begin", team.trainer, "token", 60_000)
-    for call in (any_store.survey(team.leader, 0, 1), flow.issue(any_store, team, 1), flow.prepare(any_store, team, 0, ["0-0"])):
+    for call in (
+        any_store.sweep_and_peek(team.leader, 0, 1),
+        flow.issue(any_store, team, 1),
+        flow.prepare(any_store, team, 0, ["0-0"]),
+    ):
         with pytest.raises(Busy, match="a snapshot is being taken: try again in a moment"):
             await call
     assert await any_store._call("snapshot_hold", team.trainer, "token", 60_000) == 1
@@ -230,7 +234,7 @@ async def test_whoever_belongs_to_the_time_before_is_refused(any_store: Store, t
     await flow.issue(any_store, team, 2)
     (held,) = await flow.claim(any_store, "g")
     trainer = await restore(any_store, tmp_path / "s")
-    for call in (any_store.commit(team.trainer, 0), any_store.survey(team.leader, 0, 1)):
+    for call in (any_store.commit(team.trainer, 0), any_store.sweep_and_peek(team.leader, 0, 1)):
         with pytest.raises(Fenced):
             await call
     assert not await flow.submit(any_store, "g", held), "a submission of before counted"
@@ -284,7 +288,7 @@ async def test_a_run_that_is_to_go_back_does_not_end_and_one_that_has_ended_may_
     await any_store.commit(team.trainer, 0)
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
     await any_store.finish("trained 1 of 1 steps")
-    await any_store.want_restore(0)
+    await any_store.request_restore(0)
     with pytest.raises(OutOfOrder, match="the run does not end, it goes back to step 0"):
         await any_store.finish("trained 1 of 1 steps")
     state = await any_store.state()

@@ -128,7 +128,7 @@ async def test_a_group_trains_max_uses_times_and_holds_its_slot_for_the_first(an
     await any_store.publish(team.trainer, 1)
     assert (await any_store.audit())["slots_used"] == 0
     await prepare(any_store, team, 1, ["0-0"])
-    assert (await any_store.survey(team.leader, 1, 5)).stale == 1, "0-1 is too old for a second use"
+    assert (await any_store.sweep_and_peek(team.leader, 1, 5)).stale == 1, "0-1 is too old for a second use"
     await any_store.commit(team.trainer, 1)
     await any_store.publish(team.trainer, 2)
     assert await flow.oldest_groups(any_store, 9) == []

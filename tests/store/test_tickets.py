@@ -210,7 +210,7 @@ async def test_claims_walk_through_all_expired_leases(any_store: Store) -> None:
     assert len(await claim(any_store, "dead", 50)) == 50
     scan, seen = "0-0", []
     for _ in range(20):
-        scan, claims = await any_store.claim("alive", 0, await flow.sender(any_store), 0.0, 3, scan)
+        scan, claims = await any_store.claim("alive", 0, await flow.trainer_fence(any_store), 0.0, 3, scan)
         seen += [c.ticket_id for c in claims]
     assert set(seen) == {f"0-{i}" for i in range(50)}
 

@@ -48,10 +48,10 @@ async def claim(
     store: Store, consumer: str, count: int = 1, version: int = 0, lease_s: float = 60.0, **options: Any
 ) -> list[Claim]:
     """Claim tickets."""
-    return (await store.claim(consumer, version, await sender(store), lease_s, count, **options))[1]
+    return (await store.claim(consumer, version, await trainer_fence(store), lease_s, count, **options))[1]
 
 
-async def sender(store: Store) -> int:
+async def trainer_fence(store: Store) -> int:
     """Fence of the trainer whose weights are published."""
     state = await store.state()
     assert state is not None

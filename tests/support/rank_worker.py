@@ -254,7 +254,7 @@ def variants(model: Path, sections: Any, payloads: Any, samples: Any, layout: An
 
 def resume(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, root: Path) -> dict[str, Any]:
     """Train, checkpoint before the last layout, train on; then the last again from the checkpoint, on a fresh policy."""
-    from services.runtime import atomic_folders as folders
+    from services.runtime import atomic_folders
     from services.trainer.checkpoints.folder import Checkpoints
     from services.trainer.step import deepspeed_engine as engine
 
@@ -264,7 +264,7 @@ def resume(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any
     for step, layout in enumerate(layouts[:-1]):
         _train(policy, payloads, samples, layout, step)
     state = optimizer_state(policy)
-    saved = checkpoints.save(policy, len(layouts) - 2, lambda folder: folders.write(folder / "snapshot", b"of dataprep"))
+    saved = checkpoints.save(policy, len(layouts) - 2, lambda folder: atomic_folders.write(folder / "snapshot", b"of dataprep"))
     metrics = _train(policy, payloads, samples, layouts[-1], len(layouts) - 1).metrics
     uninterrupted = whole_weights(policy), reference_weights(policy), torch.rand(3), engine.random_state()["python"][1][:3]
 
@@ -337,13 +337,13 @@ class SlowStore(Store):
 
 
 def through_worker(model: Path, url: str, password: str, run: str, steps: int, delay_s: float) -> dict[str, Any]:
-    """Train prepared steps as the crew does, from a slow store; then again on a fresh policy, from rows built at once."""
+    """Train prepared steps as rank 0 does, from a slow store; then again on a fresh policy, from rows built at once."""
     from services.protocol.errors import Damaged
     from services.runtime.loops import Broken
     from services.runtime.portal import Portal
     from services.trainer import ranks
     from services.trainer.step import batches
-    from services.trainer.step.discard_damaged import condemn
+    from services.trainer.step.discard_damaged import discard_damaged
     from services.trainer.worker import Worker
 
     sections = {"run": {"name": run, "steps": steps}, "trainer": {"row_tokens": 128, "deterministic": True}}
@@ -359,7 +359,7 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
                 damaged.append(str(done))
                 if policy.world.rank == 0:
                     fence = portal.call(store.attach_trainer())
-                    assert portal.call(condemn(store, fence, step, done, policy.config)) == 1
+                    assert portal.call(discard_damaged(store, fence, step, done, policy.config)) == 1
                 ranks.gather(None)
             metrics.append(done[1].metrics)
             time.sleep(1.5 * delay_s)  # the rest of a step that takes longer than its fetch
@@ -407,7 +407,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
     import signal
 
     from services.config import ConfigError
-    from services.runtime import atomic_folders as folders
+    from services.runtime import atomic_folders
     from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Saved
     from services.trainer.step.batches import PlanMismatch
 
@@ -431,7 +431,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
         (root / "file").write_text("")
     attempt("not a folder", lambda: Checkpoints(root / "file", keep=1).save(policy, 1))
     attempt("cannot begin", lambda: Checkpoints(root / "file", keep=1).try_out(rank))
-    attempt("beside", lambda: good.save(policy, 4, lambda folder: folders.write(folder / "none" / "snapshot", b"")))
+    attempt("beside", lambda: good.save(policy, 4, lambda folder: atomic_folders.write(folder / "none" / "snapshot", b"")))
     if rank == policy.world.size - 1:  # one rank may write no more, in the midst of its file
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -460,7 +460,7 @@ def failures(model: Path, root: Path) -> dict[str, str]:
         """The last good checkpoint, with other facts in its manifest."""
         if rank == 0:
             shutil.copytree(good.root / "step-00000003", root / name / "step-00000003")
-            path = root / name / "step-00000003" / folders.MANIFEST
+            path = root / name / "step-00000003" / atomic_folders.MANIFEST
             manifest = json.loads(path.read_text())
             path.write_text(json.dumps(manifest | {"facts": manifest["facts"] | facts}))
         _from_rank_0("")

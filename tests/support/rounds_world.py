@@ -14,10 +14,10 @@ from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.rollouts.evaluation import EvaluationLane
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import end_tasks
-from services.runtime.notifications import Bell
+from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
@@ -50,7 +50,7 @@ class World:
     rounds: SyncRounds
     model: torch.nn.Module
     engines: dict[str, ScriptedEngine] = field(default_factory=dict)
-    lanes: dict[str, EvaluationLane] = field(default_factory=dict)
+    lanes: dict[str, EvaluationWorker] = field(default_factory=dict)
     tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
     gathered: set[str] = field(default_factory=set)  # everybody a round has counted on
 
@@ -66,7 +66,7 @@ class World:
             await self.store.beat(status, 60)
             if follows:
                 shared = (service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
-                lane = self.lanes[name] = EvaluationLane(*shared)  # type: ignore[arg-type]
+                lane = self.lanes[name] = EvaluationWorker(*shared)  # type: ignore[arg-type]
                 rollouts = RolloutLoop(*shared, lane)  # type: ignore[arg-type]
                 follower = WeightFollower(service, engine, rollouts.metrics, lane, rollouts.in_flight)
                 bodies = (
@@ -115,11 +115,11 @@ def open_world(folder: Path, server: RedisServer, *overrides: str, model: torch.
     store = portal.call(Store.connect(server.url, "rounds", server.password))
     portal.call(store.create("config", "data", config.run.steps, config.slots))
     fence = portal.call(store.attach_trainer())
-    bell = Bell()
+    notifications = Notifications()
     model = model or torch.nn.Linear(8, 4)
     sender = make_weight_sender(config, model, 0)
-    listening = portal.start(bell.listen(store))
-    rounds = SyncRounds(config, store, bell, portal, fence, sender, sender.send, lambda: None)
+    listening = portal.start(notifications.listen(store))
+    rounds = SyncRounds(config, store, notifications, portal, fence, sender, sender.send, lambda: None)
     world = World(config, portal, store, fence, sender, rounds, model)
     opening = rounds._open
 

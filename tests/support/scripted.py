@@ -128,14 +128,13 @@ class ScriptedEngine:
         self._go.set()
 
     async def join(self, round: Round, first_rank: int) -> None:
-        from services.weights import collective
-        from services.weights import shared_folder as weight_files
+        from services.weights import collective, shared_folder
 
         limit_s = self._config.sync.join_deadline_s
 
         def connect() -> tuple[Any, Any]:
             if round.backend == "filesystem":
-                return None, weight_files.Inbox(self._config.weights_folder / round.host)
+                return None, shared_folder.Inbox(self._config.weights_folder / round.host)
             store = collective.join_store(round.host, round.port, limit_s)
             group = collective.make_group(store, first_rank, round.world_size, round.host, round.port, limit_s)
             self._buffers.clear()

@@ -22,7 +22,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.runtime import logs
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
-from services.weights.checksums import Changed, check, checksums
+from services.weights.checksums import WeightChanged, check, checksums
 from services.weights.collective import Deadline, broadcast, let_go
 from services.weights.member import WeightFollower
 from services.weights.receiver import TransferFailed, WeightsChanged
@@ -69,7 +69,7 @@ class StreamingEngine(StagingEngine):
         self.whole = False
         try:
             await asyncio.to_thread(self._stream, *self._connection)
-        except Changed as error:
+        except WeightChanged as error:
             raise WeightsChanged(error.tensor) from None
         except (RuntimeError, TimeoutError) as error:
             self._connection = None

@@ -73,7 +73,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(follower, "open_tracker", recorder.open)
-    monkeypatch.setattr(follower, "LOOK_S", 0.02)
+    monkeypatch.setattr(follower, "POLL_S", 0.02)
     monkeypatch.setattr(follower, "RETRY_S", 0.02)
     monkeypatch.setattr(follower, "BATCH", 3)
     return recorder

@@ -120,10 +120,10 @@ def _weights(old: list[float], mu: list[float], a: float, config: Loss) -> list[
 def _kl(theta: Tensor, old: float, reference: float, config: Loss) -> Tensor:
     d = torch.clamp(theta - reference, -40, 40)
     match config.kl_estimator:
-        case "k0":
-            return d
         case "k1":
-            return d**2 / 2
+            return d
         case "k2":
+            return d**2 / 2
+        case "k3":
             return torch.exp(-d) - 1 + d
     return torch.exp(theta - old) * d

@@ -14,7 +14,7 @@ from services.protocol.messages import Payload, Sample
 from tests.trainer import literal
 
 VARIANTS: dict[str, Loss] = {
-    name: Loss.model_validate({"kl_beta": 0.1, "kl_estimator": "k3"} | options)
+    name: Loss.model_validate({"kl_beta": 0.1, "kl_estimator": "k1_weighted"} | options)
     for name, options in {
         "gspo": {"policy": "gspo", "old": "behaviour", "denominator": "sequence", "clip_low": 0.5, "clip_high": 0.5},
         "cispo": {"policy": "cispo", "old": "behaviour", "denominator": "group"},

@@ -18,7 +18,7 @@ class Interrupted(TrainLoop):
     def __init__(self) -> None:
         plan = SimpleNamespace(step=4, stats={"tokens/gen/total": 7.0}, total_tokens=9, traces=[])
         self.step, self.fence, self.recorded = 3, 1, []
-        self.crew: Any = SimpleNamespace(lead=lambda name, step: (plan, Trained({"loss/train/sum": 0.5}, {})))
+        self.commands: Any = SimpleNamespace(lead=lambda name, step: (plan, Trained({"loss/train/sum": 0.5}, {})))
         self.store: Any = SimpleNamespace(commit=lambda fence, step: step, record=self.recorded.append)
         self.metrics: Any = SimpleNamespace(
             observe=lambda plan, record: None, record_s=SimpleNamespace(observe=lambda seconds: None)

@@ -15,10 +15,10 @@ import pytest
 
 from services.config import ConfigError, RunConfig, to_toml
 from services.console.local.redis_server import RedisServer
-from services.runtime.child_processes import PodPlan, Unit, UnitPlan, rank_environment
+from services.runtime.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.runtime.entry import Arguments
 from services.store import Store
-from services.trainer.node import Node, _see_through
+from services.trainer.node import TrainerNode, _see_through
 from tests.support.harness import small_config, wait_until
 
 LAST = "import time; time.sleep(60)"
@@ -42,14 +42,14 @@ sys.exit(trainer.main())
 """
 
 
-def unit(*programs: str, stop_s: float = 5.0) -> Unit:
-    pods = tuple(PodPlan(f"rank-{i}", (sys.executable, "-c", program)) for i, program in enumerate(programs))
-    return Unit(UnitPlan("trainer", pods, stop_s=stop_s))
+def child(*programs: str, stop_s: float = 5.0) -> ChildService:
+    pods = tuple(ProcessPlan(f"rank-{i}", (sys.executable, "-c", program)) for i, program in enumerate(programs))
+    return ChildService(ServicePlan("trainer", pods, stop_s=stop_s))
 
 
 def test_ranks_of_a_node_are_neighbours(tmp_path: Path) -> None:
     given = Arguments(small_config(tmp_path), "trainer-1", "/run/config.toml")
-    node = Node.from_environment({"GRPO_NODE": "1", "GRPO_NODES": "2", "MASTER_ADDR": "first", "GRPO_STOP_S": "90"})
+    node = TrainerNode.from_environment({"GRPO_NODE": "1", "GRPO_NODES": "2", "MASTER_ADDR": "first", "GRPO_STOP_S": "90"})
     plan = node.plan(8, given, given.path)
     assert plan.stop_s == 90
     assert [pod.name for pod in plan.pods] == ["trainer-1", "trainer-1.1", "trainer-1.2", "trainer-1.3"]
@@ -63,18 +63,18 @@ def test_ranks_of_a_node_are_neighbours(tmp_path: Path) -> None:
 )
 def test_a_wrong_place_is_refused(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        Node.from_environment(environ)
+        TrainerNode.from_environment(environ)
 
 
 def test_ranks_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
     given = Arguments(small_config(tmp_path), "trainer-0", "")
     with pytest.raises(ConfigError, match=r"trainer.ranks = 3 cannot be shared out evenly"):
-        replace(Node(0, 1, "here", 1.0), count=2).plan(3, given, "")
+        replace(TrainerNode(0, 1, "here", 1.0), count=2).plan(3, given, "")
 
 
 def test_one_that_fails_takes_the_others_along_and_its_code_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.trainer.node.LAST_WORDS_S", 0.2)
-    started = unit(LAST, "raise SystemExit(3)")
+    started = child(LAST, "raise SystemExit(3)")
     started.start(os.environ)
     try:
         assert _see_through(started) == 3
@@ -82,13 +82,13 @@ def test_one_that_fails_takes_the_others_along_and_its_code_counts(monkeypatch: 
         started.kill()
     assert all(code is not None for code in started.codes)
     for sig in (signal.SIGKILL, signal.SIGTERM):  # which nobody asked for
-        killed = unit(f"import os; os.kill(os.getpid(), {sig:d})")
+        killed = child(f"import os; os.kill(os.getpid(), {sig:d})")
         killed.start(os.environ)
         assert _see_through(killed) == 128 + sig
 
 
 def test_ranks_that_do_not_end_are_not_waited_for_longer_than_told() -> None:
-    started = unit(OBSTINATE, stop_s=0.3)
+    started = child(OBSTINATE, stop_s=0.3)
     started.start(os.environ)
     try:
         started.terminate()
@@ -100,12 +100,12 @@ def test_ranks_that_do_not_end_are_not_waited_for_longer_than_told() -> None:
         started.kill()
 
 
-def loading_rank(rank: int, how: str) -> PodPlan:
+def loading_rank(rank: int, how: str) -> ProcessPlan:
     argv = (sys.executable, "-c", RANK, "--name", f"trainer-{rank}", how)
-    return PodPlan(f"rank-{rank}", argv, rank_environment(rank, rank, 2, "127.0.0.1"))
+    return ProcessPlan(f"rank-{rank}", argv, rank_environment(rank, rank, 2, "127.0.0.1"))
 
 
-async def started(ranks: Unit, folder: Path, config: RunConfig) -> Unit:
+async def started(ranks: ChildService, folder: Path, config: RunConfig) -> ChildService:
     """Started, and loading."""
     (folder / "run.toml").write_text(to_toml(config))
     ranks.start({**os.environ, "GRPO_CONFIG": str(folder / "run.toml")})
@@ -114,7 +114,7 @@ async def started(ranks: Unit, folder: Path, config: RunConfig) -> Unit:
 
 
 async def test_ranks_told_to_end_while_they_load_end_at_once(server: RedisServer, store: Store, tmp_path: Path) -> None:
-    ranks = Unit(UnitPlan("trainer", (loading_rank(0, "meeting"), loading_rank(1, "meeting")), stop_s=60), tmp_path)
+    ranks = ChildService(ServicePlan("trainer", (loading_rank(0, "meeting"), loading_rank(1, "meeting")), stop_s=60), tmp_path)
     try:
         await started(ranks, tmp_path, small_config(tmp_path, server, f"run.name={store.keys.name}"))
         ranks.terminate()
@@ -126,7 +126,7 @@ async def test_ranks_told_to_end_while_they_load_end_at_once(server: RedisServer
 
 
 async def test_ctrl_c_while_ranks_load_is_no_error(server: RedisServer, store: Store, tmp_path: Path) -> None:
-    ranks = Unit(UnitPlan("trainer", (loading_rank(0, ""), loading_rank(1, ""))), tmp_path)
+    ranks = ChildService(ServicePlan("trainer", (loading_rank(0, ""), loading_rank(1, ""))), tmp_path)
     try:
         await started(ranks, tmp_path, small_config(tmp_path, server, f"run.name={store.keys.name}"))
         for pod in ranks.pods:

@@ -28,7 +28,7 @@ async def test_a_group_lives_in_exactly_one_place_at_a_time(store: Store) -> Non
     assert await store.issue(leader, 0, [ticket]) == 1
     assert await where() == (["tickets"], 1)
 
-    _, (claim,) = await store.claim("generator-0", version=0, sender=trainer, lease_s=10, count=8)
+    _, (claim,) = await store.claim("generator-0", version=0, trainer_fence=trainer, lease_s=10, count=8)
     assert claim.ticket == ticket
     assert await where() == (["tickets"], 1)  # under a lease, but still in the stream: the generator may die
 

@@ -119,7 +119,7 @@ def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.
         run.wait_for(lambda: (run.folder / "metrics.jsonl").exists(), "a server")
         run.wait_for(lambda: bury(run, 2), "two failures")
         run.wait_for(lambda: run.state().committed_step >= trained, f"step {trained}")
-        run.ask(lambda store: store.want_checkpoint("tests"))
+        run.ask(lambda store: store.request_checkpoint("tests"))
         run.wait_for(lambda: run.state().checkpointed_step >= 0, "a checkpoint")
         run.wait_for(lambda: run.kept_step is not None, "a step after it")
         yield run

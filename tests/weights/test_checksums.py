@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.weights.checksums import Changed, check, checksums
+from services.weights.checksums import WeightChanged, check, checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64]
 SIZES = st.one_of(st.integers(1, 40), st.integers(1, 40_000))  # below and above a row of words
@@ -100,6 +100,6 @@ def test_the_first_tensor_that_differs_is_named() -> None:
     sent = held.clone()
     check(["a", "b", "c", "d"], [held[:3], held[3:]], sent)
     sent[2, 1] += 1
-    with pytest.raises(Changed, match="of c are not") as raised:
+    with pytest.raises(WeightChanged, match="of c are not") as raised:
         check(["a", "b", "c", "d"], [held[:3], held[3:]], sent)
     assert raised.value.tensor == "c"

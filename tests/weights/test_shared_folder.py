@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.weights.checksums import Changed, checksums
-from services.weights.collective import Deadline, Manifest, TensorMeta, plan_buckets
+from services.weights.checksums import WeightChanged, checksums
+from services.weights.collective import Deadline, TensorMeta, WeightManifest, plan_buckets
 from services.weights.shared_folder import Inbox, Outbox
 
 WEIGHTS = {
@@ -20,12 +20,12 @@ WEIGHTS = {
 }
 
 
-def manifest(verified: bool = True) -> Manifest:
+def manifest(verified: bool = True) -> WeightManifest:
     metas = [TensorMeta(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in WEIGHTS.items()]
     return plan_buckets(metas, 128, verified)
 
 
-def send(outbox: Outbox, of: Manifest, add: float = 0.0, wrong_sums: bool = False) -> dict[str, torch.Tensor]:
+def send(outbox: Outbox, of: WeightManifest, add: float = 0.0, wrong_sums: bool = False) -> dict[str, torch.Tensor]:
     """Put one transfer there; what was sent."""
     sent = {name: tensor + add for name, tensor in WEIGHTS.items()}
     outbox.begin()
@@ -74,7 +74,7 @@ def test_a_new_group_removes_what_a_killed_sender_left(outbox: Outbox, tmp_path:
 def test_weights_that_changed_on_the_way_are_named(outbox: Outbox, tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "weights" / outbox.open(manifest()))
     send(outbox, manifest(), wrong_sums=True)
-    with pytest.raises(Changed, match="of a are not"):
+    with pytest.raises(WeightChanged, match="of a are not"):
         inbox.take(Deadline(10))
 
 

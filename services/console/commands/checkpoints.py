@@ -17,13 +17,13 @@ from services.console.printable import cell, safe_json
 from services.operations.inspection.checkpoints import (
     CheckpointEntry,
     CheckpointList,
-    ask_for_checkpoint,
-    ask_for_restore,
-    look_at_checkpoints,
+    inspect_checkpoints,
+    request_checkpoint_of,
+    request_restore_to,
 )
 from services.protocol.errors import NotFound
 
-LOOK_S = 0.5
+POLL_S = 0.5
 MEBIBYTE = 2**20
 
 
@@ -32,7 +32,7 @@ async def checkpoint(run: str, redis_url: str, why: str, wait: bool) -> int:
     async with attach(run, redis_url) as attached:
         before = (await existing(attached)).checkpoint_failed
         try:
-            asked = await ask_for_checkpoint(attached.store, why or f"{getpass.getuser()}, grpo checkpoint")
+            asked = await request_checkpoint_of(attached.store, why or f"{getpass.getuser()}, grpo checkpoint")
         except NotFound as error:
             raise ConsoleError(f"run {attached.name}: {error}", EXIT_CONFIG) from None
         step = asked.step
@@ -54,7 +54,7 @@ async def restore(step: int, run: str, redis_url: str) -> int:
     root = existing_folder(run).checkpoints
     async with attach(run, redis_url) as attached:
         try:
-            await ask_for_restore(attached.store, root, step)
+            await request_restore_to(attached.store, root, step)
         except NotFound as error:
             raise ConsoleError(f"run {attached.name}: {error}", EXIT_CONFIG) from None
         print(f"run {attached.name}: goes back to step {step}{later(attached)}")
@@ -64,7 +64,7 @@ async def restore(step: int, run: str, redis_url: str) -> int:
 def checkpoints(run: str, as_json: bool, verify: bool) -> int:
     """Show a run's checkpoints, from its folder. Exit code 1 when one that is complete cannot be taken up."""
     folder = existing_folder(run)
-    found = look_at_checkpoints(load_resolved(folder.config), folder.checkpoints, verify)
+    found = inspect_checkpoints(load_resolved(folder.config), folder.checkpoints, verify)
     if as_json:
         print(safe_json(found.model_dump_json(indent=2)))
     else:
@@ -80,7 +80,7 @@ async def _written(attached: Attached, step: int, failed_before: str) -> int:
             return state.checkpointed_step
         if state.checkpoint_failed not in ("", failed_before):
             raise ConsoleError(f"run {attached.name}: {state.checkpoint_failed}", EXIT_FAILED)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 def _table(found: CheckpointList, verified: bool) -> Table:

@@ -1,6 +1,6 @@
 """`grpo smoke`: whether a run gets on. It watches, and changes nothing.
 
-Waits for: steps of the run. Unblocked by: a look every `LOOK_S`; after the limit it says what the run waits for.
+Waits for: steps of the run. Unblocked by: a look every `POLL_S`; after the limit it says what the run waits for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.console.errors import EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.printable import printable
 from services.operations.observe import fleet
 
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 async def smoke(run: str, redis_url: str, steps: int, limit_s: float) -> int:
@@ -42,7 +42,7 @@ async def _watch(attached: Attached, steps: int, deadline: float) -> str:
         if time.monotonic() > deadline:
             trained = 0 if state is None or first is None else state.committed_step - first
             raise ConsoleError(f"run {attached.name}: trained {trained} of {steps} steps; {await _why(attached)}", EXIT_FAILED)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _why(attached: Attached) -> str:

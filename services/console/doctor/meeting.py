@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 ELEMENTS = 4 * 2**20  # float32, 16 MiB: enough to tell a fast network from a slow one
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 def main(role: str, host: str, port: str, wait_s: str, limit_s: str) -> int:
@@ -36,7 +36,7 @@ def main(role: str, host: str, port: str, wait_s: str, limit_s: str) -> int:
             while absent(store, [1]):
                 if time.monotonic() > until:
                     raise TimeoutError(f"nobody came within {wait_s} s")
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         other = _meet(store, rank)
     except Exception as error:  # of the network, in as many types as torch has: what went wrong is what is asked for
         return tell("meeting", error)

@@ -16,7 +16,7 @@ from services.protocol.shards import shards
 from services.runtime.http.credentials import redis_login, redis_password
 from services.store import Store
 from services.store.acl import GRANTS
-from services.store.connection.client import Login, Node, ask_nodes
+from services.store.connection.client import ClusterNode, Login, ask_nodes
 from services.store.connection.cluster import in_cluster
 
 SKEW_S = 1.0  # beyond, times in logs and metrics of different machines cannot be compared; leases go by the server's clock alone
@@ -34,7 +34,7 @@ class Asked:
     info: dict[str, Any]
     round_trip_s: float
     skew_s: float
-    nodes: Sequence[Node] = ()
+    nodes: Sequence[ClusterNode] = ()
     """In a Cluster: itself, and the others on which the run is."""
 
 
@@ -123,7 +123,7 @@ def judge(asked: Asked, config: RunConfig) -> list[Finding]:
     return found
 
 
-def judge_node(node: Node, info: dict[str, Any]) -> Finding:
+def judge_node(node: ClusterNode, info: dict[str, Any]) -> Finding:
     """Whether a run is safe on another node than the master that was judged. Pure."""
     what, wrong = f"Redis: {node}", dict[str, str]()
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":

@@ -16,11 +16,10 @@ from services.console.commands.verbs import existing, later, print_json
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.inspect import tables
 from services.console.printable import safe_json
-from services.operations.inspection import Answer
-from services.operations.inspection import deadletters as letters
-from services.operations.inspection.buffer import look_at_buffer
-from services.operations.inspection.group import look_at_group
-from services.operations.inspection.step import look_at_step
+from services.operations.inspection import Answer, deadletters
+from services.operations.inspection.buffer import inspect_buffer
+from services.operations.inspection.group import inspect_group
+from services.operations.inspection.step import inspect_step
 from services.operations.inspection.text import TextReader
 from services.protocol.errors import NotFound
 from services.store.calls.inspection import Sort
@@ -42,7 +41,7 @@ async def _looking(run: str, redis_url: str) -> AsyncIterator[Attached]:
 async def buffer(run: str, redis_url: str, sort: Sort, reverse: bool, offset: int, limit: int, as_json: bool) -> int:
     """Show the replay table and a page of its groups."""
     async with _looking(run, redis_url) as attached:
-        found = await look_at_buffer(attached.store, sort, offset, limit, reverse)
+        found = await inspect_buffer(attached.store, sort, offset, limit, reverse)
     _show(found, tables.buffer_table(found), as_json)
     return EXIT_OK
 
@@ -52,7 +51,7 @@ async def group(run: str, redis_url: str, ticket: str, offset: int, limit: int, 
     async with _looking(run, redis_url) as attached:
         config = attached.config
         reader = TextReader(config.model.path if config else None)
-        found = await look_at_group(attached.store, ticket, reader, config.advantage.kind if config else None, offset, limit)
+        found = await inspect_group(attached.store, ticket, reader, config.advantage.kind if config else None, offset, limit)
     _show(found, tables.group_tables(found), as_json)
     return EXIT_OK
 
@@ -61,7 +60,7 @@ async def step(run: str, redis_url: str, number: int, offset: int, limit: int, a
     """Show a step's plan, or its metrics once the plan is gone."""
     async with _looking(run, redis_url) as attached:
         row_tokens = attached.config.trainer.row_tokens if attached.config else None
-        found = await look_at_step(attached.store, number, row_tokens, offset, limit)
+        found = await inspect_step(attached.store, number, row_tokens, offset, limit)
     _show(found, tables.step_tables(found), as_json)
     return EXIT_OK
 
@@ -80,7 +79,7 @@ async def ledger(run: str, redis_url: str, as_json: bool) -> int:
 async def dead_letters(run: str, redis_url: str, limit: int, before: str, as_json: bool) -> int:
     """List dead letters, the last one first."""
     async with _looking(run, redis_url) as attached:
-        found = await letters.look_at_dead_letters(attached.store, limit, before)
+        found = await deadletters.inspect_dead_letters(attached.store, limit, before)
     _show(found, tables.dead_letters_table(found), as_json)
     return EXIT_OK
 
@@ -88,7 +87,7 @@ async def dead_letters(run: str, redis_url: str, limit: int, before: str, as_jso
 async def dead_letter(run: str, redis_url: str, id: str, as_json: bool) -> int:
     """Show what is in a dead letter."""
     async with _looking(run, redis_url) as attached:
-        found = await letters.look_at_dead_letter(attached.store, id)
+        found = await deadletters.inspect_dead_letter(attached.store, id)
     _show(found, tables.dead_letter_table(found), as_json)
     return EXIT_OK
 
@@ -101,7 +100,7 @@ async def requeue(run: str, redis_url: str, ids: Sequence[str], everything: bool
         )
     async with _looking(run, redis_url) as attached:
         state = await existing(attached)
-        found = await letters.requeue(attached.store, ids or None, reason)
+        found = await deadletters.requeue(attached.store, ids or None, reason)
         if state.ended and not found.requeued:
             over = state.finished or f"stopping: {state.stopping}"
             raise ConsoleError(f"run {attached.name} issues no more tickets ({over}): nothing can be requeued", EXIT_CONFIG)

@@ -20,5 +20,5 @@ class Display(Protocol):
         ...
 
     def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
-        """A look was taken; `waiting`: seconds until a dead unit starts again."""
+        """A look was taken; `waiting`: seconds until a dead child starts again."""
         ...

@@ -24,7 +24,7 @@ from services.console.local.redis_server import RedisServer
 from services.operations import figures
 from services.operations.observe import LOOK_EVERY_S, Look, Observer
 from services.protocol.errors import StoreError
-from services.runtime.child_processes import Unit, UnitPlan
+from services.runtime.child_processes import ChildService, ServicePlan
 
 TICK_S = 0.1
 OWN_END_S = 25.0  # how long services may take to end by themselves once the run is finished
@@ -33,7 +33,7 @@ REDIS_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """How the launcher ended: `finished`, `stopped` or `failed`."""
 
     status: str
@@ -42,10 +42,10 @@ class Outcome:
 
 
 class Launcher:
-    """Supervises the units of `plan`, which gives those of a run with so many generators; `count` and `most` bound these."""
+    """Supervises the children of `plan`, which gives those of a run with so many generators; `count` and `most` bound these."""
 
     def __init__(
-        self, plan: Callable[[int], Sequence[UnitPlan]], count: int, most: int | None, observer: Observer, mirror: Mirror,
+        self, plan: Callable[[int], Sequence[ServicePlan]], count: int, most: int | None, observer: Observer, mirror: Mirror,
         evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
         server: RedisServer | None,
     ) -> None:  # fmt: skip
@@ -54,14 +54,14 @@ class Launcher:
         self.mirror, self.evaluations = mirror, evaluations
         self._plan, self._count, self._most = plan, count, most
         self._logs, self._environ, self._lock_fd = logs, environ, lock_fd
-        self.units: list[Unit] = []
+        self.children: list[ChildService] = []
         self.restarts = {"redis": 0} if server else {}
         self._generators = -1  # wanted when that was last looked at
         self._records: dict[str, supervision.Record] = {}
-        self._died: dict[str, float] = {}  # unit -> when it was seen dead, until that is decided upon
-        self._due: dict[str, float] = {}  # unit -> when it starts again
+        self._died: dict[str, float] = {}  # child -> when it was seen dead, until that is decided upon
+        self._due: dict[str, float] = {}  # child -> when it starts again
         self._redis_failures = 0
-        self._outcome: Outcome | None = None
+        self._outcome: LaunchOutcome | None = None
         self._signals = 0
         self._resumed = ""  # what the trainer last said of how it took the run up
         self._quit = asyncio.Event()
@@ -70,10 +70,10 @@ class Launcher:
         """Ctrl-C or SIGTERM: stop in order; the second time, at once."""
         self._signals += 1
         if self._signals == 1:
-            self._outcome = self._outcome or Outcome("stopped", "stopped", EXIT_STOPPED)
+            self._outcome = self._outcome or LaunchOutcome("stopped", "stopped", EXIT_STOPPED)
             self.display.event("stopping: services finish what they do (again: end them at once)")
 
-    async def run(self) -> Outcome:
+    async def run(self) -> LaunchOutcome:
         """Start everything and see it through to the end."""
         looking = asyncio.create_task(self._look())
         try:
@@ -81,14 +81,14 @@ class Launcher:
                 self._rescale()
                 await self._tick(looking)
                 self._keep_redis()
-                for unit in list(self.units):
-                    self._keep(unit)
+                for child in list(self.children):
+                    self._keep(child)
                 if self._outcome is None and self.observer.last.finished:
-                    self._outcome = Outcome("finished", self.observer.last.finished, EXIT_OK)
+                    self._outcome = LaunchOutcome("finished", self.observer.last.finished, EXIT_OK)
             await self._end(self._outcome, looking)
         finally:
-            for unit in self.units:
-                unit.kill()
+            for child in self.children:
+                child.kill()
             self._quit.set()
             await asyncio.wait([looking])  # not cancelled: a look is short, and a client may swallow the cancellation
         for look in await self.observer.look_to_the_end():
@@ -132,14 +132,14 @@ class Launcher:
         except StoreError as error:
             self._redis_failures += 1
             if self._redis_failures >= REDIS_ATTEMPTS:
-                self._outcome = Outcome("failed", str(error), EXIT_REDIS)
+                self._outcome = LaunchOutcome("failed", str(error), EXIT_REDIS)
             return
         self._redis_failures = 0
         self.restarts["redis"] += 1
         self.display.event("Redis died and was started again, with its state")
 
     def _rescale(self) -> None:
-        """Start the units that are missing, drain those that are too many. One that still drains comes back when it has ended."""
+        """Start missing children and drain surplus ones. A child that still drains comes back once it has ended."""
         generators, refusal = wanted_generators(self.observer.last.state, self._count, self._most)
         plans = {plan.name: plan for plan in self._plan(generators)}
         if generators != self._generators:
@@ -148,79 +148,79 @@ class Launcher:
             elif self._generators >= 0:
                 self.display.event(f"{generators} generators are wanted, there were {self._generators}")
             self._generators = generators
-        for unit in [unit for unit in self.units if unit.name not in plans and not unit.retired]:
-            self._due.pop(unit.name, None)
-            unit.retire()
-        there = {unit.name for unit in self.units}
+        for child in [child for child in self.children if child.name not in plans and not child.retired]:
+            self._due.pop(child.name, None)
+            child.retire()
+        there = {child.name for child in self.children}
         for name in [name for name in plans if name not in there]:
-            unit = Unit(plans[name], self._logs)
-            self.units.append(unit)
+            child = ChildService(plans[name], self._logs)
+            self.children.append(child)
             self.restarts.setdefault(name, 0)
             self._records[name] = supervision.Record()
-            unit.start(self._environ, self._lock_fd)
+            child.start(self._environ, self._lock_fd)
 
-    def _see_off(self, unit: Unit) -> None:
-        """Of a unit that was retired: forget it when it has ended, kill it when it does not."""
-        if unit.overdue:
-            self._kill(unit)
-        if unit.alive:
+    def _see_off(self, child: ChildService) -> None:
+        """Of a child that was retired: forget it when it has ended, kill it when it does not."""
+        if child.overdue:
+            self._kill(child)
+        if child.alive:
             return
-        unit.kill()  # what it has started
-        self.units.remove(unit)
-        self._died.pop(unit.name, None)
-        codes = unit.codes
+        child.kill()  # what it has started
+        self.children.remove(child)
+        self._died.pop(child.name, None)
+        codes = child.codes
         how = "has drained" if all(code == EXIT_OK for code in codes) else supervision.account(codes)
-        self.display.event(f"{unit.name} {how} and is gone")
+        self.display.event(f"{child.name} {how} and is gone")
 
-    def _keep(self, unit: Unit) -> None:
+    def _keep(self, child: ChildService) -> None:
         if self._outcome is not None:
             return
-        if unit.retired:
-            self._see_off(unit)
+        if child.retired:
+            self._see_off(child)
             return
         now = time.monotonic()
-        if unit.name in self._due:
-            if now >= self._due[unit.name]:
-                del self._due[unit.name]
-                self.restarts[unit.name] += 1
-                unit.start(self._environ, self._lock_fd)
+        if child.name in self._due:
+            if now >= self._due[child.name]:
+                del self._due[child.name]
+                self.restarts[child.name] += 1
+                child.start(self._environ, self._lock_fd)
             return
-        codes = unit.codes
+        codes = child.codes
         if all(code is None for code in codes):
             return
-        died = self._died.setdefault(unit.name, now)
+        died = self._died.setdefault(child.name, now)
         verdict = any(code in supervision.FINAL for code in codes)
-        # Whether the run was over when the unit ended is known from a look begun after that.
+        # Whether the run was over when the child ended is known from a look begun after that.
         if not verdict and self.observer.last.at <= died:
             return
-        del self._died[unit.name]
-        self._decide(unit, codes, now)
+        del self._died[child.name]
+        self._decide(child, codes, now)
 
-    def _decide(self, unit: Unit, codes: Sequence[int | None], now: float) -> None:
+    def _decide(self, child: ChildService, codes: Sequence[int | None], now: float) -> None:
         look = self.observer.last
-        decision, self._records[unit.name] = supervision.decide(
-            unit.name, self._records[unit.name], codes, lived_s=now - unit.started, committed_step=look.committed_step,
+        decision, self._records[child.name] = supervision.decide(
+            child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=look.committed_step,
             over=bool(look.finished), redis_served=self.server is not None or look.state is not None,
         )  # fmt: skip
         if isinstance(decision, supervision.Ended):
             return
-        if isinstance(decision, supervision.GiveUp) and not unit.plan.essential:
+        if isinstance(decision, supervision.GiveUp) and not child.plan.essential:
             decision = supervision.Start(supervision.LATER_S)
-        pod = next(pod for pod, code in zip(unit.pods, codes, strict=True) if code is not None)
-        said = next((text for each in unit.pods if (text := each.last_error())), "")
-        unit.kill()
+        pod = next(pod for pod, code in zip(child.pods, codes, strict=True) if code is not None)
+        said = next((text for each in child.pods if (text := each.last_error())), "")
+        child.kill()
         if isinstance(decision, supervision.GiveUp):
             message = f"{decision.reason}: {said}" if said else decision.reason
-            self._outcome = Outcome("failed", f"{message} (log: {pod.log})", decision.code)
+            self._outcome = LaunchOutcome("failed", f"{message} (log: {pod.log})", decision.code)
             return
-        self._due[unit.name] = now + decision.pause_s
+        self._due[child.name] = now + decision.pause_s
         account = supervision.account(codes)
         self.display.event(
-            f"{pod.name} {account}{f': {said}' if said else ''}; {unit.name} starts again in {decision.pause_s:g} s"
+            f"{pod.name} {account}{f': {said}' if said else ''}; {child.name} starts again in {decision.pause_s:g} s"
         )
 
-    async def _end(self, outcome: Outcome, looking: asyncio.Task[None]) -> None:
-        """See every unit to its end: by itself when the run is finished, asked otherwise, killed past its limit."""
+    async def _end(self, outcome: LaunchOutcome, looking: asyncio.Task[None]) -> None:
+        """See every child to its end: by itself when the run is finished, asked otherwise, killed past its limit."""
         self._due.clear()
         asked, told = outcome.status != "finished", False
         began = time.monotonic()
@@ -241,23 +241,23 @@ class Launcher:
                 self.display.event(f"still running after the end: {', '.join(self._left())}; asked to stop")
                 self._terminate()
                 asked, began = True, time.monotonic()
-            for unit in self.units:
-                if unit.overdue:
-                    self._kill(unit)
+            for child in self.children:
+                if child.overdue:
+                    self._kill(child)
 
     def _see_out(self) -> None:
         """Ask those to end that do not with the run."""
-        for unit in self.units:
-            if unit.plan.stays:
-                unit.terminate()
+        for child in self.children:
+            if child.plan.stays:
+                child.terminate()
 
     def _left(self) -> list[str]:
-        return [unit.name for unit in self.units if unit.alive]
+        return [child.name for child in self.children if child.alive]
 
     def _terminate(self) -> None:
-        for unit in self.units:
-            unit.terminate()
+        for child in self.children:
+            child.terminate()
 
-    def _kill(self, unit: Unit) -> None:
-        self.display.event(f"{unit.name} did not stop within {unit.plan.stop_s:g} s and is killed")
-        unit.kill()
+    def _kill(self, child: ChildService) -> None:
+        self.display.event(f"{child.name} did not stop within {child.plan.stop_s:g} s and is killed")
+        child.kill()

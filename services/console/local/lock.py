@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-LOOK_S = 0.1
+POLL_S = 0.1
 GLANCE_S = 0.5  # `grpo status` holds the lock for an instant; who wants it for longer waits that out
 
 
@@ -38,7 +38,7 @@ class FolderLock:
                 message = f"{self.folder} is in use by {self._users()}"
                 os.close(self.fd)
                 raise InUse(message)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
         return self

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from services.config import RunConfig
 from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.runtime.child_processes import STOP_S, PodPlan, UnitPlan, rank_environment
+from services.runtime.child_processes import STOP_S, ProcessPlan, ServicePlan, rank_environment
 from services.store.records import RunState
 
 TRAINER_STOP_S = 30.0  # a trainer that was asked to stop finishes its step and saves
 
 
-def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -> list[UnitPlan]:
-    """The units of a run; `gpus` are the devices' names for CUDA_VISIBLE_DEVICES, none on a CPU machine.
+def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -> list[ServicePlan]:
+    """The children of a run; `gpus` are the devices' names for CUDA_VISIBLE_DEVICES, none on a CPU machine.
 
-    A unit's plan does not depend on generator.count, so that a run grows and shrinks by its last generators.
+    A child's plan does not depend on generator.count, so that a run grows and shrinks by its last generators.
     """
     ranks, tensor_parallel = config.trainer.ranks, config.generator.tensor_parallel
     sharing(config, gpus)  # refuses what does not fit
@@ -33,9 +33,9 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
         chosen = [gpus[(first + i) % len(gpus)] for i in range(count)]  # round about only where they may be shared
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
 
-    def pod(kind: str, name: str, environ: Mapping[str, str]) -> PodPlan:
+    def pod(kind: str, name: str, environ: Mapping[str, str]) -> ProcessPlan:
         argv = (sys.executable, "-m", f"services.{kind}", "--config", str(config_path), "--name", name)
-        return PodPlan(name, argv, {**environ, "GRPO_CONFIG": str(config_path), "GRPO_POD": name})
+        return ProcessPlan(name, argv, {**environ, "GRPO_CONFIG": str(config_path), "GRPO_POD": name})
 
     trainers = []
     for rank in range(ranks):
@@ -48,11 +48,11 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
     trackers = [pod("tracker", "tracker-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.tracking.trackers else []
     webs = [pod("web", "web-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.web.port else []
     return [
-        UnitPlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),
-        UnitPlan("trainer", tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
-        *(UnitPlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
-        *(UnitPlan(tracker.name, (tracker,), essential=False) for tracker in trackers),
-        *(UnitPlan(web.name, (web,), essential=False, stays=True) for web in webs),
+        ServicePlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),
+        ServicePlan("trainer", tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
+        *(ServicePlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
+        *(ServicePlan(tracker.name, (tracker,), essential=False) for tracker in trackers),
+        *(ServicePlan(web.name, (web,), essential=False, stays=True) for web in webs),
     ]
 
 

@@ -24,7 +24,7 @@ from services.config.model_files import check_model
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import summary
 from services.console.local.folder import RunFolder, check_redis, resolve, split_password
-from services.console.local.launcher import Launcher, Outcome
+from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.mirror import EVALUATED, Mirror
 from services.console.local.plain import PlainDisplay
@@ -35,7 +35,7 @@ from services.operations.inspection.checkpoints import restorable
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
-from services.runtime.child_processes import UnitPlan
+from services.runtime.child_processes import ServicePlan
 from services.runtime.http.credentials import redis_password
 from services.runtime.process_tools import free_port
 from services.runtime.tracing import check_tracing
@@ -46,7 +46,7 @@ from services.store.connection.client import Login
 ORPHANS_S = 60.0  # services of a killed console, whose Redis is gone too, took up to 35 s to end; beyond, `grpo run` is refused
 PORT_ATTEMPTS = 5  # a free port may be taken by another process before our server has it
 
-Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[UnitPlan]]
+Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Job:
         began = time.monotonic()
         await store.resumed("")
         if self.restore is not None:
-            await store.want_restore(self.restore)
+            await store.request_restore(self.restore)
         observer = Observer(store, self.config.fleet.ttl_s)
         before = summary.read(self.folder.summary)
         for look in await observer.look_to_the_end():
@@ -211,19 +211,19 @@ class _Job:
             print(f"run {self.config.run.name} has finished ({how}); --fresh starts it again", flush=True)
             if before.get("status") == "finished":
                 return EXIT_OK
-            outcome, restarts = Outcome("finished", how, EXIT_OK), {}
+            outcome, restarts = LaunchOutcome("finished", how, EXIT_OK), {}
         else:
             outcome, restarts = await self._launch(observer, mirror, evaluations)
         totals = {**before.get("restarts", {})}
-        for unit, count in restarts.items():
-            totals[unit] = totals.get(unit, 0) + count
+        for child, count in restarts.items():
+            totals[child] = totals.get(child, 0) + count
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
         await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
 
-    async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[Outcome, dict[str, int]]:
+    async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
         with contextlib.ExitStack() as stack:
             if self.options.screen and sys.stdout.isatty():
@@ -255,7 +255,7 @@ class _Job:
                 for sig in (signal.SIGINT, signal.SIGTERM):
                     loop.remove_signal_handler(sig)
 
-    def _plan(self, generators: int) -> Sequence[UnitPlan]:
+    def _plan(self, generators: int) -> Sequence[ServicePlan]:
         counted = self.config.generator.model_copy(update={"count": generators})
         config = self.config.model_copy(update={"generator": counted})
         return self.planner(config, self.folder.config.resolve(), self.gpus)
@@ -266,7 +266,7 @@ class _Job:
         observer: Observer,
         mirror: Mirror,
         evaluations: Mirror,
-        outcome: Outcome,
+        outcome: LaunchOutcome,
         wall_s: float,
         restarts: dict[str, int],
     ) -> None:

@@ -112,6 +112,6 @@ def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Tabl
         version = NOTHING if status.version < 0 else str(status.version)
         rate = number(status.gauges, "tokens_per_s", ",.0f")
         table.add_row(status.name, status.phase, version, rate, Text(f"{member.age_s:.1f} s ago", style=style))
-    for unit, seconds in sorted(waiting.items()):
-        table.add_row(unit, Text(f"starts again in {seconds:.0f} s", style="yellow"), NOTHING, NOTHING, NOTHING)
+    for child, seconds in sorted(waiting.items()):
+        table.add_row(child, Text(f"starts again in {seconds:.0f} s", style="yellow"), NOTHING, NOTHING, NOTHING)
     return table

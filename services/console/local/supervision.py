@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
-LATER_S = 60.0  # until a unit is tried again that the run can do without
+LATER_S = 60.0  # until a child is tried again that the run can do without
 DEATHS_IN_A_ROW = 5  # enough for a passing fault, few enough to tell within a minute or two
 FINAL = (EXIT_CONFIG, EXIT_REDIS)  # a service that ends with these says that a restart would not help
 LONG_LIFE_S = 60.0  # who lived so long was not killed by its start
@@ -20,7 +20,7 @@ LONG_LIFE_S = 60.0  # who lived so long was not killed by its start
 
 @dataclass(frozen=True)
 class Start:
-    """Start the unit again after a pause."""
+    """Start the child again after a pause."""
 
     pause_s: float
 
@@ -35,7 +35,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Ended:
-    """The unit has come to its end and stays there."""
+    """The child has come to its end and stays there."""
 
 
 Decision = Start | GiveUp | Ended
@@ -43,16 +43,23 @@ Decision = Start | GiveUp | Ended
 
 @dataclass(frozen=True)
 class Record:
-    """What is remembered of a unit's deaths: how many in a row, and the step committed at the last of them."""
+    """What is remembered of a child's deaths: how many in a row, and the step committed at the last of them."""
 
     deaths: int = 0
     committed_step: int = -1
 
 
 def decide(
-    unit: str, record: Record, codes: Sequence[int | None], *, lived_s: float, committed_step: int, over: bool, redis_served: bool
+    child: str,
+    record: Record,
+    codes: Sequence[int | None],
+    *,
+    lived_s: float,
+    committed_step: int,
+    over: bool,
+    redis_served: bool,
 ) -> tuple[Decision, Record]:
-    """What to do about a unit some of whose pods ended.
+    """What to do about a child some of whose pods ended.
 
     `codes`: exit codes, None for a pod that still ran, negative for a signal. `over`: the run is finished, so nobody is
     started again. `redis_served`: this Redis is our own, or has shown the console the run, so that an exit for want of it is no
@@ -62,17 +69,17 @@ def decide(
         return Ended(), record
     verdicts = [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_served)]
     if verdicts:
-        return GiveUp(f"{unit} cannot run", verdicts[0]), record
+        return GiveUp(f"{child} cannot run", verdicts[0]), record
     progressed = committed_step > record.committed_step or lived_s > LONG_LIFE_S
     deaths = 1 if progressed else record.deaths + 1
     record = Record(deaths, committed_step)
     if deaths > DEATHS_IN_A_ROW:
-        return GiveUp(f"{unit} died {deaths} times in a row without a step in between", EXIT_FAILED), record
+        return GiveUp(f"{child} died {deaths} times in a row without a step in between", EXIT_FAILED), record
     return Start(min(FIRST_PAUSE_S * 2 ** (deaths - 1), LONGEST_PAUSE_S)), record
 
 
 def account(codes: Sequence[int | None]) -> str:
-    """How a unit's pods ended, in words: of a unit of many, the first that did."""
+    """How a child's pods ended, in words: of a child of many, the first that did."""
     code = next(code for code in codes if code is not None)
     if code == EXIT_OK:
         return "ended before the run did"

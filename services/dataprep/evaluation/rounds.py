@@ -19,20 +19,20 @@ from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.seeds import drawn
 from services.protocol.messages import PodStatus, Ticket
-from services.runtime.tracing import Tracing
+from services.runtime.tracing import TraceRecorder
 from services.store import RunState, Store
 from services.store.calls.evaluation import EvaluationRound
 
 log = structlog.get_logger()
 
-LOOK_S = 0.25  # how often an open round is looked at
+POLL_S = 0.25  # how often an open round is looked at
 
 
-class Evaluation:
+class EvaluationRounds:
     """Sees the rounds of a run through, for whoever leads it."""
 
     def __init__(
-        self, config: RunConfig, store: Store, source: PromptSource | None, metrics: EvaluationMetrics, tracing: Tracing
+        self, config: RunConfig, store: Store, source: PromptSource | None, metrics: EvaluationMetrics, tracing: TraceRecorder
     ) -> None:
         """`source` holds the rows of `evaluation.sources`; None where evaluation is off."""
         self.metrics, self.tracing = metrics, tracing
@@ -55,7 +55,7 @@ class Evaluation:
 
     async def _look(self, fence: int, state: RunState, now: float) -> bool:
         seen = await self.store.evaluation(self.config.fleet.ttl_s)
-        self._fence, self._dealt_with, self._look_at = fence, seen.dealt_with, now + LOOK_S
+        self._fence, self._dealt_with, self._look_at = fence, seen.dealt_with, now + POLL_S
         self._open = seen.round.version if seen.round else None
         if seen.round is None:
             return False

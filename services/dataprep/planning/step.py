@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.algorithm import advantages
-from services.algorithm import group_statistics as group_stats
+from services.algorithm import advantages, group_statistics
 from services.config import RunConfig
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
-from services.dataprep.replay import generated_statistics as stats
+from services.dataprep.replay import generated_statistics
 from services.dataprep.replay import weights as replay
 from services.protocol.messages import RankPlan, StepPlan
 from services.store import BufferedGroup
-from services.store.records import Survey
+from services.store.records import SweptTable
 
 
 def layout_of(config: RunConfig) -> Layout:
@@ -27,13 +26,17 @@ def layout_of(config: RunConfig) -> Layout:
 
 
 def make_step(
-    step: int, groups: Sequence[BufferedGroup], survey: Survey, made: stats.GeneratedStats, config: RunConfig
+    step: int,
+    groups: Sequence[BufferedGroup],
+    swept: SweptTable,
+    made: generated_statistics.GeneratedStats,
+    config: RunConfig,
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """The plan of a step of these groups, the first of the survey."""
+    """The plan of a step of these groups, the first of the swept."""
     headers = [group.header for group in groups]
     given = [advantages.advantages(header.rewards, config.advantage.kind) for header in headers]
-    drawn = [survey.weights.get(group.group, 1.0) for group in groups]
-    weights = replay.importance(drawn, survey.weight_sum, survey.size, config.replay.importance_beta)
+    drawn = [swept.weights.get(group.group, 1.0) for group in groups]
+    weights = replay.importance(drawn, swept.weight_sum, swept.size, config.replay.importance_beta)
     planned = [
         PlanGroup(
             group.group, header.payload, header.prompt_tokens, np.asarray(header.lengths), advantage,
@@ -42,9 +45,9 @@ def make_step(
         )
         for group, header, advantage, weight in zip(groups, headers, given, weights, strict=True)
     ]  # fmt: skip
-    record = group_stats.trained(
+    record = group_statistics.trained(
         headers, step, [group.uses for group in groups], config.largest_rewards,
         weights.tolist() if config.replay.importance_beta else None,
     )  # fmt: skip
-    record |= made.record(headers) | {"replay/buffer/groups": float(survey.size)}
+    record |= made.record(headers) | {"replay/buffer/groups": float(swept.size)}
     return plan_step(step, planned, layout_of(config), record)

@@ -15,9 +15,9 @@ from services.dataprep.prompts.curriculum import load_curriculum
 from services.dataprep.prompts.order import Exhausted, Pick, PromptOrder
 from services.dataprep.prompts.seeds import ticket_seed
 from services.protocol.messages import Ticket
-from services.runtime.tracing import Tracing
+from services.runtime.tracing import TraceRecorder
 from services.store import Store
-from services.store.records import PassRate, Survey
+from services.store.records import PassRate, SweptTable
 
 log = structlog.get_logger()
 
@@ -27,7 +27,7 @@ ISSUE_BATCH = 128  # tickets per call
 class Issuer:
     """Issues the leader's tickets: first those that come back from the dead letters, then the next prompts."""
 
-    def __init__(self, store: Store, source: PromptSource, config: RunConfig, tracing: Tracing) -> None:
+    def __init__(self, store: Store, source: PromptSource, config: RunConfig, tracing: TraceRecorder) -> None:
         self.store, self.source, self.config, self.tracing = store, source, config, tracing
         self.order = PromptOrder(
             source.spans, config.run.seed, config.data.shuffle, config.slots, config.filters.exclude_pass_rate,
@@ -46,16 +46,16 @@ class Issuer:
         self.order.restore(*await self.store.order())
         self._cursor, self.exhausted = cursor, ""
 
-    async def issue(self, fence: int, cursor: int, wanted: int, survey: Survey) -> int:
+    async def issue(self, fence: int, cursor: int, wanted: int, swept: SweptTable) -> int:
         """Issue up to `wanted` tickets. Returns how many were issued. Once no prompt is left, `exhausted` says why."""
         if cursor != self._cursor:  # a call whose reply was lost took effect, or the server lost its last one
             await self.restore(cursor)
         count = min(wanted, ISSUE_BATCH)
-        names = await self.store.requeued(min(survey.requeued, count)) if survey.requeued and count > 0 else []
+        names = await self.store.requeued(min(swept.requeued, count)) if swept.requeued and count > 0 else []
         again, rest = [_pick(name, self.source) for name in names], 0 if self.exhausted else count - len(names)
         rates: dict[int, PassRate] = {}
         if rest > 0 and self._needs_rates and self.order.begins_epoch(rest):
-            if 0 <= survey.oldest_outstanding < cursor + count - self.config.slots:
+            if 0 <= swept.oldest_outstanding < cursor + count - self.config.slots:
                 rest = 0  # the epoch's rows depend on the reward of this straggler
             else:
                 rates = await self.store.rates()

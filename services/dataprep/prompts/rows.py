@@ -25,7 +25,7 @@ Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """A prompt as the source has it."""
 
     prompt: str | Messages
@@ -34,14 +34,14 @@ class Row:
     """Its place, for messages: `prompts.jsonl:17`."""
 
 
-def read_rows(source: Source) -> Iterator[Row]:
+def read_rows(source: Source) -> Iterator[PromptRow]:
     """All rows of the source, in its order."""
     if isinstance(source, ReasoningGymSource):
         return _reasoning_gym(source)
     return _file_rows(source)
 
 
-def _file_rows(source: FileSource) -> Iterator[Row]:
+def _file_rows(source: FileSource) -> Iterator[PromptRow]:
     pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     path = Path(source.path)
     if not path.is_file():
@@ -59,7 +59,7 @@ def _file_rows(source: FileSource) -> Iterator[Row]:
                     f"{_short(answer)}: mend the pattern or the row"
                 )
             answer = match[1].strip()
-        yield Row(prompt, answer, where)
+        yield PromptRow(prompt, answer, where)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,7 +125,7 @@ def _answer(value: Any, name: str, where: str) -> str:
     raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}")
 
 
-def _reasoning_gym(source: ReasoningGymSource) -> Iterator[Row]:
+def _reasoning_gym(source: ReasoningGymSource) -> Iterator[PromptRow]:
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.task not in DATASETS:
@@ -142,7 +142,7 @@ def _reasoning_gym(source: ReasoningGymSource) -> Iterator[Row]:
         where = f"{source.task}, row {index}"
         entry = task[index]
         try:
-            yield Row(entry["question"], encode_entry(entry), where)
+            yield PromptRow(entry["question"], encode_entry(entry), where)
         except TypeError as error:
             raise DataError(f"{where}: the entry cannot be sent to generators ({error}): choose another task") from None
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from services.config.data import Data
 from services.dataprep.prompts.errors import DataError
-from services.dataprep.prompts.rows import Row
+from services.dataprep.prompts.rows import PromptRow
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PLACEHOLDER = "{prompt}"
@@ -36,12 +36,12 @@ class PromptTokenizer:
         self._tokenizer = _load_tokenizer(folder)
         self._template, self._variables = _load_template(folder, data) if data.chat_template else (None, {})
 
-    def encode(self, rows: Sequence[Row]) -> list[list[int]]:
+    def encode(self, rows: Sequence[PromptRow]) -> list[list[int]]:
         """Token ids of each row's prompt. A rendered template brings its own special tokens; bare text gets the tokenizer's."""
         texts = [self._text(row) for row in rows]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)]
 
-    def _text(self, row: Row) -> str:
+    def _text(self, row: PromptRow) -> str:
         if self._template is None:
             if not isinstance(row.prompt, str):
                 raise DataError(f"{row.where}: a list of messages needs data.chat_template = true, or a prompt that is a string")
@@ -51,7 +51,7 @@ class PromptTokenizer:
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(f"{row.where}: the chat template refuses the prompt: {error}") from None
 
-    def _messages(self, row: Row) -> list[dict[str, Any]]:
+    def _messages(self, row: PromptRow) -> list[dict[str, Any]]:
         if not isinstance(row.prompt, str):
             return row.prompt
         system = [{"role": "system", "content": self._data.system_prompt}] if self._data.system_prompt else []

@@ -21,7 +21,7 @@ from typing import Literal
 
 from services.config import RunConfig
 from services.dataprep.replay.rate_limiter import RateLimiter, rate_limiter
-from services.store.records import RunState, Survey
+from services.store.records import RunState, SweptTable
 
 ALL_GAPS = 2**53 - 1
 """No issue sequence is larger."""
@@ -106,17 +106,17 @@ def is_stale(step: int, oldest: int, max_staleness: int) -> bool:
     return step - oldest > max_staleness
 
 
-def decide(survey: Survey, progress: Progress, rules: Rules, waited_s: float) -> Wait | PassOver | Prepare:
-    """What to do about the next step. `survey` asked for `prompts_per_step` groups, and passed over `replaced` gaps.
+def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float) -> Wait | PassOver | Prepare:
+    """What to do about the next step. `sweep_and_peek` asked for `prompts_per_step` groups, and passed over `replaced` gaps.
 
     `waited_s`: for how long `decide` has answered `older_ticket` for this step.
     """
-    step = _in_order(survey, rules) if rules.sampler == "fifo" else _at_random(survey, rules)
+    step = _in_order(swept, rules) if rules.sampler == "fifo" else _at_random(swept, rules)
     if step is None:
         return Wait("groups")
-    if isinstance(step, Prepare) and (why := _held_back(survey, len(step.groups), rules)) and not stuck(survey, progress, rules):
+    if isinstance(step, Prepare) and (why := _held_back(swept, len(step.groups), rules)) and not stuck(swept, progress, rules):
         return Wait(why)
-    behind = rules.sampler == "fifo" and 0 <= survey.oldest_outstanding < step.gaps_until
+    behind = rules.sampler == "fifo" and 0 <= swept.oldest_outstanding < step.gaps_until
     if not behind:
         return step
     if rules.overtake == "wait" and waited_s < rules.overtake_deadline_s:
@@ -124,61 +124,61 @@ def decide(survey: Survey, progress: Progress, rules: Rules, waited_s: float) ->
     return step if isinstance(step, PassOver) else Prepare(step.groups, step.gaps_until, overtook=True)
 
 
-def _in_order(survey: Survey, rules: Rules) -> Prepare | PassOver | None:
+def _in_order(swept: SweptTable, rules: Rules) -> Prepare | PassOver | None:
     """The next places in order of issue, those of filtered groups among them."""
-    places = sorted([(seq, group) for group, seq in survey.first] + [(seq, "") for seq in survey.gaps])[: rules.prompts_per_step]
+    places = sorted([(seq, group) for group, seq in swept.first] + [(seq, "") for seq in swept.gaps])[: rules.prompts_per_step]
     if len(places) < rules.prompts_per_step:
         return None
     groups, last = tuple(group for _, group in places if group), places[-1][0]
     return Prepare(groups, last) if groups else PassOver(last)
 
 
-def _at_random(survey: Survey, rules: Rules) -> Prepare | PassOver | None:
-    wanted = rules.prompts_per_step - len(survey.gaps)
+def _at_random(swept: SweptTable, rules: Rules) -> Prepare | PassOver | None:
+    wanted = rules.prompts_per_step - len(swept.gaps)
     if wanted <= 0:
-        return PassOver(survey.gaps[rules.prompts_per_step - 1])
-    if len(survey.first) < wanted:
+        return PassOver(swept.gaps[rules.prompts_per_step - 1])
+    if len(swept.first) < wanted:
         return None
-    return Prepare(tuple(group for group, _ in survey.first[:wanted]), ALL_GAPS)
+    return Prepare(tuple(group for group, _ in swept.first[:wanted]), ALL_GAPS)
 
 
-def _held_back(survey: Survey, draws: int, rules: Rules) -> Literal["min_size", "rate_limiter"] | None:
-    if survey.size < rules.min_size:
+def _held_back(swept: SweptTable, draws: int, rules: Rules) -> Literal["min_size", "rate_limiter"] | None:
+    if swept.size < rules.min_size:
         return "min_size"
-    if rules.limiter and not rules.limiter.draws(survey.inserted, survey.drawn, draws):
+    if rules.limiter and not rules.limiter.draws(swept.inserted, swept.drawn, draws):
         return "rate_limiter"
     return None
 
 
-def stuck(survey: Survey, progress: Progress, rules: Rules) -> bool:
+def stuck(swept: SweptTable, progress: Progress, rules: Rules) -> bool:
     """Whether waiting would bring nothing: no ticket is out, none may be issued, and no step is to be published."""
-    return not (survey.outstanding or progress.published < progress.next_step or tickets_to_issue(survey, progress, rules))
+    return not (swept.outstanding or progress.published < progress.next_step or tickets_to_issue(swept, progress, rules))
 
 
-def tickets_to_issue(survey: Survey, progress: Progress, rules: Rules) -> int:
+def tickets_to_issue(swept: SweptTable, progress: Progress, rules: Rules) -> int:
     """How many tickets to issue now; the end of the run needs fewer than the bound allows."""
     per_step, out_of_reach = rules.prompts_per_step, min(max(progress.published, 0) + rules.max_staleness + 1, progress.steps)
     if progress.next_step >= out_of_reach:
         return 0
     if rules.limiter:
-        wanted = rules.limiter.inserts(survey.inserted + survey.outstanding, survey.drawn)
+        wanted = rules.limiter.inserts(swept.inserted + swept.outstanding, swept.drawn)
     elif rules.sampler == "fifo" and rules.max_uses > 1:
-        wanted = _dealt(survey, progress, rules, out_of_reach)
+        wanted = _dealt(swept, progress, rules, out_of_reach)
     else:
-        left = rules.max_uses * survey.outstanding + sum((rules.max_uses - used) * n for used, n in survey.uses.items())
-        wanted = ((out_of_reach - progress.next_step) * per_step - len(survey.gaps) - left) // rules.max_uses
+        left = rules.max_uses * swept.outstanding + sum((rules.max_uses - used) * n for used, n in swept.uses.items())
+        wanted = ((out_of_reach - progress.next_step) * per_step - len(swept.gaps) - left) // rules.max_uses
     if max(progress.published, 0) == progress.next_step:  # nothing is being trained: what is missing now stays missing
-        wanted = max(wanted, max(rules.min_size, per_step - len(survey.gaps)) - survey.size - survey.outstanding)
+        wanted = max(wanted, max(rules.min_size, per_step - len(swept.gaps)) - swept.size - swept.outstanding)
     return max(0, min(wanted, progress.free_slots))
 
 
-def _dealt(survey: Survey, progress: Progress, rules: Rules, out_of_reach: int) -> int:
+def _dealt(swept: SweptTable, progress: Progress, rules: Rules, out_of_reach: int) -> int:
     """Deal the places of the steps to come to live tickets in order of issue: one place in each of as many steps as they have
     uses left. A new ticket must find its last use before `out_of_reach`, or end with the run."""
-    uses_left = [rules.max_uses - used for used in sorted(survey.uses, reverse=True) for _ in range(survey.uses[used])]
+    uses_left = [rules.max_uses - used for used in sorted(swept.uses, reverse=True) for _ in range(swept.uses[used])]
     free_from = [progress.next_step] * rules.prompts_per_step  # heap: the step from which each place is free
     # Where filtered groups stand among the others is not told; dealt last, they make no use seem earlier than it is.
-    for uses in uses_left + [rules.max_uses] * survey.outstanding + [1] * len(survey.gaps):
+    for uses in uses_left + [rules.max_uses] * swept.outstanding + [1] * len(swept.gaps):
         heapq.heapreplace(free_from, free_from[0] + uses)
     count = 0
     while (first := free_from[0]) < progress.steps and min(first + rules.max_uses, progress.steps) <= out_of_reach:

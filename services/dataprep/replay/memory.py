@@ -18,7 +18,7 @@ log = structlog.get_logger()
 FULL, ROOM = 0.9, 0.85
 """Shares of the limit in use: at the first nothing more is issued, until the second is reached."""
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 class MemoryGuard:
@@ -32,7 +32,7 @@ class MemoryGuard:
 
     async def full(self) -> bool:
         """Whether to issue nothing now; the server is asked once a second."""
-        if time.monotonic() - self._looked < LOOK_S:
+        if time.monotonic() - self._looked < POLL_S:
             return bool(self.why)
         self._looked = time.monotonic()
         used, limit = await self._store.memory(self._limit)

@@ -27,7 +27,7 @@ from services.generator.engines.vllm_arguments import (
 )
 from services.generator.engines.vllm_requests import continued_seed, generated, last, sampling_params
 from services.protocol.messages import Round
-from services.runtime import garbage_collection as heap
+from services.runtime import garbage_collection
 from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class VllmEngine:
         self.stages = transport(config, has_gpu()) != "nccl"
         self._strangers = {child.pid for child in multiprocessing.active_children()}
         await asyncio.to_thread(self._load)
-        heap.freeze()  # as vLLM's own server does
+        garbage_collection.freeze()  # as vLLM's own server does
         await self._llm.update_weight_version("-1")
 
     def _load(self) -> None:
@@ -268,7 +268,7 @@ class VllmEngine:
         except TimeoutError:
             pass  # what follows does not ask
         del llm
-        heap.thaw()  # its finalizer fails with a trace when it runs at interpreter exit
+        garbage_collection.thaw()  # its finalizer fails with a trace when it runs at interpreter exit
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()

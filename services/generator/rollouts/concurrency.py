@@ -21,7 +21,7 @@ from services.generator.engines.base import Gauges
 Reason = Literal["start", "room", "queue", "kv"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
-LOOK_S = 0.25  # between looks at the engine: several iterations, and short against a completion
+POLL_S = 0.25  # between looks at the engine: several iterations, and short against a completion
 SLACK_SHARE = 4  # one more completion for so many that run: on their way into the engine, or at hand when one has ended
 PATIENCE_LOOKS = 2  # looks that a queue has to last
 KV_FULL, KV_ROOM = 0.95, 0.9  # the limit falls above the one; it grows while what is added stays below the other

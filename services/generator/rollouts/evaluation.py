@@ -1,4 +1,4 @@
-"""The evaluation lane of a generator: stay on one policy version, complete the round's tickets, then go back to training.
+"""The evaluation worker of a generator: stay on one policy version, complete the round's tickets, then go back to training.
 
 Guarantees: while a round holds this pod, its weights do not change (it declines sync rounds) and every token of a result was
 sampled by the round's version, or the ticket is failed; when no ticket is left for this pod it returns to training by itself.
@@ -19,7 +19,7 @@ from services.generator.engines.base import Engine, GenerationFailed, SamplingPa
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.concurrency import Bounds
 from services.generator.rollouts.records import make_header
-from services.generator.rollouts.worker import Lane, Rollout
+from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 IDLE_S = 1.0  # a missed ring costs at most this much
 
 
-class EvaluationLane(Lane):
+class EvaluationWorker(RolloutWorker):
     """Completes evaluation tickets while a round holds this pod."""
 
     room = "evaluated"
@@ -58,7 +58,7 @@ class EvaluationLane(Lane):
         version = self.engine.version
         try:
             admitted = await self.store.volunteer(
-                self._member, version, self.service.status.sender, self.config.fleet.ttl_s, given.max_generators,
+                self._member, version, self.service.status.trainer_fence, self.config.fleet.ttl_s, given.max_generators,
                 given.min_training_generators,
             )  # fmt: skip
         except StoreError as error:  # the next turn offers again; until then the pod follows sync rounds as any other
@@ -68,7 +68,7 @@ class EvaluationLane(Lane):
             log.info("evaluates", version=version)
             self.version = version
             self.service.say(phase="evaluating", world=0)
-            self.bell.ring(self.room)
+            self.notifications.notify(self.room)
 
     async def work(self, loop: Loop) -> None:
         """Complete tickets whenever a round holds this pod, for ever."""
@@ -78,7 +78,7 @@ class EvaluationLane(Lane):
             async with self._turns:
                 if self.version is not None and not self.service.view.paused and not self._closed:
                     await self._turn(self.version)
-            await self.bell.wait("evaluation", "control", self.room, timeout=IDLE_S)
+            await self.notifications.wait("evaluation", "control", self.room, timeout=IDLE_S)
 
     async def _turn(self, version: int) -> None:
         """Claim what there is room for; return to training when nothing is left, or when the round is over."""
@@ -141,7 +141,7 @@ class EvaluationLane(Lane):
         )  # fmt: skip
         if fault := mixed(header, ticket.epoch):
             raise GenerationFailed(fault)
-        return await self.insist(rollout, lambda: self.store.submit_evaluation(self._member, rollout.claim, header))
+        return await self.submit_with_retry(rollout, lambda: self.store.submit_evaluation(self._member, rollout.claim, header))
 
 
 def mixed(header: Header, version: int) -> str:

@@ -16,7 +16,7 @@ from services.generator.metrics import GeneratorMetrics
 
 
 class InFlight:
-    """Stands between the training lane and the engine."""
+    """Stands between the training worker and the engine."""
 
     def __init__(self, config: RunConfig, engine: Engine, metrics: GeneratorMetrics) -> None:
         self._mode, self._limit_s = config.sync.in_flight, config.sync.drain_deadline_s

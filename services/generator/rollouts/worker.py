@@ -1,7 +1,7 @@
-"""A lane: the claimed tickets of one kind, training or evaluation, that are under way in this process.
+"""A worker: the claimed tickets of one kind, training or evaluation, that are under way in this process.
 
 Guarantees: a claimed ticket is submitted, handed back or failed with a reason, or its lease runs out and another pod claims
-it; nothing that goes wrong with one ticket ends the loop of its lane, but for the end of the engine, which ends the process.
+it; nothing that goes wrong with one ticket ends the loop of its worker, but for the end of the engine, which ends the process.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Scored:
     score_s: float
 
 
-class Lane:
+class RolloutWorker:
     """Takes claimed tickets through generation and scoring. A subclass claims them, and says where they go from there."""
 
     room = "room"
-    """Bell topic of this process: a ticket has ended, another may be claimed."""
+    """Notifications topic of this process: a ticket has ended, another may be claimed."""
 
     def __init__(
         self,
@@ -76,7 +76,12 @@ class Lane:
     ) -> None:
         """`tokenizer` is the model's, as transformers loads it."""
         self.service, self.engine, self.tokenizer, self.verifiers, self.metrics = service, engine, tokenizer, verifiers, metrics
-        self.store, self.bell, self.config, self.sampling = service.store, service.bell, service.config, sampling
+        self.store, self.notifications, self.config, self.sampling = (
+            service.store,
+            service.notifications,
+            service.config,
+            sampling,
+        )
         self.name = service.status.name
         self.rollouts: dict[str, Rollout] = {}  # by entry of the claim
         self._fault: BaseException | None = None
@@ -139,7 +144,7 @@ class Lane:
             self.metrics.failures["generation"].inc()
             await self._fail(rollout, str(failure))
         except EngineDead as error:
-            self._fault = error  # the lane's loop ends the process
+            self._fault = error  # the worker's loop ends the process
         except StoreError as error:  # no fault of the ticket: its lease runs out, and it is claimed again
             self.metrics.failures["store"].inc()
             log.warning("rollout given up for want of Redis", error=str(error))
@@ -150,7 +155,7 @@ class Lane:
         finally:
             if self.rollouts.get(rollout.claim.entry) is rollout:
                 del self.rollouts[rollout.claim.entry]
-            self.bell.ring(self.room)
+            self.notifications.notify(self.room)
 
     async def _fail(self, rollout: Rollout, reason: str) -> None:
         try:
@@ -195,7 +200,7 @@ class Lane:
         tracing.record("verify", ticket.trace, generated, scored, reward=sum(rewards) / len(rewards))
         return Scored(completions, scores, rewards, generated - rollout.started, scored - generated)
 
-    async def insist(self, rollout: Rollout, submit: Callable[[], Awaitable[bool]]) -> bool:
+    async def submit_with_retry(self, rollout: Rollout, submit: Callable[[], Awaitable[bool]]) -> bool:
         """Submit until Redis answers: what was made is kept as long as nobody else has the ticket."""
         rollout.submitting = True
         started = time.monotonic()

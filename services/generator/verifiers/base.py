@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from services.config.data import Verifier as VerifierConfig
-from services.config.data import verifier_names
+from services.config.data import VerifierConfig, verifier_names
 
 
 class VerifierFailure(Exception):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.config.data import Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import Source, VerifierConfig
 from services.generator.verifiers.extract import Extractor
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from services.config.data import Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import Source, VerifierConfig
 from services.generator.verifiers import quantity
 
 TAIL_CHARACTERS = 2_000

@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from reasoning_gym.factory import create_dataset
 
-from services.config.data import ReasoningGymSource, Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import ReasoningGymSource, Source, VerifierConfig
 from services.generator.verifiers.extract import Extractor
 from services.protocol.entries import decode_entry
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from services.config.data import Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import Source, VerifierConfig
 
 PLACEHOLDER = "{answer}"
 

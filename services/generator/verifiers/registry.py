@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from services.config.data import Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import Source, VerifierConfig
 from services.generator.verifiers.base import Verifier
 
 VERIFIERS: dict[str, str] = {

@@ -11,9 +11,9 @@ from services.operations.inspection.checkpoints import (
     AskedCheckpoint,
     AskedRestore,
     CheckpointList,
-    ask_for_checkpoint,
-    ask_for_restore,
-    look_at_checkpoints,
+    inspect_checkpoints,
+    request_checkpoint_of,
+    request_restore_to,
 )
 from services.runtime.http.models import Reason
 from services.runtime.http.problems import problems
@@ -39,7 +39,7 @@ def add_routes(service: Service) -> None:
     @router.get("/checkpoints", dependencies=[service.app.state.reader])
     async def checkpoints() -> CheckpointList:
         """Checkpoints in the run's folder. Damage inside files is not looked for: `grpo checkpoints --verify` does."""
-        return await asyncio.to_thread(look_at_checkpoints, service.config, root)
+        return await asyncio.to_thread(inspect_checkpoints, service.config, root)
 
     @router.post("/checkpoint", dependencies=[service.app.state.guard], responses=problems(404))
     async def checkpoint(reason: Reason | None = None, wait_s: WaitS = 0.0) -> AskedCheckpoint:
@@ -47,7 +47,7 @@ def add_routes(service: Service) -> None:
 
         With `wait_s` the answer comes when it is written, could not be, or the time is over: `saved` says which.
         """
-        asked = await ask_for_checkpoint(store, (reason or Reason()).text)
+        asked = await request_checkpoint_of(store, (reason or Reason()).text)
         if asked.saved or not wait_s:
             return asked
         await until_none(lambda: not_written(asked.step), wait_s)
@@ -61,7 +61,7 @@ def add_routes(service: Service) -> None:
 
         The trainer starts again for it, so this process may end before it can say that the run is back.
         """
-        asked = await ask_for_restore(store, root, step)
+        asked = await request_restore_to(store, root, step)
         await until_none(not_restored, wait_s)
         return asked
 

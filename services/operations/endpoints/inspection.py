@@ -7,20 +7,20 @@ from typing import Annotated
 from fastapi import APIRouter, HTTPException, Path, Query
 
 from services.operations.inspection import MAX_PAGE
-from services.operations.inspection.buffer import Buffer, look_at_buffer
+from services.operations.inspection.buffer import Buffer, inspect_buffer
 from services.operations.inspection.completions import MAX_COMPLETIONS
 from services.operations.inspection.deadletters import (
     DeadLetterBody,
     DeadLetters,
     RequeueAnswer,
-    look_at_dead_letter,
-    look_at_dead_letters,
+    inspect_dead_letter,
+    inspect_dead_letters,
     requeue,
 )
-from services.operations.inspection.group import Group, look_at_group
-from services.operations.inspection.step import Step, look_at_step
+from services.operations.inspection.group import Group, inspect_group
+from services.operations.inspection.step import Step, inspect_step
 from services.operations.inspection.text import TextReader
-from services.runtime.http.models import Requeue
+from services.runtime.http.models import RequeueRequest
 from services.runtime.http.problems import problems
 from services.runtime.service import Service
 from services.store.calls.inspection import Sort
@@ -39,30 +39,30 @@ def inspection_router(service: Service) -> APIRouter:
     @router.get("/buffer", responses=problems(404))
     async def buffer(sort: Sort = "order", reverse: bool = False, offset: Offset = 0, limit: Limit = 100) -> Buffer:
         """The replay table and a page of its groups."""
-        return await look_at_buffer(store, sort, offset, limit, reverse)
+        return await inspect_buffer(store, sort, offset, limit, reverse)
 
     @router.get("/groups/{id}", responses=problems(404))
     async def group(id: str, offset: Offset = 0, limit: Completions = 16) -> Group:
         """A group: where it is, and a page of its completions as text."""
-        return await look_at_group(store, id, reader, config.advantage.kind, offset, limit)
+        return await inspect_group(store, id, reader, config.advantage.kind, offset, limit)
 
     @router.get("/steps/{n}", responses=problems(404))
     async def step(n: Annotated[int, Path(ge=0, le=2**31)], offset: Offset = 0, limit: Limit = 100) -> Step:
         """A step's plan and a page of its groups; of a retired one its metrics."""
-        return await look_at_step(store, n, config.trainer.row_tokens, offset, limit)
+        return await inspect_step(store, n, config.trainer.row_tokens, offset, limit)
 
     @router.get("/deadletters", responses=problems(404))
     async def dead_letters(before: str = "", limit: Limit = 100) -> DeadLetters:
         """What failed for good, the last first. `before`: `next` of the page before."""
-        return await look_at_dead_letters(store, limit, before)
+        return await inspect_dead_letters(store, limit, before)
 
     @router.get("/deadletters/{id}", responses=problems(404))
     async def dead_letter(id: str) -> DeadLetterBody:
         """A dead letter with its body."""
-        return await look_at_dead_letter(store, id)
+        return await inspect_dead_letter(store, id)
 
     @router.post("/deadletters/requeue", dependencies=[service.app.state.guard], responses=problems(404, 409))
-    async def put_back(which: Requeue) -> RequeueAnswer:
+    async def put_back(which: RequeueRequest) -> RequeueAnswer:
         """Have the tickets of dead letters issued again."""
         state, answer = await store.state(), await requeue(store, None if which.all else which.ids)
         if state is not None and state.ended and not answer.requeued:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from services.operations.endpoints.inspection import inspection_router
 from services.operations.inspection.ledger import AuditReport, audit
-from services.runtime.http.models import ROLES, Outcome, Pause, Reason
+from services.runtime.http.models import ROLES, Pause, Reason, RunDesire
 from services.runtime.http.problems import problems
 from services.runtime.http.waiting import WaitS, not_paused, until_none
 from services.runtime.service import Service
@@ -38,28 +38,28 @@ def add_routes(service: Service) -> None:
         return await audit(store)
 
     @router.post("/run/pause", dependencies=guard)
-    async def pause(wish: Pause | None = None, wait_s: WaitS = 0.0) -> Outcome:
+    async def pause(wish: Pause | None = None, wait_s: WaitS = 0.0) -> RunDesire:
         """Pause every role: generators in the mode asked for, the others between two steps."""
         wish = wish or Pause()
         modes = {role: wish.mode if role == "generator" else "keep" for role in ROLES}
         for role in ROLES:
             await store.pause(role, wish.text, wish.mode if role == "generator" else "keep")
-        return Outcome(run=run, desired="paused", waiting_for=await until_none(lambda: not_there(modes), wait_s))
+        return RunDesire(run=run, desired="paused", waiting_for=await until_none(lambda: not_there(modes), wait_s))
 
     @router.post("/run/resume", dependencies=guard)
-    async def resume(wait_s: WaitS = 0.0) -> Outcome:
+    async def resume(wait_s: WaitS = 0.0) -> RunDesire:
         """Let every role go on."""
         for role in ROLES:
             await store.resume(role)
-        return Outcome(
+        return RunDesire(
             run=run, desired="running", waiting_for=await until_none(lambda: not_there(dict.fromkeys(ROLES, "")), wait_s)
         )
 
     @router.post("/run/stop", dependencies=guard, responses=problems(409))
-    async def stop(reason: Reason | None = None, wait_s: WaitS = 0.0) -> Outcome:
+    async def stop(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
         """End the run after the step that is being trained: checkpoint, export, exit. 409: it goes back to a checkpoint."""
         await store.stop((reason or Reason()).text)
-        return Outcome(run=run, desired="stopping", waiting_for=await until_none(not_ended, wait_s))
+        return RunDesire(run=run, desired="stopping", waiting_for=await until_none(not_ended, wait_s))
 
     service.app.include_router(router)
     service.app.include_router(inspection_router(service))

@@ -81,7 +81,7 @@ class Buffer(Answer):
     """The page."""
 
 
-async def look_at_buffer(store: Store, sort: Sort = "order", offset: int = 0, limit: int = 20, reverse: bool = False) -> Buffer:
+async def inspect_buffer(store: Store, sort: Sort = "order", offset: int = 0, limit: int = 20, reverse: bool = False) -> Buffer:
     """The table and its groups `offset` to `offset + limit`. Raises `NotFound` when there are no weights to sort by."""
     state = await store.table_state()
     if sort == "weight" and state.weight_sum is None:

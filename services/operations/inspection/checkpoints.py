@@ -9,7 +9,7 @@ from pathlib import Path
 from services.config import RunConfig
 from services.operations.inspection import Answer
 from services.protocol.errors import NotFound
-from services.runtime import atomic_folders as folders
+from services.runtime import atomic_folders
 from services.runtime.checkpoints import SNAPSHOT, CheckpointError, CheckpointFolder, Saved, surplus
 from services.store import Store
 from services.store.snapshot_format import Snapshot, SnapshotError
@@ -65,7 +65,7 @@ class AskedCheckpoint(Answer):
     """Whether it is written already."""
 
 
-def look_at_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> CheckpointList:
+def inspect_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> CheckpointList:
     """The checkpoints under `root`; `verify` reads and compares every byte of them."""
     folder = CheckpointFolder(root)
     complete, named = folder.complete(), folder.named()
@@ -78,7 +78,7 @@ def look_at_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> 
     )
 
 
-async def ask_for_checkpoint(store: Store, why: str) -> AskedCheckpoint:
+async def request_checkpoint_of(store: Store, why: str) -> AskedCheckpoint:
     """Have the trainer write a checkpoint of what is committed; one wish at a time.
 
     Raises `NotFound` when nothing can come of it.
@@ -92,7 +92,7 @@ async def ask_for_checkpoint(store: Store, why: str) -> AskedCheckpoint:
     if state.finished:
         raise NotFound(f"the run has finished ({state.finished}) without a checkpoint of step {step}: its trainer is gone")
     if not state.checkpoint or state.checkpoint_failed:  # after a failure, to ask again is to have it tried again
-        await store.want_checkpoint(why)
+        await store.request_checkpoint(why)
     return AskedCheckpoint(step=step, saved=False)
 
 
@@ -106,7 +106,7 @@ def restorable(checkpoints: CheckpointFolder, step: int) -> Saved:
     return saved
 
 
-async def ask_for_restore(store: Store, root: Path, step: int) -> AskedRestore:
+async def request_restore_to(store: Store, root: Path, step: int) -> AskedRestore:
     """Have the run go back to the checkpoint of `step`. Raises `NotFound` where there is no whole one, or no run."""
     try:
         await asyncio.to_thread(restorable, CheckpointFolder(root), step)
@@ -114,7 +114,7 @@ async def ask_for_restore(store: Store, root: Path, step: int) -> AskedRestore:
         raise NotFound(str(error)) from None
     if await store.state() is None:
         raise NotFound("the run does not exist yet: nothing is there to be taken back")
-    await store.want_restore(step)
+    await store.request_restore(step)
     return AskedRestore(step=step)
 
 
@@ -154,5 +154,5 @@ def _unfinished(path: Path) -> CheckpointEntry:
     step = int(path.name.removeprefix("step-").split(".")[0])
     return CheckpointEntry(
         step=step, complete=False, latest=False, bytes=sum(files), written_s=0.0, ranks=0, zero_stage=0, kept_until=None,
-        problem=f"it has no {folders.MANIFEST}: it is being written, or was left half-written",
+        problem=f"it has no {atomic_folders.MANIFEST}: it is being written, or was left half-written",
     )  # fmt: skip

@@ -82,7 +82,7 @@ class RequeueAnswer(Answer):
     """Dead letters that stay, with the reason."""
 
 
-async def look_at_dead_letters(store: Store, limit: int = 20, before: str = "") -> DeadLetters:
+async def inspect_dead_letters(store: Store, limit: int = 20, before: str = "") -> DeadLetters:
     """The last dead letters, or the last before the entry `before`. Raises `NotFound` for an entry id that is none."""
     limit = min(limit, MAX_PAGE)
     letters = await store.dead_letters(limit + 1, _entry_id(before) if before else "")
@@ -93,7 +93,7 @@ async def look_at_dead_letters(store: Store, limit: int = 20, before: str = "") 
     )
 
 
-async def look_at_dead_letter(store: Store, id: str) -> DeadLetterBody:
+async def inspect_dead_letter(store: Store, id: str) -> DeadLetterBody:
     """A dead letter with its body. Raises `NotFound`."""
     letter = await store.dead_letter(_entry_id(id))
     if letter is None:

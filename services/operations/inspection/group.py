@@ -107,7 +107,7 @@ class Group(Answer):
     """What is missing or does not fit, and why."""
 
 
-async def look_at_group(
+async def inspect_group(
     store: Store, ticket: str, reader: TextReader, kind: Kind | None, offset: int = 0, limit: int = 16
 ) -> Group:
     """A group by its ticket, with `limit` of its completions. `kind`: how advantages are computed. Raises `NotFound`."""

@@ -104,7 +104,7 @@ class Step(Answer):
     """Its metrics record (docs/metrics.md), once it was trained, if the stream still has it."""
 
 
-async def look_at_step(store: Store, step: int, row_tokens: int | None, offset: int = 0, limit: int = 100) -> Step:
+async def inspect_step(store: Store, step: int, row_tokens: int | None, offset: int = 0, limit: int = 100) -> Step:
     """A step with `limit` of its groups. `row_tokens`: token budget of a row. Raises `NotFound` when it is not prepared yet."""
     state = await store.state()
     if state is None:

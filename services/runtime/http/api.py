@@ -21,19 +21,19 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from services.config import ConfigError
 from services.runtime.http.authorization import limit_body, token_guard
 from services.runtime.http.certificate import Certificate
-from services.runtime.http.credentials import Tokens
+from services.runtime.http.credentials import ApiTokens
 from services.runtime.http.models import (
     ROLES,
     Desired,
     Live,
     LoopHealth,
     Pause,
-    Pod,
+    PodState,
     Ready,
     Reason,
-    Replicas,
     Role,
     Scaled,
+    ScaleRequest,
     State,
 )
 from services.runtime.http.problems import install, problems
@@ -45,7 +45,7 @@ from services.store.records import Scale
 ADDRESS_ENV = "GRPO_ADDRESS"
 
 
-def make_app(service: Service, tokens: Tokens) -> FastAPI:
+def make_app(service: Service, tokens: ApiTokens) -> FastAPI:
     """The common endpoints; a service adds its own to `service.app`, with `app.state.guard` on mutating ones and
     `app.state.reader` on the others."""
     app = FastAPI(
@@ -111,7 +111,7 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
         """This pod, and the run: where it stands, and what is desired of it, by whom and why."""
         run = await service.view.refresh()
         status = service.status
-        pod = Pod(**{name: getattr(status, name) for name in status.__struct_fields__})
+        pod = PodState(**{name: getattr(status, name) for name in status.__struct_fields__})
         return State(run=service.config.run.name, pod=pod, state=run)
 
     @router.post("/pause", dependencies=[guard])
@@ -133,7 +133,7 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
         return Desired(role=asked, paused=False, mode=None, why="", waiting_for=waiting_for)
 
     @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
-    async def scale(wish: Replicas, wait_s: WaitS = 0.0) -> Scaled:
+    async def scale(wish: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
         """Have so many generators from now on; who starts them (`grpo run` on one machine) follows. 409: there is no room,
         or an autoscaler decides."""
         state = await store.state()
@@ -165,7 +165,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serve(service: Service, tokens: Tokens) -> AsyncIterator[str]:
+async def serve(service: Service, tokens: ApiTokens) -> AsyncIterator[str]:
     """Serve the endpoints beside the loops; yields the URL under which the pod is reached."""
     given = service.config.api
     host, port = given.host, given.port

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends, HTTPException, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from services.runtime.http.credentials import Tokens
+from services.runtime.http.credentials import ApiTokens
 from services.runtime.http.problems import problem
 
 BODY_LIMIT_BYTES = 64 * 1024
@@ -22,14 +22,14 @@ BEARER = HTTPBearer(auto_error=False, description="A token of the run: `read` ma
 Scope = Literal["", "read", "operate"]
 
 
-def scope_of(tokens: Tokens, given: str) -> Scope:
+def scope_of(tokens: ApiTokens, given: str) -> Scope:
     """What the bearer of a token may do; empty: nothing."""
     operates = hmac.compare_digest(given.encode(), tokens.operate.encode())
     reads = hmac.compare_digest(given.encode(), tokens.read.encode())
     return "operate" if operates else "read" if reads and tokens.read else ""
 
 
-def token_guard(tokens: Tokens, needed: Literal["read", "operate"]) -> Any:
+def token_guard(tokens: ApiTokens, needed: Literal["read", "operate"]) -> Any:
     """A dependency that lets only those through who may do what is needed; without a read token everybody may read."""
 
     def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:

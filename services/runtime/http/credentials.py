@@ -16,7 +16,7 @@ REDIS_PASSWORD_ENV = "GRPO_REDIS_PASSWORD"
 
 
 @dataclass(frozen=True)
-class Tokens:
+class ApiTokens:
     """Bearer tokens of the endpoints, by scope. `operate` may do all that `read` may."""
 
     operate: str = field(repr=False)
@@ -24,7 +24,7 @@ class Tokens:
     """Empty: everybody may look."""
 
 
-def api_tokens(config: RunConfig) -> Tokens:
+def api_tokens(config: RunConfig) -> ApiTokens:
     """The bearer tokens. No token for mutating calls is an error, not an open door; so is one that both scopes share."""
     operate = _read("api.token_file", config.api.token_file, API_TOKEN_ENV)
     if not operate:
@@ -39,7 +39,7 @@ def api_tokens(config: RunConfig) -> Tokens:
         raise ConfigError(
             "the token of api.read_token_file is that of api.token_file, so whoever may look may operate: change one"
         )
-    return Tokens(operate, read)
+    return ApiTokens(operate, read)
 
 
 def redis_login(config: RunConfig, kind: str) -> Login:

@@ -62,7 +62,7 @@ class Ready(BaseModel):
     """What it waits for; empty: for nothing."""
 
 
-class Pod(BaseModel):
+class PodState(BaseModel):
     """What a pod says of itself with every heartbeat."""
 
     kind: str
@@ -75,7 +75,7 @@ class Pod(BaseModel):
     version: int
     world: int
     gauges: dict[str, float]
-    sender: int
+    trainer_fence: int
     unreached: str
     paused: str
 
@@ -84,11 +84,11 @@ class State(BaseModel):
     """This pod, and the run as it sees it."""
 
     run: str
-    pod: Pod
+    pod: PodState
     state: RunState | None
 
 
-class Replicas(BaseModel):
+class ScaleRequest(BaseModel):
     """How many generators the run is wanted to have; 0: it waits until there are some again."""
 
     replicas: int = Field(ge=0, le=2**31)
@@ -116,7 +116,7 @@ class Desired(BaseModel):
     """Pods that had not followed yet when the answer was given; see `wait_s`."""
 
 
-class Outcome(BaseModel):
+class RunDesire(BaseModel):
     """What was asked of the run as a whole."""
 
     run: str
@@ -135,7 +135,7 @@ class Draining(BaseModel):
 MAX_REQUEUED = 1000  # ids of one call
 
 
-class Requeue(BaseModel):
+class RequeueRequest(BaseModel):
     """Which dead letters to put back: some, or all."""
 
     model_config = ConfigDict(extra="forbid")

@@ -15,7 +15,7 @@ from fastapi import Query
 
 from services.store import Store
 
-LOOK_S = 0.1
+POLL_S = 0.1
 LONGEST_WAIT_S = 300.0
 
 WaitS = Annotated[
@@ -33,7 +33,7 @@ async def until_none(look: Callable[[], Awaitable[list[str]]], wait_s: float) ->
     """Whom `look` names at last: nobody, or those left after `wait_s` seconds."""
     deadline = time.monotonic() + wait_s
     while (left := await look()) and time.monotonic() < deadline:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     return left
 
 

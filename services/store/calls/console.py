@@ -1,4 +1,4 @@
-"""What operators look at: step metrics, sizes, the server, the bell."""
+"""What operators look at: step metrics, sizes, the server, the notifications."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ class ConsoleCalls(PayloadCalls):
         """Topics that changed, as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, those that
         no generator waits for, as `headers` and `acks`. A hint, never the truth."""
         async with self.client.pubsub(ignore_subscribe_messages=True) as channel:
-            await self._ask(channel.psubscribe(self.keys.bell) if few else channel.subscribe(self.keys.bell_for_all))
+            await self._ask(
+                channel.psubscribe(self.keys.notifications) if few else channel.subscribe(self.keys.notifications_for_all)
+            )
             yield "connected"
             while True:
                 message = await self._ask(channel.get_message(timeout=1.0))

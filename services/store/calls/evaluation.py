@@ -68,13 +68,13 @@ class EvaluationCalls(Connection):
         return EvaluationState(int(dealt_with), abandoned.decode(errors="replace"), found)
 
     async def volunteer(
-        self, member: str, version: int, sender: int, ttl_s: float, max_generators: int, min_training: int
+        self, member: str, version: int, trainer_fence: int, ttl_s: float, max_generators: int, min_training: int
     ) -> bool:
-        """Offer to stay on `version` of the trainer with fence `sender`, which the member holds.
+        """Offer to stay on `version` of the trainer with fence `trainer_fence`, which the member holds.
 
         True: it is to evaluate; False: it is no volunteer.
         """
-        args = (member, version, sender, int(ttl_s * 1000), max_generators, min_training)
+        args = (member, version, trainer_fence, int(ttl_s * 1000), max_generators, min_training)
         return bool(await self._call("eval_volunteer", *args))
 
     async def resign(self, member: str, claims: Sequence[Claim] = ()) -> None:

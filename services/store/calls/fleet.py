@@ -49,7 +49,7 @@ class FleetCalls(Connection):
 
     async def round_of(self, member: str, held: Round | None = None) -> Round | None:
         """The current round, with `member` as its only member if it is one; `held` itself while it still is that."""
-        mark = f"{held.sender} {held.attempt} {held.phase}" if held is not None else ""
+        mark = f"{held.trainer_fence} {held.attempt} {held.phase}" if held is not None else ""
         reply = await self._call("round_of", member, mark)
         if reply == 1:
             return held

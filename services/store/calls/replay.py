@@ -8,7 +8,7 @@ from typing import Any
 from services.protocol import codec
 from services.protocol.messages import Header
 from services.store.connection.base import Connection
-from services.store.records import BufferedGroup, HeaderEntry, PassRate, Settlement, Survey, read_header
+from services.store.records import BufferedGroup, HeaderEntry, PassRate, Settlement, SweptTable, read_header
 
 REWEIGHED_TOGETHER = 1000  # groups in one call
 
@@ -30,18 +30,20 @@ class ReplayCalls(Connection):
             args += (float(s.weight), float(s.variate), float(s.victim), *kept)
         return int(await self._call("settle", fence, *args))
 
-    async def survey(self, fence: int, oldest_fresh: int, wanted: int, gaps_passed: int = 0) -> Survey:
+    async def sweep_and_peek(self, fence: int, oldest_fresh: int, wanted: int, gaps_passed: int = 0) -> SweptTable:
         """Drop groups with a version below `oldest_fresh` as stale, then look: the `wanted` first groups by the sampler, and the
         filtered ones beyond the first `gaps_passed`, as many of them as there are slots."""
         stale = 0
         while True:  # a call drops some hundreds at most
-            counts, uses, gaps, first, weight_sum = await self._call("survey", fence, max(oldest_fresh, 0), wanted, gaps_passed)
+            counts, uses, gaps, first, weight_sum = await self._call(
+                "sweep_and_peek", fence, max(oldest_fresh, 0), wanted, gaps_passed
+            )
             named = {counts[i].decode(): int(counts[i + 1]) for i in range(0, len(counts), 2)}
             stale += named["stale"]
             if not named["stale"]:
                 break
         ahead = [(first[i].decode(), int(first[i + 1]), float(first[i + 2])) for i in range(0, len(first), 3)]
-        return Survey(
+        return SweptTable(
             **{**named, "stale": stale},
             uses={int(uses[i]): int(uses[i + 1]) for i in range(0, len(uses), 2)},
             gaps=tuple(map(int, gaps)),

@@ -18,13 +18,13 @@ import msgspec
 from services.store.calls.payloads import ELSEWHERE, FIELD, PayloadCalls
 from services.store.connection.base import facts
 from services.store.snapshot_format import (
-    Group,
     Groups,
     Head,
     Letters,
     Restoration,
     Rows,
     Snapshot,
+    SnapshotGroup,
     renamed,
     renamed_plan,
     restoration,
@@ -77,7 +77,7 @@ class RestoreCalls(PayloadCalls):
         fields = [part for item in target.fields.items() for part in item]
         await self._call("restore_end", fence, head.step, *fields)
 
-    async def _put_in_shards(self, groups: Sequence[Group], write: Write) -> None:
+    async def _put_in_shards(self, groups: Sequence[SnapshotGroup], write: Write) -> None:
         """Groups of new names. The index names their payloads before they are there, or a sweep would take them."""
         payloads = {group.fields["payload"].decode(): group.payload for group in groups if group.payload is not None}
         named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
@@ -137,7 +137,7 @@ class RestoreCalls(PayloadCalls):
                 drops = self.keys.drops
                 return [("HSET", drops, *_flat(fields)), ("ZADD", f"{drops}:order", *times)] if fields else []
 
-    def _put(self, group: Group) -> list[tuple[Any, ...]]:
+    def _put(self, group: SnapshotGroup) -> list[tuple[Any, ...]]:
         keys = self.keys
         commands: list[tuple[Any, ...]] = [("HSET", keys.group(group.name), *_flat(group.fields))]
         if group.payload is not None:

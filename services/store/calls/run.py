@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
-from services.protocol.messages import WIRE
+from services.protocol.messages import PROTOCOL_VERSION
 from services.store.calls.payloads import PayloadCalls
 from services.store.records import PauseMode, RunState, TableRules, read_state
 
@@ -24,7 +24,7 @@ class RunCalls(PayloadCalls):
         if spread and await self.state() is None:  # whoever attaches can do without a shard for a while
             await self.check_shards(payload_shards)
         rules = astuple(table or TableRules())
-        created = bool(await self._call("create", WIRE, config, dataset, steps, slots, *rules, *spread))
+        created = bool(await self._call("create", PROTOCOL_VERSION, config, dataset, steps, slots, *rules, *spread))
         await self._spread(payload_shards)
         return created
 
@@ -43,7 +43,7 @@ class RunCalls(PayloadCalls):
         """Desire that pods of the role go on."""
         await self._call("desire", f"paused:{role}", "")
 
-    async def want_restore(self, step: int | None) -> None:
+    async def request_restore(self, step: int | None) -> None:
         """Desire that the run, ended or not, goes back to the checkpoint of `step`: its trainer starts anew and does it.
 
         None: desire it no more.
@@ -69,7 +69,7 @@ class RunCalls(PayloadCalls):
         """A cluster's scaler: the wish and the Deployment agree on so many."""
         await self._call("desire", "followed:generator", str(replicas))
 
-    async def want_checkpoint(self, why: str) -> None:
+    async def request_checkpoint(self, why: str) -> None:
         """Desire a checkpoint of what is committed now, or of a later step; the trainer's `checkpointed` ends the wish."""
         await self._call("desire", "checkpoint", f"{secrets.token_hex(4)} {why}")
 

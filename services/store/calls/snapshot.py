@@ -15,7 +15,7 @@ from typing import Any
 
 from services.protocol.errors import StoreError
 from services.store.calls.payloads import PayloadCalls
-from services.store.snapshot_format import LAYOUT, Group, Groups, Head, Letters, Rows, Writer
+from services.store.snapshot_format import LAYOUT, Groups, Head, Letters, Rows, SnapshotGroup, Writer
 
 LEASE_S = 10.0  # the leader goes on so long after whoever copies has died
 HOLD_S = 2.0  # how often it says that it is still at it
@@ -115,7 +115,7 @@ class SnapshotCalls(PayloadCalls):
         for at in range(0, len(left), together):
             yield left[at : at + together]
 
-    async def _groups(self, names: Sequence[str], whole: bool) -> list[Group]:
+    async def _groups(self, names: Sequence[str], whole: bool) -> list[SnapshotGroup]:
         scored = [self.keys.replay_version, self.keys.replay_weight, self.keys.replay_clock, self.keys.replay_idle]
         scores = await self._send(*[("ZMSCORE", key, *names) for key in scored])
         if whole:
@@ -129,7 +129,7 @@ class SnapshotCalls(PayloadCalls):
             bodies = await self._sealed([fields[i]["payload"].decode() for i in present])
             payloads = dict(zip(present, bodies, strict=True))
         return [
-            Group(
+            SnapshotGroup(
                 names[i], int(fields[i]["seq"]), fields[i], payloads.get(i),
                 *(None if column[i] is None else float(column[i]) for column in scores),
             )

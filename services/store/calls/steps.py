@@ -10,7 +10,7 @@ from services.protocol.errors import Damaged, StoreError
 from services.protocol.messages import Payload, RankPlan, StepPlan
 from services.store.calls.payloads import FETCHED_TOGETHER, PayloadCalls
 
-LANES = 2  # requests under way at a time: the server works on one while the client does on the other
+REQUESTS_UNDER_WAY = 2  # requests under way at a time: the server works on one while the client does on the other
 
 
 class StepCalls(PayloadCalls):
@@ -53,8 +53,8 @@ class StepCalls(PayloadCalls):
         fetched: dict[str, Payload] = {}
         damaged: dict[str, str] = {}
 
-        async def fetch(lane: int) -> None:
-            for piece in pieces[lane::LANES]:
+        async def fetch(first: int) -> None:
+            for piece in pieces[first::REQUESTS_UNDER_WAY]:
                 for name, data in zip(piece, await self._sealed(piece), strict=True):
                     try:
                         if data is None:
@@ -66,7 +66,7 @@ class StepCalls(PayloadCalls):
                     except codec.CorruptMessage as error:
                         damaged[name] = str(error)
 
-        await asyncio.gather(*(fetch(lane) for lane in range(LANES)))
+        await asyncio.gather(*(fetch(first) for first in range(REQUESTS_UNDER_WAY)))
         if damaged:
             raise Damaged(damaged)
         return fetched
@@ -75,7 +75,7 @@ class StepCalls(PayloadCalls):
         """Count a step as trained. False: it was committed before. Raises `OutOfOrder`, `Fenced`."""
         return bool(await self._call("commit", fence, step))
 
-    async def condemn(
+    async def discard_damaged(
         self,
         fence: int,
         first: int,
@@ -91,7 +91,7 @@ class StepCalls(PayloadCalls):
         args: list[str | bytes | int] = [part for pair in reasons.items() for part in pair]
         for plan, ranks in steps:
             args += (plan.step, codec.encode(plan), len(ranks), *map(codec.encode, ranks))
-        return int(await self._call("condemn", fence, first, prepared, len(reasons), *args))
+        return int(await self._call("discard_damaged", fence, first, prepared, len(reasons), *args))
 
     async def publish(self, fence: int, version: int) -> bool:
         """The fleet holds `version`; the slots of its steps come free. False: it was published before."""

@@ -12,11 +12,11 @@ from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.protocol.messages import Header, Ticket
 from services.store.calls.payloads import ELSEWHERE, PayloadCalls
-from services.store.connection.batching import Coalescer
+from services.store.connection.batching import Batcher
 from services.store.records import Claim, read_claim
 
 SUBMITTED_TOGETHER = 16  # groups in one request, of some 40 KB each: below a MB a request costs no more per group
-LANES = 2  # requests under way at a time: the server works on one while the client does on the other
+REQUESTS_UNDER_WAY = 2  # requests under way at a time: the server works on one while the client does on the other
 
 
 class _Submission(NamedTuple):
@@ -33,7 +33,7 @@ class TicketCalls(PayloadCalls):
 
     def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
         super().__init__(client, keys, url)
-        self._submissions = Coalescer(self._submit, SUBMITTED_TOGETHER, LANES)
+        self._submissions = Batcher(self._submit, SUBMITTED_TOGETHER, REQUESTS_UNDER_WAY)
 
     async def issue(
         self,
@@ -77,18 +77,20 @@ class TicketCalls(PayloadCalls):
         self,
         consumer: str,
         version: int,
-        sender: int,
+        trainer_fence: int,
         lease_s: float,
         count: int,
         scan: str = "0-0",
         adopt: bool = False,
         max_expiries: int = 16,
     ) -> tuple[str, list[Claim]]:
-        """Claim up to `count` tickets for a pod that holds `version` of the trainer with fence `sender`.
+        """Claim up to `count` tickets for a pod that holds `version` of the trainer with fence `trainer_fence`.
 
         Returns the next scan position and the claims.
         """
-        reply = await self._call("claim", consumer, version, sender, int(lease_s * 1000), count, scan, int(adopt), max_expiries)
+        reply = await self._call(
+            "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries
+        )
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims
 

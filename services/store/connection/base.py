@@ -15,8 +15,8 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.keys import Keys
 from services.store.connection.client import Login, check_server, explain, make_client, plain_client
-from services.store.connection.cluster import Owner
-from services.store.connection.fast_connection import Wire
+from services.store.connection.cluster import SlotOwner
+from services.store.connection.fast_connection import FastConnection
 from services.store.functions import library
 
 
@@ -28,9 +28,9 @@ class Connection:
         self.keys = keys
         self.url = url
         self._login = Login()
-        self._owner: Owner | None = None  # of the run's slot; None: the server is no node of a Cluster
-        self._wire = Wire.beside(client)
-        self._plain = plain_client(client) if self._wire is None else None
+        self._owner: SlotOwner | None = None  # of the run's slot; None: the server is no node of a Cluster
+        self._fast = FastConnection.beside(client)
+        self._plain = plain_client(client) if self._fast is None else None
         self._library, code = library()
         self._load = ("FUNCTION", "LOAD", code)
 
@@ -55,8 +55,8 @@ class Connection:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._wire is not None:
-            self._wire.close()
+        if self._fast is not None:
+            self._fast.close()
         await self.client.aclose()
 
     def _check_load(self, reply: Any) -> None:
@@ -98,8 +98,8 @@ class Connection:
         """The replies to commands on one connection, an error among them as a value."""
         if self._plain is not None:
             return await self._ask(_replies(self._plain, commands))
-        assert self._wire is not None
-        return await self._ask(self._wire.ask(commands))
+        assert self._fast is not None
+        return await self._ask(self._fast.ask(commands))
 
     @property
     def _at_owner(self) -> tuple[Any, ...]:

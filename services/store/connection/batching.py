@@ -1,6 +1,6 @@
 """Calls that are made while earlier ones are on their way are joined into one.
 
-Guarantees: every call gets its own answer or error; at most `lanes` joint calls are under way, so a busy pod sends few
+Guarantees: every call gets its own answer or error; at most `max_calls` joint calls are under way, so a busy pod sends few
 large requests over few connections, and an idle one waits for nobody.
 """
 
@@ -14,22 +14,22 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class Coalescer(Generic[Item, Answer]):
+class Batcher(Generic[Item, Answer]):
     """`call(items)` answers several at once, in order; an error of it is the error of each."""
 
-    def __init__(self, call: Callable[[list[Item]], Awaitable[list[Answer]]], most: int, lanes: int) -> None:
-        self._call, self._most, self._lanes = call, most, lanes
+    def __init__(self, call: Callable[[list[Item]], Awaitable[list[Answer]]], most: int, max_calls: int) -> None:
+        self._call, self._most, self._max_calls = call, most, max_calls
         self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
-        self._busy = 0  # lanes at work
+        self._busy = 0  # max_calls at work
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, item: Item) -> Answer:
         """The answer to one item. A caller who is cancelled does not know whether it was sent."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
-        if self._busy < self._lanes:
+        if self._busy < self._max_calls:
             self._busy += 1
-            task = asyncio.create_task(self._work(), name="coalesced calls")
+            task = asyncio.create_task(self._work(), name="batched calls")
             self._tasks.add(task)  # asyncio itself keeps no hold of it
             task.add_done_callback(self._tasks.discard)
         return await future
@@ -39,7 +39,7 @@ class Coalescer(Generic[Item, Answer]):
             while batch := self._next():
                 await self._answer(batch)
         finally:
-            self._busy -= 1  # in the same breath as the last look at what waits, so that nobody waits for a lane that ended
+            self._busy -= 1  # in the same breath as the last look at what waits, so that nobody waits for a first that ended
 
     def _next(self) -> list[tuple[Item, asyncio.Future[Answer]]]:
         self._waiting = [(item, future) for item, future in self._waiting if not future.done()]  # without the cancelled

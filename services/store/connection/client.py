@@ -20,7 +20,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, OutOfMemoryError, RedisError, TimeoutError
 
 from services.protocol.errors import StoreError
-from services.store.connection.cluster import Address, Elsewhere, Owner, ToOwner, in_cluster
+from services.store.connection.cluster import Address, Elsewhere, SlotOwner, ToOwner, in_cluster
 from services.store.connection.fast_connection import VANISHED
 
 OLDEST_SERVER = (7, 0)  # the first Redis with Functions
@@ -44,7 +44,7 @@ class Login:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A node of a Cluster that holds something of a run."""
 
     role: Literal["master", "replica"]
@@ -70,7 +70,7 @@ class _ToOwnerByTLS(ToOwner, _Trusting):
     """To the owner in a Cluster, encrypted."""
 
 
-def make_client(url: str, login: Login, owner: Owner | None = None) -> aioredis.Redis:
+def make_client(url: str, login: Login, owner: SlotOwner | None = None) -> aioredis.Redis:
     """A client: binary replies, bounded waits, bounded retries. Raises `StoreError` for an address that is none.
 
     `owner`: the master in a Cluster to which all its connections are to lead (`check_server` knows).
@@ -86,7 +86,7 @@ def plain_client(client: aioredis.Redis) -> aioredis.Redis:
 
 
 def _client(
-    url: str, login: Login, owner: Owner | None, retries: int, connect_timeout_s: float, reply_timeout_s: float
+    url: str, login: Login, owner: SlotOwner | None, retries: int, connect_timeout_s: float, reply_timeout_s: float
 ) -> aioredis.Redis:
     who = {"username": login.user} if login.user else {}
     tls = {"ssl_ca_certs": login.ca_file} if login.ca_file and url.startswith("rediss:") else {}
@@ -124,7 +124,7 @@ def _check_certificates(path: str) -> None:
         raise StoreError(f"redis.ca_file = {path!r} cannot be used: {error}; name a file of certificates in PEM") from None
 
 
-async def check_server(url: str, login: Login, key: str) -> Owner | None:
+async def check_server(url: str, login: Login, key: str) -> SlotOwner | None:
     """Raises `StoreError` when the server cannot be reached, is too old, or may evict a run's keys.
 
     Where it is a node of a Cluster this is of the master that owns the slot of `key`, which is returned.
@@ -147,7 +147,7 @@ async def check_server(url: str, login: Login, key: str) -> Owner | None:
     return owner
 
 
-async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()) -> list[Node]:
+async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()) -> list[ClusterNode]:
     """The nodes of a Cluster on which a run is: the master that owns the slot of `key` first, those of its `shards`, by keys, and
     all their replicas.
 
@@ -165,8 +165,8 @@ async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()
             replicas.update(await shard.replicas())
     except RedisError as error:
         raise explain(url, error) from None
-    masters = [Node("master", address, await _said(url, login, address), count) for address, count in held.items()]
-    return masters + [Node("replica", address, await _said(url, login, address)) for address in sorted(replicas)]
+    masters = [ClusterNode("master", address, await _said(url, login, address), count) for address, count in held.items()]
+    return masters + [ClusterNode("replica", address, await _said(url, login, address)) for address in sorted(replicas)]
 
 
 async def _said(url: str, login: Login, node: Address) -> dict[str, Any] | StoreError:
@@ -179,7 +179,7 @@ async def _said(url: str, login: Login, node: Address) -> dict[str, Any] | Store
 
 @asynccontextmanager
 async def _probe(
-    url: str, login: Login, owner: Owner | None = None, node: Address | None = None
+    url: str, login: Login, owner: SlotOwner | None = None, node: Address | None = None
 ) -> AsyncIterator[aioredis.Redis]:
     """To the server at `url`; else to the `owner`, or to this `node` of its Cluster."""
     probe = _client(url, login, owner, PROBE_RETRIES, PROBE_TIMEOUT_S, PROBE_TIMEOUT_S)
@@ -196,14 +196,14 @@ async def _info(probe: aioredis.Redis) -> dict[str, Any]:
     return await probe.info("server") | await probe.info("memory")
 
 
-def _owner(shown: str, probe: aioredis.Redis, key: str) -> Owner:
+def _owner(shown: str, probe: aioredis.Redis, key: str) -> SlotOwner:
     pool: Any = probe.connection_pool
     if not issubclass(pool.connection_class, aioredis.Connection):
         raise StoreError(
             f"Redis at {shown} is a node of a Redis Cluster, whose others no socket file reaches: "
             "set redis.url to redis://host:port/0 of one of them"
         )
-    return Owner(pool.connection_class, dict(pool.connection_kwargs), key)
+    return SlotOwner(pool.connection_class, dict(pool.connection_kwargs), key)
 
 
 def explain(url: str, error: RedisError) -> StoreError:

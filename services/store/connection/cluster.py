@@ -33,7 +33,7 @@ class Elsewhere(ConnectionError):
     """A node said that it is not the one that serves the run now. To retry as a lost connection."""
 
 
-class Owner:
+class SlotOwner:
     """The master that owns the slot of `key`, as the nodes of its Cluster tell; `settings` are those of connections of `kind`."""
 
     def __init__(self, kind: type[aioredis.Connection], settings: dict[str, Any], key: str) -> None:
@@ -42,9 +42,9 @@ class Owner:
         self._given: Address = (settings.get("host", "localhost"), int(settings.get("port", 6379)))
         self._nodes = {self._given}
 
-    def of(self, key: str) -> Owner:
+    def of(self, key: str) -> SlotOwner:
         """The master that owns the slot of another key; it is looked for where this one would be."""
-        other = Owner(self._kind, self._settings, key)
+        other = SlotOwner(self._kind, self._settings, key)
         other._nodes = set(self._nodes)
         return other
 
@@ -101,7 +101,7 @@ def _address(node: list[Any], asked: Address) -> Address | None:
 class ToOwner(aioredis.Connection):
     """A connection to the owner."""
 
-    def __init__(self, *, owner: Owner, **settings: Any) -> None:
+    def __init__(self, *, owner: SlotOwner, **settings: Any) -> None:
         super().__init__(**settings)
         self._owner = owner
 

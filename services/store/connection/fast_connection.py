@@ -20,7 +20,7 @@ import hiredis
 import redis.asyncio as aioredis
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, OutOfMemoryError, ResponseError, TimeoutError
 
-from services.store.connection.cluster import ELSEWHERE, Elsewhere, Owner, ToOwner
+from services.store.connection.cluster import ELSEWHERE, Elsewhere, SlotOwner, ToOwner
 
 BUFFER_BYTES = 2**18  # received at a time
 APART_BYTES = 2**13  # a string of more is sent as it lies in memory: below that, joining it costs less than another piece
@@ -34,7 +34,7 @@ _LATER = (BusyLoadingError, Elsewhere)
 _MORE = object()  # what the parser has of a reply is not all of it
 
 
-class Wire:
+class FastConnection:
     """Connections to the server of `client`, one for each request under way. Speaks RESP2."""
 
     def __init__(self, client: aioredis.Redis) -> None:
@@ -42,11 +42,11 @@ class Wire:
         self._idle: list[_Line] = []
 
     @classmethod
-    def beside(cls, client: aioredis.Redis) -> Wire | None:
+    def beside(cls, client: aioredis.Redis) -> FastConnection | None:
         """The wire to the same server, with the client's limits; None when that is not reached by plain TCP."""
         if client.connection_pool.connection_class not in (aioredis.Connection, ToOwner):
             return None
-        return _wires.setdefault(client, cls(client))
+        return _connections.setdefault(client, cls(client))
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send commands in one go; their replies, an error among them as a value."""
@@ -84,7 +84,7 @@ class Wire:
         if settings.get("db"):
             greeting.append(("SELECT", settings["db"]))
         async with _limit(settings["socket_connect_timeout"]):
-            owner: Owner | None = settings.get("owner")
+            owner: SlotOwner | None = settings.get("owner")
             host, port = await owner.find() if owner else (settings.get("host", "localhost"), settings.get("port", 6379))
             line = await _Line.open(host, port)
             try:
@@ -97,7 +97,7 @@ class Wire:
         return line
 
 
-_wires: WeakKeyDictionary[aioredis.Redis, Wire] = WeakKeyDictionary()  # stores that share a client share its wire
+_connections: WeakKeyDictionary[aioredis.Redis, FastConnection] = WeakKeyDictionary()  # stores that share a client share its wire
 
 
 @asynccontextmanager

@@ -1,21 +1,21 @@
 -- Control: a run's identity, who leads, desired state, the end, and the count of everything.
 -- reads and writes: run, tickets, headers, outstanding, replay:*, step:<s>, ledger
 
--- args: wire version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, and number of payload shards if
+-- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, and number of payload shards if
 -- there are any. Creates the run, or attaches to the same one.
 -- Returns 1 when created, 0 when it existed; a different run under the name is refused. Desired state may be there before.
 register('create', function(prefix, args)
   local key = prefix .. ':run'
-  local have = redis.call('HMGET', key, 'wire', 'config', 'dataset')
+  local have = redis.call('HMGET', key, 'protocol', 'config', 'dataset')
   if have[1] then
-    for i, what in ipairs({'wire version', 'configuration', 'data set'}) do
+    for i, what in ipairs({'protocol version', 'configuration', 'data set'}) do
       if have[i] ~= args[i] then
         return redis.error_reply('DIFFERENT ' .. what .. ' ' .. have[i] .. ', not ' .. args[i])
       end
     end
     return 0
   end
-  redis.call('HSET', key, 'wire', args[1], 'config', args[2], 'dataset', args[3], 'steps', args[4], 'slots', args[5],
+  redis.call('HSET', key, 'protocol', args[1], 'config', args[2], 'dataset', args[3], 'steps', args[4], 'slots', args[5],
     'slots_used', 0, 'cursor', 0, 'published_version', -1, 'prepared_step', -1, 'committed_step', -1,
     'checkpointed_step', -1, 'retired_step', -1, 'last_epoch', -1,
     'incarnation', math.floor(now_ms() / 1000), 'created_ms', now_ms())
@@ -23,7 +23,7 @@ register('create', function(prefix, args)
   redis.call('HSET', prefix .. ':replay:state', 'sampler', args[6], 'remover', args[7], 'capacity', args[8], 'max_uses', args[9])
   redis.call('XGROUP', 'CREATE', prefix .. ':tickets', 'generators', '0', 'MKSTREAM')
   redis.call('XGROUP', 'CREATE', prefix .. ':headers', 'dataprep', '0', 'MKSTREAM')
-  ring(prefix, 'control')
+  notify(prefix, 'control')
   return 1
 end)
 
@@ -44,7 +44,7 @@ end)
 register('step_down', function(prefix, args)
   if redis.call('HGET', prefix .. ':run', 'leader') ~= args[1] then return 0 end
   redis.call('HDEL', prefix .. ':run', 'leader', 'leader_until_ms')
-  ring(prefix, 'control')
+  notify(prefix, 'control')
   return 1
 end)
 
@@ -69,7 +69,7 @@ register('desire', function(prefix, args)
   else
     redis.call('HSET', prefix .. ':run', args[1], args[2])
   end
-  ring(prefix, 'control')
+  notify(prefix, 'control')
   return 1
 end)
 

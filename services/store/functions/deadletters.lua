@@ -52,7 +52,7 @@ register('requeue', function(prefix, args)
   end
   if put_back > 0 then
     count(prefix, 'failed', -put_back)
-    ring(prefix, 'slots')
+    notify(prefix, 'slots')
   end
   return reply
 end)

@@ -28,14 +28,14 @@ end
 local function hand_back(prefix, ticket)
   redis.call('ZADD', part(prefix, 'queue'), 'XX', 0, ticket)
   redis.call('HDEL', part(prefix, 'claims'), ticket)
-  ring(prefix, 'evaluation')
+  notify(prefix, 'evaluation')
 end
 
 -- Counts a failure or an expiry of a ticket; at the limit the round cannot be completed any more, and says why.
 local function fails(prefix, counter, ticket, limit, reason)
   if redis.call('HINCRBY', part(prefix, counter), ticket, 1) < tonumber(limit) then return false end
   redis.call('HSETNX', part(prefix, 'round'), 'fault', 'ticket ' .. ticket .. ': ' .. reason)
-  ring(prefix, 'evaluation')
+  notify(prefix, 'evaluation')
   return true
 end
 
@@ -69,7 +69,7 @@ register('eval_open', function(prefix, args)
   call_over(bodies, 'HSET', part(prefix, 'tickets'))
   redis.call('HSET', part(prefix, 'round'), 'version', args[2], 'total', #queue / 2, 'opened_ms', now_ms())
   redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
-  ring(prefix, 'evaluation')
+  notify(prefix, 'evaluation')
   return 1
 end, true)
 
@@ -154,7 +154,7 @@ register('eval_submit', function(prefix, args)
   if redis.call('HSETNX', part(prefix, 'results'), ticket, header) == 1 then
     redis.call('ZREM', part(prefix, 'queue'), ticket)
     redis.call('HSET', part(prefix, 'round'), 'finished_ms', now_ms())
-    ring(prefix, 'evaluation')
+    notify(prefix, 'evaluation')
   end
   return 1
 end, true)
@@ -209,6 +209,6 @@ register('eval_close', function(prefix, args)
     count(prefix, 'evaluations_abandoned', 1)
   end
   for _, name in ipairs(EVALUATION_PARTS) do redis.call('UNLINK', part(prefix, name)) end
-  ring(prefix, 'evaluation')
+  notify(prefix, 'evaluation')
   return 1
 end)

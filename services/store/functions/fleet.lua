@@ -28,7 +28,7 @@ register('beat', function(prefix, args)
   local now = now_ms()
   if redis.call('HEXISTS', prefix .. ':fleet:status', args[1]) == 0 then
     forget_former(prefix, string.match(args[1], '^(.*):'))
-    ring(prefix, 'fleet')
+    notify(prefix, 'fleet')
   end
   redis.call('ZADD', prefix .. ':fleet', now, args[1])
   redis.call('HSET', prefix .. ':fleet:status', args[1], args[2])
@@ -49,7 +49,7 @@ register('leave', function(prefix, args)
   if redis.call('EXISTS', prefix .. ':run') == 0 then return 1 end
   local pending = redis.call('XPENDING', prefix .. ':tickets', 'generators', '-', '+', 1, args[2])
   if #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', prefix .. ':tickets', 'generators', args[2]) end
-  ring(prefix, 'fleet')
+  notify(prefix, 'fleet')
   return 1
 end)
 
@@ -78,7 +78,7 @@ register('round', function(prefix, args)
   for i = 5, #args, 2 do
     redis.call('HSET', ranks, args[i], args[i + 1])
   end
-  ring(prefix, 'sync')
+  notify(prefix, 'sync')
   return 1
 end)
 
@@ -96,6 +96,6 @@ register('acknowledge', function(prefix, args)
   local key = prefix .. ':sync'
   if redis.call('HGET', key, 'attempt') ~= args[2] then return 0 end
   redis.call('HSET', key, 'ack:' .. args[1], args[3] .. ' ' .. args[4])
-  if redis.call('HINCRBY', key, 'answers', 1) >= redis.call('HLEN', prefix .. ':sync:ranks') then ring(prefix, 'acks') end
+  if redis.call('HINCRBY', key, 'answers', 1) >= redis.call('HLEN', prefix .. ':sync:ranks') then notify(prefix, 'acks') end
   return 1
 end)

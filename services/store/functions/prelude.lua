@@ -9,8 +9,8 @@ end
 -- What no generator waits for goes on a channel of its own: many of them would each be told of every group and acknowledgement.
 local FOR_FEW = {acks = true, fleet = true, headers = true, replay = true, slots = true, steps = true}
 
-local function ring(prefix, topic)
-  redis.call('PUBLISH', prefix .. ':bell' .. (FOR_FEW[topic] and ':few' or ':all'), topic)
+local function notify(prefix, topic)
+  redis.call('PUBLISH', prefix .. ':notifications' .. (FOR_FEW[topic] and ':few' or ':all'), topic)
 end
 
 local function number(prefix, field)
@@ -45,7 +45,7 @@ end
 local function free_slots(prefix, n)
   if n ~= 0 then
     redis.call('HINCRBY', prefix .. ':run', 'slots_used', -n)
-    ring(prefix, 'slots')
+    notify(prefix, 'slots')
   end
 end
 

@@ -74,7 +74,7 @@ register('settle', function(prefix, args)
   end
   if #settled > 0 then
     call_over(settled, 'XDEL', prefix .. ':headers')
-    ring(prefix, 'replay')
+    notify(prefix, 'replay')
   end
   return #settled
 end)
@@ -103,7 +103,7 @@ end)
 -- there are slots: more cannot matter.
 -- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the gaps after those, {group, sequence, weight, …} that the
 -- sampler would draw first, sum of weights}.
-register('survey', function(prefix, args)
+register('sweep_and_peek', function(prefix, args)
   local refusal = fenced(prefix, 'leader_fence', args[1])
   if refusal then return refusal end
   local t = open_table(prefix)

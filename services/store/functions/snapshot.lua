@@ -36,7 +36,7 @@ register('snapshot_end', function(prefix, args)
   local held = redis.call('HMGET', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
   if held[1] ~= args[2] then return 0 end
   redis.call('HDEL', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
-  ring(prefix, 'control')
+  notify(prefix, 'control')
   return tonumber(held[2]) > now_ms() and 1 or 0
 end)
 
@@ -59,7 +59,7 @@ register('restore_begin', function(prefix, args)
     redis.call('UNLINK', prefix .. ':eval:' .. part)
   end
   redis.call('HSET', run, 'incarnation', math.max(number(prefix, 'incarnation') + 1, math.floor(now_ms() / 1000)))
-  ring(prefix, 'control')
+  notify(prefix, 'control')
   return 1
 end)
 
@@ -92,7 +92,7 @@ register('restore_end', function(prefix, args)
   redis.call('HSET', run, unpack(args, 3))
   redis.call('HDEL', run, 'restoring', 'checkpoint_failed', 'evaluation_abandoned')
   if redis.call('HGET', run, 'restore') == args[2] then redis.call('HDEL', run, 'restore') end
-  ring(prefix, 'control')
-  ring(prefix, 'slots')
+  notify(prefix, 'control')
+  notify(prefix, 'slots')
   return 1
 end, true)

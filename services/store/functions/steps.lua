@@ -62,7 +62,7 @@ register('prepare', function(prefix, args)
   if #gaps > 0 then redis.call('HSET', key, 'gaps', table.concat(gaps, ' ')) end
   redis.call('ZREMRANGEBYSCORE', t.key .. 'gaps', '-inf', args[6])
   redis.call('HSET', prefix .. ':run', 'prepared_step', step)
-  ring(prefix, 'steps')
+  notify(prefix, 'steps')
   return 1
 end)
 
@@ -84,7 +84,7 @@ register('commit', function(prefix, args)
   end
   count(prefix, 'trained', #fresh)
   redis.call('HSET', prefix .. ':run', 'committed_step', step, 'last_epoch', last_epoch)
-  ring(prefix, 'steps')
+  notify(prefix, 'steps')
   return 1
 end)
 
@@ -101,7 +101,7 @@ end
 
 -- A group that cannot be trained leaves the table for good. `first`: the step that was to train it first, or nil when a step before
 -- has trained it, which stays its outcome.
-local function condemned(t, group, reason, first)
+local function discarded(t, group, reason, first)
   local prefix = t.prefix
   local header = redis.call('HGET', prefix .. ':group:' .. group, 'header') or ''
   if redis.call('ZSCORE', t.key .. 'order', group) then leave_table(t, group) end
@@ -121,7 +121,7 @@ end
 -- each; then of each step from the first on that has any of them: step, its plan without them, number of ranks, plan of each.
 -- The groups cannot be trained: they become dead letters and leave every step to come. Refused when another step was prepared
 -- meanwhile. A repeated call finds them in no step, and changes nothing. Returns how many were buried.
-register('condemn', function(prefix, args)
+register('discard_damaged', function(prefix, args)
   local refusal = fenced(prefix, 'trainer_fence', args[1])
   if refusal then return refusal end
   local prepared, last = number(prefix, 'prepared_step'), 4 + 2 * tonumber(args[4])
@@ -144,12 +144,12 @@ register('condemn', function(prefix, args)
   local t = open_table(prefix)
   for i = 5, last, 2 do
     if found[args[i]] then
-      condemned(t, args[i], args[i + 1], first[args[i]])
+      discarded(t, args[i], args[i + 1], first[args[i]])
       buried = buried + 1
     end
   end
   close_table(t)
-  if buried > 0 then ring(prefix, 'steps') end
+  if buried > 0 then notify(prefix, 'steps') end
   return buried
 end)
 
@@ -162,7 +162,7 @@ register('publish', function(prefix, args)
   local version, published = tonumber(args[2]), number(prefix, 'published_version')
   if version == published and redis.call('HGET', prefix .. ':run', 'published_by') ~= args[1] then
     redis.call('HSET', prefix .. ':run', 'published_by', args[1])
-    ring(prefix, 'version')
+    notify(prefix, 'version')
   end
   if version <= published then return 0 end
   if version > number(prefix, 'committed_step') + 1 then
@@ -173,7 +173,7 @@ register('publish', function(prefix, args)
   end
   redis.call('HSET', prefix .. ':run', 'published_version', version, 'published_by', args[1])
   count(prefix, 'syncs', 1)
-  ring(prefix, 'version')
+  notify(prefix, 'version')
   return 1
 end)
 

@@ -23,7 +23,7 @@ end
 local function hand_back(prefix, consumer, entry)
   redis.call('XCLAIM', prefix .. ':tickets', GROUP, consumer, 0, entry, 'IDLE', 4000000000, 'JUSTID')
   redis.call('HDEL', prefix .. ':claims', entry)
-  ring(prefix, 'tickets')
+  notify(prefix, 'tickets')
 end
 
 local function give_up(prefix, entry, ticket, reason, body)
@@ -89,7 +89,7 @@ register('issue', function(prefix, args)
   redis.call('HSET', prefix .. ':run', 'cursor', cursor + n)
   redis.call('HINCRBY', prefix .. ':run', 'slots_used', n)
   count(prefix, 'issued', n - requeued)
-  ring(prefix, 'tickets')
+  notify(prefix, 'tickets')
   return n
 end, true)
 
@@ -105,7 +105,7 @@ register('issue_again', function(prefix, args)
       issued = issued + 1
     end
   end
-  if issued > 0 then ring(prefix, 'tickets') end
+  if issued > 0 then notify(prefix, 'tickets') end
   return issued
 end, true)
 
@@ -218,7 +218,7 @@ register('submit', function(prefix, args)
   if #done > 0 then
     forget(prefix, done)
     call_over(partials, 'DEL')
-    ring(prefix, 'headers')
+    notify(prefix, 'headers')
   end
   return answers
 end, true)

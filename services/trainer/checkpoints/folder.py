@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.runtime import atomic_folders as folders
-from services.runtime.atomic_folders import FileRecord, FolderError, Manifest
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
 from services.runtime.checkpoints import LAYOUT, CheckpointError, CheckpointFolder, Saved, surplus
 from services.trainer import ranks
 from services.trainer.state.files import StateError
@@ -32,7 +32,7 @@ STATE = "trainer"
 
 
 @dataclass(frozen=True)
-class Owner:
+class CheckpointWriter:
     """The trainer that writes."""
 
     fence: int = 0
@@ -47,7 +47,7 @@ class Checkpoints(CheckpointFolder):
     def __init__(self, root: Path, keep: int) -> None:
         super().__init__(root)
         self.keep = keep
-        self.owner = Owner()
+        self.owner = CheckpointWriter()
         """Of rank 0; the other ranks are told."""
 
     def save(self, policy: Policy, step: int, beside: Callable[[Path], None] | None = None) -> Saved:
@@ -57,13 +57,13 @@ class Checkpoints(CheckpointFolder):
         the same step is replaced. Raises `CheckpointError` on every rank; what was written until then is deleted.
         """
         final = self.root / f"step-{step:08d}"
-        partial = folders.unfinished(final, ranks.from_rank_0(self.owner.fence))
+        partial = atomic_folders.unfinished(final, ranks.from_rank_0(self.owner.fence))
         rank = policy.world.rank
         try:
             return self._save(policy, step, final, partial, beside)
         except CheckpointError as error:
             if rank == 0:
-                folders.discard(partial)  # it may be what fills the disk
+                atomic_folders.discard(partial)  # it may be what fills the disk
             raise CheckpointError(f"checkpoint of step {step} was not written: {error}") from error
 
     def load(self, policy: Policy, saved: Saved) -> None:
@@ -97,20 +97,20 @@ class Checkpoints(CheckpointFolder):
 
     def try_out(self, rank: int) -> None:
         """Write and delete a file, so that a folder that cannot be written is told before anything is trained. Collective."""
-        problem, probe = "", self.root / f"rank-{rank}{folders.PARTIAL}"
+        problem, probe = "", self.root / f"rank-{rank}{atomic_folders.PARTIAL}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            folders.write(probe, b"writable")
+            atomic_folders.write(probe, b"writable")
             probe.unlink()
         except FolderError as error:
             problem = str(error)
         except OSError as error:
-            problem = folders.explain(self.root, error)
+            problem = atomic_folders.explain(self.root, error)
         ranks.agree(problem, CheckpointError)
 
     def _point_to(self, saved: Saved) -> str:
         try:
-            folders.replace(self.root / "latest", saved.folder.name.encode())
+            atomic_folders.replace(self.root / "latest", saved.folder.name.encode())
         except FolderError as error:
             return str(error)
         return ""
@@ -124,50 +124,50 @@ class Checkpoints(CheckpointFolder):
             policy.save(partial / STATE)
         except StateError as error:
             raise CheckpointError(str(error)) from error
-        manifest = Manifest(
+        manifest = FolderManifest(
             self._records(partial, rank, size), facts_of(policy) | ranks.from_rank_0({"step": step, "time_s": time.time()})
         )
         ranks.agree(self._finish(partial, final, manifest) if rank == 0 else "", CheckpointError)
         return Saved(final, step, manifest)
 
     def _begin(self, final: Path, beside: Callable[[Path], None] | None) -> str:
-        for path in self.root.glob(f"step-*{folders.PARTIAL}"):  # left by a crash: they only take space
-            if folders.owner_of(path) <= self.owner.fence:
-                folders.discard(path)
+        for path in self.root.glob(f"step-*{atomic_folders.PARTIAL}"):  # left by a crash: they only take space
+            if atomic_folders.owner_of(path) <= self.owner.fence:
+                atomic_folders.discard(path)
         try:
-            partial = folders.begin(final, self.owner.fence)
+            partial = atomic_folders.begin(final, self.owner.fence)
             if beside is not None:
                 beside(partial)
             (partial / STATE).mkdir()
         except FolderError as error:
             return str(error)
         except OSError as error:
-            return folders.explain(final, error)
+            return atomic_folders.explain(final, error)
         return ""
 
     def _records(self, partial: Path, rank: int, size: int) -> dict[str, FileRecord]:
         """Sizes and hashes of all files; each rank reads its share."""
         problem, mine = "", {}
         try:
-            mine = folders.digests(partial, rank, size)
+            mine = atomic_folders.digests(partial, rank, size)
         except OSError as error:
             problem = f"{partial} cannot be read back: {error.strerror}"
         ranks.agree(problem, CheckpointError)
         return {name: record for part in ranks.gather(mine) for name, record in part.items()}
 
-    def _finish(self, partial: Path, final: Path, manifest: Manifest) -> str:
+    def _finish(self, partial: Path, final: Path, manifest: FolderManifest) -> str:
         missing = [rank for rank in range(manifest.facts["ranks"]) if f"{STATE}/random-{rank}.pt" not in manifest.files]
         if missing:
             return f"{partial} lacks the files of ranks {missing}: mount one shared volume at run.dir"
         superseded = self.owner.superseded
         try:
-            folders.finish(partial, final, manifest, superseded)
+            atomic_folders.finish(partial, final, manifest, superseded)
         except FolderError as error:
             return str(error)
         if problem := superseded() or self._point_to(Saved(final, manifest.facts["step"], manifest)):
             return problem
         written = self.written()
-        folders.remove(written[step] for step in surplus(written, manifest.facts["step"], self.keep) if not superseded())
+        atomic_folders.remove(written[step] for step in surplus(written, manifest.facts["step"], self.keep) if not superseded())
         return ""
 
 

@@ -23,8 +23,8 @@ from services.runtime.loops import Broken, Fatal
 from services.store import RunState, Store
 from services.store.snapshot_format import Snapshot, SnapshotError
 from services.trainer.checkpoints import resume
-from services.trainer.checkpoints.folder import Owner
-from services.trainer.rank_commands import Crew
+from services.trainer.checkpoints.folder import CheckpointWriter
+from services.trainer.rank_commands import RankCommands
 from services.trainer.worker import Worker
 
 log = structlog.get_logger()
@@ -36,15 +36,15 @@ class Recovery:
     """What a trainer does when it starts, or Redis did. `call` awaits the store's answers, `progress` says that it lives."""
 
     def __init__(
-        self, config: RunConfig, store: Store, fence: int, worker: Worker, crew: Crew, call: Callable[[Any], Any],
+        self, config: RunConfig, store: Store, fence: int, worker: Worker, commands: RankCommands, call: Callable[[Any], Any],
         progress: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.config, self.store, self.worker, self.crew, self.call = config, store, worker, crew, call
+        self.config, self.store, self.worker, self.commands, self.call = config, store, worker, commands, call
         self._fence, self._progress = fence, progress
         self._plans: dict[int, StepPlan] = {}  # of the steps trained since the last checkpoint, and the last before
         self._published = -1  # the last version of ours that the fleet holds
         worker.copy_state = self._copy_state
-        worker.checkpoints.owner = Owner(fence, self._superseded)
+        worker.checkpoints.owner = CheckpointWriter(fence, self._superseded)
 
     def state(self) -> RunState:
         """The run's state. Raises `Broken` when Redis knows it no more: dataprep makes it again, the next trainer restores it."""
@@ -57,11 +57,11 @@ class Recovery:
         """Load a checkpoint; take the run back to it unless Redis knows what comes behind it. Returns its step and the state."""
         state = self.state()
         try:
-            step = cast(int, self.crew.lead("restore", resume.wanted(state)))
+            step = cast(int, self.commands.lead("restore", resume.wanted(state)))
             how = self._settle(state, step)
         except (Broken, Fatal):
             if state.restore >= 0 and not self._superseded():
-                self.call(self.store.want_restore(None))  # else every new process would fail at it
+                self.call(self.store.request_restore(None))  # else every new process would fail at it
             raise
         self.call(self.store.resumed(how))
         log.info(how or "new run")

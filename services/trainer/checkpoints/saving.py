@@ -18,7 +18,7 @@ from services.config import RunConfig
 from services.runtime.loops import Broken
 from services.store import RunState, Store
 from services.trainer.checkpoints.recovery import Recovery
-from services.trainer.rank_commands import Crew
+from services.trainer.rank_commands import RankCommands
 
 log = structlog.get_logger()
 
@@ -31,10 +31,10 @@ class Saving:
     """Writes checkpoints. `call` awaits the store's answers, `say` tells the fleet."""
 
     def __init__(
-        self, config: RunConfig, store: Store, fence: int, crew: Crew, recovery: Recovery, call: Callable[[Any], Any],
+        self, config: RunConfig, store: Store, fence: int, commands: RankCommands, recovery: Recovery, call: Callable[[Any], Any],
         say: Callable[..., None],
     ) -> None:  # fmt: skip
-        self._config, self._store, self._fence, self._crew, self._recovery = config, store, fence, crew, recovery
+        self._config, self._store, self._fence, self._commands, self._recovery = config, store, fence, commands, recovery
         self._call, self._say = call, say
         self._relieved = -1  # the last step saved early; Redis need not have got smaller by it
         self._heeded = ""  # the wish for a checkpoint that was last seen to
@@ -76,7 +76,7 @@ class Saving:
             return  # told to stop while it trained again what Redis has the plans of: the next trainer does
         self._say(phase="saving")
         started = time.monotonic()
-        if problem := cast(str, self._crew.lead("save", step)):
+        if problem := cast(str, self._commands.lead("save", step)):
             self.failed += 1
             self._call(self._store.checkpoint_failed(f"step {step}, attempt {self.failed}: {problem}", self._fence))
             if must:

@@ -10,24 +10,24 @@ from services.trainer.losses.tokens import Tokens
 MAX_LOG_KL = 40.0
 """Bound of |theta - ref| before exp: e^40 = 2.4e17, whose square stays finite in float32."""
 
-ESTIMATORS = ("k0", "k1", "k2", "k3")
+ESTIMATORS = ("k1", "k2", "k3", "k1_weighted")
 
 
 def reference_kl(tokens: Tokens, estimator: str) -> Tensor:
-    """KL estimate per token, [R]: k0 D, k1 D^2/2, k2 expm1(-D) + D, k3 r D.
+    """KL estimate per token, [R]: k1 D, k2 D^2/2, k3 expm1(-D) + D, k1_weighted r D.
 
-    Schulman 2020, "Approximating KL divergence", calls the first three k1, k2 and k3; k2 is what TRL adds to its loss.
+    The names are those of Schulman 2020, "Approximating KL divergence"; k3 is what TRL adds to its loss.
     """
     if tokens.reference is None:
         raise ValueError("loss.kl_beta > 0 needs reference logprobs")
     difference = (tokens.logprobs - tokens.reference).clamp(-MAX_LOG_KL, MAX_LOG_KL)
     match estimator:
-        case "k0":
-            return difference
         case "k1":
-            return difference.square() / 2
+            return difference
         case "k2":
-            return torch.expm1(-difference) + difference
+            return difference.square() / 2
         case "k3":
+            return torch.expm1(-difference) + difference
+        case "k1_weighted":
             return tokens.ratio() * difference
     raise ValueError(f"loss.kl_estimator = {estimator!r} is not one of {', '.join(ESTIMATORS)}")

@@ -1,7 +1,7 @@
 """The trained model as a Hugging Face folder.
 
 Guarantees: the folder appears whole, with `manifest.json` as its completion marker, or not at all; the marker names run, step
-and the SHA-256 of every file, and `folders.check` compares them; tied matrices are stored once; it loads with
+and the SHA-256 of every file, and `atomic_folders.check` compares them; tied matrices are stored once; it loads with
 `from_pretrained`, samples by default as the run did, and serves in vLLM as it stands. Adapters are merged into it, and lie
 beside in peft's own format, for use on `model.path`.
 """
@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from services.config import RunConfig
 from services.config.generation import Sampling
-from services.runtime import atomic_folders as folders
-from services.runtime.atomic_folders import FolderError, Manifest
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FolderError, FolderManifest
 from services.trainer import ranks
 from services.trainer.model import lora
 
@@ -59,7 +59,7 @@ def whole_state(module: nn.Module, zero_stage: int, keep: bool) -> dict[str, Ten
 def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, folder: Path) -> str:
     """Write the whole `state` of `module`; why that failed, or empty."""
     try:
-        partial = folders.begin(folder)
+        partial = atomic_folders.begin(folder)
         module.save_pretrained(partial, state_dict=lora.merged_state(state, config.lora))
         if config.lora.rank:
             lora.save(module, state, partial / ADAPTER)
@@ -72,11 +72,11 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
             "model": type(module).__name__,
             "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         }
-        folders.finish(partial, folder, Manifest(folders.digests(partial, 0, 1), facts))
+        atomic_folders.finish(partial, folder, FolderManifest(atomic_folders.digests(partial, 0, 1), facts))
     except FolderError as error:
         return str(error)
     except OSError as error:
-        return folders.explain(folder, error)
+        return atomic_folders.explain(folder, error)
     except ValueError as error:  # transformers refuses defaults that contradict each other
         return f"{folder} was not written: {error}"
     return ""

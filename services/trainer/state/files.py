@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from services.runtime import atomic_folders as folders
+from services.runtime import atomic_folders
 
 
 class StateError(RuntimeError):
@@ -35,7 +35,7 @@ def write_state(path: Path, state: Any) -> None:
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch's archive writer turns what the disk refused into a RuntimeError
         refused = error if isinstance(error, OSError) else writer and writer.refused
-        raise StateError(folders.explain(path, refused) if refused else f"{path} cannot be written: {error}") from error
+        raise StateError(atomic_folders.explain(path, refused) if refused else f"{path} cannot be written: {error}") from error
 
 
 def read_state(path: Path) -> Any:

@@ -34,7 +34,7 @@ class _Fault(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """One packed row, one micro-batch. T = its tokens, R = its response tokens that are in the loss.
 
     A prompt lies before the first response of its group alone. Token j of the R has its logprob under the output at
@@ -53,13 +53,13 @@ class Row:
     weights: Tensor  # [R] float32, importance weight of the token's group
     sample_of_token: Tensor  # [R] int64, into samples
 
-    def to(self, device: torch.device) -> Row:
+    def to(self, device: torch.device) -> PackedRow:
         """The same on `device`."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Row(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
+        return PackedRow(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
 
 
-def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, row_tokens: int) -> list[Row]:
+def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, row_tokens: int) -> list[PackedRow]:
     """The rows of a rank, in the plan's order, on the CPU.
 
     `vocabulary` and `row_tokens` bound token ids and row lengths. Raises `Damaged`, which names every payload that cannot be
@@ -143,7 +143,7 @@ def _sampled(payload: Payload) -> np.ndarray:
     return sampled
 
 
-def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mapping[str, np.ndarray], row_tokens: int) -> Row:
+def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mapping[str, np.ndarray], row_tokens: int) -> PackedRow:
     ids, positions, predictors, targets, behaviour, advantages, weights, owners = [], [], [], [], [], [], [], []
     lengths: list[int] = []
     prompts: list[tuple[int, int]] = []
@@ -172,7 +172,7 @@ def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mappin
         end += size
     if end > row_tokens:
         raise PlanMismatch(f"a row of {end} tokens exceeds trainer.row_tokens = {row_tokens}")
-    return Row(
+    return PackedRow(
         samples=tuple((sample.payload, sample.index) for sample in samples),
         input_ids=_join(ids, np.int64),
         positions=_join(positions, np.int64),
@@ -206,9 +206,9 @@ def _trained(sample: Sample, sampled: np.ndarray) -> np.ndarray:
     return np.flatnonzero(sampled) if sample.trained_tokens else np.zeros(0, np.int64)
 
 
-def _empty_row() -> Row:
+def _empty_row() -> PackedRow:
     nothing = torch.zeros(0, dtype=torch.int64)
-    return Row(
+    return PackedRow(
         samples=(),
         input_ids=torch.zeros(1, dtype=torch.int64),
         positions=torch.zeros(1, dtype=torch.int64),

@@ -13,49 +13,49 @@ import torch
 from torch import Tensor
 
 from services.trainer import losses
-from services.trainer.step.batches import Row
+from services.trainer.step.batches import PackedRow
 from services.trainer.step.priorities import group_of
 
 
 @dataclass(frozen=True)
-class Census:
+class TokenCounts:
     """Of one group: response tokens in the loss as planned, those that count, and responses of which none does."""
 
     planned: int = 0
     counted: int = 0
     lost_responses: int = 0
 
-    def __add__(self, other: Census) -> Census:
-        return Census(self.planned + other.planned, self.counted + other.counted, self.lost_responses + other.lost_responses)
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.planned + other.planned, self.counted + other.counted, self.lost_responses + other.lost_responses)
 
 
-def census(rows: Iterable[Row]) -> dict[str, Census]:
+def count_tokens(rows: Iterable[PackedRow]) -> dict[str, TokenCounts]:
     """Of the groups in these rows of one rank and mini-batch."""
-    found: dict[str, Census] = {}
+    found: dict[str, TokenCounts] = {}
     for row in rows:
         planned, counted = (of.tolist() for of in _of_responses(row))
         for (payload, _), of_plan, of_loss in zip(row.samples, planned, counted, strict=True):
             group = group_of(payload)
-            one = Census(of_plan, of_loss, int(of_plan > 0 and of_loss == 0))
-            found[group] = found.get(group, Census()) + one
+            one = TokenCounts(of_plan, of_loss, int(of_plan > 0 and of_loss == 0))
+            found[group] = found.get(group, TokenCounts()) + one
     return found
 
 
-def join(of_ranks: Iterable[Mapping[str, Census]]) -> dict[str, Census]:
+def join(of_ranks: Iterable[Mapping[str, TokenCounts]]) -> dict[str, TokenCounts]:
     """Of a mini-batch over all ranks."""
-    found: dict[str, Census] = {}
+    found: dict[str, TokenCounts] = {}
     for of_rank in of_ranks:
         for group, one in of_rank.items():
-            found[group] = found.get(group, Census()) + one
+            found[group] = found.get(group, TokenCounts()) + one
     return found
 
 
-def excluded(groups: Mapping[str, Census]) -> int:
+def excluded(groups: Mapping[str, TokenCounts]) -> int:
     """Tokens of a mini-batch that the loss does not count."""
     return sum(one.planned - one.counted for one in groups.values())
 
 
-def divisor(planned: float, groups: Mapping[str, Census], kind: str) -> float:
+def divisor(planned: float, groups: Mapping[str, TokenCounts], kind: str) -> float:
     """The divisor of a mini-batch: the plan's, less the tokens, responses or groups that drop out. Never less than 1, but for a
     constant, which is what it is."""
     match kind:
@@ -68,7 +68,7 @@ def divisor(planned: float, groups: Mapping[str, Census], kind: str) -> float:
     return planned
 
 
-def shares(row: Row, groups: Mapping[str, Census], kind: str) -> Tensor:
+def shares(row: PackedRow, groups: Mapping[str, TokenCounts], kind: str) -> Tensor:
     """Factor of each token's loss, [R] float32: 1 over the counted tokens of its response or group, else 1."""
     if kind == "sequence":
         counts = _of_responses(row)[1]
@@ -79,7 +79,7 @@ def shares(row: Row, groups: Mapping[str, Census], kind: str) -> Tensor:
     return 1 / counts.clamp(min=1)[row.sample_of_token].float()
 
 
-def _of_responses(row: Row) -> tuple[Tensor, Tensor]:
+def _of_responses(row: PackedRow) -> tuple[Tensor, Tensor]:
     """Tokens in the loss of each response of the row, [n] int64: all, and those that count."""
     owners, size = row.sample_of_token, len(row.samples)
     return torch.bincount(owners, minlength=size), torch.bincount(owners[losses.counted(row.behaviour)], minlength=size)

@@ -16,7 +16,7 @@ from itertools import accumulate
 import msgspec
 import structlog
 
-from services.algorithm import group_statistics as group_stats
+from services.algorithm import group_statistics
 from services.config import RunConfig
 from services.config.loss import Loss
 from services.protocol.errors import Damaged, OutOfOrder, StoreError
@@ -30,7 +30,7 @@ DAMAGED = "damaged/train/groups"
 """Metric of a step: groups that it lost."""
 
 
-async def condemn(store: Store, fence: int, first: int, damaged: Damaged, config: RunConfig) -> int:
+async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged, config: RunConfig) -> int:
     """Bury the groups of damaged payloads; how many were. `first`: the first step that is not in the trainer's weights.
 
     0 when a step was prepared meanwhile: then whoever meets the damage again asks again.
@@ -50,7 +50,7 @@ async def condemn(store: Store, fence: int, first: int, damaged: Damaged, config
             plan, ranks = without(plan, ranks, reasons.keys(), config.loss)
             steps.append((recounted(plan, ranks, await _as_drawn(store, plan, later), config), ranks))
     try:
-        buried = await store.condemn(fence, first, state.prepared_step, reasons, steps)
+        buried = await store.discard_damaged(fence, first, state.prepared_step, reasons, steps)
     except OutOfOrder:
         return 0
     if not buried:
@@ -84,11 +84,11 @@ def without(plan: StepPlan, ranks: Sequence[RankPlan], groups: AbstractSet[str],
 def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[BufferedGroup], config: RunConfig) -> StepPlan:
     """The plan with the statistics of what it trains on taken anew; `drawn`: its groups as they were when it was made."""
     weights = {group_of(sample.payload): sample.weight for rank in ranks for row in rank.rows for sample in row}
-    of_groups = group_stats.trained(
+    of_groups = group_statistics.trained(
         [group.header for group in drawn], plan.step, [group.uses for group in drawn], config.largest_rewards,
         [weights[group.group] for group in drawn] if config.replay.importance_beta else None,
     )  # fmt: skip
-    others = {name: value for name, value in plan.stats.items() if name == DAMAGED or not group_stats.is_trained(name)}
+    others = {name: value for name, value in plan.stats.items() if name == DAMAGED or not group_statistics.is_trained(name)}
     return msgspec.structs.replace(plan, stats=others | of_groups)
 
 

@@ -20,7 +20,7 @@ from services.trainer.losses.kl import ESTIMATORS
 from services.trainer.losses.measures import MAXIMA, SUMS
 
 
-class Tally:
+class StepMetrics:
     """Sums and maxima of `losses.LossOutput`s, kept on the device until `report`."""
 
     def __init__(self, device: torch.device, reference: bool) -> None:

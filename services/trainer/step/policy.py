@@ -35,9 +35,9 @@ from services.trainer.state import archive, partitions
 from services.trainer.state.archive import Archive
 from services.trainer.state.files import StateError, read_state, write_state
 from services.trainer.step import deepspeed_engine, denominators, priorities
-from services.trainer.step.batches import PlanMismatch, Row
+from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.fixed_point import FixedPointSum
-from services.trainer.step.metrics import Clock, Tally
+from services.trainer.step.metrics import Clock, StepMetrics
 
 STATE, RANDOM = "state", "random"
 """What a rank's files are called: weights with optimizer, and random generators."""
@@ -89,7 +89,7 @@ class Policy:
         """Number of token ids."""
         return self.module.config.get_text_config().vocab_size
 
-    def train(self, given: Sequence[Row], plan: StepPlan) -> Trained:
+    def train(self, given: Sequence[PackedRow], plan: StepPlan) -> Trained:
         """One training step: as many optimizer steps as the plan has mini-batches. Collective.
 
         `given` are this rank's rows, in the plan's order. Raises `PlanMismatch` before anything is trained, `NonFinite` when
@@ -100,8 +100,8 @@ class Policy:
         rows = [row.to(self.device) for row in given]
         batches = _split(list(range(len(rows))), plan.mini_batch_rows)
         kind = self.config.loss.denominator
-        census = self._census(given, batches)
-        shares = [denominators.shares(given[i], of, kind) for of, batch in zip(census, batches, strict=True) for i in batch]
+        token_counts = self._token_counts(given, batches)
+        shares = [denominators.shares(given[i], of, kind) for of, batch in zip(token_counts, batches, strict=True) for i in batch]
         old: list[Tensor | None] = [None] * len(rows)
         if len(batches) > 1 and not self.config.loss.from_behaviour:
             with clock.phase("old"):
@@ -109,22 +109,22 @@ class Policy:
                 old = [_score_frozen(self.engine, row) for row in rows]
         self.engine.train()
         rate = self._set_learning_rate(plan.step)
-        tally, norms = Tally(self.device, self.reference is not None), []
+        metrics, norms = StepMetrics(self.device, self.reference is not None), []
         greatest = self.config.optimizer.max_grad_norm
         learning: list[Tensor] = []  # of each row, [R] bool
-        for batch, planned, groups in zip(batches, plan.denominators, census, strict=True):
+        for batch, planned, groups in zip(batches, plan.denominators, token_counts, strict=True):
             divisor = denominators.divisor(planned, groups, kind)
-            learning += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], tally, clock) for i in batch]
+            learning += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], metrics, clock) for i in batch]
             with clock.phase("step"):
                 if self._exact is not None:
                     self._exact.reduce(len(batch) * self.world.size)
                 norms.append(self._optimizer_step(plan.step))
-        report = tally.report()
+        report = metrics.report()
         _refuse("the loss", report["loss/train/sum"], plan.step)
         if self.reference is not None:
             self.reference.after(plan.step)
         metrics = report | {
-            "excluded/train/tokens": float(sum(map(denominators.excluded, census))),
+            "excluded/train/tokens": float(sum(map(denominators.excluded, token_counts))),
             "gradient/train/norm": sum(norms) / len(norms),
             "gradient/train/clipped_norm": sum(min(norm, greatest) for norm in norms) / len(norms),
             "learning_rate/train/value": rate,
@@ -190,7 +190,7 @@ class Policy:
             self.config.lora,
         )
 
-    def _fault(self, rows: Sequence[Row], plan: StepPlan) -> str:
+    def _fault(self, rows: Sequence[PackedRow], plan: StepPlan) -> str:
         """What is wrong with a plan, or with the rows this rank got for it."""
         if plan.ranks != self.config.data_parallel:
             return (
@@ -208,13 +208,20 @@ class Policy:
             return f"step {plan.step}: denominators {plan.denominators} must be finite and not negative"
         return ""
 
-    def _census(self, rows: Sequence[Row], batches: list[list[int]]) -> list[dict[str, denominators.Census]]:
+    def _token_counts(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> list[dict[str, denominators.TokenCounts]]:
         """What the loss counts of every group, per mini-batch, over all ranks."""
-        mine = [denominators.census(rows[i] for i in batch) if self._leads else {} for batch in batches]
+        mine = [denominators.count_tokens(rows[i] for i in batch) if self._leads else {} for batch in batches]
         return [denominators.join(parts) for parts in zip(*ranks.gather(mine), strict=True)]
 
     def _micro_batch(
-        self, row: Row, old: Tensor | None, shares: Tensor, divisor: float, last: bool, tally: Tally, clock: Clock
+        self,
+        row: PackedRow,
+        old: Tensor | None,
+        shares: Tensor,
+        divisor: float,
+        last: bool,
+        metrics: StepMetrics,
+        clock: Clock,
     ) -> Tensor:
         """Forward and backward of a row; which of its tokens learnt, [R] bool."""
         reference = None
@@ -237,7 +244,7 @@ class Policy:
             )
             output = losses.compute(tokens, self.config.loss, divisor)
         if self._leads:
-            tally.add(output.sums, output.maxima)
+            metrics.add(output.sums, output.maxima)
         with clock.phase("backward"):
             if self._exact is not None:
                 self.engine.backward(output.loss)
@@ -266,7 +273,7 @@ class Policy:
         return rate
 
 
-def _score(module: Any, row: Row) -> tuple[Tensor, Tensor]:
+def _score(module: Any, row: PackedRow) -> tuple[Tensor, Tensor]:
     return module(row.input_ids, row.positions, row.packing, row.predictors, row.targets)
 
 
@@ -279,7 +286,7 @@ def _refuse(name: str, value: float, step: int) -> None:
 
 
 @torch.no_grad()
-def _score_frozen(module: Any, row: Row) -> Tensor:
+def _score_frozen(module: Any, row: PackedRow) -> Tensor:
     return _score(module, row)[0]
 
 

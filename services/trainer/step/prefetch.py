@@ -4,7 +4,7 @@ Guarantees: what is taken are the rows of the plan that Redis holds when the ste
 been fetched ahead; a fetch ahead that failed, or whose plan is another one now, is forgotten and the step is fetched anew; at
 most one step is held ahead, and nothing after `close`.
 
-Waits for: the plan of the next step, which it looks for every `LOOK_S`. Unblocked by: dataprep; `take` looks at once.
+Waits for: the plan of the next step, which it looks for every `POLL_S`. Unblocked by: dataprep; `take` looks at once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from services.protocol.messages import Payload, RankPlan, StepPlan
 from services.runtime.loops import end_tasks
 from services.runtime.portal import Portal
 from services.store import Store
-from services.trainer.step.batches import PlanMismatch, Row
+from services.trainer.step.batches import PackedRow, PlanMismatch
 
 log = structlog.get_logger()
 
-LOOK_S = 0.2  # a plan that comes while the step before trains is found so soon; shorter than any step worth hiding a fetch in
+POLL_S = 0.2  # a plan that comes while the step before trains is found so soon; shorter than any step worth hiding a fetch in
 REFUSALS = (StoreError, CorruptMessage, PlanMismatch)
 """Why a step cannot be trained: what `Prefetch.take` raises."""
 
-Build = Callable[[RankPlan, Mapping[str, Payload]], list[Row]]
+Build = Callable[[RankPlan, Mapping[str, Payload]], list[PackedRow]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Fetched:
     """A rank's part of a step."""
 
     plan: StepPlan
-    rows: list[Row]
+    rows: list[PackedRow]
     seconds: float  # that reading and building took, without the wait for the plan
 
 
@@ -123,7 +123,7 @@ class Prefetch:
                 if last:
                     raise
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 may swallow a cancellation
+                    async with asyncio.timeout(POLL_S):  # wait_for of Python 3.11 may swallow a cancellation
                         await due.wait()
         ours = await self._store.rank_plan(step, self._rank)
         groups = set(plan.groups)

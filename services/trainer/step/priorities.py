@@ -14,13 +14,13 @@ from torch import Tensor
 
 from services.algorithm.sampling_weights import sampling_weight
 from services.trainer import losses
-from services.trainer.step.batches import Row
+from services.trainer.step.batches import PackedRow
 
 Parts = dict[str, list[float]]
 """Group -> what each of its completions contributes."""
 
 
-def of_rows(rows: Sequence[Row], learning: Sequence[Tensor]) -> Parts:
+def of_rows(rows: Sequence[PackedRow], learning: Sequence[Tensor]) -> Parts:
     """What the completions of these rows contribute: |A| times the share of counted tokens that are still to be learnt.
 
     `learning` are the rows' `losses.LossOutput.learning`, [R] bool each. A completion without a counted token, masked or

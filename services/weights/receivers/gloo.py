@@ -30,8 +30,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from services.weights.checksums import Changed
-from services.weights.collective import Deadline, Manifest, join_store, let_go, make_group, read_manifest, receive
+from services.weights.checksums import WeightChanged
+from services.weights.collective import Deadline, WeightManifest, join_store, let_go, make_group, read_manifest, receive
 from services.weights.receivers import OWNER
 from services.weights.shared_folder import Inbox
 
@@ -157,7 +157,7 @@ class StagingEngine(JoiningEngine):
             try:
                 staging.set_result(self.take(connection, Deadline(timeout_s)))
             except Exception as error:  # handed to whoever asks for the weights
-                if isinstance(error, Changed):
+                if isinstance(error, WeightChanged):
                     self.changed = error.tensor
                 else:  # the group is spent
                     let_go(error)
@@ -189,14 +189,14 @@ class StagingEngine(JoiningEngine):
 class GlooWeightTransferEngine(StagingEngine):
     """Weights over a gloo group."""
 
-    def connect(self, info: JoinInfo, rank: int) -> tuple[ProcessGroupGloo, Manifest, dict[int, torch.Tensor]]:
+    def connect(self, info: JoinInfo, rank: int) -> tuple[ProcessGroupGloo, WeightManifest, dict[int, torch.Tensor]]:
         """Join the gloo group and learn what will be sent; with it memory to receive into, as long as the group stands."""
         store = join_store(info.host, info.port, info.timeout_s)
         group = make_group(store, rank, info.world_size, info.host, info.port, info.timeout_s)
         return group, read_manifest(store), {}
 
     def take(
-        self, connection: tuple[ProcessGroupGloo, Manifest, dict[int, torch.Tensor]], deadline: Deadline
+        self, connection: tuple[ProcessGroupGloo, WeightManifest, dict[int, torch.Tensor]], deadline: Deadline
     ) -> list[tuple[str, torch.Tensor]]:
         """Receive every bucket."""
         group, manifest, buffers = connection

@@ -13,15 +13,15 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BUFFERS, packed_nccl_broadcast_consumer
 from vllm.utils.nccl import unpinned_nccl_env
 
-from services.weights.checksums import Changed, check, checksums
-from services.weights.collective import NCCL_ID, Abort, Manifest, arrive, join_store, read_manifest
+from services.weights.checksums import WeightChanged, check, checksums
+from services.weights.collective import NCCL_ID, Abort, WeightManifest, arrive, join_store, read_manifest
 from services.weights.receivers.gloo import JoinInfo, JoiningEngine, ReceiveInfo
 
 
 class NcclWeightTransferEngine(JoiningEngine):
     """Weights over NCCL, streamed into the model."""
 
-    def connect(self, info: JoinInfo, rank: int) -> tuple[PyNcclCommunicator, Manifest, int]:
+    def connect(self, info: JoinInfo, rank: int) -> tuple[PyNcclCommunicator, WeightManifest, int]:
         """Join the NCCL group and learn what will be sent."""
         torch.accelerator.set_device_index(self.device)  # the current device is a property of the thread
         store = join_store(info.host, info.port, info.timeout_s)
@@ -66,5 +66,5 @@ class NcclWeightTransferEngine(JoiningEngine):
                     raise TimeoutError(f"no complete update within {update_info.timeout_s} s")
                 if manifest.verified:
                     check(names, held, sent)
-        except Changed as error:
+        except WeightChanged as error:
             self.changed = error.tensor

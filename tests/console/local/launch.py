@@ -15,18 +15,18 @@ from services.config import RunConfig
 from services.console.__main__ import main
 from services.console.local import launcher, report, run, supervision
 from services.console.local.plan import plan_units
-from services.runtime.child_processes import UnitPlan
+from services.runtime.child_processes import ServicePlan
 
 
-def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[UnitPlan]:
+def fake_units(config: RunConfig, path: Path, gpus: Sequence[str]) -> list[ServicePlan]:
     """The real plan, with the fake in the place of each service."""
 
     def fake(argv: Sequence[str]) -> tuple[str, ...]:
         return (argv[0], "-m", "tests.console.fake_service", argv[2].removeprefix("services."), *argv[3:])
 
     return [
-        replace(unit, pods=tuple(replace(pod, argv=fake(pod.argv)) for pod in unit.pods))
-        for unit in plan_units(config, path, gpus)
+        replace(child, pods=tuple(replace(pod, argv=fake(pod.argv)) for pod in child.pods))
+        for child in plan_units(config, path, gpus)
     ]
 
 

@@ -20,7 +20,7 @@ from services.console.local.plan import (
     visible_gpus,
     wanted_generators,
 )
-from services.runtime.child_processes import UnitPlan
+from services.runtime.child_processes import ServicePlan
 from services.store.records import RunState, Scale
 from tests.support.harness import small_config
 
@@ -29,19 +29,19 @@ def config(folder: Path, *overrides: str) -> RunConfig:
     return small_config(folder, None, *overrides)
 
 
-def seen(units: list[UnitPlan]) -> dict[str, str | None]:
-    return {pod.name: pod.environ.get("CUDA_VISIBLE_DEVICES") for unit in units for pod in unit.pods}
+def seen(children: list[ServicePlan]) -> dict[str, str | None]:
+    return {pod.name: pod.environ.get("CUDA_VISIBLE_DEVICES") for child in children for pod in child.pods}
 
 
 def test_a_run_is_dataprep_the_trainer_ranks_and_the_generators(tmp_path: Path) -> None:
-    units = plan_units(config(tmp_path, "trainer.ranks=2", "generator.count=2"), Path("/run/config.toml"))
-    assert [(unit.name, unit.collective, [pod.name for pod in unit.pods]) for unit in units] == [
+    children = plan_units(config(tmp_path, "trainer.ranks=2", "generator.count=2"), Path("/run/config.toml"))
+    assert [(child.name, child.collective, [pod.name for pod in child.pods]) for child in children] == [
         ("dataprep-0", False, ["dataprep-0"]),
         ("trainer", True, ["trainer-0", "trainer-1"]),
         ("generator-0", False, ["generator-0"]),
         ("generator-1", False, ["generator-1"]),
     ]
-    rank_1 = units[1].pods[1]
+    rank_1 = children[1].pods[1]
     assert rank_1.argv == (sys.executable, "-m", "services.trainer", "--config", "/run/config.toml", "--name", "trainer-1")
     assert rank_1.environ == {
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GRPO_CONFIG": "/run/config.toml",
@@ -50,10 +50,10 @@ def test_a_run_is_dataprep_the_trainer_ranks_and_the_generators(tmp_path: Path) 
 
 
 def test_trainer_ranks_get_the_first_gpus_and_generators_the_next(tmp_path: Path) -> None:
-    units = plan_units(
+    children = plan_units(
         config(tmp_path, "trainer.ranks=2", "generator.count=3", "generator.tensor_parallel=2"), Path("c"), list("01234567")
     )
-    assert seen(units) == {
+    assert seen(children) == {
         "dataprep-0": "", "trainer-0": "0,1", "trainer-1": "0,1", "generator-0": "2,3", "generator-1": "4,5",
         "generator-2": "6,7",
     }  # fmt: skip

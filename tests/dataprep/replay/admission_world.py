@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.dataprep.replay.admission import PassOver, Prepare, Progress, Rules, Wait, decide, tickets_to_issue
-from services.store.records import Survey
+from services.store.records import SweptTable
 
 AHEAD = 1  # steps prepared beyond the one that is trained
 
@@ -78,17 +78,17 @@ class World:
     def turn(self) -> None:
         """One tick."""
         self.settle()
-        survey = self.survey()
-        if not self.prepare(survey):
-            self.issue(survey)
+        swept = self.swept()
+        if not self.prepare(swept):
+            self.issue(swept)
         if self.published < 0 and self.tick > 2:
             self.published = 0
         while self.training and self.training[0][0] <= self.tick:
             self.published = self.training.pop(0)[1]
         self.tick += 1
 
-    def issue(self, survey: Survey) -> None:
-        count = tickets_to_issue(survey, self.progress, self.rules)
+    def issue(self, swept: SweptTable) -> None:
+        count = tickets_to_issue(swept, self.progress, self.rules)
         assert 0 <= count <= self.free_slots
         for _ in range(count):
             self.generating[self.issued] = (self.tick + self.dice.randint(1, self.max_delay), max(self.published, 0))
@@ -112,12 +112,12 @@ class World:
         if not self.table.pop(seq).uses:
             self.lost[why] += 1
 
-    def survey(self) -> Survey:
+    def swept(self) -> SweptTable:
         stale = [seq for seq, group in self.table.items() if group.oldest < self.prepared + 1 - self.rules.max_staleness]
         for seq in stale:
             self.leave(seq, "stale")
         gaps = sorted(self.gaps)[self.rules.replaced :][: self.slots]
-        return Survey(
+        return SweptTable(
             stale=len(stale), size=len(self.table), outstanding=len(self.generating),
             oldest_outstanding=min(self.generating, default=-1), inserted=self.inserted, drawn=self.drawn, requeued=0,
             uses=dict(Counter(group.uses for group in self.table.values())), gaps=tuple(gaps),
@@ -137,11 +137,11 @@ class World:
             case _:
                 return self.dice.sample(groups, len(groups))
 
-    def prepare(self, survey: Survey) -> bool:
+    def prepare(self, swept: SweptTable) -> bool:
         step = self.prepared + 1
         if step >= self.steps or step > max(self.published, 0) + AHEAD:
             return False
-        decision = decide(survey, self.progress, self.rules, self.waited)
+        decision = decide(swept, self.progress, self.rules, self.waited)
         self.waited = self.waited + 1 if isinstance(decision, Wait) and decision.why == "older_ticket" else 0.0
         match decision:
             case Wait():
@@ -152,18 +152,18 @@ class World:
                 assert self.rules.prompts_per_step <= before - len(self.gaps) <= self.rules.replaced + self.rules.prompts_per_step
                 self.passed_over += 1
             case Prepare():
-                self.make(step, survey, decision)
+                self.make(step, swept, decision)
         return True
 
-    def make(self, step: int, survey: Survey, decision: Prepare) -> None:
+    def make(self, step: int, swept: SweptTable, decision: Prepare) -> None:
         groups, filtered = [int(group) for group in decision.groups], len(self.gaps)
-        assert groups == [seq for _, seq in survey.first[: len(groups)]], "the first that the sampler draws"
+        assert groups == [seq for _, seq in swept.first[: len(groups)]], "the first that the sampler draws"
         assert len(set(groups)) == len(groups) > 0
         limiter = self.rules.limiter
-        if survey.size < self.rules.min_size or (limiter and not limiter.draws(survey.inserted, survey.drawn, len(groups))):
+        if swept.size < self.rules.min_size or (limiter and not limiter.draws(swept.inserted, swept.drawn, len(groups))):
             assert not self.generating
             assert self.published >= step
-            assert not tickets_to_issue(survey, self.progress, self.rules)
+            assert not tickets_to_issue(swept, self.progress, self.rules)
             self.yielded += 1
         self.forget(decision.gaps_until)
         missing = self.rules.prompts_per_step - len(groups)

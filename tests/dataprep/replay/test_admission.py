@@ -21,7 +21,7 @@ from services.dataprep.replay.admission import (
     tickets_to_issue,
 )
 from services.dataprep.replay.rate_limiter import RateLimiter
-from services.store.records import Survey
+from services.store.records import SweptTable
 from tests.dataprep.replay.admission_world import World
 
 RULES = Rules(prompts_per_step=2, max_staleness=4)
@@ -29,18 +29,18 @@ START = Progress(next_step=9, published=9, steps=100, free_slots=10)
 STEPS = 25
 
 
-def survey(*first: int, **more: Any) -> Survey:
+def swept(*first: int, **more: Any) -> SweptTable:
     """What a look finds: groups of these issue sequences, none of them drawn before."""
     found = {
         "stale": 0, "size": len(first), "outstanding": 0, "oldest_outstanding": -1, "inserted": len(first), "drawn": 0,
         "requeued": 0, "uses": {0: len(first)}, "gaps": (),
     }  # fmt: skip
-    return Survey(**{**found, **more}, first=tuple((f"0-{seq}", seq) for seq in first))
+    return SweptTable(**{**found, **more}, first=tuple((f"0-{seq}", seq) for seq in first))
 
 
-def looks(**more: Any) -> Survey:
+def looks(**more: Any) -> SweptTable:
     """What a look finds, by numbers alone."""
-    return survey(**more)
+    return swept(**more)
 
 
 @pytest.mark.parametrize(
@@ -51,52 +51,52 @@ def test_a_lag_equal_to_the_bound_is_fresh(oldest: int, step: int, bound: int, s
 
 
 def test_a_step_takes_what_the_sampler_draws_first() -> None:
-    assert decide(survey(3, 5), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
-    assert decide(survey(5, 3), START, Rules(2, 4, sampler="uniform"), 0) == Prepare(("0-5", "0-3"), ALL_GAPS)
-    assert decide(survey(3), START, RULES, 0) == decide(survey(3), START, Rules(2, 4, sampler="lifo"), 0) == Wait("groups")
+    assert decide(swept(3, 5), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
+    assert decide(swept(5, 3), START, Rules(2, 4, sampler="uniform"), 0) == Prepare(("0-5", "0-3"), ALL_GAPS)
+    assert decide(swept(3), START, RULES, 0) == decide(swept(3), START, Rules(2, 4, sampler="lifo"), 0) == Wait("groups")
 
 
 def test_a_step_waits_for_an_older_ticket_until_the_deadline() -> None:
-    look = survey(3, 5, outstanding=1, oldest_outstanding=4)
+    look = swept(3, 5, outstanding=1, oldest_outstanding=4)
     assert decide(look, START, RULES, 0) == Wait("older_ticket", 600.0)
     assert decide(look, START, RULES, 590.0) == Wait("older_ticket", 10.0)
     assert decide(look, START, RULES, 600.0) == Prepare(("0-3", "0-5"), 5, overtook=True)
     assert decide(look, START, Rules(2, 4, "drop"), 0) == Prepare(("0-3", "0-5"), 5, overtook=True)
-    assert decide(survey(3, 5, outstanding=1, oldest_outstanding=6), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
+    assert decide(swept(3, 5, outstanding=1, oldest_outstanding=6), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
     assert decide(look, START, Rules(2, 4, sampler="freshest"), 0) == Prepare(("0-3", "0-5"), ALL_GAPS), "others never wait"
 
 
 def test_a_filtered_group_takes_its_place_in_order_of_issue() -> None:
-    assert decide(survey(3, 5, gaps=(4,)), START, RULES, 0) == Prepare(("0-3",), 4)
-    assert decide(survey(3, 5, gaps=(6,)), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
-    assert decide(survey(5, gaps=(1, 2, 3)), START, RULES, 0) == PassOver(2)
-    assert decide(survey(gaps=(1,)), START, RULES, 0) == Wait("groups")
-    late = survey(5, gaps=(1, 2), outstanding=1, oldest_outstanding=0)
+    assert decide(swept(3, 5, gaps=(4,)), START, RULES, 0) == Prepare(("0-3",), 4)
+    assert decide(swept(3, 5, gaps=(6,)), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
+    assert decide(swept(5, gaps=(1, 2, 3)), START, RULES, 0) == PassOver(2)
+    assert decide(swept(gaps=(1,)), START, RULES, 0) == Wait("groups")
+    late = swept(5, gaps=(1, 2), outstanding=1, oldest_outstanding=0)
     assert decide(late, START, RULES, 0) == Wait("older_ticket", 600.0)
     assert decide(late, START, RULES, 601.0) == PassOver(2)
 
 
 def test_where_order_does_not_matter_a_filtered_group_takes_any_place() -> None:
     rules = Rules(2, 4, sampler="uniform")
-    assert decide(survey(3, 5, gaps=(9,)), START, rules, 0) == Prepare(("0-3",), ALL_GAPS)
-    assert decide(survey(3, 5, gaps=(7, 8, 9)), START, rules, 0) == PassOver(8), "the third has its place in the next step"
+    assert decide(swept(3, 5, gaps=(9,)), START, rules, 0) == Prepare(("0-3",), ALL_GAPS)
+    assert decide(swept(3, 5, gaps=(7, 8, 9)), START, rules, 0) == PassOver(8), "the third has its place in the next step"
 
 
 def test_a_table_below_its_least_size_is_left_alone() -> None:
     rules = Rules(2, 4, min_size=5)
-    assert decide(survey(3, 5, outstanding=3, oldest_outstanding=6), START, rules, 0) == Wait("min_size")
-    assert tickets_to_issue(survey(3, 5), START, rules) == 8
-    assert tickets_to_issue(survey(3, 5), Progress(9, 9, 10, 10), rules) == 3, "the last step needs no ticket, but the table does"
+    assert decide(swept(3, 5, outstanding=3, oldest_outstanding=6), START, rules, 0) == Wait("min_size")
+    assert tickets_to_issue(swept(3, 5), START, rules) == 8
+    assert tickets_to_issue(swept(3, 5), Progress(9, 9, 10, 10), rules) == 3, "the last step needs no ticket, but the table does"
 
 
 def test_a_rate_limiter_holds_back_until_nothing_else_can_happen() -> None:
     rules = Rules(2, 4, sampler="uniform", max_uses=0, limiter=RateLimiter(2.0, 1, 2.0))
-    few = survey(3, 5, inserted=2, drawn=4)  # 2 x 2 - 4 - 2 < 2 x 1 - 2
+    few = swept(3, 5, inserted=2, drawn=4)  # 2 x 2 - 4 - 2 < 2 x 1 - 2
     assert decide(few, START, rules, 0) == Wait("rate_limiter")
     assert tickets_to_issue(few, START, rules) == 2
     assert isinstance(decide(few, Progress(9, 9, 100, 0), rules, 0), Prepare), "no ticket is out and none may be issued"
     assert decide(few, Progress(9, 8, 100, 0), rules, 0) == Wait("rate_limiter"), "a version to come frees slots"
-    assert decide(survey(3, 5, inserted=2, drawn=4, outstanding=1), Progress(9, 9, 100, 0), rules, 0) == Wait("rate_limiter")
+    assert decide(swept(3, 5, inserted=2, drawn=4, outstanding=1), Progress(9, 9, 100, 0), rules, 0) == Wait("rate_limiter")
 
 
 def test_tickets_fill_the_slots_but_not_past_the_end_of_the_run() -> None:

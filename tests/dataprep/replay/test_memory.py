@@ -15,7 +15,7 @@ from tests.support.harness import small_config
 async def test_a_nearly_full_server_holds_prompts_back_until_it_has_room_again(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "LOOK_S", 0.0)
+    monkeypatch.setattr(memory, "POLL_S", 0.0)
     assert not await MemoryGuard(small_config(tmp_path), store).full(), "a server without a limit is never full"
     used, limit = await store.memory(7)
     assert (used > 2**19, limit) == (True, 7)

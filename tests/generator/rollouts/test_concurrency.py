@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generator.engines.base import QUEUED_S, Gauges
-from services.generator.rollouts.concurrency import KV_FULL, KV_ROOM, LOOK_S, SLACK_SHARE, Bounds, Limit, adjust, fair_share
+from services.generator.rollouts.concurrency import KV_FULL, KV_ROOM, POLL_S, SLACK_SHARE, Bounds, Limit, adjust, fair_share
 from tests.support.harness import small_config
 
 GROUP = 4
@@ -77,7 +77,7 @@ class Simulated:
             self.running.append(self.queue.pop(0)[:2])
         self.tokens += len(self.running)
         self.busy.append(len(self.running))
-        queued = sum((self.clock - came) * LOOK_S > QUEUED_S for *_, came in self.queue)
+        queued = sum((self.clock - came) * POLL_S > QUEUED_S for *_, came in self.queue)
         limit = adjust(limit, Gauges(len(self.running), len(self.queue), queued, 0.0, self.tokens), self.held, BOUNDS)
         self.running = [(group, left - 1) for group, left in self.running if left > 1]
         begun = {group for group, _ in self.running}

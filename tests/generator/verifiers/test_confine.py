@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.config.data import FileSource, Verifier
+from services.config.data import FileSource, VerifierConfig
 from services.generator.verifiers.sandbox.frames import Setup
 from services.generator.verifiers.sandbox.process import WorkerProcess, _spawn
 
@@ -97,7 +97,7 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     source = FileSource(kind="jsonl", path="prompts.jsonl")
-    setup = Setup([Verifier(kind="exact").model_dump(mode="json")], [source.model_dump(mode="json")])
+    setup = Setup([VerifierConfig(kind="exact").model_dump(mode="json")], [source.model_dump(mode="json")])
     worker = WorkerProcess(setup, {"main": [("exact", 5.0)]})
     with asyncio.Runner() as runner:
         runner.run(worker.start())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.config.data import FileSource, Verifier
+from services.config.data import FileSource, VerifierConfig
 from services.generator.verifiers import VerifierPool
 
 FOLDER = Path(__file__).parents[2] / "data" / "gsm8k"
@@ -47,7 +47,7 @@ def _completions(solution: str, gold: str) -> list[str]:
 async def test_all_gold_answers_are_right_and_their_neighbours_wrong(capsys: pytest.CaptureFixture[str]):
     solutions = _solutions()
     assert len(solutions) == 8792
-    pool = VerifierPool([Verifier(kind="math")], workers=2, sources=[FileSource(kind="jsonl", path="gsm8k.jsonl")])
+    pool = VerifierPool([VerifierConfig(kind="math")], workers=2, sources=[FileSource(kind="jsonl", path="gsm8k.jsonl")])
 
     async def grade(solution: str) -> list[float]:
         match = re.search(PATTERN, solution)

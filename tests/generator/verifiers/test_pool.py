@@ -14,19 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from services.config.data import FileSource, ReasoningGymSource, Source, Verifier
+from services.config.data import FileSource, ReasoningGymSource, Source, VerifierConfig
 from services.generator.verifiers import VerifierFailure, VerifierPool
 from services.generator.verifiers.sandbox import scratch
 from services.protocol.entries import encode_entry
 
 SOURCE = FileSource(kind="jsonl", path="prompts.jsonl")
 # 40 letters before the mismatch: a backtracking engine needs 2^40 steps for this pattern.
-CATASTROPHE = Verifier(kind="regex", pattern=r"^(a+)+$", timeout_s=1.0)
+CATASTROPHE = VerifierConfig(kind="regex", pattern=r"^(a+)+$", timeout_s=1.0)
 HOSTILE = "a" * 40 + "!"
 
 
 @asynccontextmanager
-async def running(*verifiers: Verifier, workers: int = 1, sources: Sequence[Source] = (SOURCE,)) -> AsyncIterator[VerifierPool]:
+async def running(
+    *verifiers: VerifierConfig, workers: int = 1, sources: Sequence[Source] = (SOURCE,)
+) -> AsyncIterator[VerifierPool]:
     pool = VerifierPool(verifiers, workers, sources)
     await pool.start()
     try:
@@ -51,7 +53,11 @@ def _exists(pid: int) -> bool:
 
 
 async def test_a_group_gets_the_scores_of_all_verifiers():
-    verifiers = [Verifier(kind="exact"), Verifier(kind="regex", pattern="{answer}"), Verifier(kind="regex", pattern="^blue")]
+    verifiers = [
+        VerifierConfig(kind="exact"),
+        VerifierConfig(kind="regex", pattern="{answer}"),
+        VerifierConfig(kind="regex", pattern="^blue"),
+    ]
     async with running(*verifiers, workers=2) as pool:
         assert await pool.score(["blue", "dark blue", "red"], "blue", "main") == {
             "exact": [1.0, 0.0, 0.0],
@@ -71,10 +77,10 @@ async def test_a_source_s_own_verifiers_score_its_groups_and_no_others():
         ReasoningGymSource(kind="reasoning_gym", name=name, task=name, size=2, seed=7) for name in ("basic_arithmetic", "gcd")
     ]
     verifiers = [
-        Verifier(kind="exact", sources=["main", "french"]),
-        Verifier(kind="reasoning_gym", sources=["basic_arithmetic", "gcd"]),
-        Verifier(kind="exact", sources=["french"], extract="«(.*)»"),
-        Verifier(kind="regex", pattern="!"),
+        VerifierConfig(kind="exact", sources=["main", "french"]),
+        VerifierConfig(kind="reasoning_gym", sources=["basic_arithmetic", "gcd"]),
+        VerifierConfig(kind="exact", sources=["french"], extract="«(.*)»"),
+        VerifierConfig(kind="regex", pattern="!"),
     ]
     french = FileSource(kind="jsonl", name="french", path="x")
     async with running(*verifiers, sources=[SOURCE, french, *tasks]) as pool:
@@ -87,7 +93,7 @@ async def test_a_source_s_own_verifiers_score_its_groups_and_no_others():
 
 
 async def test_a_group_of_no_source_is_a_failure_and_the_worker_stays():
-    async with running(Verifier(kind="exact")) as pool:
+    async with running(VerifierConfig(kind="exact")) as pool:
         pids = pool.pids
         with pytest.raises(VerifierFailure, match="no prompt source 'other': its sources are main"):
             await pool.score(["a"], "a", "other")
@@ -96,12 +102,12 @@ async def test_a_group_of_no_source_is_a_failure_and_the_worker_stays():
 
 
 async def test_text_that_no_byte_string_holds_is_scored():
-    async with running(Verifier(kind="exact")) as pool:
+    async with running(VerifierConfig(kind="exact")) as pool:
         assert await pool.score(["\ud800", "ok"], "ok", "main") == {"exact": [0.0, 1.0]}
 
 
 async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
-    async with running(Verifier(kind="exact"), CATASTROPHE) as pool:
+    async with running(VerifierConfig(kind="exact"), CATASTROPHE) as pool:
         (first,) = pool.pids
         started = time.monotonic()
         with pytest.raises(VerifierFailure, match=r"'regex', limit 1 s: a call ran past its time limit"):
@@ -123,7 +129,7 @@ async def test_the_limit_is_one_completion_s_not_the_group_s():
 
 
 async def test_hostile_groups_do_not_starve_the_others():
-    async with running(Verifier(kind="exact"), CATASTROPHE, workers=2) as pool:
+    async with running(VerifierConfig(kind="exact"), CATASTROPHE, workers=2) as pool:
         groups = [pool.score([HOSTILE if i % 5 == 0 else "aa"], "aa", "main") for i in range(15)]
         results = await asyncio.gather(*groups, return_exceptions=True)
         assert [isinstance(result, VerifierFailure) for result in results] == [i % 5 == 0 for i in range(15)]
@@ -143,7 +149,7 @@ async def test_hostile_groups_do_not_starve_the_others():
     ],
 )
 async def test_hostile_mathematics_ends(completion: str):
-    async with running(Verifier(kind="math", timeout_s=1.0)) as pool:
+    async with running(VerifierConfig(kind="math", timeout_s=1.0)) as pool:
         for gold in ("72", r"\frac{\sqrt{2}}{2}"):
             (outcome,) = await asyncio.gather(pool.score([completion], gold, "main"), return_exceptions=True)
             assert outcome == {"math": [0.0]} or (isinstance(outcome, VerifierFailure) and "time limit" in outcome.reason)
@@ -151,7 +157,7 @@ async def test_hostile_mathematics_ends(completion: str):
 
 
 async def test_a_killed_worker_is_a_failure_and_the_pool_goes_on():
-    async with running(Verifier(kind="regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
+    async with running(VerifierConfig(kind="regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
         group = asyncio.create_task(pool.score([HOSTILE], "", "main"))
         await asyncio.sleep(0.2)  # no harm if the worker has not begun: it dies all the same
         os.kill(pool.pids[0], signal.SIGKILL)
@@ -161,7 +167,7 @@ async def test_a_killed_worker_is_a_failure_and_the_pool_goes_on():
 
 
 async def test_a_worker_killed_while_idle_costs_no_group():
-    async with running(Verifier(kind="exact")) as pool:
+    async with running(VerifierConfig(kind="exact")) as pool:
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not _exists(pid))
@@ -171,7 +177,7 @@ async def test_a_worker_killed_while_idle_costs_no_group():
 
 async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("services.generator.verifiers.sandbox.process.GRACE_S", 1.0)
-    async with running(Verifier(kind="exact", timeout_s=1.0)) as pool:
+    async with running(VerifierConfig(kind="exact", timeout_s=1.0)) as pool:
         (pid,) = pool.pids
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(VerifierFailure, match="did not answer and was killed"):
@@ -181,7 +187,7 @@ async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_a_verifier_that_raises_is_a_failure_and_the_worker_stays():
-    async with running(Verifier(kind="math")) as pool:
+    async with running(VerifierConfig(kind="math")) as pool:
         pids = pool.pids
         with pytest.raises(VerifierFailure, match="verifier 'math' broke: ValueError: gold answer ''"):
             await pool.score(["72"], "", "main")
@@ -190,7 +196,7 @@ async def test_a_verifier_that_raises_is_a_failure_and_the_worker_stays():
 
 
 async def test_a_cancelled_group_leaves_no_answer_behind():
-    async with running(Verifier(kind="regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
+    async with running(VerifierConfig(kind="regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
         group = asyncio.create_task(pool.score([HOSTILE], "", "main"))
         await asyncio.sleep(0.1)
         group.cancel()
@@ -200,14 +206,14 @@ async def test_a_cancelled_group_leaves_no_answer_behind():
 
 
 async def test_settings_that_cannot_work_are_told_at_start():
-    pool = VerifierPool([Verifier(kind="reasoning_gym")], 2, [SOURCE])
+    pool = VerifierPool([VerifierConfig(kind="reasoning_gym")], 2, [SOURCE])
     with pytest.raises(VerifierFailure, match=r'needs a source of kind "reasoning_gym", and "main" is "jsonl"'):
         await pool.start()
     assert pool.pids == []
 
 
 async def test_workers_ignore_ctrl_c_and_end_with_the_pool():
-    async with running(Verifier(kind="exact"), workers=2) as pool:
+    async with running(VerifierConfig(kind="exact"), workers=2) as pool:
         pids = pool.pids
         for pid in pids:
             os.kill(pid, signal.SIGINT)
@@ -227,10 +233,10 @@ async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
 PARENT = """
 import asyncio, sys
 from services.generator.verifiers import VerifierPool
-from services.config.data import FileSource, Verifier
+from services.config.data import FileSource, VerifierConfig
 
 async def main():
-    pool = VerifierPool([Verifier(kind="regex", pattern="^(a+)+$", timeout_s=1.0)], 2, [FileSource(kind="jsonl", path="x")])
+    pool = VerifierPool([VerifierConfig(kind="regex", pattern="^(a+)+$", timeout_s=1.0)], 2, [FileSource(kind="jsonl", path="x")])
     await pool.start()
     busy = asyncio.create_task(pool.score(["a" * 40 + "!"], "", "main"))
     await asyncio.sleep(0.2)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.data import FileSource, ReasoningGymSource, Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import FileSource, ReasoningGymSource, Source, VerifierConfig
 from services.generator.verifiers import combine, quantity, verifier_names
 from services.generator.verifiers.base import Verifier
 from services.generator.verifiers.math import marked_answer

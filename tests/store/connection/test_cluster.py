@@ -20,7 +20,7 @@ from services.runtime.loops import end_tasks
 from services.runtime.process_tools import free_port
 from services.store import Store
 from services.store.connection import client
-from services.store.connection.cluster import Owner
+from services.store.connection.cluster import SlotOwner
 from tests.conftest import SERVERS, skip_without
 from tests.support import flow
 from tests.support.certificates import make_certificates
@@ -229,7 +229,7 @@ class Telling:
 
 
 async def test_nodes_without_a_name_and_those_that_were_reset_mislead_nobody() -> None:
-    owner = Owner(Telling, {"host": "given", "port": 1}, "run")  # type: ignore[arg-type]
+    owner = SlotOwner(Telling, {"host": "given", "port": 1}, "run")  # type: ignore[arg-type]
     Telling.known = {"given": [[0, 16383, [b"first", 2, b"id"], [b"?", 3, b"id"]]]}
     assert await owner.find() == ("first", 2)
     Telling.known = {"given": [], "first": [[0, 16383, [b"", 4, b"id"]]]}

@@ -26,23 +26,23 @@ from services.console.local.redis_server import RedisServer
 from services.store import Store
 from services.store.connection.base import _replies
 from services.store.connection.client import Login, make_client
-from services.store.connection.fast_connection import APART_BYTES, BUFFER_BYTES, PIECES, VANISHED, Wire
+from services.store.connection.fast_connection import APART_BYTES, BUFFER_BYTES, PIECES, VANISHED, FastConnection
 from tests.support import flow
 
 SIZES = (0, 1, APART_BYTES - 1, APART_BYTES, BUFFER_BYTES - 2, BUFFER_BYTES, 3 * BUFFER_BYTES + 7)
 
 
-def wire_to(url: str, password: str | None = None, retries: int = 3) -> Wire:
+def wire_to(url: str, password: str | None = None, retries: int = 3) -> FastConnection:
     """A wire of its own that gives up soon."""
     client = make_client(url, Login(password or ""))
     client.connection_pool.connection_kwargs |= {"retry": Retry(ConstantBackoff(0.01), retries), "socket_timeout": 2.0}
-    wire = Wire.beside(client)
+    wire = FastConnection.beside(client)
     assert wire is not None
     return wire
 
 
 @pytest_asyncio.fixture
-async def wire(any_server: RedisServer) -> AsyncIterator[Wire]:
+async def wire(any_server: RedisServer) -> AsyncIterator[FastConnection]:
     wire = wire_to(any_server.url, any_server.password)
     yield wire
     await wire.ask([("FLUSHALL",)])
@@ -67,7 +67,7 @@ async def answering(*answers: bytes) -> AsyncIterator[str]:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
 
 
-async def test_strings_of_any_size_come_back_as_they_went(wire: Wire) -> None:
+async def test_strings_of_any_size_come_back_as_they_went(wire: FastConnection) -> None:
     values = {f"k{size}": np.random.default_rng(size).bytes(size) for size in SIZES}
     replies = await wire.ask([("SET", key, value) for key, value in values.items()])
     assert replies == [b"OK"] * len(SIZES)
@@ -75,13 +75,13 @@ async def test_strings_of_any_size_come_back_as_they_went(wire: Wire) -> None:
     assert await wire.ask([("STRLEN", key) for key in values]) == list(SIZES)
 
 
-async def test_more_pieces_than_one_system_call_takes(wire: Wire) -> None:
+async def test_more_pieces_than_one_system_call_takes(wire: FastConnection) -> None:
     values = [bytes([i % 256]) * APART_BYTES for i in range(PIECES)]
     assert await wire.ask([("SET", i, value) for i, value in enumerate(values)]) == [b"OK"] * PIECES
     assert await wire.ask([("MGET", *range(PIECES))]) == [values]
 
 
-async def test_numbers_nested_lists_and_errors_are_values(wire: Wire) -> None:
+async def test_numbers_nested_lists_and_errors_are_values(wire: FastConnection) -> None:
     replies = await wire.ask([
         ("ZADD", "z", 0.5, "a", 2, "b"),
         ("INCR", "z"),
@@ -93,7 +93,7 @@ async def test_numbers_nested_lists_and_errors_are_values(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("part", ["é", 0, -7, 2**63 - 1, 0.1, 1e-320, 1e22, -0.0, math.inf, b"\0\xff", b"\r\n"])
-async def test_what_goes_beside_a_long_string_is_written_as_without_it(wire: Wire, part: str | float | bytes) -> None:
+async def test_what_goes_beside_a_long_string_is_written_as_without_it(wire: FastConnection, part: str | float | bytes) -> None:
     long = bytes(APART_BYTES)
     replies = await wire.ask([("RPUSH", "l", part), ("RPUSH", "l", part, long, part, long), ("LRANGE", "l", 0, -1)])
     alone, *beside = replies[-1]
@@ -101,21 +101,21 @@ async def test_what_goes_beside_a_long_string_is_written_as_without_it(wire: Wir
     assert alone == (part if isinstance(part, bytes) else str(part).encode())
 
 
-async def test_what_cannot_be_written_is_not_sent(wire: Wire) -> None:
+async def test_what_cannot_be_written_is_not_sent(wire: FastConnection) -> None:
     for command in (("SET", "k", None), ("SET", "k", bytes(APART_BYTES), None)):
         with pytest.raises(TypeError):
             await wire.ask([command])
     assert await wire.ask([("EXISTS", "k")]) == [0]
 
 
-async def test_a_cancelled_request_leaves_no_half_read_connection(wire: Wire) -> None:
+async def test_a_cancelled_request_leaves_no_half_read_connection(wire: FastConnection) -> None:
     await wire.ask([("PING",)])
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(wire.ask([("BLPOP", "none", 1)]), 0.05)
     assert await wire.ask([("ECHO", "after")]) == [b"after"]
 
 
-async def test_requests_at_the_same_time_get_their_own_answers(wire: Wire) -> None:
+async def test_requests_at_the_same_time_get_their_own_answers(wire: FastConnection) -> None:
     words = [str(i) * 3000 for i in range(40)]
     assert await asyncio.gather(*(wire.ask([("ECHO", word)]) for word in words)) == [[word.encode()] for word in words]
 
@@ -145,7 +145,7 @@ async def test_a_wrong_password_is_said_at_once(any_server: RedisServer, passwor
     wire.close()
 
 
-async def test_a_full_server_is_an_error_of_its_kind(wire: Wire) -> None:
+async def test_a_full_server_is_an_error_of_its_kind(wire: FastConnection) -> None:
     await wire.ask([("CONFIG", "SET", "maxmemory", "1")])
     (reply,) = await wire.ask([("SET", "k", "v")])
     await wire.ask([("CONFIG", "SET", "maxmemory", "0")])
@@ -281,7 +281,7 @@ def plain(store: Store) -> aioredis.Redis:
 async def test_over_tls_the_store_works_without_a_wire(server: RedisServer, tmp_path: Path) -> None:
     async with tls_proxy(server.port, tmp_path) as url:
         store = await Store.connect(url, f"t-{uuid.uuid4().hex[:12]}", server.password)
-        assert store._wire is None
+        assert store._fast is None
         await life_of_groups(store)
         await replies_are_as_a_wire_s(store, server)
         await store.delete_run()
@@ -289,12 +289,12 @@ async def test_over_tls_the_store_works_without_a_wire(server: RedisServer, tmp_
 
 
 def test_there_is_no_wire_to_a_unix_socket() -> None:
-    assert Wire.beside(make_client("unix:///run/redis.sock", Login())) is None
+    assert FastConnection.beside(make_client("unix:///run/redis.sock", Login())) is None
 
 
 async def test_a_store_over_tcp_has_a_wire_that_it_shares_by_client(any_store: Store) -> None:
-    assert any_store._wire is not None
-    assert Store(any_store.client, any_store.keys)._wire is any_store._wire
+    assert any_store._fast is not None
+    assert Store(any_store.client, any_store.keys)._fast is any_store._fast
     await life_of_groups(any_store)
 
 

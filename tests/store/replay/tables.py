@@ -88,7 +88,7 @@ async def fill(store: Store, team: flow.Team, entries: Sequence[Entry]) -> list[
 
 async def draw(store: Store, team: flow.Team, count: int, variates: Sequence[float] | None = None) -> list[str]:
     """The next step, of what the sampler draws."""
-    drawn = [group for group, _ in (await store.survey(team.leader, 0, count)).first]
+    drawn = [group for group, _ in (await store.sweep_and_peek(team.leader, 0, count)).first]
     state = await store.state()
     assert state is not None
     await store.prepare(team.leader, *flow.plan(state.prepared_step + 1, drawn), 0, variates or [1.0] * len(drawn))

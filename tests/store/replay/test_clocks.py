@@ -58,7 +58,7 @@ async def test_clocks_tell_heavy_groups_apart_after_a_long_time_of_light_ones(be
         await bench.reweigh(light)
     await fill(bench.store, bench.team, [Entry(1e9, 1.0), Entry(1e9, 0.5), Entry(1e9, 2.0)])
     await bench.reweigh([*light, 1e9, 1e9, 1e9])
-    first = (await bench.store.survey(bench.team.leader, 0, 3)).first
+    first = (await bench.store.sweep_and_peek(bench.team.leader, 0, 3)).first
     assert [name for name, _ in first] == ["0-11", "0-10", "0-12"]
 
 
@@ -79,7 +79,7 @@ async def test_the_sum_of_weights_is_exact_when_a_heavy_group_has_left(bench: Be
     for i in (2, 3, 4):
         await bench.reweigh([0.0 if 2 <= j <= i else w for j, w in enumerate(weights)])
         rest = math.fsum(w for j, w in enumerate(weights) if not 2 <= j <= i)
-        assert math.isclose((await bench.store.survey(bench.team.leader, 0, 1)).weight_sum, rest, rel_tol=1e-12)
+        assert math.isclose((await bench.store.sweep_and_peek(bench.team.leader, 0, 1)).weight_sum, rest, rel_tol=1e-12)
 
 
 async def _two_and_two_that_wait(bench: Bench) -> list[Settlement]:

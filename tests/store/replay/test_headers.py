@@ -44,7 +44,7 @@ async def test_inserted_groups_stand_in_order_of_issue_whatever_the_order_of_arr
     table = await flow.oldest_groups(any_store, 10)
     assert [(g.group, g.uses, g.header.ticket) for g in table] == [(f"0-{i}", 0, f"0-{i}") for i in range(3)]
     assert [g.group for g in await flow.oldest_groups(any_store, 2)] == ["0-0", "0-1"]
-    assert (await any_store.survey(team.leader, 0, 5)).oldest_outstanding == -1
+    assert (await any_store.sweep_and_peek(team.leader, 0, 5)).oldest_outstanding == -1
 
 
 async def test_a_repeated_settlement_changes_nothing(any_store: Store) -> None:
@@ -139,9 +139,9 @@ async def test_groups_that_became_stale_are_dropped_at_the_next_look_once(any_st
     team = await start(any_store)
     for version in (0, 1, 2):
         await buffer(any_store, team, 1, oldest=version)
-    look = await any_store.survey(team.leader, 2, 5)
+    look = await any_store.sweep_and_peek(team.leader, 2, 5)
     assert (look.stale, look.size, look.first) == (2, 1, (("0-2", 2),))
-    assert (await any_store.survey(team.leader, 2, 5)).stale == 0, "as after a lost reply"
+    assert (await any_store.sweep_and_peek(team.leader, 2, 5)).stale == 0, "as after a lost reply"
     assert await counts(any_store) == {
         "buffered": 1, "slots_used": 1, "ledger:issued": 3, "ledger:stale": 2, "ledger:syncs": 1,
     }  # fmt: skip
@@ -149,4 +149,4 @@ async def test_groups_that_became_stale_are_dropped_at_the_next_look_once(any_st
     await any_store.step_down("leader-0:boot")
     assert await any_store.lead("leader-1:boot", 60.0)
     with pytest.raises(Fenced):
-        await any_store.survey(team.leader, 9, 5)
+        await any_store.sweep_and_peek(team.leader, 9, 5)

@@ -74,7 +74,7 @@ async def test_a_survey_leaves_nothing_stale_however_much_there_is(store: Store)
     team = await begin(store, "uniform")
     await fill(store, team, [Entry(variate=i, oldest=0) for i in range(1, 701)])
     fresh = await fill(store, team, [Entry(variate=2000.0, oldest=1)])
-    look = await store.survey(team.leader, 1, 4)
+    look = await store.sweep_and_peek(team.leader, 1, 4)
     assert (look.stale, look.size, [name for name, _ in look.first]) == (700, 1, fresh)
     assert (await tables.read(store)).audit["ledger:stale"] == 700
 
@@ -87,7 +87,7 @@ async def test_gaps_are_told_as_far_as_there_are_slots(store: Store) -> None:
         for claim in await flow.claim(store, "g", 3):
             assert await flow.submit(store, "g", claim)
         assert await flow.settle(store, team, "filtered:zero") == 3
-    assert (await store.survey(team.leader, 0, 2)).gaps == (0, 1, 2, 3, 4, 5)
-    assert (await store.survey(team.leader, 0, 2, 5)).gaps == (5, 6, 7, 8)
+    assert (await store.sweep_and_peek(team.leader, 0, 2)).gaps == (0, 1, 2, 3, 4, 5)
+    assert (await store.sweep_and_peek(team.leader, 0, 2, 5)).gaps == (5, 6, 7, 8)
     await store.pass_over(team.leader, 6)
-    assert (await store.survey(team.leader, 0, 2)).gaps == (7, 8)
+    assert (await store.sweep_and_peek(team.leader, 0, 2)).gaps == (7, 8)

@@ -99,17 +99,17 @@ class TableMachine(RuleBasedStateMachine):
     @rule(age=st.integers(0, 3), wanted=st.integers(1, 4), again=twice)
     def look(self, age: int, wanted: int, again: bool) -> None:
         """A leader that looks, and does no more: what is stale has left."""
-        survey = self.calls(lambda: self.store.survey(self.team.leader, self.version - age, wanted), again)
-        assert survey.stale == self.model.sweep(self.version - age)
-        self.model.check_first([name for name, _ in survey.first], wanted)
-        assert survey.size == len(self.model.groups)
+        sweep_and_peek = self.calls(lambda: self.store.sweep_and_peek(self.team.leader, self.version - age, wanted), again)
+        assert sweep_and_peek.stale == self.model.sweep(self.version - age)
+        self.model.check_first([name for name, _ in sweep_and_peek.first], wanted)
+        assert sweep_and_peek.size == len(self.model.groups)
 
     @rule(data=st.data(), age=st.integers(1, 3), wanted=st.integers(1, 4), again=twice)
     def step(self, data: st.DataObject, age: int, wanted: int, again: bool) -> None:
         """A step is drawn; sometimes the trainer has changed a weight since the leader looked."""
-        survey = self.call(self.store.survey(self.team.leader, self.version - age, wanted))
+        sweep_and_peek = self.call(self.store.sweep_and_peek(self.team.leader, self.version - age, wanted))
         self.model.sweep(self.version - age)
-        drawn = [name for name, _ in survey.first]
+        drawn = [name for name, _ in sweep_and_peek.first]
         self.model.check_first(drawn, wanted)
         if not drawn:
             return
@@ -146,7 +146,7 @@ class TableMachine(RuleBasedStateMachine):
             case _:
                 if not self.model.clocked:
                     return
-                drawn = [name for name, _ in self.call(self.store.survey(self.team.leader, 0, 2)).first]
+                drawn = [name for name, _ in self.call(self.store.sweep_and_peek(self.team.leader, 0, 2)).first]
                 plan = flow.plan(len(self.model.steps), drawn)
                 with pytest.raises(StoreError, match="variates"):
                     self.call(self.store.prepare(self.team.leader, *plan, 0, [1.0] * (len(drawn) - 1)))
@@ -218,7 +218,7 @@ class TableMachine(RuleBasedStateMachine):
         drawn = sorted(self.model.groups)[:1]
         for late in (
             self.store.settle(fence, [Settlement(item, "insert") for item in items]),
-            self.store.survey(fence, self.version + 1, 3),
+            self.store.sweep_and_peek(fence, self.version + 1, 3),
             self.store.prepare(fence, *flow.plan(len(self.model.steps), drawn), 0, [1.0] * len(drawn)),
             self.store.rescale(fence, self.base, self.base + 1, 0.5),
         ):
@@ -270,7 +270,7 @@ class TableMachine(RuleBasedStateMachine):
             drawn = self.call(tables.draw(self.store, self.team, len(self.model.groups)))
             self.model.prepare(drawn, [1.0] * len(drawn))
         if not self.model.max_uses:
-            self.call(self.store.survey(self.team.leader, self.version + 1, 1))
+            self.call(self.store.sweep_and_peek(self.team.leader, self.version + 1, 1))
             self.model.sweep(self.version + 1)
         self.catch_up(False, True)
         self.same_as_the_model()

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.runtime import atomic_folders as folders
-from services.runtime.atomic_folders import FileRecord, FolderError, Manifest
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
 from services.runtime.checkpoints import LAYOUT
 from services.trainer import ranks
-from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Owner, Saved
+from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, CheckpointWriter, Saved
 from services.trainer.ranks import World
 from tests.support.rank_worker import Job, launch
 from tests.support.tiny_model import VOCABULARY, make_model, make_payloads, make_samples
@@ -111,7 +111,7 @@ def test_latest_skips_what_is_damaged(results: dict[Any, list[Any]], tmp_path: P
     assert older is not None
     assert older.step == 1
     assert "differs from the SHA-256" in caplog.text
-    (older.folder / folders.MANIFEST).write_text("{}")
+    (older.folder / atomic_folders.MANIFEST).write_text("{}")
     assert checkpoints.latest() is None
 
 
@@ -121,8 +121,8 @@ def test_export_loads_with_transformers(stage: int, results: dict[Any, list[Any]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = results["folder"][0] / f"export-{stage}"
-    manifest = folders.read_manifest(folder)
-    folders.verify(folder, manifest)
+    manifest = atomic_folders.read_manifest(folder)
+    atomic_folders.verify(folder, manifest)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(manifest.files)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config._attn_implementation != "packed"
@@ -202,14 +202,14 @@ class Ranks:
 
     def save(self, folder: Path) -> None:
         self.meanwhile()
-        folders.write(folder / "random-0.pt", b"state")
+        atomic_folders.write(folder / "random-0.pt", b"state")
 
     def load(self, folder: Path) -> None:
         assert (folder / "random-0.pt").exists()
 
     def checkpoints(self, root: Path, fence: int, newest: list[int]) -> Checkpoints:
         found = Checkpoints(root, keep=2)
-        found.owner = Owner(fence, lambda: "" if newest[0] == fence else "superseded")
+        found.owner = CheckpointWriter(fence, lambda: "" if newest[0] == fence else "superseded")
         return found
 
 
@@ -217,12 +217,12 @@ def test_a_trainer_that_was_superseded_touches_nothing_of_its_successor(tmp_path
     policy: Any = Ranks(monkeypatch)
     newest = [7]
     old, new = (policy.checkpoints(tmp_path, fence, newest) for fence in (7, 8))
-    crashed = [folders.begin(tmp_path / "step-00000001", owner) for owner in (0, 6)]
+    crashed = [atomic_folders.begin(tmp_path / "step-00000001", owner) for owner in (0, 6)]
     old.save(policy, 3)
     assert not any(path.exists() for path in crashed)
     newest[0] = 8
-    half = folders.begin(tmp_path / "step-00000007", 8)
-    folders.write(half / "file", b"of its successor")
+    half = atomic_folders.begin(tmp_path / "step-00000007", 8)
+    atomic_folders.write(half / "file", b"of its successor")
     with pytest.raises(CheckpointError, match="checkpoint of step 7 was not written: rank 0: superseded"):
         old.save(policy, 7)
     assert (half / "file").exists()
@@ -258,7 +258,7 @@ def test_a_trainer_that_sleeps_while_the_disk_works_asks_again(
     old.keep = 1
     old.save(policy, 3)
     waits: list[Path] = []
-    force = folders._sync
+    force = atomic_folders._sync
 
     def sleep(path: Path) -> None:
         force(path)
@@ -268,7 +268,7 @@ def test_a_trainer_that_sleeps_while_the_disk_works_asks_again(
             new.save(policy, 7)
             new.save(policy, 11)
 
-    monkeypatch.setattr(folders, "_sync", sleep)
+    monkeypatch.setattr(atomic_folders, "_sync", sleep)
     with pytest.raises(CheckpointError, match="superseded") if refused else contextlib.nullcontext():
         old.save(policy, 7)
     assert newest == [8]
@@ -277,9 +277,9 @@ def test_a_trainer_that_sleeps_while_the_disk_works_asks_again(
 
 def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:
     for name in ("step-00000012", "step-00000003"):
-        partial = folders.begin(tmp_path / name)
-        folders.write(partial / "snapshot", name.encode())
-        folders.finish(partial, tmp_path / name, Manifest(folders.digests(partial, 0, 1), {"layout": LAYOUT}))
+        partial = atomic_folders.begin(tmp_path / name)
+        atomic_folders.write(partial / "snapshot", name.encode())
+        atomic_folders.finish(partial, tmp_path / name, FolderManifest(atomic_folders.digests(partial, 0, 1), {"layout": LAYOUT}))
     (tmp_path / "step-abc").mkdir()
     (tmp_path / "step-00000009").mkdir()
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -294,4 +294,4 @@ def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:
 
 def test_a_manifest_that_lists_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="cannot be read: No such file"):
-        folders.verify(tmp_path, Manifest({"gone": FileRecord(1, "")}, {}))
+        atomic_folders.verify(tmp_path, FolderManifest({"gone": FileRecord(1, "")}, {}))

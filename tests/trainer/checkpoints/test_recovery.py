@@ -25,8 +25,8 @@ class Trainer:
         call: Any = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(10)  # noqa: E731
         self.checkpoints: Any = SimpleNamespace()
         worker: Any = SimpleNamespace(copy_state=None, checkpoints=self.checkpoints)
-        crew: Any = SimpleNamespace(lead=self._cannot)
-        self.recovery = Recovery(small_config(folder), store, fence, worker, crew, call, lambda: None)
+        commands: Any = SimpleNamespace(lead=self._cannot)
+        self.recovery = Recovery(small_config(folder), store, fence, worker, commands, call, lambda: None)
 
     def _cannot(self, name: str, step: int) -> None:
         raise Broken(f"cannot {name} {step}")
@@ -90,10 +90,10 @@ async def test_a_step_whose_plan_is_gone_or_another_sends_the_trainer_back(store
 async def test_another_trainer_or_a_wish_to_go_back_ends_this_one(store: Store, tmp_path: Path) -> None:
     trainer, _ = await trained(store, tmp_path, 1)
     await trainer.stay_in_step(0)
-    await store.want_restore(0)
+    await store.request_restore(0)
     with pytest.raises(Broken, match="the run goes back to step 0: starting over from there"):
         await trainer.stay_in_step(0)
-    await store.want_restore(None)
+    await store.request_restore(None)
     await store.attach_trainer()
     with pytest.raises(Broken, match="another trainer has taken the run over"):
         await trainer.stay_in_step(0)
@@ -109,7 +109,7 @@ async def test_a_superseded_trainer_leaves_checkpoints_and_wishes_to_its_success
     assert await asyncio.to_thread(owner.superseded) == ""
     successor = Trainer(store, await store.attach_trainer(), tmp_path)
     assert "another trainer has taken" in await asyncio.to_thread(owner.superseded)
-    await store.want_restore(0)
+    await store.request_restore(0)
     for one, left in ((trainer, 0), (successor, -1)):
         with pytest.raises(Broken, match="cannot restore 0"):
             await asyncio.to_thread(one.recovery.take_up)

@@ -19,7 +19,7 @@ SAME: dict[str, dict[str, Any]] = {
     "grpo": {"policy": "grpo", "denominator": "sequence"},
     "dapo": DAPO,
     "dapo, one mini-batch": DAPO,
-    "dapo with KL": DAPO | {"kl_beta": 0.05, "kl_estimator": "k2"},
+    "dapo with KL": DAPO | {"kl_beta": 0.05, "kl_estimator": "k3"},
     "dapo with an entropy bonus": DAPO | {"entropy_coefficient": 0.01},
     "dapo, token_truncate": DAPO | {"kl_beta": 0.05, "correction_upper": 2.0},
     "dapo, token_mask": DAPO | {"kl_beta": 0.05, "correction_upper": 2.0, "correction_token_mask": [0.5, 2.0]},

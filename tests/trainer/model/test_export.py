@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from services.config import RunConfig
-from services.runtime import atomic_folders as folders
+from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FolderError
 from services.trainer.model import export
 from tests.support.tiny_model import VOCABULARY, make_config
@@ -38,10 +38,10 @@ def write(module: Any, config: RunConfig, step: int, folder: Path) -> None:
 
 def test_the_marker_names_run_step_and_hashes(module: Any, config: RunConfig, tmp_path: Path) -> None:
     write(module, config, 7, tmp_path / "model")
-    manifest = folders.check(tmp_path / "model")
+    manifest = atomic_folders.check(tmp_path / "model")
     assert manifest.facts == {"run": "exported", "step": 7, "model": "Qwen3ForCausalLM", "dtype": "float32"}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(manifest.files)
-    assert {path.name for path in (tmp_path / "model").iterdir()} == {*manifest.files, folders.MANIFEST}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {*manifest.files, atomic_folders.MANIFEST}
     defaults = GenerationConfig.from_pretrained(tmp_path / "model")
     assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.do_sample) == (0.7, 1.0, 5, True)
     assert defaults.eos_token_id == 1
@@ -85,14 +85,14 @@ def test_killed_anywhere_leaves_the_old_export_or_the_new_or_none(module: Any, c
     call = 0
     while kill_at(call, lambda: write(module, config, 2, folder)):
         if folder.exists():
-            step = folders.check(folder).facts["step"]
+            step = atomic_folders.check(folder).facts["step"]
             weights = AutoModelForCausalLM.from_pretrained(folder).parameters() if not seen or seen[-1] != step else []
             assert all(bool((value == step).all()) for value in weights)
             seen.append(step)
         else:
             seen.append(None)
             with pytest.raises(FolderError, match="is incomplete"):
-                folders.check(folder)
+                atomic_folders.check(folder)
         if seen[-1] != 1:
             write(module, config, 1, folder)  # a later export takes the place of whatever was left
         call += 1
@@ -109,4 +109,4 @@ def test_damage_is_found_by_the_reader(module: Any, config: RunConfig, tmp_path:
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     with pytest.raises(FolderError, match=r"model\.safetensors differs from the SHA-256 in manifest\.json"):
-        folders.check(tmp_path / "model")
+        atomic_folders.check(tmp_path / "model")

@@ -15,7 +15,7 @@ from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.protocol.messages import Payload
 from services.trainer import losses
 from services.trainer.step import batches, denominators
-from services.trainer.step.batches import Row
+from services.trainer.step.batches import PackedRow
 from tests.trainer import literal
 
 KINDS = ["token", "constant", "sequence", "group"]
@@ -54,18 +54,18 @@ def test_any_layout_gives_the_literal_mean(groups: list[list[Any]], kind: str, r
     start = 0
     for size, planned_divisor in zip(plan.mini_batch_rows, plan.denominators, strict=True):
         of_ranks = [of_rank[start : start + size] for of_rank in rows]
-        census = denominators.join(denominators.census(mine) for mine in of_ranks)
-        divisor = denominators.divisor(planned_divisor, census, kind)
-        total = sum(_loss(row, census, config, divisor) for mine in of_ranks for row in mine)
+        token_counts = denominators.join(denominators.count_tokens(mine) for mine in of_ranks)
+        divisor = denominators.divisor(planned_divisor, token_counts, kind)
+        total = sum(_loss(row, token_counts, config, divisor) for mine in of_ranks for row in mine)
         members = {payload for mine in of_ranks for row in mine for payload, _ in row.samples}
         responses = [one for i, group in enumerate(groups) if f"0-{i}.1" in members for one in _literal(i, group)]
         assert total == pytest.approx(literal.objective(responses, config).item(), rel=1e-5, abs=1e-6)
-        assert denominators.excluded(census) == sum(int((~one.behaviour.isfinite()).sum()) for one in responses)
+        assert denominators.excluded(token_counts) == sum(int((~one.behaviour.isfinite()).sum()) for one in responses)
         start += size
 
 
-def _loss(row: Row, census: Any, config: Loss, divisor: float) -> float:
-    shares = denominators.shares(row, census, config.denominator)
+def _loss(row: PackedRow, token_counts: Any, config: Loss, divisor: float) -> float:
+    shares = denominators.shares(row, token_counts, config.denominator)
     theta = row.behaviour.nan_to_num(-1.0).requires_grad_()
     tokens = losses.Tokens(
         theta, theta.detach(), row.behaviour, None, row.advantages, row.weights, shares, torch.zeros(len(theta)),
@@ -86,17 +86,17 @@ def _literal(number: int, group: list[Any]) -> list[literal.Response]:
 
 def test_by_hand() -> None:
     # Group a: 3 of 4 tokens count in completion 0, none of 1 in completion 1; group b: none of its 2; group c is masked.
-    census = {
-        "a": denominators.Census(planned=5, counted=3, lost_responses=1),
-        "b": denominators.Census(planned=2, counted=0, lost_responses=1),
-        "c": denominators.Census(),
+    token_counts = {
+        "a": denominators.TokenCounts(planned=5, counted=3, lost_responses=1),
+        "b": denominators.TokenCounts(planned=2, counted=0, lost_responses=1),
+        "c": denominators.TokenCounts(),
     }
-    assert denominators.excluded(census) == 4
-    assert denominators.divisor(7.0, census, "token") == 3
-    assert denominators.divisor(100.0, census, "constant") == 100
-    assert denominators.divisor(3.0, census, "sequence") == 1
-    assert denominators.divisor(2.0, census, "group") == 1
-    nothing = {"b": census["b"]}
+    assert denominators.excluded(token_counts) == 4
+    assert denominators.divisor(7.0, token_counts, "token") == 3
+    assert denominators.divisor(100.0, token_counts, "constant") == 100
+    assert denominators.divisor(3.0, token_counts, "sequence") == 1
+    assert denominators.divisor(2.0, token_counts, "group") == 1
+    nothing = {"b": token_counts["b"]}
     assert [denominators.divisor(planned, nothing, kind) for planned, kind in ((2, "token"), (1, "sequence"), (1, "group"))] == [
         1, 1, 1,
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from services.protocol.errors import Damaged
 from services.protocol.messages import RankPlan, Sample
 from services.store import Store
 from services.store.records import TableRules
-from services.trainer.step.discard_damaged import DAMAGED, condemn, without
+from services.trainer.step.discard_damaged import DAMAGED, discard_damaged, without
 from tests.support import flow
 from tests.support.tiny_model import make_config
 
@@ -74,21 +74,23 @@ async def test_statistics_are_those_of_the_groups_that_are_left(store: Store) ->
         assert await store.submit("g", one, header, flow.payload_bytes(one), flow.TTL_S)
     await flow.settle(store, team)
     names, lost, expected = [one.ticket_id for one in claims], claims[2], []
-    survey = replace(
-        await store.survey(team.leader, 0, 3), weights=dict(zip(names, (1.0, 2.0, 3.0), strict=True)), weight_sum=6.0
+    sweep_and_peek = replace(
+        await store.sweep_and_peek(team.leader, 0, 3), weights=dict(zip(names, (1.0, 2.0, 3.0), strict=True)), weight_sum=6.0
     )
     for step in range(2):
         groups, made = await store.groups(names), GeneratedStats(config.largest_rewards)
-        await store.prepare(team.leader, *make_step(step, groups, survey, made, config), 0)
-        expected.append(make_step(step, groups[:2], survey, made, config)[0].stats)
-    assert await condemn(store, team.trainer, 0, Damaged({lost.payload: "it is gone"}), config) == 1
+        await store.prepare(team.leader, *make_step(step, groups, sweep_and_peek, made, config), 0)
+        expected.append(make_step(step, groups[:2], sweep_and_peek, made, config)[0].stats)
+    assert await discard_damaged(store, team.trainer, 0, Damaged({lost.payload: "it is gone"}), config) == 1
     for step in range(2):
         plan = await store.plan(step)
         assert plan is not None
         assert plan.stats["replay/train/uses_mean"] == step
         assert plan.stats == pytest.approx(expected[step] | {DAMAGED: 1.0}, abs=1e-12)
     assert (
-        await condemn(store, team.trainer, 1, Damaged(dict.fromkeys((one.payload for one in claims[:2]), "gone too")), config)
+        await discard_damaged(
+            store, team.trainer, 1, Damaged(dict.fromkeys((one.payload for one in claims[:2]), "gone too")), config
+        )
         == 2
     )
     assert (plan := await store.plan(1)) is not None

@@ -22,7 +22,7 @@ from tests.trainer import loss_variants
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SECTIONS: dict[str, Any] = {
-    "loss": {"kl_beta": 0.1, "kl_estimator": "k3"},
+    "loss": {"kl_beta": 0.1, "kl_estimator": "k1_weighted"},
     "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
     "replay": {"sampler": "prioritized", "priority": "trainer", "max_uses": 2},
 }

@@ -23,7 +23,7 @@ from services.protocol.messages import RankPlan, Sample, StepPlan
 from services.runtime.portal import Portal
 from services.store import Store
 from services.trainer.step import batches
-from services.trainer.step.batches import PlanMismatch, Row
+from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.prefetch import Fetched, Prefetch
 from tests.support import flow
 from tests.support.rank_worker import SlowStore, launch
@@ -84,7 +84,7 @@ class Rig:
         self.build = partial(batches.build, vocabulary=VOCABULARY, row_tokens=128)
         self.prefetch = Prefetch(self.portal, self.store, 1, self.build)
 
-    def at_once(self, step: int) -> list[Row]:
+    def at_once(self, step: int) -> list[PackedRow]:
         """The rows of a step, without any prefetch."""
         plan = self.portal.call(self.store.rank_plan(step, 1))
         return self.build(plan, self.portal.call(Store.payloads(self.store, sorted({s.payload for r in plan.rows for s in r}))))
@@ -121,11 +121,11 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-def same(rows: list[Row], others: list[Row]) -> bool:
+def same(rows: list[PackedRow], others: list[PackedRow]) -> bool:
     """Equal to the bit."""
     if len(rows) != len(others):
         return False
-    pairs = [(getattr(a, f.name), getattr(b, f.name)) for a, b in zip(rows, others, strict=True) for f in fields(Row)]
+    pairs = [(getattr(a, f.name), getattr(b, f.name)) for a, b in zip(rows, others, strict=True) for f in fields(PackedRow)]
     return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs if not isinstance(a, batches.Packing)
     ) and all(torch.equal(a.packing.sequences, b.packing.sequences) for a, b in zip(rows, others, strict=True))

@@ -12,8 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.config.data import Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import Source, VerifierConfig
 from services.generator.verifiers.base import VerifierFailure, named
 from services.generator.verifiers.sandbox.frames import Setup
 from services.generator.verifiers.sandbox.process import WorkerProcess

@@ -24,8 +24,7 @@ from typing import TypeVar
 import msgspec
 from pydantic import TypeAdapter
 
-from services.config.data import Source
-from services.config.data import Verifier as VerifierConfig
+from services.config.data import Source, VerifierConfig
 from services.generator.verifiers.base import Verifier
 from services.generator.verifiers.registry import build
 from services.generator.verifiers.sandbox.confine import confine, limit_resources

@@ -30,7 +30,7 @@ function Round({ sync }) {
         ["Version sent", version(round.version)],
         ["Collective group", `epoch ${round.epoch}, ${round.world_size} ranks over ${plain(round.backend)}`],
         round.port > 0 && ["Meets at", html`<${Name}>${`${round.host}:${round.port}`}<//>`],
-        ["Trainer", `fence ${round.sender}`],
+        ["Trainer", `fence ${round.trainer_fence}`],
       ]}
     />
     <${Table} label="Members of the round" columns=${MEMBER_COLUMNS} rows=${rows} rowKey=${(row) => row.member} empty="It has no member: no generator holds older weights, or none is there." />
