@@ -1,7 +1,7 @@
 """The `grpo` command.
 
-Guarantees: `--help` imports nothing but typer; an error is one line `error: …` on standard error and an exit code, never a
-traceback.
+Guarantees: `--help` imports only typer. An error prints one line, `error: …`, on standard error and sets the exit code; it
+never prints a traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.console.commands.inspecting import inspect_app, replay_app
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
 
 app = typer.Typer(
-    help="Asynchronous GRPO: run it on this machine, watch it, steer it.", epilog=EXIT_CODES,
+    help="Run, watch and control asynchronous GRPO training.", epilog=EXIT_CODES,
     add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
 )  # fmt: skip
 app.add_typer(inspect_app, name="inspect")
@@ -43,8 +43,8 @@ for command in (  # in the order of --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code."""
-    usage_error = typer.BadParameter.__base__  # of typer's own click, which has no public name
+    """Run a command and return its exit code."""
+    usage_error = typer.BadParameter.__base__  # from the click that typer bundles, which has no public name
     assert usage_error is not None
     try:
         given = list(sys.argv[1:] if argv is None else argv)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, error.code)
     except KeyboardInterrupt:
         return EXIT_STOPPED
-    except Exception as error:  # typer's and the services' own, whose types are not imported for help; others are raised again
+    except Exception as error:  # typer's and ours, whose types are not imported for --help; any other is raised again
         if isinstance(error, usage_error):
             return _report(error.format_message(), EXIT_CONFIG)  # type: ignore[attr-defined]
         return _report_known(error)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_known(error: Exception) -> int:
-    """Errors that say themselves what to do; any other is a bug and keeps its traceback."""
+    """Report an error whose message says what to do. Any other error is a bug and is raised again with its traceback."""
     from redis.exceptions import RedisError
 
     from services.config import ConfigError

@@ -1,7 +1,7 @@
-"""A run for `grpo status`, `inspect`, `audit`, `pause` and the like: found by name or folder, its Redis reached.
+"""Finds a run by name or folder and connects to its Redis, for `grpo status`, `inspect`, `audit`, `pause` and the like.
 
-Guarantees: a run whose own server is down gets it started on its folder for the time of the command, under the folder's
-lock, and stopped in order afterwards.
+Guarantees: if the run has its own Redis server and that server is down, it is started on the run's folder while the command
+runs, under the folder's lock, and shut down cleanly afterwards.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Attached:
 
     name: str
     store: Store
-    ttl_s: float  # after which a silent pod counts as gone
-    live: bool  # its Redis runs by itself, not for this command alone
-    config: RunConfig | None  # None: its folder is not here
+    ttl_s: float  # a pod without a heartbeat for this long counts as gone
+    live: bool  # its Redis was already running; this command did not start it
+    config: RunConfig | None  # None: its folder is not on this machine
     folder: RunFolder | None = None
 
 
 @contextlib.asynccontextmanager
 async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
-    """The run that `run` names: a folder, a name under `runs/`, or with `redis_url` a name in that Redis; empty: the newest."""
+    """Attach to a run: a folder, a name under `runs/` or, with `redis_url`, a name in that Redis. Empty: the newest run."""
     folder = find(run)
     if redis_url:
         config = load_resolved(folder.config) if folder else None
         name = config.run.name if config else run
         if not name:
-            raise ConsoleError("--redis-url needs the name of the run", EXIT_CONFIG)
+            raise ConsoleError("--redis-url needs a run name: pass it as RUN", EXIT_CONFIG)
         url, password = split_password(redis_url)
         async with _store(url, name, Login(password or os.environ.get(REDIS_PASSWORD_ENV, ""))) as store:
             yield Attached(name, store, Fleet().ttl_s, True, config, folder)
@@ -63,7 +63,7 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
 
 
 def find(run: str) -> RunFolder | None:
-    """The folder of a run by path or name; for an empty name, of the run that this pod belongs to, or of the newest run."""
+    """Return the folder of a run, by path or name. For an empty name: that of the run this pod belongs to, or the newest."""
     if not run and (given := os.environ.get(CONFIG_ENV)):
         return RunFolder(RunFolder.of(load_resolved(given)).path, Path(given))
     if not run:
@@ -74,7 +74,7 @@ def find(run: str) -> RunFolder | None:
 
 
 def existing_folder(run: str) -> RunFolder:
-    """The same. Raises `ConsoleError` when it is not here."""
+    """Do the same as `find`, but raise `ConsoleError` when there is no such folder."""
     folder = find(run)
     if folder is None:
         raise ConsoleError(_unknown(run), EXIT_CONFIG)
@@ -84,12 +84,12 @@ def existing_folder(run: str) -> RunFolder:
 def _unknown(run: str) -> str:
     known = ", ".join(sorted(path.parent.name for path in RUNS.glob("*/config.toml"))) or "none"
     what = f"no run {run!r}" if run else "no run"
-    return f"{what} here: give a run folder, or a name under {RUNS}/ (there: {known})"
+    return f"{what} found: give a run folder, or a name under {RUNS}/ (existing: {known})"
 
 
 @contextlib.contextmanager
 def _awake(folder: RunFolder, appendfsync: str) -> Iterator[RedisServer | None]:
-    """The run's own server, started for the while; None when it is up, or when the run uses another's server."""
+    """Start the run's own server for the duration; yield None when it is already up or the run uses an external server."""
     if not (folder.redis / "password").exists():
         yield None
         return

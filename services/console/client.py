@@ -1,7 +1,7 @@
-"""A typed client of the services' endpoints: a method an endpoint, answers as the models that the service gives.
+"""A typed client for the services' endpoints: one method per endpoint, returning the service's response models.
 
-Guarantees: every wait has a limit; an error is one `ApiError` that says what the service said; calls may be repeated, as the
-endpoints allow it; tokens are in no message. A service that cannot be reached is an `ApiError` too.
+Guarantees: every wait has a limit; every failure, including an unreachable service, is an `ApiError` with the service's own
+message; calls can be repeated because the endpoints are idempotent; no message contains a token.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from services.store.records import PauseMode
 
 Answer = TypeVar("Answer")
 
-ANSWER_LIMIT_S = 30.0  # beyond what a call asks the service to wait for
+ANSWER_LIMIT_S = 30.0  # in addition to the time that a call asks the service to wait
 
 
 class ApiError(Exception):
-    """An endpoint refused, or could not be reached. `status` is 0 where there was no answer."""
+    """An endpoint refused the request or could not be reached. `status` is 0 when there was no response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -40,19 +40,22 @@ class Client:
     """The endpoints of one service. Use it as a context manager."""
 
     def __init__(self, url: str, token: str = "", ca_file: str = "", server_name: str = "") -> None:
-        """`url` as the fleet shows it, http://host:port. `ca_file`: who may have signed its certificate; empty: the system's.
-        `server_name`: what that certificate is to bear; empty: the host of the address."""
+        """Open a client for `url` (http://host:port, as the fleet shows it).
+
+        `ca_file`: CA bundle used to verify the server certificate; empty: the system's. `server_name`: name expected in the
+        certificate; empty: the host in `url`.
+        """
         self.url = url.rstrip("/")
         self._extensions = {"sni_hostname": server_name} if server_name else {}
         try:
             trusted = ssl.create_default_context(cafile=ca_file) if ca_file else True
         except (OSError, ssl.SSLError) as error:
-            raise ApiError(f"api.ca_file = {ca_file!r} cannot be used: {error}; name a file of certificates in PEM") from None
+            raise ApiError(f"api.ca_file = {ca_file!r} cannot be used: {error}; set it to a PEM file of certificates") from None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, verify=trusted, timeout=ANSWER_LIMIT_S)
         except httpx.InvalidURL as error:
-            raise ApiError(f"{url!r} is no address of a service: {error}") from None
+            raise ApiError(f"{url!r} is not a valid service address: {error}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -61,97 +64,97 @@ class Client:
         self._http.close()
 
     def live(self) -> Live:
-        """Whether every loop of the pod makes progress."""
+        """Check whether every loop of the pod makes progress."""
         return self._ask("GET", "/health/live", Live, wrong=503)
 
     def ready(self) -> Ready:
-        """Whether the pod would do work now, and what it waits for."""
+        """Check whether the pod can do work now, and what it waits for."""
         return self._ask("GET", "/health/ready", Ready, wrong=503)
 
     def metrics(self) -> str:
-        """Its metrics, as Prometheus reads them."""
+        """Return the pod's metrics in Prometheus text format."""
         return self._send("GET", "/metrics").text
 
     def state(self) -> State:
-        """The pod, and the run as it sees it."""
+        """Return the state of the pod, and of the run as the pod sees it."""
         return self._ask("GET", "/v1/state", State)
 
     def pause(
         self, role: str = "", mode: PauseMode = "keep", why: str = "", who: str = "", wait_s: float = 0.0
     ) -> Desired:  # fmt: skip
-        """Pause a role, by default the service's own."""
+        """Pause a role; by default the service's own."""
         body = {"mode": mode, "why": why, "who": who}
         return self._ask("POST", "/v1/pause", Desired, body, {"role": role or None, "wait_s": wait_s})
 
     def resume(self, role: str = "", wait_s: float = 0.0) -> Desired:
-        """Let a role go on."""
+        """Resume a role; by default the service's own."""
         return self._ask("POST", "/v1/resume", Desired, None, {"role": role or None, "wait_s": wait_s})
 
     def scale(self, replicas: int, why: str = "", who: str = "", wait_s: float = 0.0) -> Scaled:
-        """Have so many generators."""
+        """Set the number of generators."""
         wish = ScaleRequest(replicas=replicas, why=why, who=who)
         return self._ask("POST", "/v1/fleet/generators", Scaled, wish.model_dump(), {"wait_s": wait_s})
 
     def pause_run(self, mode: PauseMode = "keep", why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
-        """Pause every role. Of dataprep."""
+        """Pause every role. Served by dataprep."""
         return self._ask("POST", "/v1/run/pause", RunDesire, {"mode": mode, "why": why, "who": who}, {"wait_s": wait_s})
 
     def resume_run(self, wait_s: float = 0.0) -> RunDesire:
-        """Let every role go on. Of dataprep."""
+        """Resume every role. Served by dataprep."""
         return self._ask("POST", "/v1/run/resume", RunDesire, None, {"wait_s": wait_s})
 
     def stop_run(self, why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
-        """End the run early. Of dataprep."""
+        """End the run early. Served by dataprep."""
         return self._ask("POST", "/v1/run/stop", RunDesire, {"why": why, "who": who}, {"wait_s": wait_s})
 
     def ledger(self) -> dict[str, int]:
-        """Where the tickets are. Of dataprep."""
+        """Count the tickets in each place. Served by dataprep."""
         return self._ask("GET", "/v1/ledger", dict[str, int])
 
     def audit(self) -> AuditReport:
-        """The ledger judged: what is lost or doubled. Of dataprep."""
+        """Audit the ledger for lost and duplicated tickets. Served by dataprep."""
         return self._ask("GET", "/v1/audit", AuditReport)
 
     def buffer(self, sort: Sort = "order", reverse: bool = False, offset: int = 0, limit: int = 100) -> Buffer:
-        """The replay table and a page of it. Of dataprep."""
+        """Return the state of the replay buffer and a page of its groups. Served by dataprep."""
         page = {"sort": sort, "reverse": reverse, "offset": offset, "limit": limit}
         return self._ask("GET", "/v1/buffer", Buffer, parameters=page)
 
     def group(self, id: str, offset: int = 0, limit: int = 16) -> Group:
-        """A group and a page of its completions. Of dataprep."""
+        """Return a group and a page of its completions. Served by dataprep."""
         return self._ask("GET", f"/v1/groups/{id}", Group, parameters={"offset": offset, "limit": limit})
 
     def step(self, number: int, offset: int = 0, limit: int = 100) -> Step:
-        """A step and a page of its groups. Of dataprep."""
+        """Return a step and a page of its groups. Served by dataprep."""
         return self._ask("GET", f"/v1/steps/{number}", Step, parameters={"offset": offset, "limit": limit})
 
     def dead_letters(self, before: str = "", limit: int = 100) -> DeadLetters:
-        """What failed for good. Of dataprep."""
+        """List the dead letters. Served by dataprep."""
         return self._ask("GET", "/v1/deadletters", DeadLetters, parameters={"before": before, "limit": limit})
 
     def dead_letter(self, id: str) -> DeadLetterBody:
-        """A dead letter with its body. Of dataprep."""
+        """Return a dead letter with its body. Served by dataprep."""
         return self._ask("GET", f"/v1/deadletters/{id}", DeadLetterBody)
 
     def requeue(self, ids: list[str] | Literal["all"]) -> RequeueAnswer:
-        """Put dead letters back. Of dataprep."""
+        """Requeue dead letters. Served by dataprep."""
         body = {"all": True} if ids == "all" else {"ids": ids}
         return self._ask("POST", "/v1/deadletters/requeue", RequeueAnswer, body)
 
     def drain(self, wait_s: float = 0.0) -> Draining:
-        """Have the pod finish or hand back what it does, and exit. Of a generator."""
+        """Make the pod finish or hand back its work, and exit. Served by generators."""
         return self._ask("POST", "/v1/drain", Draining, None, {"wait_s": wait_s})
 
     def checkpoints(self) -> CheckpointList:
-        """The run's checkpoints. Of the trainer."""
+        """List the run's checkpoints. Served by the trainer."""
         return self._ask("GET", "/v1/checkpoints", CheckpointList)
 
     def checkpoint(self, why: str = "", who: str = "", wait_s: float = 0.0) -> AskedCheckpoint:
-        """Have a checkpoint written. Of the trainer."""
+        """Request a checkpoint. Served by the trainer."""
         return self._ask("POST", "/v1/checkpoint", AskedCheckpoint, {"why": why, "who": who}, {"wait_s": wait_s})
 
     def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
-        """Take the run back to a checkpoint. Of the trainer."""
+        """Restore the run to a checkpoint. Served by the trainer."""
         return self._ask("POST", "/v1/restore", AskedRestore, None, {"step": step, "wait_s": wait_s})
 
     def _ask(
@@ -163,14 +166,14 @@ class Client:
         parameters: dict[str, Any] | None = None,
         wrong: int = 0,
     ) -> Answer:
-        """An answer of a kind. `wrong`: status of an answer of that kind which says that something is not as it should be."""
+        """Send a request and validate the response as `kind`. `wrong`: an error status whose body is also a `kind`."""
         answer = self._send(method, path, body, parameters, wrong)
         try:
             return TypeAdapter(kind).validate_json(answer.content)
         except ValidationError:
             kind_of = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) and issubclass(kind, BaseModel) else "answer"
             raise ApiError(
-                f"{self.url}{path} did not answer with a {kind_of}: is it a service of a run, of this version?",
+                f"{self.url}{path} did not return a {kind_of}: check that it is a service of a run, at this version",
                 answer.status_code,
             ) from None
 
@@ -182,7 +185,9 @@ class Client:
         try:
             answer = self._http.request(method, path, json=body, params=given, timeout=limit_s, extensions=self._extensions)
         except httpx.TransportError as error:
-            raise ApiError(f"{self.url} cannot be reached ({error}): is the service running, and is its address right?") from None
+            raise ApiError(
+                f"{self.url} is unreachable ({error}): check that the service runs and that the address is right"
+            ) from None
         if answer.is_success or answer.status_code == wrong:
             return answer
         raise ApiError(f"{self.url}{path}: {_detail(answer)}", answer.status_code)
@@ -192,4 +197,4 @@ def _detail(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
-        return f"status {answer.status_code}: is it a service of a run?"
+        return f"status {answer.status_code}: check that it is a service of a run"

@@ -1,6 +1,6 @@
-"""Text of others, fit for a terminal: what models, data sets and generators wrote cannot move the cursor or hide.
+"""Makes untrusted text safe for a terminal: text from models, data sets and generators cannot move the cursor or hide.
 
-Guarantees: of what comes out, no character controls a terminal or is invisible, but for line feeds where they are kept.
+Guarantees: the output contains no control or invisible characters, except line feeds where they are kept.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\e"}
 
 
 def printable(text: object, keep_lines: bool = False) -> str:
-    """`text` with every character that is not printable (controls, formats such as bidi marks, lone surrogates) as an escape."""
+    """Escape every non-printable character of `text`: controls, formats such as bidi marks, lone surrogates."""
     return "".join(c if c.isprintable() or (keep_lines and c == "\n") else _escape(c) for c in str(text))
 
 
 def cell(text: object, style: str = "", keep_lines: bool = False) -> Text:
-    """The same for a table of rich, whose markup it is not."""
+    """Return printable text for a rich table, without interpreting it as markup."""
     return Text(printable(text, keep_lines), style)
 
 
 def safe_json(text: str) -> str:
-    """JSON with every such character inside its strings as `\\uXXXX`, which means the same."""
+    """Escape every non-printable character in JSON as `\\uXXXX`, which keeps its meaning."""
     return re.sub(r"[^\x20-\x7e\n]", lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), text)
 
 
@@ -33,6 +33,6 @@ def _escape(c: str) -> str:
 
 
 def _json_escape(c: str) -> str:
-    """JSON counts in UTF-16 units."""
+    """Escape a character as the UTF-16 units that JSON uses."""
     units = c.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
