@@ -1,7 +1,7 @@
-"""`grpo doctor`: what of a machine, a Redis and a configuration would keep a run from starting or going on, and what to do.
+"""`grpo doctor`: checks a machine, a Redis and a configuration for what would stop a run, and says what to do.
 
-Guarantees: looks, and leaves nothing behind; no look takes longer than its limit; each finding that is a fault has a remedy; one
-look that fails does not keep the others from being made.
+Guarantees: checks only read and leave nothing behind; no check exceeds its time limit; every fault has a remedy; a check that
+fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ State = Literal["ok", "note", "fault"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look came to. `note`: worth knowing, and no reason to refuse a run."""
+    """The result of a check. State `note`: worth knowing, but does not prevent a run."""
 
     what: str
     state: State
@@ -24,36 +24,36 @@ class Finding:
 
 
 def ok(what: str, detail: str) -> Finding:
-    """All is well."""
+    """Return a finding that needs no action."""
     return Finding(what, "ok", detail)
 
 
 def note(what: str, detail: str, remedy: str = "") -> Finding:
-    """Worth knowing."""
+    """Return a finding that is worth knowing but does not prevent a run."""
     return Finding(what, "note", detail, remedy)
 
 
 def fault(what: str, detail: str, remedy: str) -> Finding:
-    """A run would not start, or not go on."""
+    """Return a finding that would prevent a run or stop it."""
     return Finding(what, "fault", detail, remedy)
 
 
 def told(what: str, error: Exception) -> Finding:
-    """A fault whose message says what happened, and after its first colon or semicolon what to do."""
+    """Return a fault for an error whose message says, after its last semicolon (or else its last colon), what to do."""
     text = " ".join(str(error).split())
     for mark in ("; ", ": "):
         detail, found, remedy = text.rpartition(mark)
         if found:
             return fault(what, detail, remedy)
-    return fault(what, text, "mend what the message names")
+    return fault(what, text, "fix what the message names")
 
 
 def gathered(looks: Iterable[tuple[str, Callable[[], Iterable[Finding]]]]) -> list[Finding]:
-    """The findings of all looks; one that breaks is a finding too."""
+    """Return the findings of all checks. A check that raises becomes a fault."""
     found: list[Finding] = []
     for what, look in looks:
         try:
             found += look()
-        except Exception as error:  # a machine may be broken in ways that nobody thought of: that is what is asked for
-            found.append(fault(what, f"{type(error).__name__}: {error}", "mend what the message names, and look again"))
+        except Exception as error:  # a machine can be broken in unforeseen ways, and finding them is the purpose
+            found.append(fault(what, f"{type(error).__name__}: {error}", "fix what the message names, and run doctor again"))
     return found

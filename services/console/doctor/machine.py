@@ -1,4 +1,4 @@
-"""Looks at this machine: disk, shared memory, GPUs and their driver, the network that collectives use."""
+"""Checks of this machine: disk, shared memory, GPUs and their driver, and the network that collectives use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from services.console.errors import ConsoleError
 from services.console.local.plan import sharing, visible_gpus
 
 GIBIBYTE = 2**30
-SHARED_BYTES = 64 * 2**20  # what vLLM's and torch's processes exchange on a CPU; Docker's default
-SHARED_GPU_BYTES = GIBIBYTE  # NCCL's buffers between GPUs of one machine
-STATE_SHARE = 8  # a checkpoint over bfloat16 weights: weights, and in float32 a master copy and two moments, 16 bytes to 2
-LEAST_FREE_BYTES = 2 * GIBIBYTE  # logs, Redis' append-only file, metrics
+SHARED_BYTES = 64 * 2**20  # for vLLM's and torch's processes on a CPU; Docker's default
+SHARED_GPU_BYTES = GIBIBYTE  # for NCCL's buffers between the GPUs of one machine
+STATE_SHARE = 8  # checkpoint size over bfloat16 weights: a float32 master copy and two moments add up to 16 bytes for 2
+LEAST_FREE_BYTES = 2 * GIBIBYTE  # for logs, Redis' append-only file and metrics
 TORCH_LIMIT_S = 120.0
 CONNECT_LIMIT_S = 5.0
 _ASK_TORCH = """
@@ -32,16 +32,16 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "gpus"
 
 
 def disk(config: RunConfig) -> Iterator[Finding]:
-    """Whether the run's folder can be written, and has room for its checkpoints."""
+    """Check that the run's folder is writable and has space for its checkpoints."""
     folder = Path(config.run.dir).resolve()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not os.access(there, os.W_OK):
-        yield fault("disk", f"run.dir = {config.run.dir!r}: {there} cannot be written", "make it writable, or set run.dir")
+        yield fault("disk", f"run.dir = {config.run.dir!r}: {there} is not writable", "make it writable, or set run.dir")
         return
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     needed = max(LEAST_FREE_BYTES, (config.checkpoint.keep + 1) * STATE_SHARE * weights)
     free = shutil.disk_usage(there).free
-    detail = f"{free / GIBIBYTE:.1f} GiB free at {there}, checkpoints and logs may take {needed / GIBIBYTE:.1f} GiB"
+    detail = f"{free / GIBIBYTE:.1f} GiB free at {there}; checkpoints and logs need up to {needed / GIBIBYTE:.1f} GiB"
     if free < needed:
         yield fault("disk", detail, "free space, set run.dir to a larger disk, or lower checkpoint.keep")
     else:
@@ -49,52 +49,53 @@ def disk(config: RunConfig) -> Iterator[Finding]:
 
 
 def shared_memory(config: RunConfig, gpus: int) -> Iterator[Finding]:
-    """Whether processes of one engine or trainer can exchange what they have to."""
+    """Check that /dev/shm is large enough for the processes of one engine or trainer."""
     path = Path("/dev/shm")
     if not path.is_dir():
-        yield fault("shared memory", "there is no /dev/shm", "mount a tmpfs there")
+        yield fault("shared memory", "/dev/shm does not exist", "mount a tmpfs there")
         return
     together = max(config.trainer.ranks, config.generator.tensor_parallel) > 1
     needed = SHARED_GPU_BYTES if gpus > 1 and together else SHARED_BYTES
     size = shutil.disk_usage(path).free
     detail = f"{size / GIBIBYTE:.2f} GiB free in /dev/shm, {needed / GIBIBYTE:.2f} GiB needed"
     if size < needed:
-        yield fault("shared memory", detail, "raise it: --shm-size of a container, an emptyDir of medium Memory in a pod")
+        yield fault("shared memory", detail, "increase it: --shm-size for a container, an emptyDir of medium Memory for a pod")
     else:
         yield ok("shared memory", detail)
 
 
 def gpus(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether torch sees the GPUs that the driver shows, and whether the run fits on them."""
+    """Check that torch sees the GPUs that the driver reports, and that the run fits on them."""
     shown = visible_gpus(environ)
     seen = _torch()
     if "error" in seen:
         yield fault("torch", seen["error"], "install it: pip install 'grpo[trainer]'")
     elif len(seen["gpus"]) < len(shown):
         yield fault(
-            "GPUs", f"the driver shows {len(shown)}, torch {seen['torch']} (CUDA {seen['cuda']}) sees {len(seen['gpus'])}",
-            "install a torch build for this driver's CUDA, or set CUDA_VISIBLE_DEVICES to those that work",
+            "GPUs", f"the driver reports {len(shown)}, torch {seen['torch']} (CUDA {seen['cuda']}) sees {len(seen['gpus'])}",
+            "install a torch build for this driver's CUDA, or set CUDA_VISIBLE_DEVICES to the GPUs that work",
         )  # fmt: skip
     elif shown:
         yield ok("GPUs", f"{', '.join(seen['gpus'])}; torch {seen['torch']}, CUDA {seen['cuda']}")
     else:
-        yield note("GPUs", f"none: the run works on the CPU (torch {seen['torch']})")
+        yield note("GPUs", f"none: the run uses the CPU (torch {seen['torch']})")
     try:
         shared = sharing(config, shown)
     except ConsoleError as error:
         yield told("GPUs for this run", error)
         return
-    yield note("GPUs for this run", "generators share GPUs with others, by gloo") if shared else ok("GPUs for this run", "enough")
+    yield note("GPUs for this run", "too few: generators share GPUs, using gloo") if shared else ok("GPUs for this run", "enough")
 
 
 def network(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether members of a collective reach this machine under the address that they are given."""
+    """Check that members of a collective can reach this machine at the address they are given."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = [part.lstrip("^=") for part in environ.get(name, "").split(",") if part and not part.startswith("^")]
         there = [interface for _, interface in socket.if_nameindex()]
         missing = [part for part in wanted if not any(interface.startswith(part) for interface in there)]
         if missing:
-            yield fault("network", f"{name} names {', '.join(missing)}, there are {', '.join(there)}", f"set or unset {name}")
+            detail = f"{name} names {', '.join(missing)}, but the interfaces are {', '.join(there)}"
+            yield fault("network", detail, f"set or unset {name}")
     host = config.sync.host or ("127.0.0.1" if not config.redis.url else socket.gethostname())
     try:
         address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
@@ -104,19 +105,19 @@ def network(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
             ) as listener,
             socket.create_connection((str(address), listener.getsockname()[1]), CONNECT_LIMIT_S),
         ):
-            yield ok("network", f"weight-sync groups meet at {host} ({address}), which is reached from here")
+            yield ok("network", f"weight-sync groups meet at {host} ({address}), reachable from here")
     except OSError as error:
-        remedy = "set sync.host to an address of this machine that the generators reach"
+        remedy = "set sync.host to an address of this machine that the generators can reach"
         yield fault("network", f"weight-sync groups cannot meet at {host}: {error}", remedy)
 
 
 def _torch() -> dict[str, Any]:
-    """What torch says, asked in a process of its own: importing it takes seconds, and a broken driver may end the process."""
+    """Ask torch for its version and GPUs in a separate process: importing it takes seconds, and a broken driver may crash it."""
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=TORCH_LIMIT_S, check=False
         )
         lines = asked.stdout.strip().splitlines()
-        return json.loads(lines[-1]) if lines else {"error": (asked.stderr.strip().splitlines() or ["no answer"])[-1]}
+        return json.loads(lines[-1]) if lines else {"error": (asked.stderr.strip().splitlines() or ["no output"])[-1]}
     except subprocess.TimeoutExpired:
-        return {"error": f"import torch did not end within {TORCH_LIMIT_S:g} s"}
+        return {"error": f"import torch did not finish within {TORCH_LIMIT_S:g} s"}

@@ -1,8 +1,8 @@
-"""One of the two processes of `grpo doctor --listen` and `--reach`: a collective between two machines, tried for real.
+"""One of the two processes of `grpo doctor --listen` and `--reach`, which run a real collective between two machines.
 
-Guarantees: the same meeting place and gloo group as weight-sync rounds make (services/weights/collective.py), then NCCL where
-both have a GPU; a line of JSON for every part that was tried, and none after the first that failed. Whoever started it ends it
-when its time is over, as NCCL itself may wait for ever. Torch is imported when it runs.
+Guarantees: it uses the same rendezvous store and gloo group as weight-sync rounds (services/weights/collective.py), then NCCL
+if both machines have a GPU. It prints one line of JSON per part and stops after the first part that fails. NCCL may wait
+forever, so the parent process kills this one at its time limit. Torch is imported at run time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLL_S = 0.1
 
 
 def main(role: str, host: str, port: str, wait_s: str, limit_s: str) -> int:
-    """Listen at `host`, or reach the one who does; exit code 1 when a part failed."""
+    """Listen at `host`, or connect to the listener there. Return exit code 1 when a part failed."""
     from services.weights.collective import absent, arrive, join_store, make_group, open_store
 
     rank, limit = int(role == "reach"), float(limit_s)
@@ -35,12 +35,12 @@ def main(role: str, host: str, port: str, wait_s: str, limit_s: str) -> int:
             until = time.monotonic() + float(wait_s)
             while absent(store, [1]):
                 if time.monotonic() > until:
-                    raise TimeoutError(f"nobody came within {wait_s} s")
+                    raise TimeoutError(f"no machine connected within {wait_s} s")
                 time.sleep(POLL_S)
         other = _meet(store, rank)
-    except Exception as error:  # of the network, in as many types as torch has: what went wrong is what is asked for
+    except Exception as error:  # torch raises many types for network failures; any of them is the result of this check
         return tell("meeting", error)
-    tell("meeting", f"{socket.gethostname()} and {other['host']} meet at {host}:{place}")
+    tell("meeting", f"{socket.gethostname()} and {other['host']} met at {host}:{place}")
     parts: dict[str, Callable[[], Any]] = {"gloo": lambda: _summed(make_group(store, rank, 2, host, place, limit), "cpu")}
     if other["gpus"] and _gpus():
         parts["nccl"] = lambda: _summed(_nccl(store, rank, limit), "cuda")
@@ -53,7 +53,7 @@ def main(role: str, host: str, port: str, wait_s: str, limit_s: str) -> int:
 
 
 def tell(part: str, came: str | Exception) -> int:
-    """Print what came of a part; 1 if it failed."""
+    """Print the result of a part. Return 1 if it failed, else 0."""
     failed = isinstance(came, Exception)
     text = f"{type(came).__name__}: {came}" if failed else came
     print(json.dumps({"part": part, "ok": not failed, "detail": " ".join(text.split())[:600]}), flush=True)
@@ -61,7 +61,7 @@ def tell(part: str, came: str | Exception) -> int:
 
 
 def _meet(store: Any, rank: int) -> dict[str, Any]:
-    """Tell the other who is here, and hear who is there."""
+    """Exchange host name and number of GPUs with the other machine; return the other's."""
     store.set(f"who/{rank}", json.dumps({"host": socket.gethostname(), "gpus": _gpus()}))
     return json.loads(store.get(f"who/{1 - rank}"))
 
@@ -84,7 +84,7 @@ def _nccl(store: Any, rank: int, limit_s: float) -> Any:
 
 
 def _summed(group: Any, device: str) -> str:
-    """Add up over both what each has, a small tensor and a larger one, and see that it is the sum."""
+    """All-reduce a small and a large tensor over both machines, and check the sums."""
     import torch
 
     seconds = 0.0
@@ -92,10 +92,10 @@ def _summed(group: Any, device: str) -> str:
         tensor = torch.full((size,), 1.0 + group.rank(), device=device)
         began = time.perf_counter()
         group.allreduce([tensor]).wait()
-        wrong = int((tensor != 3.0).sum())  # waits for a GPU, too
+        wrong = int((tensor != 3.0).sum())  # also waits for a GPU
         seconds = time.perf_counter() - began
         if wrong:
-            raise RuntimeError(f"{wrong} of {size} sums are wrong: the network or a driver damages what it carries")
+            raise RuntimeError(f"{wrong} of {size} sums are wrong: the network or a driver corrupts data")
     return f"all-reduce of {ELEMENTS * 4 >> 20} MiB in {1000 * seconds:.0f} ms, {ELEMENTS * 4 / seconds / 1e9:.2f} GB/s"
 
 

@@ -1,6 +1,6 @@
-"""`grpo doctor --listen` here and `--reach HOST:PORT` there: whether two machines can do what a weight sync does.
+"""`grpo doctor --listen` here and `--reach HOST:PORT` there: checks that two machines can run a weight sync.
 
-Guarantees: it ends, whatever the network or a driver does; nothing is left running; what failed comes with what to do about it.
+Guarantees: it ends, whatever the network or a driver does; it leaves nothing running; every failure comes with a remedy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from services.config import RunConfig
 from services.console.doctor import Finding, fault, ok
 from services.console.errors import EXIT_CONFIG, ConsoleError
 
-WAIT_S = 300.0  # for the other to come: time to go there and type
-START_S = 120.0  # to import torch, on a cold disk
+WAIT_S = 300.0  # for the other machine to connect: time to log in there and type the command
+START_S = 120.0  # to import torch from a cold disk
 REMEDIES = {
-    "torch": "install it: pip install 'grpo[trainer]', or run the check in a trainer's or generator's pod",
-    "meeting": "on the listener's machine set sync.host to an address that the other reaches, and let TCP through on all ports "
-    "from 1024 on: every weight sync meets at another one",
-    "gloo": "let TCP through both ways on all ports from 1024 on; of several networks the one of sync.host is used",
-    "nccl": "set NCCL_SOCKET_IFNAME to the interface that leads there (ip route get ADDRESS), without InfiniBand "
-    "NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO tells more; give each process a GPU of its own with CUDA_VISIBLE_DEVICES",
+    "torch": "install it: pip install 'grpo[trainer]', or run the check in a trainer or generator pod",
+    "meeting": "on the listening machine set sync.host to an address that the other can reach, and allow TCP on all ports "
+    "from 1024 up: every weight sync uses a different one",
+    "gloo": "allow TCP in both directions on all ports from 1024 up; of several networks, that of sync.host is used",
+    "nccl": "set NCCL_SOCKET_IFNAME to the interface that leads to the other machine (ip route get ADDRESS); without InfiniBand "
+    "set NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO prints details; give each process its own GPU with CUDA_VISIBLE_DEVICES",
 }
-"""By part of the check."""
+"""Remedies by part of the check."""
 
 
 def place_of(text: str) -> tuple[str, int]:
-    """Host and port of `--reach`. Raises `ConsoleError`."""
+    """Parse the HOST:PORT of `--reach`. Raise `ConsoleError` when it is invalid."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConsoleError(f"--reach {text}: give HOST:PORT, as grpo doctor --listen prints it", EXIT_CONFIG)
@@ -41,7 +41,7 @@ def place_of(text: str) -> tuple[str, int]:
 
 
 def check(config: RunConfig, reach: str, wait_s: float = WAIT_S) -> Iterator[Finding]:
-    """Listen, or reach the one who does; a finding for every part that was tried. The address to reach goes to stderr."""
+    """Listen, or connect to a listener; yield a finding for every part tried. The address to reach is printed to stderr."""
     host, port = place_of(reach) if reach else (config.sync.host or socket.gethostname(), 0)
     limit_s = config.sync.join_deadline_s
     command = [sys.executable, "-m", "services.console.doctor.meeting", "reach" if reach else "listen", host, str(port)]
@@ -64,7 +64,7 @@ def _follow(process: subprocess.Popen[str], errors: IO[str], first_s: float, lim
         try:
             line = lines.get(timeout=within_s)
         except queue.Empty:
-            yield fault(f"network: {part}", f"no end within {within_s:g} s", REMEDIES[part])
+            yield fault(f"network: {part}", f"not finished within {within_s:g} s", REMEDIES[part])
             return
         if line is None:
             break
@@ -78,11 +78,11 @@ def _follow(process: subprocess.Popen[str], errors: IO[str], first_s: float, lim
             return
         yield ok(f"network: {told['part']}", told["detail"])
         part, within_s = "gloo" if told["part"] == "meeting" else "nccl", limit_s
-    if process.wait() != 0:  # it died: torch is not there, or a driver ended it
+    if process.wait() != 0:  # it died: torch is not installed, or a driver crashed it
         errors.seek(0)
-        said = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
+        said = errors.read().strip().splitlines()[-1:] or ["no output"]
         missing = "No module named" in said[0]
-        died = f"the process of the check ended with {process.returncode}: {said[0]}"
+        died = f"the check process exited with code {process.returncode}: {said[0]}"
         yield fault("torch" if missing else f"network: {part}", died, REMEDIES["torch" if missing else part])
 
 

@@ -1,4 +1,4 @@
-"""Looks at a release on a cluster, from one of its pods: whether the services are there, and whether they are reached."""
+"""Checks of a release on a cluster, made from one of its pods: whether its services are up and reachable."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.runtime.http.credentials import redis_login
 from services.store import Store
 
 NEEDED = ("dataprep", "trainer", "generator")
-MOST_PODS = 64  # that are asked one by one; of a fleet of hundreds, Prometheus tells who cannot be reached
+MOST_PODS = 64  # pods queried one by one; for a fleet of hundreds, Prometheus shows which are unreachable
 
 
 async def services(config: RunConfig) -> AsyncIterator[Finding]:
-    """Whether each kind of service is up, and answers where it says that it is."""
+    """Check that each kind of service is up and responds at the address it advertises."""
     try:
         store = await Store.connect(config.redis.url, config.run.name, redis_login(config, "console"))
         try:
@@ -31,11 +31,11 @@ async def services(config: RunConfig) -> AsyncIterator[Finding]:
         yield told("services", error)
         return
     if state is None:
-        yield note("run", f"{config.run.name} does not exist yet", "see the log of dataprep, which makes it")
+        yield note("run", f"{config.run.name} does not exist yet", "see the log of dataprep, which creates it")
     elif state.finished:
         yield ok("run", f"{config.run.name} has finished: {printable(state.finished)}")
     else:
-        yield ok("run", f"{config.run.name}: {state.committed_step + 1} of {state.steps} steps are trained")
+        yield ok("run", f"{config.run.name}: {state.committed_step + 1} of {state.steps} steps trained")
     for finding in _missing(pods, over=bool(state and state.finished)):
         yield finding
     asked = [pod for pod in pods if pod.url][:MOST_PODS]
@@ -46,7 +46,8 @@ async def services(config: RunConfig) -> AsyncIterator[Finding]:
 def _missing(pods: Iterable[PodStatus], over: bool) -> list[Finding]:
     there = {pod.kind for pod in pods}
     missing = [kind for kind in NEEDED if kind not in there and not over]
-    return [note(kind, "none has told of itself yet", "kubectl get pods, and the log of one that restarts") for kind in missing]
+    remedy = "run kubectl get pods, and read the log of a pod that restarts"
+    return [note(kind, "no heartbeat from any pod yet", remedy) for kind in missing]
 
 
 def _answer(config: RunConfig, pod: PodStatus) -> Finding:
@@ -55,5 +56,6 @@ def _answer(config: RunConfig, pod: PodStatus) -> Finding:
         with Client(pod.url, "", config.api.ca_file, config.api.server_name) as client:
             ready = client.ready()
     except ApiError as error:
-        return fault(what, printable(str(error)), "a NetworkPolicy between pods, or a certificate without api.server_name")
+        remedy = "check the NetworkPolicies between pods, and that the certificate contains api.server_name"
+        return fault(what, printable(str(error)), remedy)
     return ok(what, f"ready at {pod.url}") if ready.ready else note(what, f"not ready: {printable(ready.why_not)}")

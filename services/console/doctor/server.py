@@ -1,4 +1,4 @@
-"""Looks at Redis: whether it is reached, what it is, how it keeps what it holds, its memory, its clock, its users."""
+"""Checks of Redis: reachability, version, durability, memory, clock and users."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from services.store.acl import GRANTS
 from services.store.connection.client import ClusterNode, Login, ask_nodes
 from services.store.connection.cluster import in_cluster
 
-SKEW_S = 1.0  # beyond, times in logs and metrics of different machines cannot be compared; leases go by the server's clock alone
-SLOW_S = 0.02  # of a round trip: each hand-over takes some
+SKEW_S = 1.0  # above this, logs and metrics of different machines cannot be compared; leases use the server's clock only
+SLOW_S = 0.02  # for a round trip: each hand-over takes several
 PINGS = 5
 GIBIBYTE = 2**30
-PAYLOAD_BYTES = 10  # of a token that is under way
-TYPICAL_SHARE = 0.5  # memory under way that a server should have room for twice, as an append-only file is rewritten
+PAYLOAD_BYTES = 10  # per token in flight
+TYPICAL_SHARE = 0.5  # of the memory: rewriting the append-only file may need as much again
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a server said of itself, and how long it took."""
+    """What a server reports about itself, and its round-trip time."""
 
     info: dict[str, Any]
     round_trip_s: float
     skew_s: float
     nodes: Sequence[ClusterNode] = ()
-    """In a Cluster: itself, and the others on which the run is."""
+    """In a Redis Cluster: this node, and the others that hold parts of the run."""
 
 
 async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Finding]:
-    """The Redis at `url`; without one, the server that `grpo run` would start."""
+    """Check the Redis at `url` or, if empty, the server that `grpo run` would start."""
     if not url:
         try:
             yield ok("Redis", f"the run's own server: {find_server()}")
@@ -66,14 +66,14 @@ async def server(config: RunConfig, url: str, password: str) -> AsyncIterator[Fi
 
 
 def _login(config: RunConfig, password: str) -> Login:
-    """The server's default user where its password is known, else one of the users whose passwords lie here."""
+    """Return the login of the server's default user if its password is known, else of a user whose password is stored here."""
     password = password or redis_password(config) or ""
     here = users_here(config)
     return redis_login(config, here[0]) if here and not password else Login(password, ca_file=config.redis.ca_file)
 
 
 def users_here(config: RunConfig) -> list[str]:
-    """Kinds of service whose passwords lie in `redis.users_dir`: on one machine all, in a pod its own."""
+    """Return the kinds of service whose passwords are in `redis.users_dir`: all on one machine, only its own in a pod."""
     folder = Path(config.redis.users_dir)
     return [kind for kind in GRANTS if config.redis.users_dir and (folder / kind).exists()]
 
@@ -98,51 +98,51 @@ async def _ask(config: RunConfig, url: str, login: Login) -> Asked:
 
 
 def judge(asked: Asked, config: RunConfig) -> list[Finding]:
-    """What that means for a run. Pure."""
+    """Judge what the server reports. Pure."""
     info, found = asked.info, []
     name = "Valkey" if "valkey_version" in info else "Redis"
     version = info.get("valkey_version") or info.get("redis_version")
-    found.append(ok("Redis", f"{name} {version}, {1000 * asked.round_trip_s:.1f} ms away, evicts nothing"))
+    found.append(ok("Redis", f"{name} {version}, {1000 * asked.round_trip_s:.1f} ms round trip, no eviction"))
     if asked.round_trip_s > SLOW_S:
-        found.append(note("Redis: distance", f"{1000 * asked.round_trip_s:.0f} ms a call", "run it near the trainer"))
+        found.append(note("Redis: latency", f"{1000 * asked.round_trip_s:.0f} ms per call", "run it close to the trainer"))
     if info.get("aof_enabled"):
         found.append(ok("Redis: durability", "append-only file on"))
     else:
-        remedy = "set appendonly yes (CONFIG SET appendonly yes, and in its configuration)"
-        found.append(fault("Redis: durability", "no append-only file: a restart loses the run since its last checkpoint", remedy))
+        remedy = "set appendonly yes (with CONFIG SET and in its configuration file)"
+        found.append(
+            fault("Redis: durability", "append-only file off: a restart loses the run since its last checkpoint", remedy)
+        )
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
         found.append(fault("Redis: disk", "it cannot write its append-only file", "free space on its disk"))
     found += _judge_master("", info, config, asked.nodes[0].shards if asked.nodes else 0)
-    detail = f"{asked.skew_s:+.3f} s against this machine"
+    detail = f"Redis is {asked.skew_s:+.3f} s off this machine"
     if abs(asked.skew_s) > SKEW_S:
-        found.append(
-            fault("clock", f"Redis' is {detail}", "let both machines take their time from NTP (chrony, systemd-timesyncd)")
-        )
+        found.append(fault("clock", detail, "synchronize both machines with NTP (chrony, systemd-timesyncd)"))
     else:
-        found.append(ok("clock", f"Redis' is {detail}"))
+        found.append(ok("clock", detail))
     return found
 
 
 def judge_node(node: ClusterNode, info: dict[str, Any]) -> Finding:
-    """Whether a run is safe on another node than the master that was judged. Pure."""
+    """Judge whether a run is safe on a node other than the master already judged. Pure."""
     what, wrong = f"Redis: {node}", dict[str, str]()
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
         wrong[f"maxmemory-policy {policy}"] = "maxmemory-policy noeviction"
     if not info.get("aof_enabled"):
-        wrong["no append-only file"] = "appendonly yes"
+        wrong["append-only file off"] = "appendonly yes"
     if not wrong:
-        return ok(what, "evicts nothing, append-only file on")
-    loses = "a restart may lose payloads" if node.role == "master" else "a failover makes it the master, which may lose the run"
+        return ok(what, "no eviction, append-only file on")
+    loses = "a restart may lose payloads" if node.role == "master" else "if a failover makes it the master, the run may be lost"
     detail = f"{' and '.join(wrong)}: {loses}"
-    return fault(what, detail, f"set {' and '.join(wrong.values())} (CONFIG SET, and in its configuration)")
+    return fault(what, detail, f"set {' and '.join(wrong.values())} (with CONFIG SET and in its configuration file)")
 
 
 def _judge_master(which: str, info: dict[str, Any], config: RunConfig, held: int) -> list[Finding]:
-    """Of the master that has the run's index, or of another that has `held` of its shards."""
+    """Judge the master that holds the run's index, or another (`which`) that holds `held` of its shards."""
     found = []
     if in_cluster(info) and not info.get("connected_slaves"):
-        whose = f"the {which}, which has shards of the run," if which else "the master that owns the run's slot"
-        remedy = "give it one, or the run stands still for as long as that master is away"
+        whose = f"the {which}, which holds shards of the run," if which else "the master that owns the run's slot"
+        remedy = "add one; otherwise the run stops while that master is down"
         found.append(note("Redis: Cluster", f"{whose} has no replica", remedy))
     return [*found, _memory(f"Redis: memory of {which}" if which else "Redis: memory", info, config, held)]
 
@@ -153,7 +153,7 @@ def _memory(what: str, info: dict[str, Any], config: RunConfig, held: int) -> Fi
     tokens = config.slots * config.sampling.group_size * (config.sampling.max_tokens + config.data.max_prompt_tokens)
     needed = tokens * PAYLOAD_BYTES * (held / config.redis.payload_shards if config.redis.payload_shards else 1)
     used_of = f"{used / GIBIBYTE:.2f} of {limit / GIBIBYTE:.2f} GiB used"
-    detail = f"{used_of}; a run's groups under way take {needed / GIBIBYTE:.2f} GiB at most"
+    detail = f"{used_of}; the run's groups in flight need up to {needed / GIBIBYTE:.2f} GiB"
     if limit and used + needed > TYPICAL_SHARE * limit:
         remedy = "raise its maxmemory, or lower admission.prompts_per_step, admission.max_staleness or sampling.max_tokens"
         return fault(what, detail, remedy)
@@ -161,14 +161,15 @@ def _memory(what: str, info: dict[str, Any], config: RunConfig, held: int) -> Fi
 
 
 async def _users(config: RunConfig, url: str) -> AsyncIterator[Finding]:
-    """Whether the users whose passwords lie here are let in."""
+    """Check that the users whose passwords are stored here can log in."""
     if not config.redis.users_dir:
-        yield note("Redis: users", "all services are one user", "grpo acl makes one for each kind of service (docs/security.md)")
+        remedy = "create one per kind of service with grpo acl (docs/security.md)"
+        yield note("Redis: users", "all services share one user", remedy)
         return
     let_in = []
     if not (here := users_here(config)):
         yield fault(
-            "Redis: users", f"redis.users_dir = {config.redis.users_dir!r} holds no password", "mount or make one: grpo acl"
+            "Redis: users", f"redis.users_dir = {config.redis.users_dir!r} holds no password", "mount one, or run grpo acl"
         )
     for kind in here:
         try:
@@ -179,4 +180,4 @@ async def _users(config: RunConfig, url: str) -> AsyncIterator[Finding]:
         except (StoreError, ConfigError) as error:
             yield told(f"Redis: user {kind}", error)
     if let_in:
-        yield ok("Redis: users", f"let in: {', '.join(let_in)}")
+        yield ok("Redis: users", f"can log in: {', '.join(let_in)}")

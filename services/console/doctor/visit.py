@@ -1,4 +1,4 @@
-"""The whole visit: every look, its table or JSON, the exit code."""
+"""Runs all checks of `grpo doctor`, prints them as a table or JSON, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from services.runtime.entry import CONFIG_ENV
 
 
 async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as_json: bool, cluster: bool = False) -> int:
-    """Look at everything a run of this configuration needs here; exit code 1 when something would keep it from going on."""
+    """Check everything a run of this configuration needs here. Return exit code 1 when something would stop it."""
     if cluster and redis_url:
-        raise ConsoleError("--cluster looks at the Redis of the release: leave --redis-url out", EXIT_CONFIG)
+        raise ConsoleError("--cluster checks the release's own Redis: remove --redis-url", EXIT_CONFIG)
     config = load(_given(file), overrides)
     found = await (examine_release(config) if cluster else examine(config, redis_url))
-    where = "from going on" if cluster else "from starting here"
-    return report(config, found, as_json, f"nothing would keep this run {where}")
+    return report(config, found, as_json, "All checks passed")
 
 
 def network(file: Path | None, overrides: Sequence[str], reach: str, as_json: bool) -> int:
-    """Try a collective between this machine and another, where the same command is given with the other option."""
+    """Run a collective between this machine and another, where the same command runs with the other option."""
     config = load(_given(file), overrides)
-    return report(config, list(collective.check(config, reach)), as_json, "weights can go between these two machines")
+    return report(
+        config, list(collective.check(config, reach)), as_json, "All checks passed: these two machines can sync weights"
+    )
 
 
 def _given(file: Path | None) -> Path:
     given = file or os.environ.get(CONFIG_ENV)
     if not given:
-        raise ConsoleError(f"give a configuration file, or set {CONFIG_ENV}", EXIT_CONFIG)
+        raise ConsoleError(f"missing configuration file: give one, or set {CONFIG_ENV}", EXIT_CONFIG)
     return Path(given)
 
 
 def report(config: RunConfig, found: Sequence[Finding], as_json: bool, well: str) -> int:
-    """Show findings; the exit code that they mean."""
+    """Print the findings and return the exit code."""
     faults = sum(one.state == "fault" for one in found)
     if as_json:
         findings = {"run": config.run.name, "faults": faults, "findings": [asdict(one) for one in found]}
         print(safe_json(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()))
     else:
         _show(found)
-        print(f"{faults} faults" if faults else well, flush=True)
+        print(f"{faults} problem{'' if faults == 1 else 's'} found" if faults else well, flush=True)
     return EXIT_FAILED if faults else EXIT_OK
 
 
 async def examine(config: RunConfig, redis_url: str = "") -> list[Finding]:
-    """All findings, in the order of the table."""
+    """Return all findings, in the order of the table."""
     url, password = split_password(redis_url or config.redis.url)
     found = [finding async for finding in server.server(config, url, password)]
     environ = os.environ
@@ -74,7 +75,7 @@ async def examine(config: RunConfig, redis_url: str = "") -> list[Finding]:
 
 
 async def examine_release(config: RunConfig) -> list[Finding]:
-    """The findings of what the pods of a release share: Redis, model, data and one another."""
+    """Return the findings on what the pods of a release share: Redis, model, data and each other."""
     found = [finding async for finding in server.server(config, config.redis.url, "")]
     found += gathered([("model", lambda: work.model(config)), ("data", lambda: work.data(config))])
     return found + [finding async for finding in release.services(config)]
@@ -85,7 +86,7 @@ def _show(found: Sequence[Finding]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("", "what", "found", "what to do"):
+    for name in ("", "check", "result", "remedy"):
         table.add_column(name)
     styles = {"ok": "green", "note": "yellow", "fault": "bold red"}
     for one in found:

@@ -1,4 +1,4 @@
-"""Looks at what a run works with: model and tokenizer, data, verifiers, trackers, the endpoints' secrets and certificates."""
+"""Checks of a run's inputs: model and tokenizer, data, verifiers, trackers, and the endpoints' secrets and certificates."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ VERIFIER_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def model(config: RunConfig) -> Iterator[Finding]:
-    """Whether the model's folder is whole, and its tokenizer fits."""
+    """Check that the model's folder is complete and its tokenizer fits."""
     folder = Path(config.model.path)
     if not folder.is_dir():
         offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-        detail = (
-            f"model.path = {config.model.path!r} is no folder here: it is taken for the name of a model of the Hugging Face hub"
-        )
+        detail = f"model.path = {config.model.path!r} is not a folder here, so it is used as the name of a Hugging Face Hub model"
         if offline:
-            yield fault("model", f"{detail}, and HF_HUB_OFFLINE=1 forbids to fetch it", "give a folder, or unset HF_HUB_OFFLINE")
+            yield fault("model", f"{detail}, but HF_HUB_OFFLINE=1 prevents the download", "set a folder, or unset HF_HUB_OFFLINE")
         else:
-            yield note("model", detail, "give a folder, if it is not")
+            yield note("model", detail, "set model.path to a folder if that is not intended")
         return
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
-        yield fault("model", f"{folder} has no {', '.join(missing)}", "save model and tokenizer there as Hugging Face formats")
+        remedy = "save model and tokenizer there with save_pretrained"
+        yield fault("model", f"{folder} has no {', '.join(missing)}", remedy)
         return
     try:
         check_model(config)
     except ConfigError as error:
         yield told("model", error)
         return
-    yield ok("model", f"{folder}: weights and a tokenizer of {largest_token_id(folder) + 1} tokens")
+    yield ok("model", f"{folder}: weights, and a tokenizer with {largest_token_id(folder) + 1} tokens")
 
 
 def data(config: RunConfig) -> Iterator[Finding]:
-    """Whether the first row of every source is one."""
+    """Check that the first row of every data source is valid."""
     for kind, sources in (("data", config.data.sources), ("evaluation", config.evaluation.sources)):
         for source in sources:
             yield _source(f"{kind} source {source.name}", source)
@@ -55,19 +54,19 @@ def data(config: RunConfig) -> Iterator[Finding]:
 def _source(what: str, source: Source) -> Finding:
     if not isinstance(source, FileSource):
         if importlib.util.find_spec("reasoning_gym") is None:
-            return fault(what, f"task {source.task} needs the package reasoning-gym", "pip install 'grpo[dataprep]'")
+            return fault(what, f"task {source.task} needs the package reasoning-gym", "run pip install 'grpo[dataprep]'")
         return ok(what, f"task {source.task} of reasoning-gym")
     if not Path(source.path).is_file():
-        return fault(what, f"{source.path} is not there", "give its path from the working directory, or an absolute one")
+        return fault(what, f"{source.path} does not exist", "set a path relative to the working directory, or an absolute path")
     try:
         fields = _first_row(source)
     except (OSError, ValueError) as error:
-        return fault(what, f"{source.path} cannot be read as {source.kind}: {error}", "mend the file, or set the source's kind")
+        return fault(what, f"{source.path} cannot be read as {source.kind}: {error}", "fix the file, or set the source's kind")
     missing = [name for name in (source.prompt_field, source.answer_field) if name not in fields]
     if missing:
         there = ", ".join(sorted(fields))
         return fault(
-            what, f"{source.path} has no field {', '.join(missing)}", f"set prompt_field and answer_field; there: {there}"
+            what, f"{source.path} has no field {', '.join(missing)}", f"set prompt_field and answer_field; existing: {there}"
         )
     return ok(what, f"{source.path}: {source.prompt_field} and {source.answer_field}")
 
@@ -80,22 +79,22 @@ def _first_row(source: FileSource) -> set[str]:
     with open(source.path, encoding="utf-8") as file:
         row = json.loads(next(line for line in file if line.strip()))
     if not isinstance(row, dict):
-        raise ValueError("its first line is no JSON object")
+        raise ValueError("its first line is not a JSON object")
     return set(row)
 
 
 def verifiers(config: RunConfig) -> Iterator[Finding]:
-    """Whether what they need is installed."""
+    """Check that the packages which the verifiers need are installed."""
     for kind in sorted({verifier.kind for verifier in config.verifiers}):
         package = VERIFIER_PACKAGES.get(kind)
         if package and importlib.util.find_spec(package) is None:
-            yield fault(f"verifier {kind}", f"needs the package {package}", "pip install 'grpo[generator]'")
+            yield fault(f"verifier {kind}", f"needs the package {package}", "run pip install 'grpo[generator]'")
         else:
-            yield ok(f"verifier {kind}", "can be used")
+            yield ok(f"verifier {kind}", "installed")
 
 
 def secrets(config: RunConfig, environ: Mapping[str, str], own: bool) -> Iterator[Finding]:
-    """Trackers' keys; tokens and certificates of the endpoints, which `grpo run` makes for its `own` run."""
+    """Check trackers' keys and the endpoints' tokens and certificates; `grpo run` creates the tokens of its `own` runs."""
     from services.runtime.http.certificate import load_certificate
 
     try:
