@@ -1,4 +1,4 @@
-"""The command lines of `grpo`: options, help, and which verb does it. Imports nothing but typer, so that help is quick."""
+"""The commands of `grpo`: options, help, and the verb that each calls. Imports only typer, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def finish(verb: Coroutine[Any, Any, int]) -> int:
-    """Run a verb to its end; the exit code."""
+    """Run a verb to completion and return its exit code."""
     import asyncio
 
     return asyncio.run(verb)

@@ -1,4 +1,4 @@
-"""The audit of a run (services/operations/inspection/ledger.py) for a terminal."""
+"""Formats the audit of a run (services/operations/inspection/ledger.py) for a terminal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["AuditReport", "as_table", "assess", "audit"]
 
 
 def as_table(report: AuditReport) -> Table:
-    """The report for a terminal."""
+    """Return the report as a table."""
     table = Table(title=f"audit of run {report.run}", title_justify="left", show_header=False)
-    table.add_column("where", style="bold")
+    table.add_column("place", style="bold")
     table.add_column("groups", justify="right")
-    table.add_column("what")
+    table.add_column("meaning")
     table.add_row("issued", f"{report.issued:,}", "")
     table.add_section()
     for name, count in report.places.items():
@@ -27,7 +27,7 @@ def as_table(report: AuditReport) -> Table:
     for name, count, fine in (("lost", report.lost, report.lost == 0), ("doubled", report.doubled, report.doubled == 0)):
         table.add_row(name, Text(f"{count:,}", "green" if fine else "bold red"), "")
     slots = Text(f"{report.slots_used:,}", "green" if report.slots_ok else "bold red")
-    table.add_row("slots", slots, f"held by {report.slots_expected:,} tickets on their way")
+    table.add_row("slots", slots, f"held by {report.slots_expected:,} tickets in flight")
     for message in report.messages:
         table.add_row(Text("fault", "bold red"), "", Text(message))
     return table

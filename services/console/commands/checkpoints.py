@@ -1,4 +1,4 @@
-"""`grpo checkpoint` and `grpo checkpoints`: have one written, and see which there are. Returns the exit code."""
+"""Implements `grpo checkpoint`, `grpo restore` and `grpo checkpoints`. Each verb returns the exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEBIBYTE = 2**20
 
 
 async def checkpoint(run: str, redis_url: str, why: str, wait: bool) -> int:
-    """Ask for a checkpoint; with `wait`, see it written. Exit code 1 when it could not be."""
+    """Request a checkpoint; with `wait`, wait until it is written. Return exit code 1 when it cannot be written."""
     async with attach(run, redis_url) as attached:
         before = (await existing(attached)).checkpoint_failed
         try:
@@ -38,31 +38,31 @@ async def checkpoint(run: str, redis_url: str, why: str, wait: bool) -> int:
         step = asked.step
         if wait and not asked.saved:
             if not attached.live:
-                raise ConsoleError(f"run {attached.name} is not running: its trainer will write it when it goes on", EXIT_CONFIG)
+                raise ConsoleError(
+                    f"run {attached.name} is not running: its trainer will write the checkpoint when the run resumes", EXIT_CONFIG
+                )
             step = await _written(attached, asked.step, before)
     if wait or asked.saved:
-        print(f"run {attached.name}: checkpoint of step {step} is written")
+        print(f"run {attached.name}: checkpoint of step {step} written")
     else:
-        print(
-            f"run {attached.name}: a checkpoint of step {step} or the one that is being trained will be written{later(attached)}"
-        )
+        print(f"run {attached.name}: checkpoint requested, of step {step} or the step in training{later(attached)}")
     return EXIT_OK
 
 
 async def restore(step: int, run: str, redis_url: str) -> int:
-    """Have a run go back to a checkpoint; one that is not running does so when it goes on."""
+    """Restore a run to a checkpoint; a run that is stopped does so when it resumes."""
     root = existing_folder(run).checkpoints
     async with attach(run, redis_url) as attached:
         try:
             await request_restore_to(attached.store, root, step)
         except NotFound as error:
             raise ConsoleError(f"run {attached.name}: {error}", EXIT_CONFIG) from None
-        print(f"run {attached.name}: goes back to step {step}{later(attached)}")
+        print(f"run {attached.name}: restore to step {step} requested{later(attached)}")
     return EXIT_OK
 
 
 def checkpoints(run: str, as_json: bool, verify: bool) -> int:
-    """Show a run's checkpoints, from its folder. Exit code 1 when one that is complete cannot be taken up."""
+    """List a run's checkpoints, from its folder. Return exit code 1 when a complete one cannot be loaded."""
     folder = existing_folder(run)
     found = inspect_checkpoints(load_resolved(folder.config), folder.checkpoints, verify)
     if as_json:
@@ -73,7 +73,7 @@ def checkpoints(run: str, as_json: bool, verify: bool) -> int:
 
 
 async def _written(attached: Attached, step: int, failed_before: str) -> int:
-    """Wait for a checkpoint of `step` or later; its step."""
+    """Wait for a checkpoint of `step` or later, and return its step."""
     while True:
         state = await existing(attached)
         if state.checkpointed_step >= step:
@@ -84,7 +84,7 @@ async def _written(attached: Attached, step: int, failed_before: str) -> int:
 
 
 def _table(found: CheckpointList, verified: bool) -> Table:
-    table = Table(title=f"checkpoints in {found.folder}, of which {found.keep} are kept", title_justify="left")
+    table = Table(title=f"checkpoints in {found.folder} (checkpoint.keep = {found.keep})", title_justify="left")
     for name in ("step", "MiB", "ranks", "ZeRO"):
         table.add_column(name, justify="right")
     for name in ("written", "kept until step", "state"):
@@ -100,4 +100,4 @@ def _table(found: CheckpointList, verified: bool) -> Table:
 def _state(one: CheckpointEntry, verified: bool) -> str:
     if one.problem:
         return one.problem
-    return ("latest, " if one.latest else "") + ("every byte compared" if verified else "complete")
+    return ("latest, " if one.latest else "") + ("every byte verified" if verified else "complete")

@@ -1,4 +1,4 @@
-"""`grpo inspect …` and `grpo replay …`."""
+"""Defines `grpo inspect …` and `grpo replay …`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import typer
 from services.console.commands import finish
 from services.console.options import Json, RedisUrl
 
-inspect_app = typer.Typer(help="Look into a run: what is in it, and what became of it.", rich_markup_mode=None)
-replay_app = typer.Typer(help="Put back what failed.", rich_markup_mode=None)
+inspect_app = typer.Typer(help="Inspect the contents and history of a run.", rich_markup_mode=None)
+replay_app = typer.Typer(help="Requeue failed tickets.", rich_markup_mode=None)
 
-Run = Annotated[
-    str, typer.Option("--run", metavar="RUN", help="Folder of the run, or its name under runs/; default: the newest.")
-]
+Run = Annotated[str, typer.Option("--run", metavar="RUN", help="Run folder, or run name under runs/; default: the newest run.")]
 Limit = Annotated[int, typer.Option(min=1, max=500, help="Entries to show.")]
-Offset = Annotated[int, typer.Option(min=0, max=2**31, help="Entries to pass over.")]
-Reason = Annotated[str, typer.Option(metavar="TEXT", help="Dead letters whose reason contains this.")]
+Offset = Annotated[int, typer.Option(min=0, max=2**31, help="Entries to skip.")]
+Reason = Annotated[str, typer.Option(metavar="TEXT", help="Requeue the dead letters whose reason contains this text.")]
 
 
 @inspect_app.command()
@@ -25,14 +23,14 @@ def buffer(
     run: Run = "",
     redis_url: RedisUrl = "",
     sort: Annotated[
-        Literal["order", "version", "weight"], typer.Option(help="Order of issue, oldest version or weight.")
+        Literal["order", "version", "weight"], typer.Option(help="Sort by order of issue, oldest policy version or weight.")
     ] = "order",
-    reverse: Annotated[bool, typer.Option("--reverse", help="Highest first.")] = False,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Show the highest first.")] = False,
     limit: Limit = 20,
     offset: Offset = 0,
     as_json: Json = False,
 ) -> int:
-    """The replay table: how full it is, how it is drawn from, and its groups."""
+    """Show the replay buffer: how full it is, how it is sampled, and its groups."""
     from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.buffer(run, redis_url, sort, reverse, offset, limit, as_json))
@@ -44,10 +42,10 @@ def group(
     run: Run = "",
     redis_url: RedisUrl = "",
     limit: Annotated[int, typer.Option(min=1, max=64, help="Completions to show.")] = 16,
-    offset: Annotated[int, typer.Option(min=0, max=2**31, help="Completions to pass over.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, max=2**31, help="Completions to skip.")] = 0,
     as_json: Json = False,
 ) -> int:
-    """One group: where it is or how it ended, its prompt, completions, scores and advantages."""
+    """Show one group: where it is or how it ended, its prompt, completions, scores and advantages."""
     from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.group(run, redis_url, ticket, offset, limit, as_json))
@@ -55,14 +53,14 @@ def group(
 
 @inspect_app.command()
 def step(
-    number: Annotated[int, typer.Argument(metavar="STEP", min=0, max=2**31, help="The step, from 0.")],
+    number: Annotated[int, typer.Argument(metavar="STEP", min=0, max=2**31, help="Number of the step, from 0.")],
     run: Run = "",
     redis_url: RedisUrl = "",
     limit: Limit = 100,
     offset: Offset = 0,
     as_json: Json = False,
 ) -> int:
-    """One step: the groups it trains on and how they are laid out; of a retired one, its metrics."""
+    """Show one step: its groups and how they are packed or, once the step is retired, its metrics."""
     from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.step(run, redis_url, number, offset, limit, as_json))
@@ -70,7 +68,7 @@ def step(
 
 @inspect_app.command()
 def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
-    """Where all tickets are and how they ended, counted in one instant; `grpo audit` judges it too."""
+    """Show where all tickets are and how they ended, counted at one instant. `grpo audit` also checks the counts."""
     from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.ledger(run, redis_url, as_json))
@@ -78,14 +76,14 @@ def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> in
 
 @inspect_app.command()
 def deadletter(
-    id: Annotated[str, typer.Argument(metavar="ID", help="A dead letter, to see what was in it; default: a list.")] = "",
+    id: Annotated[str, typer.Argument(metavar="ID", help="Dead letter to show with its body; default: list them.")] = "",
     run: Run = "",
     redis_url: RedisUrl = "",
     limit: Limit = 20,
-    before: Annotated[str, typer.Option(metavar="ID", help="List those before this one.")] = "",
+    before: Annotated[str, typer.Option(metavar="ID", help="List those older than this one.")] = "",
     as_json: Json = False,
 ) -> int:
-    """What failed for good, and why."""
+    """List the tickets that failed permanently, and why."""
     from services.console.inspect import verbs as inspect_verbs
 
     if id:
@@ -95,17 +93,17 @@ def deadletter(
 
 @replay_app.command()
 def requeue(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Dead letters, by id.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of dead letters.")] = None,
     run: Run = "",
     redis_url: RedisUrl = "",
-    everything: Annotated[bool, typer.Option("--all", help="All dead letters.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Requeue all dead letters.")] = False,
     reason: Reason = "",
     as_json: Json = False,
 ) -> int:
-    """Have the tickets of dead letters issued again.
+    """Requeue the tickets of dead letters.
 
-    Those that never counted as failed, or whose ticket is elsewhere by now, stay, each with its reason; exit code 1 says that
-    none was put back.
+    A dead letter stays, with a reason, if it never counted as failed or if its ticket has moved on since. Exit code 1: nothing
+    was requeued.
     """
     from services.console.inspect import verbs as inspect_verbs
 

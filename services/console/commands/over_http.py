@@ -1,6 +1,6 @@
-"""Wishes about a run by the endpoints of a service, where its Redis is out of reach: `--api`, and `grpo drain`.
+"""Controls a run through a service's endpoints when its Redis is unreachable: `--api`, and `grpo drain`.
 
-Guarantees: what a service refuses is one line and an exit code; a wish whose effect was waited for in vain is exit code 1.
+Guarantees: a request that a service refuses prints one line and sets an exit code; a wait that times out is exit code 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.store.records import PauseMode
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where `--api` leads, and with what."""
+    """The address and credentials given with `--api`."""
 
     url: str
     token_file: str = ""
@@ -31,7 +31,7 @@ class Endpoint:
 
 @contextmanager
 def reached(endpoint: Endpoint, run: str = "") -> Iterator[Client]:
-    """A client with the run's token: of `--token-file`, of the environment, else of the run's folder."""
+    """Open a client with the run's token: from `--token-file`, the environment, or the run's folder."""
     folder = find(run)
     config = load_resolved(folder.config) if folder else None
     ca_file = endpoint.ca_file or (config.api.ca_file if config else "")
@@ -52,12 +52,14 @@ def _token(path: str, config: RunConfig | None) -> str:
     if given := os.environ.get(API_TOKEN_ENV, "").strip():
         return given
     if config is None:
-        raise ConsoleError(f"no token: give --token-file, set {API_TOKEN_ENV}, or name a run whose folder is here", EXIT_CONFIG)
+        raise ConsoleError(
+            f"no token: give --token-file, set {API_TOKEN_ENV}, or name a run whose folder is on this machine", EXIT_CONFIG
+        )
     return api_tokens(config).operate
 
 
 def pause(endpoint: Endpoint, run: str, roles: Sequence[str], mode: PauseMode, why: str, wait_s: float) -> int:
-    """Have roles pause."""
+    """Pause roles."""
     left: list[str] = []
     with reached(endpoint, run) as client:
         for role in roles:
@@ -67,45 +69,45 @@ def pause(endpoint: Endpoint, run: str, roles: Sequence[str], mode: PauseMode, w
 
 
 def resume(endpoint: Endpoint, run: str, roles: Sequence[str], wait_s: float) -> int:
-    """Let roles go on."""
+    """Resume roles."""
     with reached(endpoint, run) as client:
         left = [name for role in roles for name in client.resume(role, wait_s).waiting_for]
-    return concluded(f"{', '.join(roles)} may go on", left, wait_s)
+    return concluded(f"{', '.join(roles)} resumed", left, wait_s)
 
 
 def scale(endpoint: Endpoint, run: str, generators: int, why: str) -> int:
-    """Have so many generators."""
+    """Set the number of generators."""
     with reached(endpoint, run) as client:
         client.scale(generators, why, getpass.getuser())
-    return concluded(f"{generators} generators wanted")
+    return concluded(f"desired generators set to {generators}")
 
 
 def stop(endpoint: Endpoint, run: str, why: str) -> int:
-    """End the run early; the endpoint is dataprep's."""
+    """End the run early. The endpoint is dataprep's."""
     with reached(endpoint, run) as client:
         client.stop_run(why, getpass.getuser())
-    return concluded("the trainer finishes its step, saves and ends the run")
+    return concluded("stop requested: the trainer finishes its step, saves and ends the run")
 
 
 async def drain(pod: str, run: str, wait_s: float) -> int:
-    """Have a generator of a run finish, leave and exit; it is found by its name in the fleet."""
+    """Drain a generator, found by its name in the fleet: it finishes its work, leaves the fleet and exits."""
     async with attach(run) as attached:
         pods = {status.name: status for status in await attached.store.members(attached.ttl_s) if status.kind == "generator"}
         config = attached.config
     if pod not in pods:
         raise ConsoleError(
-            f"run {attached.name} has no generator {pod!r}; there: {', '.join(sorted(pods)) or 'none'}", EXIT_CONFIG
+            f"run {attached.name} has no generator {pod!r}; existing: {', '.join(sorted(pods)) or 'none'}", EXIT_CONFIG
         )
     endpoint = Endpoint(pods[pod].url, ca_file=config.api.ca_file if config else "")
     with reached(endpoint, run) as client:
         left = client.drain(wait_s).rollouts
-    return concluded(f"{pod} claims no more and leaves", [f"{left} tickets of {pod}"] if left else [], wait_s)
+    return concluded(f"{pod} is draining: it claims no more tickets", [f"{left} tickets of {pod}"] if left else [], wait_s)
 
 
 def concluded(what: str, left: Sequence[str] = (), wait_s: float = 0.0) -> int:
-    """Say what became of a wish; the exit code."""
+    """Print the result of a request and return the exit code."""
     if wait_s and left:
-        print(f"{what}; after {wait_s:g} s not yet: {', '.join(left)}")
+        print(f"{what}; timed out after {wait_s:g} s waiting for {', '.join(left)}")
         return EXIT_FAILED
     print(what)
     return EXIT_OK

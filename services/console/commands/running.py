@@ -1,4 +1,4 @@
-"""Commands that start a run, and those that look at what it needs before: run, smoke, acl, doctor, config."""
+"""Commands that start a run or check its prerequisites: run, smoke, acl, doctor, config."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from services.console.options import File, Json, Listen, Overrides, Reach, Redis
 def run(
     file: File,
     overrides: Overrides = None,
-    redis_url: Annotated[str, typer.Option(help="Use this Redis; default: redis.url, or else a server of the run's own.")] = "",
-    screen: Annotated[bool, typer.Option("--screen/--no-screen", help="Live screen on a terminal, or a line a step.")] = True,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what a run of this name left, and start it anew.")] = False,
+    redis_url: Annotated[str, typer.Option(help="Redis to use; default: redis.url, or else a server started for the run.")] = "",
+    screen: Annotated[bool, typer.Option("--screen/--no-screen", help="Show a live screen, or print one line per step.")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete any earlier run of this name and start over.")] = False,
     resume: Annotated[
-        str, typer.Option(metavar="latest|STEP", help="Go on only if there is a run; with a step, from its checkpoint.")
+        str, typer.Option(metavar="latest|STEP", help="Fail unless the run exists; with STEP, restore that checkpoint first.")
     ] = "",
-    web: Annotated[bool, typer.Option("--web", help="Serve the web console, on web.port or a free one.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Serve the web console, on web.port or a free port.")] = False,
 ) -> int:
-    """Run a configuration on this machine, to its end. The same command continues a run that was stopped.
+    """Run a configuration on this machine until it finishes. Rerun the same command to resume a stopped run.
 
-    It goes on where Redis knows the run to be, else from the last checkpoint. With --resume STEP it goes back to that checkpoint,
-    and what came after is trained anew.
-    Everything lies in run.dir/run.name: config.toml, logs/, checkpoints/, metrics.jsonl, summary.json, report.png.
-    Ctrl-C stops the run in order; a second one ends it at once.
+    The run resumes from its state in Redis or, without one, from the last checkpoint. With --resume STEP it first returns to that
+    checkpoint and retrains the steps after it.
+    All files are in run.dir/run.name: config.toml, logs/, checkpoints/, metrics.jsonl, summary.json, report.png.
+    Ctrl-C stops the run cleanly; press it again to kill the services.
     """
     from services.console.local.run import Options
     from services.console.local.run import run as run_here
@@ -39,12 +39,12 @@ def run(
 def smoke(
     run: Run = "",
     redis_url: RedisUrl = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps to see trained.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of further steps to wait for.")] = 3,
     limit_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 600.0,
 ) -> int:
-    """See that a run gets on: so many more steps are trained, or it ends, and no ticket is lost.
+    """Verify that a run makes progress: it trains a few more steps, or finishes, and no ticket is lost.
 
-    It watches and changes nothing. Exit code 1 says that the run did not get on in time, and why.
+    This command only reads. Exit code 1: the run made too little progress in time; the message says why.
     """
     from services.console.commands import smoke as smoking
 
@@ -54,12 +54,12 @@ def smoke(
 def acl(
     run: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run (run.name).")],
     users: Annotated[
-        Path, typer.Option("--users", metavar="DIR", help="Folder of passwords, redis.users_dir; missing ones are made.")
+        Path, typer.Option("--users", metavar="DIR", help="Folder of passwords (redis.users_dir); missing ones are created.")
     ],
 ) -> int:
-    """Print the Redis users of a run, one a kind of service, as lines of an access list with digests of their passwords.
+    """Print the Redis users of a run, one per kind of service, as lines of an ACL file with password digests.
 
-    `grpo run` makes its own server know them; elsewhere give them to the server, and each pod the password of its kind.
+    `grpo run` adds them to its own server. For any other server, add the lines there and give each pod the password of its kind.
     """
     from services.console.local.secrets import user_passwords
     from services.store.acl import users as lines
@@ -70,38 +70,40 @@ def acl(
 
 
 def doctor(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Configuration, TOML; in a pod default: its own.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="TOML configuration file; default in a pod: its own.")
+    ] = None,
     overrides: Overrides = None,
     redis_url: RedisUrl = "",
     as_json: Json = False,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="In a pod of a release: look at Redis, model, data and services, not at the pod.")
+        bool, typer.Option("--cluster", help="In a pod of a release: check Redis, model, data and services, not the pod itself.")
     ] = False,
     listen: Listen = False,
     reach: Reach = "",
 ) -> int:
-    """Check this machine, its Redis and a configuration before a run, and say what to do about each finding.
+    """Check this machine, its Redis and a configuration before a run, and print a remedy for each problem.
 
-    Exit code 1 says that something would keep the run from starting, or from going on.
+    Exit code 1: a problem would stop the run.
     """
     from services.console.doctor import visit
 
     if listen and reach:
-        raise ConsoleError("--listen is for one machine, --reach for the other: give one of them", EXIT_CONFIG)
+        raise ConsoleError("--listen is for one machine and --reach for the other: give only one of them", EXIT_CONFIG)
     if listen or reach:
         return visit.network(file, overrides or [], reach, as_json)
     return finish(visit.doctor(file, overrides or [], redis_url, as_json, cluster))
 
 
 def config(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Configuration, TOML.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="TOML configuration file.")] = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Every key with its type, default and meaning.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every key with its type, default and meaning.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Print a configuration, checked and complete.
+    """Validate a configuration and print it with all defaults.
 
-    Or, with --explain, every key that there is.
+    With --explain, print a reference of every key instead.
     """
     if explain:
         from services.config import explain as explanation
@@ -109,7 +111,7 @@ def config(
         print(explanation.as_json() if as_json else explanation.as_text())
         return EXIT_OK
     if file is None:
-        raise ConsoleError("give a configuration file, or --explain", EXIT_CONFIG)
+        raise ConsoleError("missing configuration file: give one, or --explain", EXIT_CONFIG)
     from services.config import load, to_toml
 
     loaded = load(file, overrides or [])

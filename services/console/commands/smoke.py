@@ -1,6 +1,6 @@
-"""`grpo smoke`: whether a run gets on. It watches, and changes nothing.
+"""Implements `grpo smoke`, which verifies that a run makes progress. It only reads.
 
-Waits for: steps of the run. Unblocked by: a look every `POLL_S`; after the limit it says what the run waits for.
+Waits for: steps of the run. Unblocked by: a poll every `POLL_S`; at the time limit it reports what the run waits for.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ POLL_S = 0.5
 
 
 async def smoke(run: str, redis_url: str, steps: int, limit_s: float) -> int:
-    """See a run train `steps` more steps, or end, and account for its tickets. Raises `ConsoleError` when it does not."""
+    """Wait until a run trains `steps` more steps or ends, then audit its tickets. Raise `ConsoleError` if either fails."""
     async with attach(run, redis_url) as attached:
         ended = await _watch(attached, steps, time.monotonic() + limit_s)
         found = await audit(attached.store)
     if not found.ok:
-        raise ConsoleError(f"run {attached.name}: the account of tickets does not balance: grpo audit", EXIT_FAILED)
-    print(
-        f"run {attached.name}: {f'has finished ({ended})' if ended else f'trained {steps} more steps'}, no ticket lost or doubled"
-    )
+        raise ConsoleError(f"run {attached.name}: the audit found a problem: see grpo audit", EXIT_FAILED)
+    progress = f"finished ({ended})" if ended else f"trained {steps} more steps"
+    print(f"run {attached.name}: {progress}, no ticket lost or duplicated")
     return EXIT_OK
 
 
 async def _watch(attached: Attached, steps: int, deadline: float) -> str:
-    """How the run ended, or empty when it has trained so many steps more."""
+    """Wait for `steps` more steps, or the end. Return how the run ended; empty: it trained the steps."""
     first: int | None = None
     while True:
         state = await attached.store.state()
@@ -46,7 +45,7 @@ async def _watch(attached: Attached, steps: int, deadline: float) -> str:
 
 
 async def _why(attached: Attached) -> str:
-    """What there is to know about a run that does not get on."""
+    """Explain why a run makes no progress."""
     state = await attached.store.state()
     if state is None:
         return "it does not exist yet: see the log of dataprep"

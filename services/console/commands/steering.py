@@ -1,4 +1,4 @@
-"""Commands that change what a run does: pause, resume, scale, drain, checkpoint, restore, stop."""
+"""Commands that control a run: pause, resume, scale, drain, checkpoint, restore, stop."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ def pause(
     run: Run = "",
     redis_url: RedisUrl = "",
     role: Role = "all",
-    mode: Annotated[
-        Literal["keep", "drain", "abort"], typer.Option(help="What becomes of requests of generators that are under way.")
-    ] = "keep",
+    mode: Annotated[Literal["keep", "drain", "abort"], typer.Option(help="What generators do with requests in flight.")] = "keep",
     why: Why = "",
     wait: WaitS = 0.0,
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
 ) -> int:
-    """Pause a role of a run until it is resumed.
+    """Pause services of a run until they are resumed.
 
-    Pods that start later stay paused too. Requests of generators are kept where they are (keep), finished (drain), or ended
-    and their tickets handed back with the tokens made so far (abort); dataprep and trainer halt between two steps. With --wait,
-    exit code 1 says that somebody has not followed by then.
+    Pods that start later are paused too. Generators freeze their requests in flight (keep), finish them (drain), or abort them
+    and hand back their tickets with the tokens generated so far (abort). Dataprep and the trainer pause between two steps. With
+    --wait, exit code 1: some pods have not paused in time.
     """
     from services.console.commands import over_http as steer
     from services.console.commands import verbs
@@ -47,7 +45,10 @@ def resume(
     token_file: TokenFile = "",
     ca_file: CaFile = "",
 ) -> int:
-    """Let a paused role go on. With --wait, exit code 1 says who has not followed by then."""
+    """Resume paused services.
+
+    With --wait, exit code 1: some pods have not resumed in time.
+    """
     from services.console.commands import over_http as steer
     from services.console.commands import verbs
 
@@ -58,8 +59,8 @@ def resume(
 
 
 def scale(
-    what: Annotated[Literal["generators"], typer.Argument(metavar="generators", help="What there are to be more or fewer of.")],
-    number: Annotated[int, typer.Argument(metavar="N", min=0, help="How many; 0: the run waits.")],
+    what: Annotated[Literal["generators"], typer.Argument(metavar="generators", help="Resource to scale.")],
+    number: Annotated[int, typer.Argument(metavar="N", min=0, help="Desired number; 0: the run waits.")],
     run: Run = "",
     redis_url: RedisUrl = "",
     why: Why = "",
@@ -67,9 +68,9 @@ def scale(
     token_file: TokenFile = "",
     ca_file: CaFile = "",
 ) -> int:
-    """Have N generators from now on, while the run trains.
+    """Set the number of generators, while the run trains.
 
-    New ones start and join the next weight sync; the last ones finish what they do, or hand it back, and end.
+    New generators start and join the next weight sync. Surplus generators finish or hand back their work, and exit.
     """
     from services.console.commands import over_http as steer
     from services.console.commands import scale as scaling
@@ -80,13 +81,13 @@ def scale(
 
 
 def drain(
-    pod: Annotated[str, typer.Argument(metavar="POD", help="Name of a generator (grpo status).")],
+    pod: Annotated[str, typer.Argument(metavar="POD", help="Name of a generator, as grpo status lists it.")],
     run: Run = "",
     wait: WaitS = 0.0,
 ) -> int:
-    """Have one generator finish or hand back what it does, leave and exit.
+    """Drain one generator: it finishes or hands back its work, leaves the fleet and exits.
 
-    Whoever starts generators may start it again: `grpo scale` is for fewer of them.
+    It may be restarted afterwards. To reduce the number of generators, use `grpo scale`.
     """
     from services.console.commands import over_http as steer
 
@@ -97,11 +98,11 @@ def checkpoint(
     run: Run = "",
     redis_url: RedisUrl = "",
     why: Why = "",
-    wait: Annotated[bool, typer.Option("--wait", help="Return when it is written.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is written.")] = False,
 ) -> int:
-    """Have the trainer write a checkpoint now.
+    """Make the trainer write a checkpoint now.
 
-    A step that is being trained is trained to its end first. With --wait, exit code 1 says that it could not be written.
+    A step in training is finished first. With --wait, exit code 1: the checkpoint could not be written.
     """
     from services.console.commands import checkpoints as verbs
 
@@ -109,13 +110,13 @@ def checkpoint(
 
 
 def restore(
-    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Step of a checkpoint (grpo checkpoints).")],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Step of a checkpoint, as grpo checkpoints lists it.")],
     run: Run = "",
     redis_url: RedisUrl = "",
 ) -> int:
-    """Take a run back to a checkpoint, while it runs or for when it goes on.
+    """Restore a run to a checkpoint, now or, if it is stopped, when it resumes.
 
-    What came after is trained anew, with the same prompts in the same order.
+    Later steps are trained again, on the same prompts in the same order.
     """
     from services.console.commands import checkpoints as verbs
 
@@ -125,10 +126,10 @@ def restore(
 def stop(
     run: Run = "", redis_url: RedisUrl = "", why: Why = "", api: Api = "", token_file: TokenFile = "", ca_file: CaFile = ""
 ) -> int:  # fmt: skip
-    """End a run early, for good.
+    """End a run early, permanently.
 
-    The trainer finishes its step, saves and ends the run. To go on later, press Ctrl-C in `grpo run` instead. --api is
-    dataprep's.
+    The trainer finishes its step, saves and ends the run. To resume later, press Ctrl-C in `grpo run` instead. --api must be
+    dataprep's address.
     """
     from services.console.commands import over_http as steer
     from services.console.commands import verbs

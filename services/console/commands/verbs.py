@@ -1,4 +1,4 @@
-"""`grpo status`, `audit`, `pause`, `resume` and `stop`: each a look at, or a wish about, one run. Returns the exit code."""
+"""Implements `grpo status`, `audit`, `pause`, `resume` and `stop`. Each verb reads or controls one run and returns the exit code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def status(run: str, redis_url: str, as_json: bool) -> int:
 
 
 async def audit(run: str, redis_url: str, as_json: bool) -> int:
-    """Account for every ticket; exit code 1 when the account does not balance."""
+    """Account for every ticket. Return exit code 1 when the counts do not balance."""
     from services.console.commands.audit import as_table
     from services.console.commands.audit import audit as count
 
@@ -62,7 +62,7 @@ async def audit(run: str, redis_url: str, as_json: bool) -> int:
 
 
 async def pause(run: str, redis_url: str, roles: Sequence[str], mode: PauseMode, why: str, wait_s: float) -> int:
-    """Ask roles to pause until resumed."""
+    """Pause roles until they are resumed."""
     modes: dict[str, PauseMode] = {role: mode if role == "generator" else "keep" for role in roles}
     async with attach(run, redis_url) as attached:
         await existing(attached)
@@ -73,17 +73,17 @@ async def pause(run: str, redis_url: str, roles: Sequence[str], mode: PauseMode,
 
 
 async def resume(run: str, redis_url: str, roles: Sequence[str], wait_s: float) -> int:
-    """Let roles go on."""
+    """Resume roles."""
     async with attach(run, redis_url) as attached:
         await existing(attached)
         for role in roles:
             await attached.store.resume(role)
         left = await _left(attached, dict.fromkeys(roles, ""), wait_s)
-    return concluded(f"run {attached.name}: {', '.join(roles)} may go on{later(attached)}", left, wait_s)
+    return concluded(f"run {attached.name}: {', '.join(roles)} resumed{later(attached)}", left, wait_s)
 
 
 async def _left(attached: Attached, modes: Mapping[str, str], wait_s: float) -> list[str]:
-    """Pods that have not followed after `wait_s`."""
+    """Return the pods that have not complied after `wait_s`."""
     store, ttl_s = attached.store, attached.ttl_s
 
     async def look() -> list[str]:
@@ -93,21 +93,23 @@ async def _left(attached: Attached, modes: Mapping[str, str], wait_s: float) -> 
 
 
 async def stop(run: str, redis_url: str, why: str) -> int:
-    """Ask a run to end early."""
+    """End a run early."""
     async with attach(run, redis_url) as attached:
         state = await existing(attached)
         if state.finished:
-            raise ConsoleError(f"run {attached.name} has finished already: {state.finished}", EXIT_CONFIG)
+            raise ConsoleError(f"run {attached.name} has already finished: {state.finished}", EXIT_CONFIG)
         await attached.store.stop(why or f"{getpass.getuser()}, grpo stop")
-    print(f"run {attached.name}: the trainer finishes its step, saves and ends the run{later(attached)}")
+    print(f"run {attached.name}: stop requested: the trainer finishes its step, saves and ends the run{later(attached)}")
     return EXIT_OK
 
 
 async def existing(attached: Attached) -> RunState:
-    """The run's state. Raises `ConsoleError` when there is none."""
+    """Return the run's state. Raise `ConsoleError` when there is none."""
     state = await attached.store.state()
     if state is None:
-        raise ConsoleError(f"run {attached.name} does not exist in its Redis: it was never started, or was deleted", EXIT_CONFIG)
+        raise ConsoleError(
+            f"run {attached.name} does not exist in its Redis: it was never started, or it was deleted", EXIT_CONFIG
+        )
     return state
 
 
@@ -117,17 +119,19 @@ async def _last_step(attached: Attached) -> dict[str, float]:
 
 
 def roles(role: str, mode: PauseMode = "keep") -> tuple[str, ...]:
-    """The roles that `--role` means. Raises `ConsoleError` for one that there is not, or that has no such mode."""
+    """Return the roles that `--role` selects. Raise `ConsoleError` for an unknown role, or one without that mode."""
     if role != "all" and role not in ROLES:
         raise ConsoleError(f"--role {role} is not one of all, {', '.join(ROLES)}", EXIT_CONFIG)
     if mode != "keep" and role not in ("all", "generator"):
-        raise ConsoleError(f"--mode {mode} is for generators; a {role} halts between two steps: leave it out", EXIT_CONFIG)
+        raise ConsoleError(
+            f"--mode {mode} applies to generators only; {role} pauses between two steps: remove --mode", EXIT_CONFIG
+        )
     return ROLES if role == "all" else (role,)
 
 
 def later(attached: Attached) -> str:
-    """The end of a line about a wish, which a run that sleeps finds later."""
-    return "" if attached.live else "; it is not running now, and will find this when it goes on"
+    """Return the end of a message about a request, which a stopped run applies later."""
+    return "" if attached.live else "; the run is stopped and applies this when it resumes"
 
 
 def _show(attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float]) -> None:
@@ -137,7 +141,7 @@ def _show(attached: Attached, state: RunState, members: list[Member], last: Mapp
     from services.operations import figures
 
     console = Console(highlight=False)
-    mood = state.finished or (f"stopping: {state.stopping}" if state.stopping else "going on")
+    mood = state.finished or (f"stopping: {state.stopping}" if state.stopping else "running")
     console.print(f"[bold]{attached.name}[/bold]  {state.committed_step + 1}/{state.steps} steps  {mood}")
     for role, why in sorted(state.paused.items()):
         how = state.pause_modes.get(role, "keep")
@@ -155,13 +159,13 @@ def _show(attached: Attached, state: RunState, members: list[Member], last: Mapp
 
 
 def _generators(attached: Attached, state: RunState, members: list[Member]) -> str:
-    """How many generators there are, and how many are wanted."""
+    """Return a line with the numbers of running, draining and desired generators."""
     pods = [member.status for member in members if member.status.kind == "generator"]
     draining = sum(pod.phase == "draining" for pod in pods)
     wanted = attached.config.generator.count if state.scale.wanted is None and attached.config else state.scale.wanted
     why = f" ({state.scale.why})" if state.scale.why else ""
-    wish = "" if wanted is None else f", {wanted} wanted{why}"
-    return f"generators: {len(pods) - draining} there{f', {draining} draining' if draining else ''}{wish}"
+    wish = "" if wanted is None else f", {wanted} desired{why}"
+    return f"generators: {len(pods) - draining} running{f', {draining} draining' if draining else ''}{wish}"
 
 
 def _show_evaluation(evaluation: EvaluationState, last: Mapping[str, float]) -> None:
@@ -177,5 +181,5 @@ def _show_evaluation(evaluation: EvaluationState, last: Mapping[str, float]) -> 
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON that is safe to look at."""
+    """Print a value as JSON that is safe for a terminal."""
     print(safe_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))

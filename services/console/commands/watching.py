@@ -1,4 +1,4 @@
-"""Commands that look at a run and change nothing: status, web, audit, checkpoints."""
+"""Commands that only read a run: status, web, audit, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> in
 def web(
     run: Run = "",
     redis_url: RedisUrl = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to serve it on; default: web.host.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on; default: web.host.")] = "",
 ) -> int:
-    """Show a run in a browser: the same as status and inspect, live, with charts and buttons.
+    """Serve the web console of a run: what status and inspect show, live, with charts and controls.
 
-    It prints the address and serves the page until Ctrl-C. Buttons need the run's token.
+    It prints the address and serves the page until Ctrl-C. The controls need the run's token.
     """
     from services.console.commands import web as page
 
@@ -35,7 +35,7 @@ def web(
 def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Account for every ticket of a run.
 
-    The run may be live, stopped or finished; exit code 1 says that a ticket was lost or doubled, or that slots leak.
+    The run may be running, stopped or finished. Exit code 1: a ticket was lost or duplicated, or slots leak.
     """
     from services.console.commands import verbs
 
@@ -45,11 +45,11 @@ def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int
 def checkpoints(
     run: Run = "",
     as_json: Json = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare every byte.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and verify its checksum.")] = False,
 ) -> int:
-    """List the checkpoints of a run, from its folder alone.
+    """List the checkpoints of a run, from its folder.
 
-    Exit code 1 says that one cannot be taken up; --verify finds damage in files.
+    Exit code 1: a checkpoint cannot be loaded. --verify also finds damaged files.
     """
     from services.console.commands import checkpoints as verbs
 

@@ -1,4 +1,4 @@
-"""`grpo web`: the console of a run as a web page, for as long as the command runs."""
+"""Implements `grpo web`, which serves the web console of a run while the command runs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ async def web(run: str, redis_url: str, host: str, port: int) -> int:
 
     async with attach(run, redis_url) as attached:
         if attached.config is None or attached.folder is None:
-            raise ConsoleError(f"run {attached.name}: grpo web needs its folder, which is not here", EXIT_CONFIG)
+            raise ConsoleError(f"run {attached.name}: grpo web needs its folder, which is not on this machine", EXIT_CONFIG)
         await existing(attached)
         config = _here(attached.config, attached.folder, host, port)
         if not attached.live:
-            print(f"run {attached.name} is not running; its Redis is up for as long as this command", flush=True)
+            print(f"run {attached.name} is not running; its Redis is started while this command runs", flush=True)
 
         def say(url: str) -> None:
-            print(f"run {attached.name}: {url} (Ctrl-C ends)", flush=True)
-            print(f"to operate it there, give it the token in {config.api.token_file}", flush=True)
+            print(f"run {attached.name}: {url} (Ctrl-C to quit)", flush=True)
+            print(f"to control the run there, enter the token in {config.api.token_file}", flush=True)
 
         await show(config, attached.store, say, _interrupted())
     return EXIT_OK
 
 
 def _here(config: RunConfig, folder: RunFolder, host: str, port: int) -> RunConfig:
-    """The configuration with the page's address, and the folder where it lies now."""
+    """Return the configuration with the page's address and the folder's present location."""
     return config.model_copy(
         update={
             "web": config.web.model_copy(update={"host": host or config.web.host, "port": port}),
@@ -43,7 +43,7 @@ def _here(config: RunConfig, folder: RunFolder, host: str, port: int) -> RunConf
 
 
 def _interrupted() -> asyncio.Event:
-    """Set by Ctrl-C or SIGTERM."""
+    """Return an event that Ctrl-C or SIGTERM sets."""
     told = asyncio.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(sig, told.set)
