@@ -1,4 +1,4 @@
-"""Implements `grpo status`, `audit`, `pause`, `resume` and `stop`. Each verb reads or controls one run and returns the exit code."""
+"""Implements `grpo status`, `audit`, `pause`, `resume` and `stop`. Each verb returns the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo inspect` and `grpo replay`: each one look into a run, straight from its Redis. Returns the exit code."""
+"""Implements `grpo inspect` and `grpo replay`, which read a run directly from its Redis. Each verb returns the exit code."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from services.operations.inspection.text import TextReader
 from services.protocol.errors import NotFound
 from services.store.calls.inspection import Sort
 
-PIPE_COLUMNS = 200  # width of what no terminal shows
+PIPE_COLUMNS = 200  # width of output that does not go to a terminal
 
 
 @contextlib.asynccontextmanager
 async def _looking(run: str, redis_url: str) -> AsyncIterator[Attached]:
-    """A run that exists; what is not in it is an error of one line."""
+    """Attach to an existing run, and report anything not found in it as a one-line error."""
     async with attach(run, redis_url) as attached:
         await existing(attached)
         try:
@@ -39,7 +39,7 @@ async def _looking(run: str, redis_url: str) -> AsyncIterator[Attached]:
 
 
 async def buffer(run: str, redis_url: str, sort: Sort, reverse: bool, offset: int, limit: int, as_json: bool) -> int:
-    """Show the replay table and a page of its groups."""
+    """Show the replay buffer and a page of its groups."""
     async with _looking(run, redis_url) as attached:
         found = await inspect_buffer(attached.store, sort, offset, limit, reverse)
     _show(found, tables.buffer_table(found), as_json)
@@ -47,7 +47,7 @@ async def buffer(run: str, redis_url: str, sort: Sort, reverse: bool, offset: in
 
 
 async def group(run: str, redis_url: str, ticket: str, offset: int, limit: int, as_json: bool) -> int:
-    """Show a group, where it is and what is in it."""
+    """Show where a group is and what it contains."""
     async with _looking(run, redis_url) as attached:
         config = attached.config
         reader = TextReader(config.model.path if config else None)
@@ -57,7 +57,7 @@ async def group(run: str, redis_url: str, ticket: str, offset: int, limit: int, 
 
 
 async def step(run: str, redis_url: str, number: int, offset: int, limit: int, as_json: bool) -> int:
-    """Show a step's plan, or its metrics once the plan is gone."""
+    """Show a step's plan, or its metrics once the plan is deleted."""
     async with _looking(run, redis_url) as attached:
         row_tokens = attached.config.trainer.row_tokens if attached.config else None
         found = await inspect_step(attached.store, number, row_tokens, offset, limit)
@@ -77,7 +77,7 @@ async def ledger(run: str, redis_url: str, as_json: bool) -> int:
 
 
 async def dead_letters(run: str, redis_url: str, limit: int, before: str, as_json: bool) -> int:
-    """List dead letters, the last one first."""
+    """List dead letters, the newest first."""
     async with _looking(run, redis_url) as attached:
         found = await deadletters.inspect_dead_letters(attached.store, limit, before)
     _show(found, tables.dead_letters_table(found), as_json)
@@ -85,7 +85,7 @@ async def dead_letters(run: str, redis_url: str, limit: int, before: str, as_jso
 
 
 async def dead_letter(run: str, redis_url: str, id: str, as_json: bool) -> int:
-    """Show what is in a dead letter."""
+    """Show the contents of a dead letter."""
     async with _looking(run, redis_url) as attached:
         found = await deadletters.inspect_dead_letter(attached.store, id)
     _show(found, tables.dead_letter_table(found), as_json)
@@ -93,17 +93,17 @@ async def dead_letter(run: str, redis_url: str, id: str, as_json: bool) -> int:
 
 
 async def requeue(run: str, redis_url: str, ids: Sequence[str], everything: bool, reason: str, as_json: bool) -> int:
-    """Put dead letters back; exit code 1 when none could be."""
+    """Requeue dead letters. Return exit code 1 when none could be."""
     if (bool(ids), everything, bool(reason)).count(True) != 1:
         raise ConsoleError(
-            "give either ids of dead letters (see grpo inspect deadletter), or --reason TEXT, or --all", EXIT_CONFIG
+            "give exactly one of: ids of dead letters (see grpo inspect deadletter), --reason TEXT, --all", EXIT_CONFIG
         )
     async with _looking(run, redis_url) as attached:
         state = await existing(attached)
         found = await deadletters.requeue(attached.store, ids or None, reason)
         if state.ended and not found.requeued:
             over = state.finished or f"stopping: {state.stopping}"
-            raise ConsoleError(f"run {attached.name} issues no more tickets ({over}): nothing can be requeued", EXIT_CONFIG)
+            raise ConsoleError(f"nothing can be requeued: run {attached.name} no longer issues tickets ({over})", EXIT_CONFIG)
     if as_json:
         _show(found, "", True)
     else:
@@ -120,6 +120,6 @@ def _show(answer: Answer, table: RenderableType, as_json: bool) -> None:
 
 
 def console() -> Console:
-    """For tables: as wide as the terminal, or wide where there is none."""
+    """Return a console for tables, as wide as the terminal or, without one, `PIPE_COLUMNS`."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if known else PIPE_COLUMNS, highlight=False, markup=False, emoji=False)

@@ -1,4 +1,4 @@
-"""What shows a run to a person: a screen (screen.py) or lines (plain.py). The launcher knows no more of it than this."""
+"""The interface between the launcher and what shows a run to a person: a screen (screen.py) or lines (plain.py)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from services.operations.observe import Look
 
 
 class Display(Protocol):
-    """What shows the run to a person."""
+    """Shows the run to a person."""
 
     def event(self, text: str) -> None:
-        """Something happened."""
+        """Show an event."""
         ...
 
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Steps were recorded."""
+        """Show newly recorded steps."""
         ...
 
     def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
-        """A look was taken; `waiting`: seconds until a dead child starts again."""
+        """Show the latest observation. `waiting`: seconds until each dead child is restarted."""
         ...

@@ -1,7 +1,7 @@
-"""The run's folder: what lies where, and whose it is.
+"""The run's folder: its paths, and the configuration that it belongs to.
 
-Guarantees: a folder belongs to one configuration; another one is refused with what differs and the remedy; only a folder
-that holds a run is ever deleted; secrets are readable by their owner alone.
+Guarantees: a folder belongs to one configuration; a different one is refused, with the differences and the remedy; only a
+folder that holds a run is ever deleted; secrets are readable only by their owner.
 """
 
 from __future__ import annotations
@@ -27,70 +27,70 @@ class RunFolder:
     """Paths under `run.dir/run.name`."""
 
     path: Path
-    given: Path | None = None  # where the configuration lies, if not in the folder
+    given: Path | None = None  # path of the configuration, if it is not in the folder
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFolder:
-        """The folder of a run."""
+        """Return the folder of a run."""
         return cls(Path(config.run.dir) / config.run.name)
 
     @property
     def config(self) -> Path:
-        """The resolved configuration that services read."""
+        """Path of the resolved configuration that services read."""
         return self.given or self.path / "config.toml"
 
     @property
     def redis(self) -> Path:
-        """Data of the run's own server."""
+        """Data folder of the run's own Redis server."""
         return self.path / "redis"
 
     @property
     def token(self) -> Path:
-        """Bearer token of the REST endpoints, for all they do."""
+        """File with the bearer token for full access to the REST endpoints."""
         return self.path / "api-token"
 
     @property
     def read_token(self) -> Path:
-        """Bearer token of the REST endpoints, to look alone."""
+        """File with the bearer token for read-only access to the REST endpoints."""
         return self.path / "api-read-token"
 
     @property
     def redis_password(self) -> Path:
-        """Password that came inside a Redis address."""
+        """File with the password that was part of the Redis address."""
         return self.path / "redis-password"
 
     @property
     def logs(self) -> Path:
-        """One file a pod."""
+        """Folder with one log file per pod."""
         return self.path / "logs"
 
     @property
     def metrics(self) -> Path:
-        """One line a step."""
+        """File with one line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """One line an evaluation round."""
+        """File with one line per evaluation round."""
         return self.path / "evaluations.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """What the trainer goes on from."""
+        """Folder of the checkpoints that the trainer resumes from."""
         return self.path / "checkpoints"
 
     @property
     def summary(self) -> Path:
-        """What came of it."""
+        """File with the results of the run."""
         return self.path / "summary.json"
 
     @property
     def report(self) -> Path:
-        """The picture."""
+        """Image with charts of the run."""
         return self.path / "report.png"
 
     def held(self) -> RunConfig | None:
-        """The configuration of the run in it, if there is one. Raises `ConsoleError` when this version cannot read it."""
+        """Return the configuration of the run in the folder, if any. Raise `ConsoleError` if this version cannot read it."""
         if not self.config.exists():
             return None
         try:
@@ -99,23 +99,25 @@ class RunFolder:
             raise ConsoleError(self._refusal(f"a configuration that this version cannot read ({error})"), EXIT_CONFIG) from None
 
     def check(self, config: RunConfig) -> bool:
-        """Whether the folder already holds this very run. Raises `ConsoleError` when it holds another."""
+        """Return whether the folder already holds this run. Raise `ConsoleError` if it holds a different one."""
         if (held := self.held()) is None:
             return False
         if digest(held) != digest(config):
-            raise ConsoleError(self._refusal(f"a run of another configuration: {_differences(held, config)}"), EXIT_CONFIG)
+            raise ConsoleError(self._refusal(f"a run with another configuration: {_differences(held, config)}"), EXIT_CONFIG)
         return True
 
     def _refusal(self, what: str) -> str:
         return f"{self.path} holds {what}; choose another run.name, or delete it with --fresh"
 
     def clear(self) -> None:
-        """Delete the run, the lock apart. Refuses a folder with other things than a run in it."""
+        """Delete the run, except for the lock. Refuse a folder that holds anything but a run."""
         things = [entry for entry in self.path.iterdir() if entry.name != "lock"]
         if things and not self.config.exists():
             names = ", ".join(sorted(entry.name for entry in things)[:SHOWN])
-            raise ConsoleError(f"{self.path} is not deleted: it holds no run (no config.toml) but {names}", EXIT_CONFIG)
-        # The configuration goes last, so that a deletion cut short can be repeated.
+            raise ConsoleError(
+                f"{self.path} was not deleted: it holds {names} but no run (no config.toml); delete it by hand", EXIT_CONFIG
+            )
+        # Delete the configuration last, so that an interrupted deletion can be repeated.
         for entry in sorted(things, key=lambda entry: entry == self.config):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
@@ -138,7 +140,7 @@ def resolve(
     backend: str = "",
     web_port: int = 0,
 ) -> RunConfig:
-    """The configuration services are given: where Redis, the secrets and the trainer's host are on this machine."""
+    """Return the configuration that services receive, with Redis, the secrets and the trainer's host on this machine."""
     redis = {
         "url": redis_url or config.redis.url,
         "password_file": password_file or config.redis.password_file,
@@ -160,21 +162,21 @@ def resolve(
 
 
 def check_redis(config: RunConfig, url: str) -> None:
-    """Refuse keys of `[redis]` that nothing reads with the server at `url`, or with the run's own where that is empty."""
+    """Refuse keys of `[redis]` that have no effect on the server at `url` or, if that is empty, on the run's own server."""
     own = not url
     for key in ("password_file", "users_dir", "ca_file", "payload_shards") if own else ("appendfsync",):
         value, default = getattr(config.redis, key), Redis.model_fields[key].default
         if value != default:
             why = (
-                "without redis.url, as the run starts a server of its own: set that"
+                "without redis.url, because the run starts its own server: set redis.url"
                 if own
                 else f"on the server at {url}: set it there"
             )
-            raise ConfigError(f"redis.{key} = {value!r} has no effect {why}, or remove it, or set its default, {default!r}")
+            raise ConfigError(f"redis.{key} = {value!r} has no effect {why}, or remove the key (default: {default!r})")
 
 
 def split_password(url: str) -> tuple[str, str]:
-    """A Redis address without its password, and the password: addresses are shown, passwords are not."""
+    """Split a Redis address into the address without password, which may be shown, and the password, which may not."""
     parts = urlsplit(url)
     if not parts.password:
         return url, ""
@@ -186,7 +188,7 @@ def split_password(url: str) -> tuple[str, str]:
 def _differences(held: RunConfig, asked: RunConfig) -> str:
     old, new = (_flat(config.model_dump(mode="json", exclude=CARRIED_OUT)) for config in (held, asked))
     keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    shown = [f"{key} is {old.get(key)!r} there, {new.get(key)!r} here" for key in keys[:SHOWN]]
+    shown = [f"{key} is {old.get(key)!r} there and {new.get(key)!r} here" for key in keys[:SHOWN]]
     return "; ".join(shown) + (f"; and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
 
 

@@ -1,8 +1,8 @@
-"""The one-machine launcher: keeps a run's services and its Redis server alive until the run is over.
+"""The one-machine launcher, which keeps a run's services and its Redis server alive until the run ends.
 
-Guarantees: a service that dies is started again, or the run ends with the reason (supervision.py); nobody is started again
-once the run is finished or was asked to stop; when `run` returns, no service of the run is left. There are as many generators
-as are wanted (plan.py): new ones start, the last ones drain, which is no death.
+Guarantees: a service that dies is restarted, or the run ends with the reason (supervision.py). Nothing is restarted once the
+run has finished or is stopping. When `run` returns, no service of the run is left. The number of generators follows the
+desired number (plan.py): new ones start, surplus ones drain, and draining does not count as a death.
 Waits for: services, the run's state, signals. Unblocked by: a tick of `TICK_S`; no wait is longer.
 """
 
@@ -27,8 +27,8 @@ from services.protocol.errors import StoreError
 from services.runtime.child_processes import ChildService, ServicePlan
 
 TICK_S = 0.1
-OWN_END_S = 25.0  # how long services may take to end by themselves once the run is finished
-WAIT_TOLD_S = 3.0  # after which a wait for them is told: most ends take less
+OWN_END_S = 25.0  # time for services to exit on their own once the run has finished
+WAIT_TOLD_S = 3.0  # a longer wait for them is reported; most exit sooner
 REDIS_ATTEMPTS = 5
 
 
@@ -42,39 +42,39 @@ class LaunchOutcome:
 
 
 class Launcher:
-    """Supervises the children of `plan`, which gives those of a run with so many generators; `count` and `most` bound these."""
+    """Supervises the children that `plan` returns for a number of generators."""
 
     def __init__(
         self, plan: Callable[[int], Sequence[ServicePlan]], count: int, most: int | None, observer: Observer, mirror: Mirror,
         evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
         server: RedisServer | None,
     ) -> None:  # fmt: skip
-        """`count`: generators as long as nobody wants another number. `most`: those there is room for; None: no bound."""
+        """`count`: number of generators until another is requested. `most`: the most that the GPUs allow; None: no bound."""
         self.observer, self.display, self.server = observer, display, server
         self.mirror, self.evaluations = mirror, evaluations
         self._plan, self._count, self._most = plan, count, most
         self._logs, self._environ, self._lock_fd = logs, environ, lock_fd
         self.children: list[ChildService] = []
         self.restarts = {"redis": 0} if server else {}
-        self._generators = -1  # wanted when that was last looked at
+        self._generators = -1  # desired number at the last check
         self._records: dict[str, supervision.Record] = {}
-        self._died: dict[str, float] = {}  # child -> when it was seen dead, until that is decided upon
-        self._due: dict[str, float] = {}  # child -> when it starts again
+        self._died: dict[str, float] = {}  # child -> when it was seen dead, until the decision what to do
+        self._due: dict[str, float] = {}  # child -> when it is restarted
         self._redis_failures = 0
         self._outcome: LaunchOutcome | None = None
         self._signals = 0
-        self._resumed = ""  # what the trainer last said of how it took the run up
+        self._resumed = ""  # the trainer's last message about how it resumed the run
         self._quit = asyncio.Event()
 
     def interrupt(self) -> None:
-        """Ctrl-C or SIGTERM: stop in order; the second time, at once."""
+        """Handle Ctrl-C or SIGTERM: stop cleanly; on the second one, immediately."""
         self._signals += 1
         if self._signals == 1:
             self._outcome = self._outcome or LaunchOutcome("stopped", "stopped", EXIT_STOPPED)
-            self.display.event("stopping: services finish what they do (again: end them at once)")
+            self.display.event("stopping: services finish their current work (press Ctrl-C again to kill them)")
 
     async def run(self) -> LaunchOutcome:
-        """Start everything and see it through to the end."""
+        """Start everything and supervise it to the end."""
         looking = asyncio.create_task(self._look())
         try:
             while self._outcome is None:
@@ -90,7 +90,7 @@ class Launcher:
             for child in self.children:
                 child.kill()
             self._quit.set()
-            await asyncio.wait([looking])  # not cancelled: a look is short, and a client may swallow the cancellation
+            await asyncio.wait([looking])  # not cancelled: it is short, and a client may swallow the cancellation
         for look in await self.observer.look_to_the_end():
             self._take_in(look)
         return self._outcome
@@ -107,7 +107,7 @@ class Launcher:
             if look is not None:
                 self._take_in(look)
             if self.observer.fault and not silent and self.server is None:
-                self.display.event(f"Redis does not answer: {self.observer.fault}")
+                self.display.event(f"Redis does not respond: {self.observer.fault}")
             silent = self.observer.fault
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._quit.wait(), LOOK_EVERY_S)
@@ -115,7 +115,7 @@ class Launcher:
     def _take_in(self, look: Look) -> None:
         resumed = look.state.resumed if look.state else ""
         if resumed not in ("", self._resumed):
-            self.display.event(f"the trainer took the run up: {resumed}")
+            self.display.event(f"trainer: {resumed}")
         self._resumed = resumed
         self.display.steps(self.mirror.add(look.records))
         self.evaluations.outlive(self.mirror)
@@ -136,17 +136,17 @@ class Launcher:
             return
         self._redis_failures = 0
         self.restarts["redis"] += 1
-        self.display.event("Redis died and was started again, with its state")
+        self.display.event("Redis died and was restarted with its data")
 
     def _rescale(self) -> None:
-        """Start missing children and drain surplus ones. A child that still drains comes back once it has ended."""
+        """Start missing children and drain surplus ones. A child that is draining is started again only after it exits."""
         generators, refusal = wanted_generators(self.observer.last.state, self._count, self._most)
         plans = {plan.name: plan for plan in self._plan(generators)}
         if generators != self._generators:
             if refusal:
                 self.display.event(refusal)
             elif self._generators >= 0:
-                self.display.event(f"{generators} generators are wanted, there were {self._generators}")
+                self.display.event(f"desired generators changed from {self._generators} to {generators}")
             self._generators = generators
         for child in [child for child in self.children if child.name not in plans and not child.retired]:
             self._due.pop(child.name, None)
@@ -160,17 +160,18 @@ class Launcher:
             child.start(self._environ, self._lock_fd)
 
     def _see_off(self, child: ChildService) -> None:
-        """Of a child that was retired: forget it when it has ended, kill it when it does not."""
+        """Forget a retired child once it has exited, and kill it when it is overdue."""
         if child.overdue:
             self._kill(child)
         if child.alive:
             return
-        child.kill()  # what it has started
+        child.kill()  # also its child processes
         self.children.remove(child)
         self._died.pop(child.name, None)
         codes = child.codes
-        how = "has drained" if all(code == EXIT_OK for code in codes) else supervision.account(codes)
-        self.display.event(f"{child.name} {how} and is gone")
+        drained = all(code == EXIT_OK for code in codes)
+        how = "drained and exited" if drained else f"{supervision.account(codes)} while draining"
+        self.display.event(f"{child.name} {how}")
 
     def _keep(self, child: ChildService) -> None:
         if self._outcome is not None:
@@ -190,7 +191,7 @@ class Launcher:
             return
         died = self._died.setdefault(child.name, now)
         verdict = any(code in supervision.FINAL for code in codes)
-        # Whether the run was over when the child ended is known from a look begun after that.
+        # Only an observation that began after the child's end can say whether the run had already finished.
         if not verdict and self.observer.last.at <= died:
             return
         del self._died[child.name]
@@ -216,11 +217,11 @@ class Launcher:
         self._due[child.name] = now + decision.pause_s
         account = supervision.account(codes)
         self.display.event(
-            f"{pod.name} {account}{f': {said}' if said else ''}; {child.name} starts again in {decision.pause_s:g} s"
+            f"{pod.name} {account}{f': {said}' if said else ''}; restarting {child.name} in {decision.pause_s:g} s"
         )
 
     async def _end(self, outcome: LaunchOutcome, looking: asyncio.Task[None]) -> None:
-        """See every child to its end: by itself when the run is finished, asked otherwise, killed past its limit."""
+        """Wait for every child to exit: on its own if the run has finished, otherwise on request; kill it past its limit."""
         self._due.clear()
         asked, told = outcome.status != "finished", False
         began = time.monotonic()
@@ -230,15 +231,17 @@ class Launcher:
             self._see_out()
         while self._left():
             await self._tick(looking)
-            self._keep_redis()  # a trainer that saves needs it
+            self._keep_redis()  # the trainer needs it to save
             waited = time.monotonic() - began
             if self._signals > 1:
                 return
             if not (asked or told) and waited > WAIT_TOLD_S and (left := ", ".join(self._left())):
-                self.display.event(f"the run is over; waiting up to {OWN_END_S:g} s for {left} to end (Ctrl-C: no longer)")
+                self.display.event(
+                    f"the run has finished; waiting up to {OWN_END_S:g} s for {left} to exit (Ctrl-C to stop waiting)"
+                )
                 told = True
             if not asked and (waited > OWN_END_S or self._signals):
-                self.display.event(f"still running after the end: {', '.join(self._left())}; asked to stop")
+                self.display.event(f"still running after the end of the run: {', '.join(self._left())}; terminating them")
                 self._terminate()
                 asked, began = True, time.monotonic()
             for child in self.children:
@@ -246,7 +249,7 @@ class Launcher:
                     self._kill(child)
 
     def _see_out(self) -> None:
-        """Ask those to end that do not with the run."""
+        """Terminate the children that do not exit when the run finishes."""
         for child in self.children:
             if child.plan.stays:
                 child.terminate()
@@ -259,5 +262,5 @@ class Launcher:
             child.terminate()
 
     def _kill(self, child: ChildService) -> None:
-        self.display.event(f"{child.name} did not stop within {child.plan.stop_s:g} s and is killed")
+        self.display.event(f"{child.name} did not stop within {child.plan.stop_s:g} s: killing it")
         child.kill()

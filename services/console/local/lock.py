@@ -1,7 +1,7 @@
-"""One run folder, one run at a time.
+"""A lock that allows one run at a time per run folder.
 
-Guarantees: the lock is held as long as the console or any service it started lives, because services inherit it; the
-kernel gives it back when the last of them dies, however it dies. A second taker learns who holds it.
+Guarantees: the lock is held while the console or any service that it started lives, because services inherit it. The kernel
+releases it when the last of them exits, for whatever reason. A process that cannot take the lock learns which process holds it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 POLL_S = 0.1
-GLANCE_S = 0.5  # `grpo status` holds the lock for an instant; who wants it for longer waits that out
+GLANCE_S = 0.5  # `grpo status` holds the lock briefly; other commands wait this long for it
 
 
 class InUse(Exception):
@@ -21,10 +21,10 @@ class InUse(Exception):
 
 
 class FolderLock:
-    """The lock `folder/lock`. Use as a context manager; `fd` is to be passed to child processes."""
+    """The lock `folder/lock`. Use it as a context manager, and pass `fd` to child processes."""
 
     def __init__(self, folder: Path, patience_s: float = 0.0) -> None:
-        """`patience_s`: how long to wait for services of a console that has died to come to their end."""
+        """`patience_s`: seconds to wait for the services of a dead console to exit."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.path = folder / "lock"
@@ -65,16 +65,16 @@ class FolderLock:
         owner, holders = self._owner(), _holders(self.path)
         if self._owner_lives() or not holders:
             return f"process {owner or 'unknown'}"
-        return f"services of process {owner}, which has died: process {', '.join(map(str, holders))}; end them first"
+        return f"processes left behind by process {owner}, which died: {', '.join(map(str, holders))}"
 
 
 def _holders(path: Path) -> list[int]:
-    """Processes that have the file open, this one left out. Empty where /proc does not tell."""
+    """Return the other processes that have the file open. Empty where /proc is not available."""
     wanted, found = os.path.realpath(path), []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if int(entry.name) != os.getpid() and any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
                 found.append(int(entry.name))
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # it has exited, or belongs to another user
             continue
     return sorted(found)

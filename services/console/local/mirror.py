@@ -1,8 +1,8 @@
-"""What a run records, as files: `metrics.jsonl`, one JSON object a step, and `evaluations.jsonl`, one an evaluation round.
+"""Mirrors a run's records to files: `metrics.jsonl`, one JSON object per step, and `evaluations.jsonl`, one per round.
 
-Guarantees: each step and each round stands in its file exactly once, in the order it was recorded, whatever
-happened to the console in between: a torn last line is cut off, and what is there already is passed over. When the run was taken
-back to a checkpoint, what it records anew takes the place of what it had recorded from there on (services/operations/history.py).
+Guarantees: each step and each evaluation round is in its file exactly once, in the order recorded, even if the console died in
+between: a torn last line is removed, and records already written are skipped. After a run is restored to a checkpoint, its new
+records replace the old ones from that step on (services/operations/history.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["EVALUATED", "Mirror"]
 
 
 class Mirror:
-    """Writes records, numbered by `key`, to `path` and remembers which are there."""
+    """Writes records, numbered by `key`, to `path`, and skips those already written."""
 
     def __init__(self, path: Path, key: str = STEP) -> None:
         self._key, self._path = key, path
@@ -33,11 +33,11 @@ class Mirror:
 
     @property
     def rows(self) -> dict[int, dict[str, float]]:
-        """The records that are there, by number."""
+        """The records written, by number."""
         return self._history.rows
 
     def add(self, records: Iterable[dict[str, float]]) -> list[dict[str, float]]:
-        """Append the records whose number is not there yet; returns them."""
+        """Append the records whose number is new, and return them."""
         added = []
         for record in records:
             new, forgot = self._history.add(record)
@@ -50,7 +50,7 @@ class Mirror:
         return added
 
     def outlive(self, steps: Mirror) -> None:
-        """Take out the evaluation rounds whose versions `steps` made anew."""
+        """Remove the evaluation rounds of policy versions that `steps` has replaced."""
         if self._history.outlive(steps._history):
             self._write_anew()
 

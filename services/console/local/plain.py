@@ -1,4 +1,4 @@
-"""A run as plain lines: one a step, one an event. For pipes, logs and `--no-screen`."""
+"""Shows a run as plain lines, one per step and per event, for pipes, logs and `--no-screen`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.operations.observe import Look
 
 
 class PlainDisplay:
-    """Prints to standard output, each line at once."""
+    """Prints to standard output, flushing each line."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -34,10 +34,10 @@ class PlainDisplay:
             _print(step_line(row, self._steps, left_s(self._rows, self._steps)))
 
     def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
-        """Lines have nothing to redraw."""
+        """Do nothing: plain lines are never redrawn."""
 
 
 def _print(line: str) -> None:
-    """A reader that went away (`grpo run … | head`) must not end the run."""
+    """Print a line. A closed pipe (`grpo run … | head`) must not end the run."""
     with contextlib.suppress(OSError):
         print(line, flush=True)

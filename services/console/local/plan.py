@@ -1,7 +1,7 @@
-"""Which processes a run on this machine consists of, and which GPUs each may see. Pure.
+"""Plans the processes of a run on this machine, and the GPUs that each may use. Pure.
 
-Guarantees: trainer ranks get the first GPUs, generators those after them; nobody shares a GPU unless there are too few
-and weights travel by gloo, as two NCCL members cannot be on one GPU.
+Guarantees: trainer ranks get the first GPUs and generators the next ones. Generators share GPUs only if there are too few and
+weights travel by gloo, because two NCCL members cannot use the same GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.runtime.child_processes import STOP_S, ProcessPlan, ServicePlan, rank_environment
 from services.store.records import RunState
 
-TRAINER_STOP_S = 30.0  # a trainer that was asked to stop finishes its step and saves
+TRAINER_STOP_S = 30.0  # time for a stopping trainer to finish its step and save
 
 
 def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -> list[ServicePlan]:
-    """The children of a run; `gpus` are the devices' names for CUDA_VISIBLE_DEVICES, none on a CPU machine.
+    """Return the children of a run. `gpus`: names of the devices for CUDA_VISIBLE_DEVICES; empty on a CPU machine.
 
-    A child's plan does not depend on generator.count, so that a run grows and shrinks by its last generators.
+    A child's plan does not depend on generator.count, so scaling only adds or removes the last generators.
     """
     ranks, tensor_parallel = config.trainer.ranks, config.generator.tensor_parallel
     sharing(config, gpus)  # refuses what does not fit
@@ -30,7 +30,7 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
     def visible(first: int, count: int) -> dict[str, str]:
         if not gpus:
             return {}
-        chosen = [gpus[(first + i) % len(gpus)] for i in range(count)]  # round about only where they may be shared
+        chosen = [gpus[(first + i) % len(gpus)] for i in range(count)]  # wraps around only where GPUs may be shared
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
 
     def pod(kind: str, name: str, environ: Mapping[str, str]) -> ProcessPlan:
@@ -57,63 +57,66 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
 
 
 def most_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
-    """As many generators as there are GPUs for; None: no bound, on CPUs and where weights travel through host memory, as GPUs are
-    shared."""
+    """Return the most generators that the GPUs allow.
+
+    None: no bound, on CPUs and where weights travel through host memory, because generators then share GPUs.
+    """
     if not gpus or config.sync.backend in ("gloo", "filesystem") or sharing(config, gpus):
         return None
     return (len(gpus) - config.trainer.ranks) // config.generator.tensor_parallel
 
 
 def wanted_generators(state: RunState | None, count: int, most: int | None) -> tuple[int, str]:
-    """How many generators there are to be, and why not as many as are wanted (empty: as many).
+    """Return the number of generators to run, and why it is lower than the desired number (empty: it is not).
 
-    `count`: as long as nobody wants another number. `most`: those there is room for; the wish may come from a larger machine.
+    `count`: the number until another is requested. `most`: the most that the GPUs allow; the desired number may have been set
+    on a larger machine.
     """
     wanted = count if state is None or state.scale.wanted is None else state.scale.wanted
     if most is None or wanted <= most:
         return wanted, ""
-    return most, f"{wanted} generators are wanted, and there are GPUs for {most}"
+    return most, f"{wanted} generators desired, but there are GPUs for only {most}"
 
 
 def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:
-    """Whether generators share GPUs with others, for want of GPUs. Raises `ConsoleError` where that cannot work."""
+    """Return whether generators must share GPUs because there are too few. Raise `ConsoleError` where that cannot work."""
     ranks, tensor_parallel = config.trainer.ranks, config.generator.tensor_parallel
     wanted = ranks + config.generator.count * tensor_parallel
     if not gpus or wanted <= len(gpus):
         return False
     if max(ranks, tensor_parallel) > len(gpus):
         raise ConsoleError(
-            f"trainer.ranks = {ranks} and generator.tensor_parallel = {tensor_parallel} need as many GPUs each, "
-            f"and this machine shows {len(gpus)}: lower them",
+            f"trainer.ranks = {ranks} and generator.tensor_parallel = {tensor_parallel} each need that many GPUs, "
+            f"but this machine has {len(gpus)}: lower them",
             EXIT_CONFIG,
         )
     if config.sync.backend == "nccl":
         raise ConsoleError(
-            f"the run wants {wanted} GPUs and this machine shows {len(gpus)}; generators can share GPUs with "
-            'sync.backend = "gloo" only, not "nccl": set it, or lower trainer.ranks or generator.count',
+            f"the run needs {wanted} GPUs but this machine has {len(gpus)}, and generators cannot share GPUs with "
+            'sync.backend = "nccl": set it to "gloo", or lower trainer.ranks or generator.count',
             EXIT_CONFIG,
         )
     return True
 
 
 def forced_backend(config: RunConfig, gpus: Sequence[str]) -> str:
-    """`gloo` where generators share GPUs and nobody said how weights are to travel, as `auto` would take NCCL; else empty."""
+    """Return `gloo` if generators share GPUs and sync.backend is `auto`, which would choose NCCL; else empty."""
     return "gloo" if sharing(config, gpus) and config.sync.backend == "auto" else ""
 
 
 def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequence[str]) -> dict[str, str]:
-    """What every service inherits. Configuration comes from the file alone, so overrides for the console are left out."""
+    """Return the environment of every service. It omits `GRPO__` overrides, because services read only the file."""
     common = {name: value for name, value in environ.items() if not name.startswith("GRPO__")}
     common.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not gpus:
         common.setdefault("OMP_NUM_THREADS", "1")  # generators, trainer and verifiers share the cores
     if Path(config.model.path).is_dir():
-        common.setdefault("HF_HUB_OFFLINE", "1")  # nothing to fetch, so no waiting for a network
+        common.setdefault("HF_HUB_OFFLINE", "1")  # nothing to download, so do not wait for the network
     return common
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them, found without importing torch."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, without importing torch."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
     try:

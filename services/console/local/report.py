@@ -1,7 +1,7 @@
-"""The picture of a run, `report.png`: reward, staleness, throughput and completion length over steps.
+"""Draws `report.png`: reward, staleness, throughput and completion length over the steps of a run.
 
-Guarantees: a step or a key that `metrics.jsonl` lacks leaves a gap or a note in its panel, never an error; the picture is
-there whole or not at all.
+Guarantees: a step or key missing from `metrics.jsonl` leaves a gap or a note in its panel, never an error; the file is written
+atomically.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-# Colours that stay apart for colour-blind readers and in grey print (after Okabe and Ito, darkened a little).
+# Colours that colour-blind readers can tell apart, also in grey print (after Okabe and Ito, slightly darkened).
 BLUE, ORANGE, GREEN, GREY, INK = "#1f6fb4", "#d9822b", "#2a8c6d", "#9aa3ad", "#2b2f36"
 
 
 def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> None:
-    """Draw `out` (PNG) from `metrics_path`, one JSON object a step.
+    """Draw `out` (PNG) from `metrics_path`, which holds one JSON object per step.
 
-    Of `summary` it reads what is there of `run` (title), `model`, `generators`, `wall_s`, `status` (subtitle) and
-    `max_staleness` (the line of the bound).
+    It uses these keys of `summary` if present: `run` (title), `model`, `generators`, `wall_s`, `status` (subtitle) and
+    `max_staleness` (line of the bound).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> N
     for panel in panels.flat:
         _calm(panel)
     if len(steps):
-        margin = max(0.5, 0.02 * len(steps))  # half a step: one step alone stands in the middle
+        margin = max(0.5, 0.02 * len(steps))  # half a step, so that a single step is centred
         panels[0][0].set_xlim(steps[0] - margin, steps[-1] + margin)
     for panel in panels[1]:
         panel.set_xlabel("training step", color=INK)
@@ -59,7 +59,7 @@ def write_report(metrics_path: Path, summary: Mapping[str, Any], out: Path) -> N
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Steps of `metrics.jsonl` in order. Of a step written twice (after a resume) the last counts; a torn one is left out."""
+    """Return the steps of `metrics.jsonl` in order. The last record of a repeated step counts; torn lines are skipped."""
     rows: dict[int, dict[str, Any]] = {}
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -72,7 +72,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def title(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Run, steps and the reward's first and last value, each a mean over `ENDS` steps."""
+    """Return the run's name, its steps, and the first and last reward, each a mean over `ENDS` steps."""
     head = f"{summary.get('run', 'run')} · {len(rows)} step{'' if len(rows) == 1 else 's'}"
     rewards = _column(rows, REWARD)
     if rewards is None:
@@ -82,7 +82,7 @@ def title(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
 
 
 def subtitle(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Model, generators, duration and status, as far as they are known."""
+    """Return the model, generators, duration and status, as far as known."""
     parts = [str(summary["model"])] if summary.get("model") else []
     if generators := summary.get("generators"):
         parts.append(f"{generators} generator{'' if generators == 1 else 's'}")
@@ -91,12 +91,12 @@ def subtitle(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
     if summary.get("status"):
         parts.append(str(summary["status"]))
     if len(rows) > ENDS and _column(rows, REWARD) is not None:
-        parts.append(f"rewards above: means of the first and the last {ENDS} steps")
+        parts.append(f"rewards above: means of the first and last {ENDS} steps")
     return " · ".join(parts)
 
 
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
-    """[n] centred moving average over `span` steps, shortened at the ends, over what is finite; NaN where nothing is."""
+    """Return the centred moving average [n] of finite values over `span` steps, shorter at the ends; NaN where none is finite."""
     known = np.isfinite(values)
     window = np.ones(span)
     total = np.convolve(np.where(known, values, 0.0), window, mode="full")
@@ -107,7 +107,7 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
 
 
 def _column(rows: Sequence[Mapping[str, Any]], key: str) -> np.ndarray | None:
-    """[n] float, NaN where a step lacks the key; None where all do."""
+    """Return the values of a key as floats [n], NaN where a step lacks it; None if all steps do."""
     values = np.array([float(v) if isinstance(v := row.get(key), int | float) else np.nan for row in rows])
     return values if np.isfinite(values).any() else None
 
@@ -117,7 +117,7 @@ def _span(steps: np.ndarray) -> int:
 
 
 def _marker(steps: np.ndarray) -> str:
-    """Few steps are dots too: a line through one point does not show."""
+    """Return the marker: dots for few steps, because a line through one point is invisible."""
     return "o" if len(steps) < 6 else ""
 
 
@@ -136,7 +136,7 @@ def _reward(panel: Axes, steps: np.ndarray, rewards: np.ndarray | None) -> None:
 
 
 def _staleness(panel: Axes, steps: np.ndarray, mean: np.ndarray | None, largest: np.ndarray | None, bound: Any) -> None:
-    _head(panel, "Staleness", "lag of what was trained, in steps")
+    _head(panel, "Staleness", "lag of the trained rollouts, in steps")
     if mean is None and largest is None:
         return _missing(panel, LAG_MEAN)
     top = 0.0
@@ -149,7 +149,7 @@ def _staleness(panel: Axes, steps: np.ndarray, mean: np.ndarray | None, largest:
     if mean is not None:
         panel.plot(steps, mean, color=BLUE, linewidth=2.0, marker=_marker(steps), label="mean")
         top = max(top, float(np.nanmax(mean)))
-    # Room above the lines for the legend, which then hides none of them.
+    # Leave space above the lines for the legend.
     panel.set_ylim(-0.06 * max(top, 1.0), 1.35 * max(top, 1.0))
     _whole(panel.yaxis)
     return _legend(panel, "upper right", columns=3)
@@ -193,7 +193,7 @@ def _legend(panel: Axes, place: Literal["lower right", "upper right"], columns: 
 
 
 def _whole(axis: Axis) -> None:
-    """Ticks at whole numbers only."""
+    """Put ticks at whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))

@@ -1,7 +1,7 @@
-"""`grpo run`: one run on this machine, from its folder and server to its summary.
+"""Implements `grpo run`: one run on this machine, from its folder and server to its summary.
 
-Guarantees: what it started is gone when it returns; state is in the run folder, so the same command continues a run that
-was stopped or killed; two runs of different names share nothing but the machine.
+Guarantees: no process that it started outlives it. All state is in the run folder, so the same command resumes a run that was
+stopped or killed. Two runs with different names share only the machine.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from services.runtime.tracking import check_tracking
 from services.store import Store
 from services.store.connection.client import Login
 
-ORPHANS_S = 60.0  # services of a killed console, whose Redis is gone too, took up to 35 s to end; beyond, `grpo run` is refused
-PORT_ATTEMPTS = 5  # a free port may be taken by another process before our server has it
+ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit; after this, `grpo run` is refused
+PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line of `grpo run`."""
+    """The command-line options of `grpo run`."""
 
     file: Path
     overrides: Sequence[str] = ()
@@ -63,7 +63,7 @@ class Options:
 
 
 def run(options: Options, planner: Planner = plan_units) -> int:
-    """Run to the end, or until stopped; the exit code."""
+    """Run until finished or stopped, and return the exit code."""
     config = load(options.file, options.overrides, before=lambda config: None if options.fresh else RunFolder.of(config).held())
     check_model(config)
     check_tracking(config, os.environ)
@@ -94,14 +94,14 @@ def run(options: Options, planner: Planner = plan_units) -> int:
 
 
 def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
-    """Step of the checkpoint that --resume asks for; None: the run goes on from where it stands. Raises `ConsoleError`."""
+    """Return the step of the checkpoint that --resume requests; None: resume from the current state. Raise `ConsoleError`."""
     asked = options.resume
     if not asked:
         return None
     if options.fresh:
-        raise ConsoleError(f"--resume {asked} and --fresh exclude each other: leave one out", EXIT_CONFIG)
+        raise ConsoleError(f"--resume {asked} and --fresh are mutually exclusive: remove one", EXIT_CONFIG)
     if not held:
-        raise ConsoleError(f"--resume {asked}: {folder.path} holds no run yet; leave --resume out to start one", EXIT_CONFIG)
+        raise ConsoleError(f"--resume {asked}: {folder.path} holds no run yet; remove --resume to start one", EXIT_CONFIG)
     if asked == "latest":
         return None
     if not asked.isdecimal():
@@ -113,12 +113,12 @@ def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
 
 
 def _administrator(config: RunConfig, password: str = "") -> Login:
-    """Whoever starts a run loads the functions and deletes what was there: that is none of the users of the run."""
+    """Return the login that loads the functions and deletes old data, which none of the run's own users may do."""
     return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)
 
 
 async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) -> None:
-    """Whether the name in a shared Redis is this run's, or free; with --fresh, make it free. Raises `ConsoleError`."""
+    """Check that the run's name in a shared Redis is this run's or free; with --fresh, free it. Raise `ConsoleError`."""
     name = config.run.name
     store = await Store.connect(url, name, login)
     try:
@@ -126,8 +126,8 @@ async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) ->
             alive = ", ".join(sorted(status.name for status in await store.members(config.fleet.ttl_s)))
             if alive:
                 raise ConsoleError(
-                    f"run {name!r} in Redis at {url} is not deleted: {alive} were heard of in the last {config.fleet.ttl_s:g} s; "
-                    "stop them first",
+                    f"run {name!r} in Redis at {url} was not deleted: {alive} sent a heartbeat in the last "
+                    f"{config.fleet.ttl_s:g} s; stop them first",
                     EXIT_CONFIG,
                 )
             await store.delete_run(config.redis.payload_shards)
@@ -136,7 +136,7 @@ async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) ->
         state = await store.state()
         if state is not None and state.config != digest(config):
             raise ConsoleError(
-                f"Redis at {url} holds a run {name!r} of another configuration; choose another run.name, or delete it "
+                f"Redis at {url} holds a run {name!r} with another configuration; choose another run.name, or delete it "
                 "with --fresh",
                 EXIT_CONFIG,
             )
@@ -146,7 +146,7 @@ async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) ->
 
 @contextlib.contextmanager
 def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Iterator[tuple[RunConfig, RedisServer | None]]:
-    """The configuration with Redis filled in, and the run's own server unless it is told of another at `url`."""
+    """Yield the configuration with Redis filled in, and the run's own server, or None if it uses the one at `url`."""
     if url:
         if password:
             write_secret(folder.redis_password, password)
@@ -208,7 +208,7 @@ class _Job:
             evaluations.add(look.evaluations)
         evaluations.outlive(mirror)
         if how := observer.last.finished:
-            print(f"run {self.config.run.name} has finished ({how}); --fresh starts it again", flush=True)
+            print(f"run {self.config.run.name} has already finished ({how}); use --fresh to start over", flush=True)
             if before.get("status") == "finished":
                 return EXIT_OK
             outcome, restarts = LaunchOutcome("finished", how, EXIT_OK), {}
@@ -236,7 +236,7 @@ class _Job:
             else:
                 display = stack.enter_context(PlainDisplay(config.run.steps))
             new = observer.last.state is None
-            where = "new" if new else f"goes on at {observer.last.committed_step + 1} of {config.run.steps} steps"
+            where = "new" if new else f"resuming at {observer.last.committed_step + 1} of {config.run.steps} steps"
             display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
             if config.web.port:
                 display.event(f"web console at http://{config.web.host}:{config.web.port}, its token in {config.api.token_file}")
@@ -288,13 +288,13 @@ class _Job:
         print(f"{outcome.status}: run {self.config.run.name}", *summary.in_words(result), sep="\n  ", flush=True)
         if outcome.status == "stopped":
             command = shlex.join(["grpo", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
-            print(f"  it goes on from there with: {command}", flush=True)
+            print(f"  resume it with: {command}", flush=True)
         else:
             print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
 
 
 async def audit_run(store: Store) -> summary.Audited:
-    """Count every ticket of a run."""
+    """Account for every ticket of a run."""
     from services.console.commands.audit import audit
 
     found = await audit(store)

@@ -1,6 +1,6 @@
-"""A run as one calm screen: progress, the last step's figures, the fleet, the last events.
+"""Shows a run as a live screen: progress, the last step's figures, the fleet, the last events.
 
-Guarantees: redrawn at most twice a second; a value that is not known is a dash.
+Guarantees: it redraws at most twice a second; an unknown value is a dash.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from services.operations.figures import NOTHING, duration, number
 from services.operations.observe import Look, Member
 
 EVENTS = 6  # lines kept on the screen
-QUIET_AGE_S = 3.0  # a heartbeat older than this is worth a colour
+QUIET_AGE_S = 3.0  # an older heartbeat is highlighted
 
 
 class ScreenDisplay:
-    """Draws on a terminal. Use as a context manager."""
+    """Draws on a terminal. Use it as a context manager."""
 
     def __init__(
         self, run: str, steps: int, rows: Sequence[Mapping[str, float]], tail: WarningsTail, console: Console | None = None
     ) -> None:
-        """`rows`: the steps known so far."""
+        """`rows`: the steps recorded so far."""
         self._run, self._steps, self._tail = run, steps, tail
         self._rows = list(rows)
         self._events: deque[str] = deque(maxlen=EVENTS)
@@ -51,17 +51,17 @@ class ScreenDisplay:
         self._live.refresh()
 
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Take in steps; the next `draw` shows them."""
+        """Add steps, which the next `draw` shows."""
         self._rows.extend(rows)
 
     def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
-        """Redraw; called twice a second."""
+        """Redraw. Called twice a second."""
         self._look, self._waiting = look, dict(waiting)
         self._events.extend(self._tail.look())
         self._live.refresh()
 
     def render(self) -> RenderableType:
-        """The whole screen."""
+        """Return the whole screen."""
         parts = [self._progress(), Text(), self._figures(), Text(), fleet_table(self._look.members, self._waiting)]
         if self._events:
             parts += [Text(), *(Text(f"  {line}", style="yellow", no_wrap=True, overflow="ellipsis") for line in self._events)]
@@ -100,11 +100,11 @@ class ScreenDisplay:
 
 
 def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Table:
-    """Pods: what they do, which weights they hold, how fast they are, when they were last heard of."""
+    """Return a table of pods: phase, policy version, throughput and age of the last heartbeat."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     table.add_column("pod", header_style="dim")
     table.add_column("phase", header_style="dim", min_width=14)
-    for name in ("version", "tok/s", "heard of"):
+    for name in ("version", "tok/s", "heartbeat"):
         table.add_column(name, header_style="dim", justify="right")
     for member in members:
         status = member.status
@@ -113,5 +113,5 @@ def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Tabl
         rate = number(status.gauges, "tokens_per_s", ",.0f")
         table.add_row(status.name, status.phase, version, rate, Text(f"{member.age_s:.1f} s ago", style=style))
     for child, seconds in sorted(waiting.items()):
-        table.add_row(child, Text(f"starts again in {seconds:.0f} s", style="yellow"), NOTHING, NOTHING, NOTHING)
+        table.add_row(child, Text(f"restarts in {seconds:.0f} s", style="yellow"), NOTHING, NOTHING, NOTHING)
     return table

@@ -1,4 +1,4 @@
-"""Secrets that the console makes: files that their owner alone can read."""
+"""Creates the console's secrets, as files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from services.store.acl import GRANTS
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """A file that only its owner can read."""
+    """Write a file that only its owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(secret)
 
 
 def kept_secret(path: Path) -> str:
-    """What the file holds; a new secret, written there, if there is none."""
+    """Return the secret in the file; if there is no file, create a secret and write it."""
     if not path.exists():
         write_secret(path, secrets.token_urlsafe(32))
     return path.read_text().strip()
 
 
 def user_passwords(folder: Path) -> dict[str, str]:
-    """The password of each kind of service, from its file in `folder` (redis.users_dir); missing ones are made."""
+    """Return the password of each kind of service, from its file in `folder` (redis.users_dir). Create missing ones."""
     return {kind: kept_secret(folder / kind) for kind in GRANTS}

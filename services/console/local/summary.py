@@ -1,4 +1,4 @@
-"""What came of a run, `summary.json`. The figures are pure; writing is atomic."""
+"""Computes and writes `summary.json`, the results of a run. Computing is pure; writing is atomic."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ENDS = 10  # steps over which the first and the last reward are averaged
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit found."""
+    """The results of an audit."""
 
     lost: int
     doubled: int
     stale: int
-    places: Mapping[str, Any]  # the whole count
+    places: Mapping[str, Any]  # the complete report
 
 
 def summarise(
     config: RunConfig, rows: Sequence[Mapping[str, float]], state: RunState | None, audit: Audited | None, *,
     status: str, wall_s: float, restarts: Mapping[str, int], evaluated: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Figures over `rows`, the steps in order; None where nothing is known. `wall_s` adds up over the starts of the run.
+    """Return figures over `rows`, the steps in order; None for unknown ones.
 
-    `evaluated`: the complete evaluation rounds in order.
+    `wall_s`: the sum over all starts of the run. `evaluated`: the complete evaluation rounds in order.
     """
     rewards = _values(rows, figures.REWARD)
     lags = _values(rows, figures.LAG_MAX)
@@ -64,7 +64,7 @@ def summarise(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The summary an earlier start of the run left, or nothing."""
+    """Return the summary that an earlier start of the run left, or an empty one."""
     try:
         found = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -73,14 +73,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write it whole or not at all."""
+    """Write the summary atomically."""
     temporary = path.with_suffix(".new")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     temporary.replace(path)
 
 
 def in_words(summary: Mapping[str, Any]) -> list[str]:
-    """The summary for a person, a few lines."""
+    """Return the summary as a few lines of text."""
     first, last = summary["reward_first"], summary["reward_last"]
     last_round = summary["evaluation_last"]
     reward = f"reward {first:.3f} → {last:.3f}, " if first is not None else ""
@@ -88,7 +88,7 @@ def in_words(summary: Mapping[str, Any]) -> list[str]:
     checked = (
         "tickets not audited"
         if summary["lost"] is None
-        else (f"{summary['lost']} tickets lost, {summary['doubled']} doubled, {summary['stale_dropped']} dropped as stale")
+        else (f"{summary['lost']} tickets lost, {summary['doubled']} duplicated, {summary['stale_dropped']} dropped as stale")
     )
     return [
         f"{summary['steps']} steps in {figures.duration(summary['wall_s'])}, {summary['syncs']} weight syncs, "

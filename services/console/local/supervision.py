@@ -1,7 +1,7 @@
-"""When a dead service is started again, and when the run is given up. Pure: codes and times come in, a decision goes out.
+"""Decides whether to restart a dead service or to end the run. Pure: it maps exit codes and times to a decision.
 
-Guarantees: a death that a restart may mend is followed by a start after a growing pause; one that it cannot (configuration,
-Redis) ends the run at once; deaths in a row without progress end it too, so no run crashes in a circle for ever.
+Guarantees: if a restart may help, the service restarts after a growing delay. If it cannot help (configuration, Redis), the run
+ends immediately. Several deaths in a row without progress also end the run, so no run crashes in an endless loop.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDIS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
-LATER_S = 60.0  # until a child is tried again that the run can do without
-DEATHS_IN_A_ROW = 5  # enough for a passing fault, few enough to tell within a minute or two
-FINAL = (EXIT_CONFIG, EXIT_REDIS)  # a service that ends with these says that a restart would not help
-LONG_LIFE_S = 60.0  # who lived so long was not killed by its start
+LATER_S = 60.0  # delay before restarting a child that is not essential to the run
+DEATHS_IN_A_ROW = 5  # enough to survive a passing fault, few enough to give up within a minute or two
+FINAL = (EXIT_CONFIG, EXIT_REDIS)  # exit codes by which a service says that a restart would not help
+LONG_LIFE_S = 60.0  # a service that lived longer did not die of its start
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start the child again after a pause."""
+    """Restart the child after a pause."""
 
     pause_s: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run; `code` is the exit code of `grpo`."""
+    """End the run. `code` is the exit code of `grpo`."""
 
     reason: str
     code: int
@@ -35,7 +35,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Ended:
-    """The child has come to its end and stays there."""
+    """The child has ended and is not restarted."""
 
 
 Decision = Start | GiveUp | Ended
@@ -43,7 +43,7 @@ Decision = Start | GiveUp | Ended
 
 @dataclass(frozen=True)
 class Record:
-    """What is remembered of a child's deaths: how many in a row, and the step committed at the last of them."""
+    """A child's deaths: how many in a row, and the step committed at the last one."""
 
     deaths: int = 0
     committed_step: int = -1
@@ -59,11 +59,11 @@ def decide(
     over: bool,
     redis_served: bool,
 ) -> tuple[Decision, Record]:
-    """What to do about a child some of whose pods ended.
+    """Decide what to do about a child some of whose pods have exited.
 
-    `codes`: exit codes, None for a pod that still ran, negative for a signal. `over`: the run is finished, so nobody is
-    started again. `redis_served`: this Redis is our own, or has shown the console the run, so that an exit for want of it is no
-    verdict on its address but a passing fault: it was restarted, or did not answer for a few seconds.
+    `codes`: exit codes, None for a pod that still runs, negative for a signal. `over`: the run has finished, so nothing is
+    restarted. `redis_served`: Redis is the run's own, or the console has already read the run from it. An exit because of Redis
+    then does not mean a wrong address but a passing fault: Redis restarted or did not respond for a few seconds.
     """
     if over:
         return Ended(), record
@@ -74,13 +74,13 @@ def decide(
     deaths = 1 if progressed else record.deaths + 1
     record = Record(deaths, committed_step)
     if deaths > DEATHS_IN_A_ROW:
-        return GiveUp(f"{child} died {deaths} times in a row without a step in between", EXIT_FAILED), record
+        return GiveUp(f"{child} died {deaths} times in a row without completing a step", EXIT_FAILED), record
     return Start(min(FIRST_PAUSE_S * 2 ** (deaths - 1), LONGEST_PAUSE_S)), record
 
 
 def account(codes: Sequence[int | None]) -> str:
-    """How a child's pods ended, in words: of a child of many, the first that did."""
+    """Describe how a child ended: how the first of its pods that ended did."""
     code = next(code for code in codes if code is not None)
     if code == EXIT_OK:
-        return "ended before the run did"
+        return "exited before the run finished"
     return f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"

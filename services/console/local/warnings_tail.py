@@ -1,6 +1,6 @@
-"""Warnings and errors out of the pods' JSON logs, as they are written.
+"""Reads warnings and errors from the pods' JSON logs as they are written.
 
-Guarantees: a look reads only what was appended since the last one, and of that no more than `LOOK_BYTES` a pod.
+Guarantees: each poll reads only what was appended since the last one, at most the last `LOOK_BYTES` per pod.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class _Event(msgspec.Struct):
 
 
 class WarningsTail:
-    """Follows every `*.log` of a folder, from its present end."""
+    """Follows every `*.log` in a folder, from its current end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {path: path.stat().st_size for path in folder.glob("*.log")}
 
     def look(self) -> list[str]:
-        """Lines for people: `pod: event: error`."""
+        """Return the new warnings as lines `pod: event: error`."""
         return [line for path in sorted(self._folder.glob("*.log")) for line in self._look_at(path)]
 
     def _look_at(self, path: Path) -> list[str]:
