@@ -156,11 +156,11 @@ def test_asking_for_one(server: RedisServer, tmp_path: Path, capsys: pytest.Capt
     asyncio.run(with_store(lambda store: store.create(digest(config), "dataset", config.run.steps, config.slots)))
     try:
         assert main(["checkpoint", str(folder)]) == 0
-        assert "a checkpoint of step 0 or the one that is being trained will be written" in capsys.readouterr().out
+        assert "checkpoint requested, of step 0 or the step in training" in capsys.readouterr().out
         assert asyncio.run(with_store(fail_soon)) == 1
         assert "disk full" in capsys.readouterr().err
         assert asyncio.run(with_store(write_soon)) == 0
         assert main(["checkpoint", str(folder)]) == 0
-        assert capsys.readouterr().out.splitlines() == ["run asked: checkpoint of step 0 is written"] * 2
+        assert capsys.readouterr().out.splitlines() == ["run asked: checkpoint of step 0 written"] * 2
     finally:
         asyncio.run(with_store(lambda store: store.delete_run()))

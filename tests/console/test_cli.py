@@ -85,9 +85,9 @@ def test_help_without_arguments_names_the_exit_codes(capsys: pytest.CaptureFixtu
         (["run"], "Missing argument 'FILE'"),
         (["rum"], "No such command 'rum'"),
         (["run", "--fast"], "No such option"),
-        (["config"], "give a configuration file, or --explain"),
-        (["status", "nobody"], "no run 'nobody' here"),
-        (["status", "--redis-url", "redis://127.0.0.1:1/0"], "--redis-url needs the name of the run"),
+        (["config"], "missing configuration file: give one, or --explain"),
+        (["status", "nobody"], "no run 'nobody' found"),
+        (["status", "--redis-url", "redis://127.0.0.1:1/0"], "--redis-url needs a run name"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(
@@ -168,7 +168,7 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
 
     code, text, errors = grpo(capsys, "status")
     assert (code, errors) == (0, "")
-    for expected in ("small", "0/4 steps", "going on", "step 1/4", "reward 0.500", "trainer-0", "training"):
+    for expected in ("small", "0/4 steps", "running", "step 1/4", "reward 0.500", "trainer-0", "training"):
         assert expected in text
     assert "generator paused" in " ".join(
         grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")[1].split()

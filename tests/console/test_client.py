@@ -79,7 +79,7 @@ def test_what_a_token_may_not_and_who_is_not_there(served: dict[str, str]) -> No
         nobody.state()
     with Client(served["tracker"], OPERATE) as client, pytest.raises(ApiError, match="a tracker is not paused"):
         client.pause()
-    with Client("http://127.0.0.1:1", OPERATE) as away, pytest.raises(ApiError, match="is the service running"):
+    with Client("http://127.0.0.1:1", OPERATE) as away, pytest.raises(ApiError, match="check its address"):
         away.ready()
 
 

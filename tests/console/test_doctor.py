@@ -46,7 +46,7 @@ def test_a_machine_that_is_well_and_one_whose_data_is_gone(
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
     file = tmp_path / "run.toml"
     assert main(["doctor", str(file)]) == 0
-    assert "nothing would keep this run from starting here" in capsys.readouterr().out
+    assert "All checks passed" in capsys.readouterr().out
     (tmp_path / "data.jsonl").unlink()
     url = server.url.replace("//", f"//:{server.password}@")
     assert main(["doctor", str(file), "--json", "--redis-url", url]) == 1
@@ -91,10 +91,10 @@ async def test_what_a_replica_would_lose_as_master_is_a_fault(tmp_path: Path, co
 
         port = cluster.replica.port
         await wait_until(lambda: any(port == replica[1] for part in cluster.slots(cluster.owner) for replica in part[3:]))
-        assert await look() == Finding(what, "ok", "evicts nothing, append-only file on")
+        assert await look() == Finding(what, "ok", "no eviction, append-only file on")
         cluster.call(cluster.replica, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru", "appendonly", "no")
         found = await look()
-        assert (found.state, found.detail.partition(":")[0]) == ("fault", "maxmemory-policy allkeys-lru and no append-only file")
+        assert (found.state, found.detail.partition(":")[0]) == ("fault", "maxmemory-policy allkeys-lru and append-only file off")
         assert found.remedy.startswith("set maxmemory-policy noeviction and appendonly yes")
         cluster.call(cluster.replica, "ACL", "SETUSER", "default", "resetpass", ">another")
         found = await look()
@@ -109,13 +109,13 @@ async def see_that_masters_with_shards_are_looked_at(cluster: RedisCluster, conf
     found = [one async for one in server.server(spread, cluster.url(cluster.third), cluster.password)]
     other, third = (f"Redis: master 127.0.0.1:{node.port}" for node in (cluster.other, cluster.third))
     assert only(found, third).state == "ok"
-    assert only(found, other).detail == "no append-only file: a restart may lose payloads"
+    assert only(found, other).detail == "append-only file off: a restart may lose payloads"
     alone = [one for one in found if one.what == "Redis: Cluster"]
     assert len(alone) == 2, "the master of the run has a replica"
-    assert all("which has shards of the run, has no replica" in one.detail for one in alone)
+    assert all("which holds shards of the run, has no replica" in one.detail for one in alone)
     memories = [one for one in found if one.what.startswith("Redis: memory")]
     assert [one.state for one in memories] == ["fault"] * 3
-    assert len({one.detail.partition("take")[2] for one in memories}) == 1, "a third each"
+    assert len({one.detail.partition("need")[2] for one in memories}) == 1, "a third each"
     cluster.call(cluster.third, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     found = [one async for one in server.server(spread, cluster.url(cluster.owner), cluster.password)]
     assert "has maxmemory-policy allkeys-lru" in only(found, "Redis").detail
@@ -131,7 +131,7 @@ def test_what_a_server_says_is_judged(config: RunConfig) -> None:
     found = judge(Asked(full, 0.05, -42.0), config)
     assert only(found, "Redis: disk").state == only(found, "Redis: memory").state == only(found, "clock").state == "fault"
     assert "-42.000 s" in only(found, "clock").detail
-    assert only(found, "Redis: distance").state == "note"
+    assert only(found, "Redis: latency").state == "note"
     assert all(one.remedy for one in found if one.state == "fault")
 
 
@@ -141,12 +141,12 @@ def test_work_that_is_not_there(tmp_path: Path, config: RunConfig, monkeypatch: 
     assert "config.json" in only(work.model(config), "model").detail
     (tmp_path / "data.jsonl").write_text('{"question": "?", "answer": "!"}\n')
     found = only(work.data(config), "data source main")
-    assert (found.state, found.remedy) == ("fault", "set prompt_field and answer_field; there: answer, question")
+    assert (found.state, found.remedy) == ("fault", "set prompt_field and answer_field; existing: answer, question")
     (tmp_path / "data.jsonl").write_text("no json\n")
     assert "cannot be read as jsonl" in only(work.data(config), "data source main").detail
     monkeypatch.setattr(work.importlib.util, "find_spec", lambda name: None)
     math = load(tmp_path / "run.toml", ['verifiers.0.kind="math"'], environ={})
-    assert only(work.verifiers(math), "verifier math").remedy == "pip install 'grpo[generator]'"
+    assert only(work.verifiers(math), "verifier math").remedy == "run pip install 'grpo[generator]'"
     (tmp_path / "cert").write_text("no certificate")
     api = config.api.model_copy(update={"certificate_file": str(tmp_path / "cert"), "key_file": str(tmp_path / "cert")})
     assert only(work.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"
@@ -197,7 +197,7 @@ async def test_a_release_is_looked_at_from_one_of_its_pods(
     await store.beat(away, 10.0)
     code, found = await look()
     assert (code, found["run"]["state"]) == (1, "ok")
-    assert found["generator generator-0"]["remedy"].startswith("a NetworkPolicy")
+    assert found["generator generator-0"]["remedy"].startswith("check the NetworkPolicies")
     assert "generator" not in found
 
 
@@ -208,7 +208,7 @@ async def test_users_that_are_let_in_are_named(tmp_path: Path, config: RunConfig
         redis_section = config.redis.model_copy(update={"users_dir": str(guarded.users)})
         guarded_config = config.model_copy(update={"redis": redis_section})
         found = [one async for one in server.server(guarded_config, guarded.url, guarded.password)]
-        assert only(found, "Redis: users").detail == f"let in: {', '.join(GRANTS)}"
+        assert only(found, "Redis: users").detail == f"can log in: {', '.join(GRANTS)}"
         (guarded.users / "trainer").write_text("wrong")
         (guarded.users / "tracker").unlink()  # as in a pod, which has its own alone
         found = [one async for one in server.server(guarded_config, guarded.url, "")]

@@ -182,7 +182,7 @@ async def test_a_header_that_is_none_spoils_one_row_only(store: Store, show: Sho
     await store.client.hset(store.keys.group("0-0"), "header", b"\xc1 no header")  # type: ignore[misc]
     rows = (await tell(show, verbs.buffer, "order", False, 0, 20))["groups"]
     assert [row["readable"] for row in rows] == [False, True]
-    assert "its header cannot be read" in (await show(verbs.buffer, "order", False, 0, 20))[1]
+    assert "unreadable header" in (await show(verbs.buffer, "order", False, 0, 20))[1]
     assert "its header cannot be read" in (await show(verbs.group, "0-0", 0, 16))[1]
 
 
@@ -442,7 +442,7 @@ async def test_a_step_shows_its_groups_and_how_rows_are_filled(store: Store, sho
     replayed = (await tell(show, verbs.step, 1, 0, 100))["plan"]["groups"]
     assert [(row["fresh"], row["lag"]) for row in replayed] == [(False, 1)]
     _, text = await show(verbs.step, 0, 0, 1)
-    for expected in ("2: 2 fresh, 0 replayed", "2 rows a rank over 14", "groups 0 to 0 of 2", "-1.5 / 0.25 / 1.5"):
+    for expected in ("2: 2 fresh, 0 replayed", "2 rows per rank, denominator 14", "groups 0 to 0 of 2", "-1.5 / 0.25 / 1.5"):
         assert expected in text
 
 
@@ -457,7 +457,7 @@ async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> Non
     found = await tell(show, verbs.step, 0, 0, 100)
     assert (found["state"], found["plan"], found["record"]["reward/train/mean"]) == ("retired", None, 0.25)
     _, text = await show(verbs.step, 0, 0, 100)
-    assert "a checkpoint covers it and its plan is deleted" in text
+    assert "its plan was deleted after a checkpoint" in text
     assert "reward/train/mean  0.25" in text
     assert (await tell(show, verbs.step, 1, 0, 100))["record"]["reward/train/mean"] == 1.25
 
@@ -561,7 +561,7 @@ async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> No
     code, text = await show(verbs.requeue, [ids[0], "7-7"], False, "")
     assert (code, "1 requeued, 1 refused" in text, "there is no such dead letter" in text) == (EXIT_OK, True, True)
     code, text = await show(verbs.requeue, [ids[0]], False, "")
-    assert (code, "already put back" in text, "1 requeued, 0 refused" in text) == (EXIT_OK, True, True)
+    assert (code, "already requeued" in text, "1 requeued, 0 refused" in text) == (EXIT_OK, True, True)
     found = await tell(show, verbs.requeue, [], False, "math")
     assert ([row["ticket"] for row in found["requeued"]], found["refused"]) == (["0-1"], [])
     found = await tell(show, verbs.requeue, [], True, "")
@@ -576,7 +576,7 @@ async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> No
 
 @pytest.mark.parametrize(("ids", "everything", "reason"), [([], False, ""), (["1-1"], True, ""), (["1-1"], False, "x")])
 async def test_requeue_wants_one_way_to_choose(store: Store, show: Show, ids: list[str], everything: bool, reason: str) -> None:
-    with pytest.raises(ConsoleError, match="give either ids of dead letters"):
+    with pytest.raises(ConsoleError, match="give exactly one of: ids of dead letters"):
         await show(verbs.requeue, ids, everything, reason)
 
 
@@ -584,7 +584,7 @@ async def test_a_run_that_is_over_refuses_a_requeue(store: Store, show: Show) ->
     team = await start(store)
     ids = await bury(store, team, ["broke"])
     await store.finish("trained 4 of 4 steps")
-    with pytest.raises(ConsoleError, match=r"issues no more tickets \(trained 4 of 4 steps\)"):
+    with pytest.raises(ConsoleError, match=r"no longer issues tickets \(trained 4 of 4 steps\)"):
         await show(verbs.requeue, ids, False, "")
     assert await store.dead_letter_count() == 1
 

@@ -29,8 +29,8 @@ def test_two_machines_add_up_what_each_has(tmp_path: Path, capsys: pytest.Captur
         finally:
             listener.kill()
     ours = capsys.readouterr().out
-    assert "weights can go between these two machines" in ours
-    assert f"meet at {place}" in " ".join(ours.split())
+    assert "these two machines can sync weights" in ours
+    assert f"met at {place}" in " ".join(ours.split())
     assert [(one["what"], one["state"]) for one in theirs["findings"]] == [("network: meeting", "ok"), ("network: gloo", "ok")]
     assert "all-reduce of 16 MiB" in theirs["findings"][1]["detail"]
 
@@ -38,7 +38,7 @@ def test_two_machines_add_up_what_each_has(tmp_path: Path, capsys: pytest.Captur
 def test_nobody_there_and_nobody_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, None, "sync.join_deadline_s=1.0", "sync.host=127.0.0.1")
     (lonely,) = check(config, "", wait_s=0.2)
-    assert (lonely.state, "nobody came within 0.2 s" in lonely.detail) == ("fault", True)
+    assert (lonely.state, "no machine connected within 0.2 s" in lonely.detail) == ("fault", True)
     assert "--reach 127.0.0.1:" in capsys.readouterr().err
     (refused,) = check(config, "127.0.0.1:1")
     assert (refused.what, refused.state) == ("network: meeting", "fault")

@@ -132,7 +132,7 @@ def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
     assert process.returncode == 130, output
     facts = written.complete()[-1].manifest.facts
     assert (facts["ranks"], facts["zero_stage"]) == (2, 3)
-    assert "0 tickets lost, 0 doubled" in output
+    assert "0 tickets lost, 0 duplicated" in output
 
 
 def _seal(root: Path) -> str:

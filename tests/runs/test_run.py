@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(folder: Path) -> str:
     """The weights of a run that nothing happened to."""
     output = finish(start(write_run(folder, "calm")))
-    assert "0 tickets lost, 0 doubled" in output
+    assert "0 tickets lost, 0 duplicated" in output
     assert weights(folder, "calm") != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
     return weights(folder, "calm")
 
@@ -210,7 +210,7 @@ def test_a_run_goes_back_to_a_checkpoint_at_work_and_after_its_end(folder: Path,
     wait_for(lambda: steps_done(folder, "back") >= 4, process)
     command = [sys.executable, "-m", "services.console", "restore", "1", str(folder / "back")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "run back: goes back to step 1\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "run back: restore to step 1 requested\n"), done.stderr
     output = finish(process)
     assert "restored, checkpoint 1: step 1 was asked for" in output
     check_whole(folder, "back")

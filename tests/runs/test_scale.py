@@ -62,12 +62,12 @@ def test_a_run_grows_and_shrinks_and_ends_in_the_same_weights(folder: Path, caps
     wait_for(lambda: steps_done(folder, "scaled") >= 1, process)
     for count, joined in ((4, 4), (2, 4), (3, 5)):
         assert main(["scale", "generators", str(count), str(run), "--why", "a test"]) == 0
-        assert f"{count} generators wanted" in capsys.readouterr().out
+        assert f"desired generators set to {count}" in capsys.readouterr().out
         wait_for(lambda count=count: ready(count), process)
         wait_for(lambda joined=joined: len(said(run, "first group submitted")) == joined, process)
         assert sorted(look(run, opened)) == [f"generator-{i}" for i in range(count)]
     assert main(["status", str(run)]) == 0
-    assert "generators: 3 there, 3 wanted (a test)" in capsys.readouterr().out
+    assert "generators: 3 running, 3 desired (a test)" in capsys.readouterr().out
     output = finish(process)
     finish(start(write_run(folder, "calm", *common, "generator.engine_options.token_s=0.0")))
 
@@ -75,7 +75,7 @@ def test_a_run_grows_and_shrinks_and_ends_in_the_same_weights(folder: Path, caps
     check_whole(folder, "scaled", STEPS)
     restarts = summary(folder, "scaled")["restarts"]
     assert set(restarts.values()) == {0}, "a drain is no death"  # type: ignore[attr-defined]
-    assert re.findall(r"- (generator-\d) has drained and is gone", output) in (
+    assert re.findall(r"- (generator-\d) drained and exited", output) in (
         ["generator-2", "generator-3"],
         ["generator-3", "generator-2"],
     )

@@ -23,7 +23,7 @@ def test_a_tracker_that_cannot_run_does_not_end_the_run(tmp_path: Path) -> None:
     ends = {"FAKE_EXIT": "tracker-0:2:no disk", "FAKE_STEP_S": "0.5"}  # it has to have ended before the run has
     done = grpo("run", file, "run.steps=8", "generator.count=1", "tracking.tensorboard=true", **ends)
     assert done.returncode == 0, done.stderr
-    assert "tracker-0 failed with exit code 2: no disk; tracker-0 starts again in 60 s" in done.stdout
+    assert "tracker-0 failed with exit code 2: no disk; restarting tracker-0 in 60 s" in done.stdout
     assert steps(run) == list(range(8))
     assert log(run, "tracker-0").count("no disk") == 1
     off = grpo("run", file, "run.steps=8", "generator.count=1")  # the same run, with or without

@@ -174,7 +174,7 @@ def test_grpo_web_shows_a_run_beside_its_own_page_until_it_is_told_to_end(run: S
     command = [sys.executable, "-m", "services.console", "web", str(run.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        said = re.fullmatch(r"run shown: (http://127\.0\.0\.1:\d+) \(Ctrl-C ends\)\n", process.stdout.readline())
+        said = re.fullmatch(r"run shown: (http://127\.0\.0\.1:\d+) \(Ctrl-C to quit\)\n", process.stdout.readline())
         assert said
         assert str(run.folder / "api-token") in process.stdout.readline()
         with httpx.Client(base_url=said[1], headers=bearer(run.read_token)) as http:

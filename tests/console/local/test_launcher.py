@@ -89,7 +89,7 @@ def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
         assert not lives(child), "a killed service's child lived on"
         output, _ = console.communicate(timeout=60)
     assert console.returncode == 0
-    assert "Redis died and was started again" in output
+    assert "Redis died and was restarted" in output
     ports = [line for line in log(run, "trainer-0").splitlines() if line.startswith("up at")]
     assert len(set(ports)) == 2
     assert ports == [line for line in log(run, "trainer-1").splitlines() if line.startswith("up at")]
@@ -110,17 +110,17 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
         console.send_signal(signal.SIGINT)
         output, errors = console.communicate(timeout=30)
     assert (console.returncode, errors) == (130, "")
-    assert "it goes on from there with: grpo run" in output
+    assert "resume it with: grpo run" in output
     assert processes_of(run) == {}
     with (run / "metrics.jsonl").open("a") as file_:
         file_.write('{"step": 9')  # as a killed console would leave it
     assert main(["status", str(run)]) == main(["resume", str(run)]) == 0
     shown = capsys.readouterr().out
     assert ": lunch" in shown
-    assert "will find this" in shown
+    assert "applies this when it resumes" in shown
     done = grpo("run", file, "run.steps=100", FAKE_STEP_S="0.01")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "goes on at" in done.stdout
+    assert "resuming at" in done.stdout
     assert steps(run) == list(range(100))
     fresh = grpo("run", file, "run.steps=3", "--fresh")
     assert (fresh.returncode, steps(run)) == (0, [0, 1, 2])
@@ -130,7 +130,7 @@ def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     with launched("run", file, "--no-screen", "run.steps=2", FAKE_DEAF="generator-0") as console:
         assert console.stdout is not None
-        for word in ("waiting up to 25 s for generator-0 to end", "still running after the end: generator-0; asked to stop"):
+        for word in ("waiting up to 25 s for generator-0 to exit", "still running after the end of the run: generator-0"):
             assert any(word in line for line in console.stdout), word
             console.send_signal(signal.SIGINT)
         assert "finished: run small" in console.stdout.read()
@@ -153,12 +153,12 @@ def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytes
 
     with launched(*arguments, FAKE_STEP_S="0.1", FAKE_DEAF="generator-2") as console:
         wait_until(lambda: len(steps(run)) > 1, "the first steps")
-        assert scale("3", "--why", "day") == "run small: 3 generators wanted\n"
+        assert scale("3", "--why", "day") == "run small: desired generators set to 3\n"
         wait_until(lambda: len(generators()) == 3 and "deaf" in log(run, "generator-2"), "three generators")
         first = processes_of(run)["generator-0"]
         assert main(["status", str(run)]) == 0
-        assert "generators: 2 there, 3 wanted (day)" in capsys.readouterr().out
-        assert scale("0") == "run small: 0 generators wanted, without any the run waits\n"
+        assert "generators: 2 running, 3 desired (day)" in capsys.readouterr().out
+        assert scale("0") == "run small: desired generators set to 0; the run waits until there is one\n"
         wait_until(lambda: generators() == {"generator-2"}, "all gone but the deaf one")
         scale("5")
         scale("2")
@@ -167,9 +167,9 @@ def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytes
         console.send_signal(signal.SIGINT)
         output, errors = console.communicate(timeout=30)
     assert (console.returncode, errors) == (130, "")
-    assert "generator-2 did not stop within 5 s and is killed" in output
-    assert "generator-0 has drained and is gone" in output
-    assert "starts again" not in output
+    assert "generator-2 did not stop within 5 s: killing it" in output
+    assert "generator-0 drained and exited" in output
+    assert "restarting" not in output
     with launched(*arguments, FAKE_STEP_S="0.1") as console:
         wait_until(lambda: len(generators()) == 2, "as many as were wanted last")
         assert main(["stop", str(run)]) == 0
@@ -217,7 +217,7 @@ def test_a_terminal_gets_the_live_screen(tmp_path: Path) -> None:
     os.close(terminal)
     assert console.wait(timeout=30) == 0
     assert b"3/3 steps" in shown
-    assert b"heard of" in shown
+    assert b"heartbeat" in shown
     assert b"\x1b[?25h" in shown, "the cursor is not back"
 
 
@@ -234,7 +234,7 @@ def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path)
     done = grpo("run", file, "run.steps=100", FAKE_STEP_S="60", FAKE_EXIT="generator-0:1:the engine is broken")
     assert done.returncode == 1
-    assert "generator-0 died 3 times in a row without a step in between: the engine is broken (log: " in done.stderr
+    assert "generator-0 died 3 times in a row without completing a step: the engine is broken (log: " in done.stderr
     assert json.loads((tmp_path / "small" / "summary.json").read_text())["status"] == "failed"
 
 
@@ -263,7 +263,7 @@ def test_two_runs_beside_each_other_on_two_kinds_of_redis(
     assert json.loads(capsys.readouterr().out)["state"]["finished"] == "trained 8 of 8 steps"
     other = grpo("run", file, "run.name=two", "run.steps=9", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
     assert other.returncode == 2
-    assert "of another configuration" in other.stderr
+    assert "with another configuration" in other.stderr
     fresh = grpo("run", file, "run.name=two", "run.steps=2", "--fresh", "--redis-url", shared)
     assert (fresh.returncode, steps(tmp_path / "two")) == (0, [0, 1]), fresh.stderr
     asyncio.run(forget(server, "two"))

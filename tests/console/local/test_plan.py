@@ -88,7 +88,7 @@ def test_the_wish_counts_and_else_the_configuration(tmp_path: Path) -> None:
     assert wanted_generators(None, 2, None) == (2, "")
     assert wanted_generators(replace(wish, scale=Scale()), 2, None) == (2, "")
     assert wanted_generators(wish, 2, None) == (5, "")
-    assert wanted_generators(wish, 2, 3) == (3, "5 generators are wanted, and there are GPUs for 3")
+    assert wanted_generators(wish, 2, 3) == (3, "5 generators desired, but there are GPUs for only 3")
     assert wanted_generators(replace(wish, scale=Scale(0)), 2, 3) == (0, "")
 
 

@@ -116,7 +116,7 @@ def test_a_summary_by_hand(tmp_path: Path) -> None:
     assert expected.items() <= found.items()
     summary.write(tmp_path / "summary.json", found)
     assert summary.read(tmp_path / "summary.json") == found
-    assert "largest lag 2 of 2, 0 tickets lost, 0 doubled, 5 dropped as stale" in in_words(found)[1]
+    assert "largest lag 2 of 2, 0 tickets lost, 0 duplicated, 5 dropped as stale" in in_words(found)[1]
 
 
 def test_a_run_that_never_began_has_a_summary(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def test_a_run_in_full_swing(tmp_path: Path) -> None:
     step = {"step": 11, "time_s": 60.0, figures.REWARD: 0.431, figures.LAG_MEAN: 0.8, figures.LAG_MAX: 2.0, figures.STEP_S: 2.14}
     with screen:
         screen.steps([{"step": 10, "time_s": 58.0}, step])
-        screen.event("trainer-0 was killed by signal 9; trainer starts again in 0.5 s")
+        screen.event("trainer-0 was killed by signal 9; restarting trainer in 0.5 s")
         screen.draw(Look(0.0, STATE, [Member(POD, 4.2)]), {"trainer": 3.0})
         text = drawn(screen)
     for expected in (
         "12/100 steps", "2:56 left", "trainer paused", "0.431", "0.80 / 2", "2.1 s", "70/96", "generator-0", "ready", "4,321",
-        "4.2 s ago", "starts again in 3 s", "killed by signal 9", "generator-0: verifier timed out: 5 s",
+        "4.2 s ago", "restarts in 3 s", "killed by signal 9", "generator-0: verifier timed out: 5 s",
     ):  # fmt: skip
         assert expected in text, expected
     assert "claimed" not in text

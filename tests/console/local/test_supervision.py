@@ -29,7 +29,7 @@ def test_pauses_double_up_to_a_limit_and_then_the_run_ends() -> None:
         pauses.append(decision.pause_s)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
     decision, record = decide("generator-0", record, [-9], **SHORT)
-    assert decision == GiveUp("generator-0 died 6 times in a row without a step in between", 1)
+    assert decision == GiveUp("generator-0 died 6 times in a row without completing a step", 1)
 
 
 def test_a_committed_step_or_a_long_life_ends_a_row_of_deaths() -> None:
@@ -77,4 +77,4 @@ def test_every_history_ends_or_progresses(history: list[tuple[int, float, int]])
 def test_deaths_in_words() -> None:
     assert account([None, -9]) == "was killed by signal 9"
     assert account([1]) == "failed with exit code 1"
-    assert account([0]) == "ended before the run did"
+    assert account([0]) == "exited before the run finished"
