@@ -55,7 +55,7 @@ async def running(folder: Path) -> AsyncIterator[Store]:
     store = None
     try:
         async with asyncio.timeout(LIMIT_S):
-            while store is None or (state := await store.state()) is None or state.committed_step < FIRST_STEPS:
+            while store is None or (state := await store.run.state()) is None or state.committed_step < FIRST_STEPS:
                 if process.poll() is not None:
                     raise SystemExit(f"grpo run ended: {(folder / 'log').read_text()[-1000:]}")
                 await asyncio.sleep(0.5)
@@ -97,7 +97,7 @@ async def join(store: Store, watching: Store, number: int) -> dict[str, float]:
     """Ask for one more generator than `number`, and follow it."""
     pod, seen = f"generator-{number}", dict[str, float]()
     settled = asyncio.create_task(first_group(watching, pod))
-    await store.scale_generators(number + 1, "benchmark")
+    await store.run.scale_generators(number + 1, "benchmark")
 
     def note(status: PodStatus) -> None:
         now = time.time()
@@ -111,7 +111,7 @@ async def join(store: Store, watching: Store, number: int) -> dict[str, float]:
 
     async with asyncio.timeout(LIMIT_S):
         while not (settled.done() and len(seen) == 4):
-            for status in await store.members(60):
+            for status in await store.fleet.members(60):
                 if status.name == pod:
                     note(status)
             await asyncio.sleep(POLL_S)
@@ -127,7 +127,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     )
     samples: dict[str, list[float]] = {}
     async with running(folder) as store:
-        watching = await Store.connect(store.url, "cold", (folder / "cold/redis/password").read_text().strip())
+        watching = await Store.connect(store.connection.url, "cold", (folder / "cold/redis/password").read_text().strip())
         for number in range(1, 1 + options.joiners):
             found = await join(store, watching, number)
             for name, value in found.items():

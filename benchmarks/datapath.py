@@ -162,15 +162,15 @@ class Ours:
         """A whole repetition on a fresh run, its three sides at work together or, to tell their CPU time, one after another."""
         store = self.store
         before = await used_bytes(store.client)
-        await store.create("benchmark", "benchmark", self.groups // self.prompts_per_step, self.groups)
-        fence, trainer = await store.lead("benchmark", 600), await store.attach_trainer()
+        await store.run.create("benchmark", "benchmark", self.groups // self.prompts_per_step, self.groups)
+        fence, trainer = await store.run.lead("benchmark", 600), await store.run.attach_trainer()
         assert fence is not None
         self.trainer = trainer
-        await store.publish(trainer, 0)
+        await store.steps.publish(trainer, 0)
         commands, wire_bytes = await counted(store.client)
         started = time.perf_counter()
         for start in range(0, self.groups, ISSUE_BATCH):
-            await store.issue(fence, start, self.tickets[start : start + ISSUE_BATCH])
+            await store.tickets.issue(fence, start, self.tickets[start : start + ISSUE_BATCH])
         if not together:
             self.plan = whole_plan
         dataprep_s = await work(self._generate(), self._prepare(fence), self._train(trainer), together)
@@ -179,10 +179,10 @@ class Ours:
         report = await audit(store)
         assert report.ok, report.messages
         assert report.outcomes["trained"] == self.groups
-        await store.checkpointed(trainer, self.groups // self.prompts_per_step - 1)
-        await store.retire()
+        await store.steps.checkpointed(trainer, self.groups // self.prompts_per_step - 1)
+        await store.steps.retire()
         left_bytes = await used_bytes(store.client) - before
-        await store.delete_run()
+        await store.restores.delete_run()
         return Times(wall_s, dataprep_s, left_bytes, done - commands, wired - wire_bytes)
 
     async def _generate(self) -> None:
@@ -192,7 +192,7 @@ class Ours:
         async def claim() -> None:
             left = self.groups
             while left:  # none come while a publication is on its way
-                _, claims = await self.store.claim("generator-0", self.published, self.trainer, LEASE_S, CONCURRENT)
+                _, claims = await self.store.tickets.claim("generator-0", self.published, self.trainer, LEASE_S, CONCURRENT)
                 left -= len(claims)
                 for one in claims:
                     await claimed.put(one)
@@ -201,7 +201,7 @@ class Ours:
             for _ in range(share):
                 one = await claimed.get()
                 payload = self.payloads[one.fence % len(self.payloads)]
-                assert await self.store.submit("generator-0", one, make_header(one, payload), payload, TTL_S)
+                assert await self.store.tickets.submit("generator-0", one, make_header(one, payload), payload, TTL_S)
                 self.headers.set()
 
         await asyncio.gather(claim(), *(finish(len(range(i, self.groups, CONCURRENT))) for i in range(CONCURRENT)))
@@ -212,18 +212,18 @@ class Ours:
         rules = admission.Rules(self.prompts_per_step, 10**6)
         while step < steps:
             self.headers.clear()
-            if not (items := await self.store.read_headers(fence, SETTLE_BATCH)):
+            if not (items := await self.store.replay.read_headers(fence, SETTLE_BATCH)):
                 await self.headers.wait()
                 continue
             settlements = [Settlement(item, "insert", min(item.header.oldest)) for item in items if item.header]
-            await self.store.settle(fence, settlements)
+            await self.store.replay.settle(fence, settlements)
             while step < steps:
-                sweep_and_peek = await self.store.sweep_and_peek(fence, 0, self.prompts_per_step)
+                sweep_and_peek = await self.store.replay.sweep_and_peek(fence, 0, self.prompts_per_step)
                 decision = admission.decide(sweep_and_peek, admission.Progress(step, self.published, steps, 0), rules, 0.0)
                 if not isinstance(decision, admission.Prepare):
                     break
-                plan, ranks = self.plan(step, await self.store.groups(decision.groups))
-                await self.store.prepare(fence, plan, ranks, 0, [0.0] * len(decision.groups), decision.gaps_until)
+                plan, ranks = self.plan(step, await self.store.replay.groups(decision.groups))
+                await self.store.steps.prepare(fence, plan, ranks, 0, [0.0] * len(decision.groups), decision.gaps_until)
                 self.prepared = step
                 self.steps.set()
                 step += 1
@@ -236,13 +236,13 @@ class Ours:
                 await self.steps.wait()
             fetched: set[str] = set()
             for rank in range(RANKS):
-                rows = (await self.store.rank_plan(step, rank)).rows
-                payloads = await self.store.payloads(sorted({sample.payload for row in rows for sample in row}))
+                rows = (await self.store.steps.rank_plan(step, rank)).rows
+                payloads = await self.store.steps.payloads(sorted({sample.payload for row in rows for sample in row}))
                 assert all(len(payload.tokens) == GROUP_SIZE * COMPLETION_TOKENS for payload in payloads.values())
                 fetched |= payloads.keys()
             assert len(fetched) == self.prompts_per_step
-            await self.store.commit(fence, step)
-            await self.store.publish(fence, step + 1)
+            await self.store.steps.commit(fence, step)
+            await self.store.steps.publish(fence, step + 1)
             self.published = step + 1
 
 
@@ -270,7 +270,7 @@ async def raw(store: Store, payloads: Sequence[bytes], groups: int) -> float:
     for side in (write, read):
         await asyncio.gather(*(side(lane) for lane in range(REQUESTS_UNDER_WAY)))
     wall_s = time.perf_counter() - started
-    await store.delete_run()
+    await store.restores.delete_run()
     return wall_s
 
 

@@ -116,7 +116,7 @@ class Generator:
 
     async def _beat(self, loop: Any) -> None:
         while True:
-            await self.service.store.beat(self.service.status, self.service.config.fleet.ttl_s)
+            await self.service.store.fleet.beat(self.service.status, self.service.config.fleet.ttl_s)
             self.beats += 1
             loop.progress()
             await self.service.notifications.wait("heartbeat", timeout=self.service.config.fleet.heartbeat_s)
@@ -128,10 +128,12 @@ class Generator:
             state = service.view.state
             if state is not None and self._engine.version == state.published_version >= 0:
                 began = time.perf_counter()
-                scan, claims = await service.store.claim(name, self._engine.version, service.status.trainer_fence, 600.0, 1, scan)
+                scan, claims = await service.store.tickets.claim(
+                    name, self._engine.version, service.status.trainer_fence, 600.0, 1, scan
+                )
                 for claim in claims:
                     self.waits.append(time.perf_counter() - began)
-                    await service.store.submit(name, claim, make_header(claim, PAYLOAD), PAYLOAD, 600)
+                    await service.store.tickets.submit(name, claim, make_header(claim, PAYLOAD), PAYLOAD, 600)
                 if claims:
                     continue
             await service.notifications.wait("tickets", "version", "control", timeout=1.0)
@@ -205,8 +207,8 @@ def opened(config: RunConfig, slots: int) -> Iterator[tuple[Portal, Store, SyncR
     """The run, its trainer's rounds, and the fences of trainer and dataprep."""
     portal = Portal()
     store = portal.call(Store.connect(config.redis.url, config.run.name, Path(config.redis.password_file).read_text()))
-    portal.call(store.create("config", "data", config.run.steps, slots))
-    fence, leader = portal.call(store.attach_trainer()), portal.call(store.lead("dataprep-0", 3600.0))
+    portal.call(store.run.create("config", "data", config.run.steps, slots))
+    fence, leader = portal.call(store.run.attach_trainer()), portal.call(store.run.lead("dataprep-0", 3600.0))
     assert leader is not None
     notifications = Notifications()
     listening = portal.start(notifications.listen(store))
@@ -235,7 +237,7 @@ async def issue(store: Store, fence: int, per_s: int, seconds: float) -> list[fl
     tickets, pings, cursor = make_tickets(int(per_s * seconds) + per_s), list[float](), 0
     burst, began = max(1, int(per_s * BURST_S)), time.monotonic()
     while time.monotonic() - began < seconds:
-        cursor += await store.issue(fence, cursor, tickets[cursor : cursor + burst])
+        cursor += await store.tickets.issue(fence, cursor, tickets[cursor : cursor + burst])
         over = began + cursor / per_s
         while time.monotonic() < over:
             asked = time.perf_counter()
@@ -259,7 +261,7 @@ def measure_one(folder: Path, options: argparse.Namespace, count: int) -> dict[s
     try:
         with opened(config, slots) as (portal, store, rounds, fence, leader):
             fleet = Fleet(config, folder, count)
-            while len(portal.call(store.members(60))) < count:
+            while len(portal.call(store.fleet.members(60))) < count:
                 time.sleep(0.5)
             time.sleep(SETTLE_S)
             (beats, _), used, began = fleet.tell(), served_s(server.pid), time.monotonic()
@@ -269,7 +271,7 @@ def measure_one(folder: Path, options: argparse.Namespace, count: int) -> dict[s
             idle_cpu, idle_beats = (served_s(server.pid) - used) / spent_s, beaten / spent_s * config.fleet.heartbeat_s
             first = rounds.run(0)
             assert len(first.members) == count
-            portal.call(store.publish(fence, 0))
+            portal.call(store.steps.publish(fence, 0))
             time.sleep(SETTLE_S)
             fleet.tell()
             used, began = served_s(server.pid), time.monotonic()

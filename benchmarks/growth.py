@@ -62,8 +62,8 @@ class Table:
         """An empty table with room for all."""
         room = self.largest + WINDOWS * SETTLED_TOGETHER
         await self.store.client.config_set("appendonly", "no")  # the file of a million groups would fill disks
-        await self.store.create("growth", "growth", 1, room, TableRules("prioritized", "fifo", room, 0))
-        fence = await self.store.lead("growth", 3600)
+        await self.store.run.create("growth", "growth", 1, room, TableRules("prioritized", "fifo", room, 0))
+        fence = await self.store.run.lead("growth", 3600)
         assert fence is not None
         self.fence = fence
 
@@ -85,12 +85,12 @@ class Table:
         for _ in range(WINDOWS):
             before = await self._served_us()
             for _ in range(DRAWS):
-                sweep_and_peek = await self.store.sweep_and_peek(self.fence, 0, STEP)
+                sweep_and_peek = await self.store.replay.sweep_and_peek(self.fence, 0, STEP)
                 groups = [group for group, _ in sweep_and_peek.first]
                 assert len(groups) == STEP
                 plan = StepPlan(self._step, groups, [], 1, 0, [0], [1.0], 0, 0, {})
                 variates = self._rng.standard_exponential(STEP).tolist()
-                await self.store.prepare(self.fence, plan, [RankPlan([])], 0, variates)
+                await self.store.steps.prepare(self.fence, plan, [RankPlan([])], 0, variates)
                 self._step += 1
             found.append((await self._served_us() - before) / DRAWS / STEP)
         return found
@@ -120,13 +120,13 @@ class Table:
             await pipe.execute()
 
     async def _settle(self, count: int) -> None:
-        items = await self.store.read_headers(self.fence, count)
+        items = await self.store.replay.read_headers(self.fence, count)
         weights, variates = 0.5 + self._rng.random(len(items)), self._rng.standard_exponential(len(items))
         settlements = [
             Settlement(item, "insert", 0, weight, variate)
             for item, weight, variate in zip(items, weights.tolist(), variates.tolist(), strict=True)
         ]
-        settled = await self.store.settle(self.fence, settlements)
+        settled = await self.store.replay.settle(self.fence, settlements)
         assert settled == count, f"{settled} of {count} were settled"
         self.size += settled
 

@@ -119,7 +119,7 @@ async def recording_ms(store: Store, first: int) -> float:
     for step in range(first, first + RECORDS):
         record = {f"metric/train/{i}": i / 7 for i in range(FIELDS)} | {"step": float(step), "time_s": time.time()}
         started = time.perf_counter()
-        await store.record(record)
+        await store.monitor.record(record)
         taken.append(time.perf_counter() - started)
         await asyncio.sleep(0.002)
     return statistics.median(taken) * 1e3
@@ -165,7 +165,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
                 )
                 tracing.close()
         store = await Store.connect(config.redis.url, config.run.name, server.password)
-        await store.create(digest(config), "data", config.run.steps, config.slots)
+        await store.run.create(digest(config), "data", config.run.steps, config.slots)
         first = 0
         for _ in range(options.repeats):
             alone = await recording_ms(store, first)

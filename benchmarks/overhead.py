@@ -57,18 +57,18 @@ async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequen
     await verifiers.start()
     async with open_service("generator", config, "generator-0") as service:
         store = service.store
-        await store.create("benchmark", "benchmark", 1, len(tickets))
-        trainer = await store.attach_trainer()
-        await store.publish(trainer, 0)
+        await store.run.create("benchmark", "benchmark", 1, len(tickets))
+        trainer = await store.run.attach_trainer()
+        await store.steps.publish(trainer, 0)
         engine.version = 0
         service.say(phase="ready", version=0, trainer_fence=trainer)
         rollouts = RolloutLoop(service, engine, load_tokenizer(config), verifiers, GeneratorMetrics(service.registry))
         service.add_loop("leases", rollouts.renew)
         service.add_loop("concurrency", rollouts.adapt)
-        fence = await store.lead("benchmark", 600)
+        fence = await store.run.lead("benchmark", 600)
         assert fence is not None
         for start in range(0, len(tickets), 128):
-            await store.issue(fence, start, tickets[start : start + 128])
+            await store.tickets.issue(fence, start, tickets[start : start + 128])
         elapsed = 0.0
 
         async def until_submitted(loop: Loop) -> None:
@@ -83,9 +83,9 @@ async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequen
             await working
 
         await service.run(until_submitted)
-        items = await store.read_headers(fence, len(tickets))
+        items = await store.replay.read_headers(fence, len(tickets))
         tokens = sum(sum(item.header.lengths) for item in items if item.header is not None)
-        await store.delete_run()
+        await store.restores.delete_run()
     await verifiers.close()
     return elapsed, tokens
 

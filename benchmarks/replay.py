@@ -139,19 +139,19 @@ class Ours:
     async def open(self, groups: int, sampler: str) -> None:
         """Create a run whose tickets are all claimed: from here on it is the table's time."""
         store = self.store
-        await store.create("benchmark", "benchmark", 1, groups, TableRules(sampler, "fifo", groups, 0))
-        fence = await store.lead("benchmark", 3600)
+        await store.run.create("benchmark", "benchmark", 1, groups, TableRules(sampler, "fifo", groups, 0))
+        fence = await store.run.lead("benchmark", 3600)
         assert fence is not None
         self.fence, self._step = fence, 0
-        self.trainer = await store.attach_trainer()
-        await store.publish(self.trainer, 0)
+        self.trainer = await store.run.attach_trainer()
+        await store.steps.publish(self.trainer, 0)
         for first in range(0, groups, ISSUE_BATCH):
             some = range(first, min(first + ISSUE_BATCH, groups))
             tickets = [Ticket(f"0-{i}", i, 0, i, i, [1] * PROMPT_TOKENS, "1", GROUP_SIZE, "main") for i in some]
-            await store.issue(fence, first, tickets)
+            await store.tickets.issue(fence, first, tickets)
         claims: list[Claim] = []
         while len(claims) < groups:
-            claims += (await store.claim("generator-0", 0, self.trainer, LEASE_S, ISSUE_BATCH))[1]
+            claims += (await store.tickets.claim("generator-0", 0, self.trainer, LEASE_S, ISSUE_BATCH))[1]
         self._work = [(claim, self.payloads[i % len(self.payloads)]) for i, claim in enumerate(claims)]
         self._headers = [make_header(claim, payload) for claim, payload in self._work]
         self._payload_names = {claim.ticket_id: claim.payload for claim in claims}
@@ -177,14 +177,14 @@ class Ours:
         """Groups are done one after another; each is acknowledged before the next of this rollout is sent."""
         store = self.generators[rollout % len(self.generators)]
         for (claim, payload), header in zip(self._work[rollout::rollouts], self._headers[rollout::rollouts], strict=True):
-            assert await store.submit("generator-0", claim, header, payload, TTL_S)
+            assert await store.tickets.submit("generator-0", claim, header, payload, TTL_S)
             arrived.set()
 
     async def _lead(self, arrived: asyncio.Event) -> None:
         left = len(self._work)
         while left:
             arrived.clear()
-            items = await self.store.read_headers(self.fence, SETTLE_BATCH)
+            items = await self.store.replay.read_headers(self.fence, SETTLE_BATCH)
             if not items:
                 await arrived.wait()
                 continue
@@ -194,15 +194,15 @@ class Ours:
                 for item, weight, variate in zip(items, weights.tolist(), variates.tolist(), strict=True)
                 if item.header is not None
             ]
-            left -= await self.store.settle(self.fence, settlements)
+            left -= await self.store.replay.settle(self.fence, settlements)
 
     async def draw(self) -> list[str]:
         """The payload names of one drawn step."""
-        sweep_and_peek = await self.store.sweep_and_peek(self.fence, 0, BATCH)
+        sweep_and_peek = await self.store.replay.sweep_and_peek(self.fence, 0, BATCH)
         groups = [group for group, _ in sweep_and_peek.first]
         plan = StepPlan(self._step, groups, [], 1, 0, [0], [1.0], 0, 0, {})
         variates = self._rng.standard_exponential(len(groups)).tolist()
-        await self.store.prepare(self.fence, plan, [RankPlan([])], 0, variates)
+        await self.store.steps.prepare(self.fence, plan, [RankPlan([])], 0, variates)
         self._step += 1
         return [self._payload_names[group] for group in groups]
 
@@ -212,7 +212,7 @@ class Ours:
 
         async def fetch(names: list[str]) -> None:
             try:
-                assert len(await self.store.payloads(names)) == BATCH
+                assert len(await self.store.steps.payloads(names)) == BATCH
             finally:
                 free.release()
 
@@ -230,12 +230,12 @@ class Ours:
         async def put(rollout: int, rollouts: int) -> None:
             store = self.generators[rollout % len(self.generators)]
             for key, (_, payload) in zip(keys[rollout::rollouts], self._work[rollout::rollouts], strict=True):
-                await store._send(("SET", key, payload))
+                await store.connection.send(("SET", key, payload))
 
         async def get(lane: int) -> None:
             for start in range(lane * FETCHED_TOGETHER, count, FETCHES * FETCHED_TOGETHER):
                 some = [keys[i % len(keys)] for i in range(start, min(start + FETCHED_TOGETHER, count))]
-                (values,) = await self.store._send(("MGET", *some))
+                (values,) = await self.store.connection.send(("MGET", *some))
                 assert None not in values
 
         rollouts = CONCURRENT * len(self.generators)
@@ -252,7 +252,7 @@ class Ours:
             started = time.perf_counter()
             names = await self.draw()
             bare.append(time.perf_counter() - started)
-            await self.store.payloads(names)
+            await self.store.steps.payloads(names)
             whole.append(time.perf_counter() - started)
         return statistics.median(bare), statistics.median(whole)
 
@@ -262,9 +262,9 @@ class Ours:
         found = await self.fill()
         bare_s, whole_s = await self.latency(draws)
         found |= {"names_s": bare_s, "draw_s": whole_s, "sample_s": await self.sample(cell.samples)}
-        await self.store.delete_run()  # before: the bytes are there once
+        await self.store.restores.delete_run()  # before: the bytes are there once
         found |= await self.bare(cell.samples)
-        await self.store.delete_run()
+        await self.store.restores.delete_run()
         return found
 
 

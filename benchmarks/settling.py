@@ -115,22 +115,22 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     command = [sys.executable, "-m", "services.dataprep", "--config", str(folder / "resolved.toml"), "--name", "dataprep-0"]
     process = None
     try:
-        await store.pause("dataprep", "benchmark")
+        await store.run.pause("dataprep", "benchmark")
         with (folder / "dataprep.log").open("wb") as said:
             process = subprocess.Popen(command, stdout=said, stderr=said)  # noqa: ASYNC220 - returns at once
-        while await store.state() is None:
+        while await store.run.state() is None:
             await asyncio.sleep(0.2)
         await fill(store, config, options.groups)
         served = server.pid
         before, idle_mib, server_before = cpu_s(process.pid), rss_mib(process.pid), cpu_s(served)
-        await store.resume("dataprep")
+        await store.run.resume("dataprep")
         started = time.perf_counter()
-        while (left := (await store.audit())["headers"]) and process.poll() is None:
+        while (left := (await store.run.audit())["headers"]) and process.poll() is None:
             await asyncio.sleep(0.5)
         wall_s = time.perf_counter() - started
         assert left == 0, f"dataprep ended with exit code {process.returncode}"
         used = cpu_s(process.pid) - before
-        audit = await store.audit()
+        audit = await store.run.audit()
         assert audit["buffered"] + audit["prepared"] == options.groups, audit
         assert not loads_torch(process.pid)
         report(

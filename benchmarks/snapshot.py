@@ -68,7 +68,7 @@ async def read_s(store: Store, names: Sequence[str]) -> float:
     """Seconds to fetch the bytes of these payloads, and nothing else."""
     started = time.perf_counter()
     for first in range(0, len(names), FETCHED_TOGETHER):
-        await store._send(("MGET", *map(store.keys.payload, names[first : first + FETCHED_TOGETHER])))
+        await store.connection.send(("MGET", *map(store.keys.payload, names[first : first + FETCHED_TOGETHER])))
     return time.perf_counter() - started
 
 
@@ -86,7 +86,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         for whole in (False, True):
             path = folder / f"snapshot-{whole}"
             async with watched(stores[3]) as seen:
-                await store.save_snapshot(ours.trainer, -1, path, whole)
+                await store.snapshots.save(ours.trainer, -1, path, whole)
             name = "whole" if whole else "index"
             samples |= {
                 f"{name}/copy_s": [seen.seconds], f"{name}/longest_command_ms": [1e3 * seen.longest_command_s],
@@ -98,9 +98,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             await asyncio.sleep(seen.seconds)
         samples["idle_wait_ms"] = [1e3 * idle.longest_wait_s]
         samples["read_ratio"] = [seen.seconds / await read_s(store, list(ours._payload_names.values()))]
-        trainer = await store.attach_trainer()
+        trainer = await store.run.attach_trainer()
         async with watched(stores[3]) as seen:
-            await store.restore(trainer, Snapshot(path), True, lambda: None)
+            await store.restores.restore(trainer, Snapshot(path), True, lambda: None)
         samples |= {"restore_s": [seen.seconds], "restore/longest_command_ms": [1e3 * seen.longest_command_s]}
         report({"benchmark": "snapshot", "groups": options.groups, "payload_bytes": PAYLOAD_BYTES}, samples)
     finally:

@@ -164,8 +164,8 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
     """A run that nobody trains; the last makes its rounds, of a sender and what sends with it."""
     portal = Portal()
     store = portal.call(Store.connect(config.redis.url, config.run.name, Path(config.redis.password_file).read_text()))
-    portal.call(store.create("config", "data", config.run.steps, config.slots))
-    fence = portal.call(store.attach_trainer())
+    portal.call(store.run.create("config", "data", config.run.steps, config.slots))
+    fence = portal.call(store.run.attach_trainer())
     notifications = Notifications()
     listening = portal.start(notifications.listen(store))
 
@@ -179,7 +179,7 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
         async def end() -> None:
             listening.cancel()
             await asyncio.sleep(0)
-            await store.delete_run()
+            await store.restores.delete_run()
             await store.close()
 
         portal.call(end())
@@ -199,7 +199,7 @@ def measure_one(config: RunConfig, folder: Path, megabytes: int, count: int, rep
             address = f"tcp://127.0.0.1:{free_port()}"
             receivers.tell(lambda i: {"init_method": address, "world_size": count + 1, "rank": i + 1})
             dist.init_process_group("gloo", init_method=address, world_size=count + 1, rank=0)
-            while len(portal.call(store.members(config.fleet.ttl_s))) < count:
+            while len(portal.call(store.fleet.members(config.fleet.ttl_s))) < count:
                 time.sleep(0.05)
             for verify in (False, True):
                 sync = config.sync.model_copy(update={"verify": verify})

@@ -62,7 +62,7 @@ async def _store(server: RedisServer) -> AsyncIterator[Store]:
     yield store
     keys = [key.decode() async for key in store.client.scan_iter("*")]
     stray = [key for key in keys if not key.startswith(store.keys.prefix + ":") and not key.startswith(LAST_BEAT)]
-    await store.delete_run()
+    await store.restores.delete_run()
     left = len([key async for key in store.client.scan_iter(store.keys.prefix + ":*")])
     await store.client.flushall()
     await store.close()

@@ -106,4 +106,4 @@ async def test_our_side_is_measured_through_the_products_own_calls(store: Store,
     assert abs(overhead) < 20_000, "200 small groups are lost in what the server's own buffers come to; 10,000 are not"
     assert all(value > 0 for value in found.values())
     assert found["names_s"] < found["draw_s"]
-    assert await store.state() is None, "the run was deleted"
+    assert await store.run.state() is None, "the run was deleted"

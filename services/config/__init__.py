@@ -1,8 +1,8 @@
-"""The configuration of a run, one frozen model.
+"""The configuration of a run: one frozen model.
 
-Guarantees: a configuration that loads is complete and consistent; every key is documented (the docstring is the help
-text) and read somewhere; an unknown key, a wrong value, an impossible combination or a key that nothing reads beside the
-others is a `ConfigError` that names the key, the value and the remedy.
+Guarantees: a configuration that loads is complete and consistent; every key is documented (its docstring is the help
+text) and is read somewhere; an unknown key, a wrong value, an invalid combination or a key that has no effect given the
+others raises a `ConfigError` that names the key, the value and the remedy.
 """
 
 from services.config.load import ConfigError, digest, load, load_resolved, to_toml

@@ -1,4 +1,4 @@
-"""The rules that span sections: which combinations of keys make a run that goes on, and mean something."""
+"""Rules across sections: which combinations of keys make a run that can progress and whose results are meaningful."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.config.root import RunConfig
 
 
 def check(config: RunConfig) -> None:
-    """Raise ValueError with the keys, their values and the remedy for the first fault."""
+    """Raise ValueError for the first broken rule, naming the keys, their values and the remedy."""
     _check_room(config)
     _check_replay(config)
     _check_training(config)
@@ -25,7 +25,7 @@ def check(config: RunConfig) -> None:
 
 
 def _check_room(config: RunConfig) -> None:
-    """Whether sequences fit into model and rows, and steps into the table."""
+    """Check that sequences fit into the model and into packed rows, and a step into the replay table."""
     longest, row_tokens = config.max_sequence_tokens, config.trainer.row_tokens
     if longest > config.model.max_tokens:
         raise ValueError(
@@ -46,12 +46,12 @@ def _check_room(config: RunConfig) -> None:
     if mini_batches > per_step:
         raise ValueError(
             f"trainer.mini_batches = {mini_batches} exceeds admission.prompts_per_step = {per_step}: "
-            "a mini-batch holds at least one group, lower it"
+            "a mini-batch holds at least one group; lower trainer.mini_batches"
         )
 
 
 def _check_replay(config: RunConfig) -> None:
-    """Whether the replay table makes a run that goes on."""
+    """Check that the replay table lets the run progress."""
     replay, admission, slots = config.replay, config.admission, config.slots
     if replay.max_uses > admission.max_staleness + 1:
         raise ValueError(
@@ -61,16 +61,16 @@ def _check_replay(config: RunConfig) -> None:
         )
     if replay.max_uses == 0 and replay.sampler == "fifo":
         raise ValueError(
-            'replay.sampler = "fifo" needs replay.max_uses >= 1: without it the same oldest groups would be drawn for ever'
+            'replay.sampler = "fifo" needs replay.max_uses >= 1: with 0, every step would draw the same oldest groups'
         )
     if replay.max_uses == 0 and not replay.samples_per_insert:
         raise ValueError(
-            "replay.max_uses = 0 needs replay.samples_per_insert >= 1: else nothing says how many prompts are to be generated"
+            "replay.max_uses = 0 needs replay.samples_per_insert >= 1: otherwise nothing limits how many prompts are issued"
         )
     if replay.samples_per_insert and replay.samples_per_insert < 1:
         raise ValueError(
             f"replay.samples_per_insert = {replay.samples_per_insert} would generate groups that no step trains on: "
-            "set 1 or more, or 0 for no limiter"
+            "set at least 1, or 0 to disable the rate limiter"
         )
     if replay.max_uses and replay.samples_per_insert > replay.max_uses:
         raise ValueError(
@@ -79,8 +79,9 @@ def _check_replay(config: RunConfig) -> None:
         )
     if replay.error_buffer and replay.error_buffer < config.smallest_error_buffer:
         raise ValueError(
-            f"replay.error_buffer = {replay.error_buffer} could refuse a step and an insert at once: set at least "
-            f"{config.smallest_error_buffer} (half of admission.prompts_per_step + replay.samples_per_insert), or 0 for that"
+            f"replay.error_buffer = {replay.error_buffer} could refuse a step and an insert at the same time: set at least "
+            f"{config.smallest_error_buffer}, which is (admission.prompts_per_step + replay.samples_per_insert) / 2, "
+            "or 0 to use that value"
         )
     if replay.min_size > min(replay.capacity, slots):
         raise ValueError(
@@ -90,14 +91,14 @@ def _check_replay(config: RunConfig) -> None:
 
 
 def _check_training(config: RunConfig) -> None:
-    """Whether model, reference, optimizer and trainer go together."""
+    """Check that model, reference, optimizer and trainer are compatible."""
     trainer, optimizer, reference, beta = config.trainer, config.optimizer, config.reference, config.loss.kl_beta
     if trainer.offload and trainer.zero_stage == 0:
-        raise ValueError("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one, or trainer.offload = false")
+        raise ValueError("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one of these, or trainer.offload = false")
     if trainer.ranks % trainer.sequence_parallel:
         raise ValueError(
-            f"trainer.ranks = {trainer.ranks} cannot be split into teams of trainer.sequence_parallel = "
-            f"{trainer.sequence_parallel}: set a multiple of it"
+            f"trainer.ranks = {trainer.ranks} cannot be divided into teams of trainer.sequence_parallel = "
+            f"{trainer.sequence_parallel} ranks: set a multiple of it"
         )
     if beta > 0 and reference.kind == "none":
         raise ValueError(
@@ -106,33 +107,33 @@ def _check_training(config: RunConfig) -> None:
         )
     if config.lora.rank and reference.kind == "polyak":
         raise ValueError(
-            f'lora.rank = {config.lora.rank} and reference.kind = "polyak" do not go together: the average of adapters is '
-            'not that of the weights they make; set reference.kind = "frozen", or lora.rank = 0'
+            f'lora.rank = {config.lora.rank} and reference.kind = "polyak" are incompatible: averaging adapters does not '
+            'average the weights they produce; set reference.kind = "frozen", or lora.rank = 0'
         )
     if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
         raise ValueError(
             f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step of run.steps = {config.run.steps} for "
-            f'optimizer.schedule = "{optimizer.schedule}": lower it'
+            f'optimizer.schedule = "{optimizer.schedule}": lower optimizer.warmup_steps'
         )
 
 
 def _check_pods(config: RunConfig) -> None:
-    """Whether pods are told apart from dead ones, and can speak TLS."""
+    """Check the heartbeat limits and that the TLS keys are complete."""
     fleet, api = config.fleet, config.api
     if fleet.ttl_s <= 2 * fleet.heartbeat_s:
         raise ValueError(
             f"fleet.ttl_s = {fleet.ttl_s} must be more than twice fleet.heartbeat_s = {fleet.heartbeat_s}, "
-            "else one late heartbeat removes a pod"
+            "otherwise one late heartbeat removes a pod"
         )
     if bool(api.certificate_file) != bool(api.key_file):
         raise ValueError(
-            f"api.certificate_file = {api.certificate_file!r} and api.key_file = {api.key_file!r} go together: "
-            "set both for TLS, or neither"
+            f"api.certificate_file = {api.certificate_file!r} and api.key_file = {api.key_file!r}: "
+            "set both to use TLS, or neither"
         )
 
 
 def _check_rewards(config: RunConfig) -> None:
-    """Whether verifiers can score, and a share of the largest reward means something where it is asked for."""
+    """Check that verifiers can score, and that the largest reward is positive where a share of it is used."""
     for verifier in config.verifiers:
         if verifier.kind == "regex" and not verifier.pattern:
             raise ValueError('verifiers: kind "regex" needs `pattern`')
@@ -140,12 +141,12 @@ def _check_rewards(config: RunConfig) -> None:
         for source in config.data.sources:
             if not config.largest_reward(source.name):
                 raise ValueError(
-                    f'filters.exclude_pass_rate = {solved} has no meaning for the prompt source "{source.name}", whose largest '
-                    "reward is 0: give it a verifier of positive weight, or remove the key"
+                    f'filters.exclude_pass_rate = {solved} is meaningless for the prompt source "{source.name}", whose largest '
+                    "reward is 0: give it a verifier with a positive weight, or remove the key"
                 )
     for source in config.evaluation.sources:
         if not config.largest_reward(source.name):
             raise ValueError(
                 f'the largest reward of evaluation source "{source.name}" is 0, so every completion would count as correct: '
-                "give it a verifier of positive weight"
+                "give it a verifier with a positive weight"
             )

@@ -1,4 +1,4 @@
-"""Evaluation rounds beside training (docs/evaluation.md): when, on what, how often sampled, and by whom."""
+"""Evaluation rounds during training (docs/evaluation.md): when, on which prompts, how often sampled, by how many generators."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from services.config.data import Source
 from services.config.generation import Sampling
 
 ALL = "all"
-"""Stands for all evaluation sources together in the names of metrics."""
+"""Name that metrics use for all evaluation sources together."""
 
 
 class Evaluation(Section):
-    """Evaluation rounds: each is sampled by one policy version and reported when it is complete."""
+    """Evaluation rounds. Each is sampled by one policy version and reported when it is complete."""
 
     every_steps: int = Field(default=0, ge=0)
-    """A round at the policy versions 0, n, 2n, … and at the last one of the run; 0: none."""
+    """Evaluate the policy versions 0, n, 2n, … and the last one of the run. 0 disables evaluation."""
     sources: list[Source] = []
-    """Prompt sources, of the kinds of `data.sources`, with names of their own; none of them is trained on."""
+    """Prompt sources, of the same kinds as `data.sources`, with different names. None of them is trained on."""
     prompts: int = Field(default=0, ge=0)
-    """The first so many prompts of each source; 0: all."""
+    """Number of prompts to use from each source, from its start. 0: all."""
     samples: int = Field(default=1, ge=1)
-    """Completions of each prompt: the n of pass@k."""
+    """Completions per prompt: the n of pass@k."""
     ks: list[int] = [1]
-    """The k of each pass@k that is reported, at most `samples`."""
+    """Which pass@k to report; each k is at most `samples`."""
     temperature: float = Field(default=1.0, ge=0)
-    """Softmax temperature; 0: the likeliest token each time."""
+    """Softmax temperature. 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass."""
+    """Nucleus sampling mass."""
     top_k: int = Field(default=0, ge=0)
-    """Number of likeliest tokens kept; 0: all."""
+    """Number of most likely tokens to sample from. 0: all."""
     max_tokens: int = Field(default=0, ge=0)
-    """Longest completion in tokens; 0: `sampling.max_tokens`."""
+    """Maximum length of a completion in tokens. 0: `sampling.max_tokens`."""
     max_generators: int = Field(default=1, ge=1)
-    """Most generators that evaluate at a time. The last version of a run is evaluated by all: nothing is left to train."""
+    """Most generators that evaluate at a time. All of them evaluate the last version of a run, since no training is left."""
     min_training_generators: int = Field(default=1, ge=0)
-    """A generator evaluates only while so many others go on for training; 0: training may wait for a round."""
+    """A generator evaluates only while at least this many others generate for training. 0: training may wait for a round."""
     final_s: float = Field(default=600.0, ge=0)
-    """The end of the run waits so long for the round of the last version; then that round is abandoned."""
+    """Seconds that the end of the run waits for the round of the last version before it abandons that round."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -48,34 +48,34 @@ class Evaluation(Section):
             raise ValueError(f"evaluation.every_steps = {self.every_steps} needs prompts: add [[evaluation.sources]]")
         for index, source in enumerate(self.sources):
             if source.name == ALL:
-                raise ValueError(f'evaluation.sources.{index}.name = "{ALL}" stands for all sources in metrics: choose another')
+                raise ValueError(f'evaluation.sources.{index}.name = "{ALL}" means all sources in metrics: choose another name')
             if source.weight != 1.0:
                 raise ValueError(
-                    f"evaluation.sources.{index}.weight = {source.weight}: every prompt is evaluated, nothing is mixed; remove it"
+                    f"evaluation.sources.{index}.weight = {source.weight} has no effect: every prompt is evaluated; remove it"
                 )
         if not self.ks or min(self.ks) < 1 or len(set(self.ks)) < len(self.ks):
-            raise ValueError(f"evaluation.ks = {self.ks} must be different numbers from 1 on, and at least one")
+            raise ValueError(f"evaluation.ks = {self.ks} must be a non-empty list of distinct positive integers")
         if max(self.ks) > self.samples:
             raise ValueError(
-                f"evaluation.ks = {self.ks}: pass@{max(self.ks)} needs as many completions of a prompt, and evaluation.samples = "
-                f"{self.samples}; raise evaluation.samples or lower evaluation.ks"
+                f"evaluation.ks = {self.ks}: pass@{max(self.ks)} needs that many completions per prompt, but "
+                f"evaluation.samples = {self.samples}; raise evaluation.samples or lower evaluation.ks"
             )
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
-                f"evaluation.temperature = 0 makes all evaluation.samples = {self.samples} completions of a prompt the same: "
+                f"evaluation.temperature = 0 makes all evaluation.samples = {self.samples} completions of a prompt identical: "
                 "set evaluation.samples = 1, or a temperature above 0"
             )
         return self
 
     def next_version(self, dealt_with: int, steps: int) -> int | None:
-        """The first version after `dealt_with` (-1: none yet) that a run of `steps` steps evaluates; None: there is none."""
+        """Return the first version after `dealt_with` (-1: none yet) that a run of `steps` steps evaluates, or None."""
         if not self.every_steps or dealt_with >= steps:
             return None
         return min((dealt_with // self.every_steps + 1) * self.every_steps, steps)
 
 
 def check_evaluation(evaluation: Evaluation, sampling: Sampling, prompt_tokens: int, model_tokens: int, generators: int) -> None:
-    """Raise ValueError where a round could not be done: completions that do not fit, or no generator to spare."""
+    """Raise ValueError if a round could never be done: completions do not fit, or no generator may evaluate."""
     if not evaluation.every_steps:
         return
     longest = prompt_tokens + (evaluation.max_tokens or sampling.max_tokens)
@@ -87,5 +87,5 @@ def check_evaluation(evaluation: Evaluation, sampling: Sampling, prompt_tokens: 
     if generators <= evaluation.min_training_generators:
         raise ValueError(
             f"evaluation.min_training_generators = {evaluation.min_training_generators} leaves none of generator.count = "
-            f"{generators} to evaluate: raise generator.count, or set evaluation.min_training_generators = 0 to let training wait"
+            f"{generators} to evaluate: raise generator.count, or set evaluation.min_training_generators = 0 (training waits)"
         )

@@ -1,4 +1,4 @@
-"""`grpo config`: a configuration as services will read it, and every key that there is, from the models' docstrings."""
+"""What `grpo config` prints: the configuration as services will read it, or every key with the docstring that explains it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Key:
 
 
 def keys() -> list[Key]:
-    """Every key, in the order of the models."""
+    """Return every key, in the order of the models."""
     return list(_keys(RunConfig, ""))
 
 
 def as_text() -> str:
-    """Every key with its type, default and meaning."""
+    """Return every key with its type, default and meaning, as text."""
     return "\n".join(
         f"{key.key}: {key.type}{f' = {key.default}' if key.default else '  (required)'}\n    {key.help}" for key in keys()
     )
 
 
 def as_json() -> str:
-    """The same as a JSON list."""
+    """Return the same as a JSON list."""
     return msgspec.json.format(msgspec.json.encode([asdict(key) for key in keys()]), indent=2).decode()
 
 
@@ -54,7 +54,7 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
-    """The sections an annotation names, and whether it is a list of them."""
+    """Return the sections that an annotation names, and whether it is a list of them."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
         return [annotation], False
     found = [model for part in typing.get_args(annotation) for model in _models(part)[0]]

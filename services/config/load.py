@@ -1,7 +1,7 @@
-"""Reading a configuration: TOML file < environment (GRPO__SECTION__KEY) < command line (section.key=value).
+"""Load a configuration. Precedence: TOML file < environment (GRPO__SECTION__KEY) < command line (section.key=value).
 
-Guarantees: every error is one `ConfigError` line that names the key, the value and the remedy; an unknown key from any
-of the three places is refused with the nearest valid name.
+Guarantees: every error is a one-line `ConfigError` that names the key, the value and the remedy; an unknown key from any
+of the three sources is refused, and the message suggests the nearest valid name.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from services.config.unused_keys import unread
 ENV_PREFIX = "GRPO__"
 SOURCE_KINDS = ("jsonl", "parquet", "reasoning_gym")
 REPLACED = {
-    "data.source": "is a list now, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
+    "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
 }
-"""Keys of older versions, with what stands for them."""
+"""Keys of older versions, and what replaces them."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: the message names the key, the value and the remedy."""
+    """A configuration that cannot be used. The message names the key, the value and the remedy."""
 
 
 Before = Callable[[RunConfig], RunConfig | None]
-"""Finds the configuration under which a run was begun, if it was: what nothing read there may stay as it is."""
+"""Returns the configuration that a run began with, or None if it has not begun; unused keys set there are accepted."""
 
 
 def load(
@@ -48,7 +48,7 @@ def load(
     environ: Mapping[str, str] | None = None,
     before: Before = lambda config: None,
 ) -> RunConfig:
-    """Read `path`, lay the environment and `section.key=value` overrides over it, and validate."""
+    """Read `path`, apply the environment and then the `section.key=value` overrides, and validate."""
     tree = _read(Path(path))
     for name, text in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(ENV_PREFIX):
@@ -62,16 +62,19 @@ def load(
 
 
 def load_resolved(path: str | Path) -> RunConfig:
-    """Read a configuration that `to_toml` wrote; the environment and the command line have no say.
+    """Read a configuration that `to_toml` wrote, ignoring the environment and the command line.
 
-    Keys that nothing reads are taken: the version that wrote it may have taken them too, and its run is to be seen and to go on.
+    Accept unused keys: the version that wrote the file may have accepted them, and its run must stay readable and resumable.
     """
     return validate(_read(Path(path)), str(path), before=lambda config: config)
 
 
 def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda config: None) -> RunConfig:
-    """Turn a tree of values into a `RunConfig`, or raise a `ConfigError` of one line: for all unknown keys and impossible values,
-    else for all keys that nothing reads, else for the first rule that is broken."""
+    """Turn a tree of values into a `RunConfig`, or raise a one-line `ConfigError`.
+
+    The error lists all unknown keys and invalid values; if there are none, all unused keys; if there are none of these either,
+    the first broken rule.
+    """
     try:
         config = RunConfig.model_validate(tree)
         _refuse_unread(config, before)
@@ -85,7 +88,7 @@ def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda confi
 
 
 def to_toml(config: RunConfig) -> str:
-    """The complete configuration as TOML; reading it back gives an equal `RunConfig`."""
+    """Return the complete configuration as TOML; reading it back gives an equal `RunConfig`."""
     return msgspec.toml.encode(config.model_dump(mode="json")).decode()
 
 
@@ -96,13 +99,13 @@ CARRIED_OUT: dict[str, Any] = {
     "generator": set(Generator.model_fields) - {"engine", "engine_options"},
     "trainer": set(Trainer.model_fields) - {"mini_batches", "deterministic"},
 }  # fmt: skip
-"""Keys that say how a run is carried out, and where; they may differ when it is taken up again."""
+"""Keys that say how and where a run is executed. They may change when it is resumed."""
 
 
 def digest(config: RunConfig) -> str:
-    """SHA-256 (16 hex digits) of what the run is; how it is carried out does not count."""
+    """Return the SHA-256 (16 hex digits) of the keys that define the run, without those of `CARRIED_OUT`."""
     tree = config.model_dump(mode="json", exclude=CARRIED_OUT)
-    if not config.redis.payload_shards:  # runs that began before there was such a key go on
+    if not config.redis.payload_shards:  # keeps the digest of runs that are older than this key
         del tree["redis"]
     return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
 
@@ -143,7 +146,7 @@ def _item(node: Any, part: str, origin: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """A TOML value if it reads as one, else the text itself, so that strings need no quotes."""
+    """Parse a TOML value; return text that is not one unchanged, so that strings need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -162,11 +165,18 @@ def _explain(fault: Any) -> str:
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
         return f"{key} = {fault['input']!r} is not a known key; {hint}"
     if fault["type"] == "missing":
-        return f"{key} is required; add it"
+        return _missing(key)
     message = fault["msg"].removeprefix("Value error, ")
     if not location:
         return message
     return f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _missing(key: str) -> str:
+    if "." in key:
+        return f"missing required key {key}"
+    listed = typing.get_origin(RunConfig.model_fields[key].annotation) is list
+    return f"missing required section {f'[[{key}]]' if listed else f'[{key}]'}"
 
 
 def _valid_names(location: Sequence[str]) -> list[str]:
@@ -180,7 +190,7 @@ def _valid_names(location: Sequence[str]) -> list[str]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes an annotation names, through unions, lists and Annotated."""
+    """Return the section classes that an annotation names, through unions, lists and Annotated."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in _models(part)]

@@ -1,4 +1,4 @@
-"""The policy loss: which one, its correction, its denominator, and what of it works together."""
+"""The policy loss: which one, its train/infer correction, its denominator, and which of these work together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "reinforce": ("clip_low", "clip_high"),
     "dppo": ("divergence", "divergence_bound"),
 }
-"""Policy losses by name, and which of `CLIPS` each reads; one of the user's own may read all."""
+"""Policy losses by name, and which of `CLIPS` each reads. A custom loss may read all of them."""
 
 CORRECTION = (
     "correction_lower",
@@ -40,57 +40,58 @@ class Loss(Section):
 
     policy: str = "dapo"
     """`grpo` (symmetric clip), `dapo` (clip-higher), `dr_grpo`, `cispo`, `gspo`, `reinforce`, `dppo`, or
-    `package.module:function` for one of your own (docs/semantics.md)."""
+    `package.module:function` for a custom loss (docs/semantics.md)."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Lower clip distance of the ratio; for `grpo` and `dr_grpo` both. Not for `cispo` and `dppo`."""
+    """Lower clip distance of the ratio; for `grpo` and `dr_grpo` also the upper one. Unused by `cispo` and `dppo`."""
     clip_high: float = Field(default=0.272, ge=0)
-    """Upper clip distance of the ratio: `dapo`, `cispo`, `gspo`, `reinforce`."""
+    """Upper clip distance of the ratio, for `dapo`, `cispo`, `gspo` and `reinforce`."""
     divergence: Literal["tv", "kl"] = "tv"
-    """`dppo`: divergence from the generating policy of a token against all others, total variation or Kullback-Leibler."""
+    """`dppo`: divergence from the generating policy, of the token against all others: total variation or Kullback-Leibler."""
     divergence_bound: float = Field(default=0.1, gt=0)
-    """`dppo`: a token beyond it is masked where the update would lead farther away."""
+    """`dppo`: a token whose divergence exceeds this is masked if the update would increase it further."""
     old: Literal["recompute", "behaviour"] = "recompute"
-    """Policy that the ratio starts from: the weights at the start of the step (one mini-batch: the forward pass that is made
-    anyway, more: one more pass), or the logprobs the generators gave. `dppo` always takes these."""
+    """Policy in the ratio's denominator. `recompute`: the weights at the start of the step; with one mini-batch they come from
+    the regular forward pass, with more from an extra pass. `behaviour`: the generators' logprobs, which `dppo` always uses."""
     kl_beta: float = Field(default=0.05, ge=0)
-    """Weight of the KL to the reference policy; 0 loads none."""
+    """Weight of the KL to the reference policy. With 0 no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k1_weighted"] = "k3"
-    """Estimator of that KL."""
+    """Estimator of that KL (docs/semantics.md)."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus; 0: entropy is reported and nothing else."""
+    """Weight of the entropy bonus. With 0 the entropy is only reported."""
     correction_lower: float = Field(default=0.0, ge=0)
     """Lower bound of the train/infer importance weight."""
     correction_upper: float = Field(default=2.0, gt=0)
     """Upper bound of the train/infer importance weight (truncated importance sampling)."""
     correction_token_mask: list[float] = []
-    """[lower, upper]: tokens whose train/infer ratio lies outside get weight 0; empty: none."""
+    """[lower, upper]: tokens whose train/infer ratio is outside get weight 0. Empty: no mask."""
     correction_sequence_mask: list[float] = []
-    """[lower, upper]: responses the geometric mean of whose ratios lies outside get weight 0; empty: none."""
+    """[lower, upper]: responses whose geometric mean of the ratios is outside get weight 0. Empty: no mask."""
     correction_variation_mask: float = Field(default=0.0, ge=0)
-    """In a response whose mean |ratio - 1| / 2 exceeds this, tokens that the update would move farther get weight 0; 0: none."""
+    """In a response whose mean |ratio - 1| / 2 exceeds this, tokens that the update would move further get weight 0.
+    0: no mask."""
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
-    """The sum over tokens becomes their mean over all ranks (`token`), is divided by `denominator_tokens` (`constant`), or is
-    a mean of token means: over responses (`sequence`) or groups (`group`)."""
+    """How the sum over tokens is normalised: `token`, mean over the tokens of all ranks; `constant`, divided by
+    `denominator_tokens`; `sequence` or `group`, mean over responses or groups of their mean over tokens."""
     denominator_tokens: int = Field(default=0, ge=0)
-    """The constant, for `denominator = "constant"`."""
+    """The divisor for `denominator = "constant"`."""
 
     @property
     def from_behaviour(self) -> bool:
-        """Whether the ratio starts from the generators' logprobs, so that there is nothing left to correct."""
+        """Whether the ratio starts from the generators' logprobs, so that no correction is needed."""
         return self.old == "behaviour" or self.policy == "dppo"
 
     @field_validator("policy")
     @classmethod
     def _names_a_loss(cls, name: str) -> str:
         if name not in POLICIES and not IMPORT_PATH.fullmatch(name):
-            raise ValueError(f"is none of {', '.join(POLICIES)}; write one of them, or package.module:function for your own")
+            raise ValueError(f"must be one of {', '.join(POLICIES)}, or package.module:function for a custom loss")
         return name
 
     @field_validator("correction_token_mask", "correction_sequence_mask")
     @classmethod
     def _lies_around_one(cls, bounds: list[float]) -> list[float]:
         if bounds and not (len(bounds) == 2 and 0 <= bounds[0] <= 1 <= bounds[1]):
-            raise ValueError("two bounds are expected, the lower at most 1 and the upper at least 1, e.g. [0.5, 2.0]; or none")
+            raise ValueError("must be empty or two bounds, the lower at most 1 and the upper at least 1, e.g. [0.5, 2.0]")
         return bounds
 
 
@@ -103,8 +104,8 @@ def check_loss(loss: Loss, advantage_kind: str) -> None:
     if loss.policy == "dr_grpo" and (advantage_kind != "centered" or loss.denominator != "constant"):
         raise ValueError(
             f'loss.policy = "dr_grpo" is defined for advantage.kind = "centered" and loss.denominator = "constant", not '
-            f'"{advantage_kind}" and "{loss.denominator}": set both, and loss.denominator_tokens to what a mini-batch is to be '
-            "divided by, e.g. its completions x sampling.max_tokens"
+            f'"{advantage_kind}" and "{loss.denominator}": set both, and set loss.denominator_tokens to the divisor of a '
+            "mini-batch, e.g. its completions x sampling.max_tokens"
         )
     if loss.denominator == "constant" and loss.denominator_tokens == 0:
         raise ValueError('loss.denominator = "constant" needs loss.denominator_tokens > 0')

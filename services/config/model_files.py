@@ -1,7 +1,6 @@
-"""What a model's folder says about itself, read as JSON, and what its training needs: enough to refuse a run before anything
-is loaded.
+"""Checks of a model's own files, read as JSON, that can refuse a run before anything is loaded.
 
-Guarantees: no torch and no transformers are imported; a file that is not there is not judged, since whoever needs it says so.
+Guarantees: torch and transformers are not imported; a missing file passes, since its reader reports it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from services.config import ConfigError, RunConfig
 
 
 def check_model(config: RunConfig) -> None:
-    """Refuse a model that cannot work with its tokenizer or with `trainer.sequence_parallel`, and adapters without peft.
+    """Refuse a model that does not fit its tokenizer or `trainer.sequence_parallel`, and adapters without peft.
 
     A hub name is not looked up.
     """
@@ -29,7 +28,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def largest_token_id(folder: Path) -> int:
-    """The largest id that the tokenizer in `folder` gives, or -1 if `tokenizer.json` names none."""
+    """Return the largest id in the tokenizer of `folder`, or -1 if its `tokenizer.json` has none."""
     tree = _read(folder / "tokenizer.json")
     vocabulary = tree.get("model", {}).get("vocab", {})
     # A unigram model lists its tokens in the order of their ids; others map tokens to ids.
@@ -53,7 +52,7 @@ def _check_heads(config: RunConfig, text: dict[str, Any]) -> None:
     shared = text.get("num_key_value_heads") or heads
     if heads % width or (shared % width and width % shared):
         raise ConfigError(
-            f"trainer.sequence_parallel = {width} cannot share out the {heads} attention heads and {shared} key/value heads of "
+            f"trainer.sequence_parallel = {width} cannot divide the {heads} attention heads and {shared} key/value heads of "
             f"model.path = {config.model.path!r}: set a divisor of both"
         )
 
@@ -64,4 +63,4 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"model.path: {file} is not JSON: {error}") from None
+        raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from None

@@ -1,4 +1,4 @@
-"""The whole configuration: all sections, and what several of them say together."""
+"""The whole configuration: all sections, and values derived from several of them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from services.protocol.shards import MOST
 
 
 class Run(Section):
-    """What the run is called, how long it is and where it writes."""
+    """The run's name, its length and its output folder."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
-    """Name of the run: its folder, and the prefix of its keys in Redis."""
+    """Name of the run. It names the run's folder and prefixes its keys in Redis."""
     steps: int = Field(default=100, ge=1)
-    """Training steps."""
+    """Number of training steps."""
     seed: int = Field(default=0, ge=0)
     """Seed of prompt order, sampling and initialisation."""
     dir: str = "runs"
@@ -42,83 +42,84 @@ class Run(Section):
 
 
 class Redis(Section):
-    """The one stateful part."""
+    """Redis, the only stateful service."""
 
     url: str = ""
-    """`redis://host:port/0`, `rediss://…` or `unix://…`; any node of a Redis Cluster will do. Empty: `grpo run` starts a server
-    of its own."""
+    """`redis://host:port/0`, `rediss://…` or `unix://…`; for a Redis Cluster, any of its nodes. Empty: `grpo run` starts its own
+    server."""
     password_file: str = ""
-    """File that holds the password; empty: the environment variable GRPO_REDIS_PASSWORD, if set."""
+    """File that holds the password. Empty: the environment variable GRPO_REDIS_PASSWORD, if set."""
     users_dir: str = ""
-    """Folder with a file for each kind of service, which holds the password of its Redis user `RUN.KIND` (docs/security.md); a
-    pod needs the one of its own kind only. Empty: all use the password above."""
+    """Folder with one password file per kind of service, for that service's Redis user `RUN.KIND` (docs/security.md). A pod needs
+    only the file of its own kind. Empty: all services use the password above."""
     ca_file: str = ""
-    """Certificates, PEM, of who may have signed the server's, with `rediss://`; empty: those that the system trusts."""
+    """`rediss://`: PEM file of the CA bundle used to verify the server certificate. Empty: the system's CA bundle."""
     appendfsync: Literal["always", "everysec"] = "everysec"
     """How often the server that `grpo run` starts forces its append-only file to disk."""
     max_memory_mib: int = Field(default=0, ge=0)
-    """Memory that the server may use, or each, with `payload_shards`; 0: its own `maxmemory`, if it has one. Near it checkpoints
-    come early, and no new prompt is issued."""
+    """Memory limit of the server in MiB, or of each server with `payload_shards`. 0: its own `maxmemory`, if set. Near the limit
+    checkpoints are taken early and no new prompts are issued."""
     payload_shards: int = Field(default=0, ge=0, le=MOST)
-    """On a Redis Cluster: payloads are spread over its masters, in so many shards; as many as there are masters, or some times
-    that. 0: they lie with the rest of the run, on one master. A run keeps what it began with."""
+    """On a Redis Cluster: number of shards over which payloads are spread; as many as there are masters, or a multiple of it.
+    0: payloads stay on one master, with the rest of the run. It cannot change after the run has begun."""
 
 
 class Model(Section):
-    """The policy."""
+    """The policy model."""
 
     path: str
     """Folder or hub name of a Hugging Face model with its tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights in generators and trainer."""
+    """Data type of the weights in generators and trainer."""
     fp32_head: bool = False
-    """bfloat16: multiply by the output matrix in float32, in generators and trainer, so that logits are not rounded."""
+    """`bfloat16`: compute the output projection in float32, in generators and trainer, so that logits are not rounded."""
     max_tokens: int = Field(default=4096, ge=2)
-    """Longest prompt plus completion, in tokens."""
+    """Maximum length of prompt plus completion, in tokens."""
 
 
 class Api(Section):
     """The REST endpoints of every service."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; `0.0.0.0` inside a pod."""
+    """Address to listen on. Use `0.0.0.0` inside a pod."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0: a free one, published in the fleet."""
+    """Port to listen on. 0: a free one, which is published in the fleet."""
     token_file: str = ""
-    """File with the bearer token of mutating calls; empty: the environment variable GRPO_API_TOKEN. `grpo run` makes one."""
+    """File with the bearer token required for mutating calls. Empty: the environment variable GRPO_API_TOKEN. `grpo run`
+    generates one."""
     read_token_file: str = ""
-    """File with a bearer token that may look, and change nothing; empty: the environment variable GRPO_API_READ_TOKEN. With
-    neither, everybody may look. `grpo run` makes one."""
+    """File with a bearer token for read-only calls. Empty: the environment variable GRPO_API_READ_TOKEN. If neither is set, reading
+    needs no token. `grpo run` generates one."""
     certificate_file: str = ""
-    """Certificate chain, PEM, with which the endpoints speak TLS; empty: they speak plain HTTP."""
+    """PEM file of the certificate chain with which the endpoints serve TLS. Empty: they serve plain HTTP."""
     key_file: str = ""
-    """Private key of that certificate, PEM."""
+    """PEM file of that certificate's private key."""
     ca_file: str = ""
-    """Certificates, PEM, of who may have signed the endpoints', for those who call them; empty: those that the system trusts."""
+    """PEM file of the CA bundle that clients of the endpoints verify certificates with. Empty: the system's CA bundle."""
     server_name: str = ""
-    """Name that the endpoints' certificate bears, where pods that share one are called by address; empty: the address."""
+    """Host name in the endpoints' certificate, where pods share one and are called by address. Empty: the address."""
 
 
 class Web(Section):
     """The console as a web page (docs/console.md)."""
 
     host: str = "127.0.0.1"
-    """Address that the page is served on; `0.0.0.0` inside a pod."""
+    """Address to serve the page on. Use `0.0.0.0` inside a pod."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the page, which `grpo run` then serves; 0: it does not, unless it is given --web, which takes a free one."""
+    """Port on which `grpo run` serves the page. 0: it serves none, except with --web, which picks a free port."""
 
 
 class RunConfig(Section):
-    """Everything a run is. Sections are tables of the TOML file."""
+    """All keys that define a run. Sections are tables of the TOML file."""
 
     run: Run = Run()
-    """What the run is called, how long it is and where it writes."""
+    """The run's name, its length and its output folder."""
     redis: Redis = Redis()
-    """The one stateful part."""
+    """Redis, the only stateful service."""
     model: Model
-    """The policy."""
+    """The policy model."""
     data: Data
-    """Where prompts come from and how they become tokens."""
+    """Where prompts come from and how they are tokenised."""
     verifiers: list[VerifierConfig] = Field(min_length=1)
     """How completions are scored."""
     sampling: Sampling = Sampling()
@@ -126,7 +127,7 @@ class RunConfig(Section):
     generator: Generator = Generator()
     """Generator pods."""
     admission: Admission = Admission()
-    """How much work is under way."""
+    """How much work may be in progress."""
     replay: Replay = Replay()
     """The replay table."""
     filters: Filters = Filters()
@@ -148,13 +149,13 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoints."""
     evaluation: Evaluation = Evaluation()
-    """Evaluation rounds beside training."""
+    """Evaluation rounds during training."""
     tracking: Tracking = Tracking()
-    """Experiment trackers beside the run's own files."""
+    """Experiment trackers in addition to the run's own files."""
     tracing: Tracing = Tracing()
-    """Traces of groups."""
+    """OpenTelemetry traces of groups."""
     fleet: Fleet = Fleet()
-    """Heartbeats."""
+    """Heartbeats, and who sets the number of generators."""
     api: Api = Api()
     """REST endpoints."""
     web: Web = Web()
@@ -162,39 +163,39 @@ class RunConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Tickets that may be under way at a time (docs/design.md, section 4)."""
+        """Most tickets that may be in progress at a time (docs/design.md, section 4)."""
         return (self.admission.max_staleness + 1) * self.admission.prompts_per_step
 
     @property
     def weights_folder(self) -> Path:
-        """Where weights pass through with `sync.backend = "filesystem"`."""
+        """Folder through which weights pass with `sync.backend = "filesystem"`."""
         return Path(self.sync.folder or Path(self.run.dir) / self.run.name / "weights")
 
     @property
     def data_parallel(self) -> int:
-        """Ranks, or teams of ranks, that have rows of their own."""
+        """Number of data-parallel ranks, or of teams with sequence parallelism."""
         return self.trainer.ranks // self.trainer.sequence_parallel
 
     @property
     def trained_dtype(self) -> str:
-        """Type of the weights that are trained: adapters are float32, or small steps would be rounded away."""
+        """Data type of the trained weights. Adapters are float32, since bfloat16 would round small steps away."""
         return "float32" if self.lora.rank else self.model.dtype
 
     @property
     def smallest_error_buffer(self) -> float:
-        """Smallest `replay.error_buffer` with which a step's draws and an insert are never both refused."""
+        """Smallest `replay.error_buffer` that never refuses both a step's draws and an insert."""
         return (self.admission.prompts_per_step + self.replay.samples_per_insert) / 2
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest prompt plus completion this run can make, in tokens."""
+        """Maximum length of prompt plus completion in this run, in tokens."""
         return self.data.max_prompt_tokens + self.sampling.max_tokens
 
     def largest_reward(self, source: str) -> float:
-        """Largest reward that a completion of a prompt of that source can earn: every score with a positive weight is 1."""
+        """Return the largest reward of a completion for that source: a score of 1 from every verifier with positive weight."""
         return sum(max(verifier.weight, 0.0) for verifier in self.verifiers if verifier.scores(source))
 
     @property
     def largest_rewards(self) -> dict[str, float]:
-        """The largest reward of every prompt source, by its name."""
+        """Largest reward of every prompt source, by its name."""
         return {source.name: self.largest_reward(source.name) for source in self.data.sources}

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of groups (docs/operating.md). They are sent from beside the loops and never hold one up."""
+"""OpenTelemetry traces of groups (docs/operating.md). They are sent from outside the loops and never block one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from services.config.base import Section
 
 
 class Tracing(Section):
-    """A trace for every group, from its ticket to the steps that train it; needs the extra `tracing` (docs/operating.md)."""
+    """One trace per group, from its ticket to the steps that train on it. Requires the extra `tracing` (docs/operating.md)."""
 
     endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
-    """Where spans are sent by OTLP over HTTP, such as `http://collector:4318/v1/traces`; empty: no trace is made."""
+    """Endpoint for spans, OTLP over HTTP, such as `http://collector:4318/v1/traces`. Empty: tracing is off."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the groups that get a trace."""
+    """Share of the groups that are traced."""

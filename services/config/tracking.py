@@ -1,4 +1,4 @@
-"""Experiment trackers beside the run's own files (docs/metrics.md). They follow the run from outside and never hold it up."""
+"""Experiment trackers in addition to the run's own files (docs/metrics.md). They follow the run from outside and never block it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from services.config.base import Section
 
 
 class Tracking(Section):
-    """Trackers that are given every recorded step and evaluation round; they need the extra `tracking` (docs/metrics.md)."""
+    """Trackers that receive every recorded step and evaluation round. They require the extra `tracking` (docs/metrics.md)."""
 
     tensorboard: bool = False
     """Write TensorBoard's event files to run.dir/run.name/tracking/tensorboard."""
     wandb: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,128}$")
-    """Project at Weights & Biases; empty: none."""
+    """Weights & Biases project. Empty: none."""
     wandb_mode: Literal["offline", "online"] = "offline"
-    """`offline` writes to run.dir/run.name/tracking/wandb, for `wandb sync`; `online` sends, and needs a key and a network."""
+    """`offline` writes to run.dir/run.name/tracking/wandb, for `wandb sync`. `online` uploads; it needs an API key and a network."""
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """Names of the trackers that are asked for."""
+        """Names of the enabled trackers."""
         return ("tensorboard",) * self.tensorboard + ("wandb",) * bool(self.wandb)

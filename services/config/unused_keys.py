@@ -1,8 +1,8 @@
-"""Keys that nothing reads in the combination at hand: one that is set to something is refused.
+"""Detects keys that have no effect in combination with the others, and refuses any that is not at its default.
 
-Guarantees: whoever sets a key has its effect, or is told why there is none and what to do. A default that goes unread is no
-error, written out or not: a configuration that `to_toml` wrote holds every key. A run that was begun with such a key, under a
-version that took it, goes on with it (`load`, `load_resolved`).
+Guarantees: a key that is set either has an effect or is refused with the reason and a remedy. An unused key at its default
+is accepted, even if written out, since `to_toml` writes every key. A run that began with such a key, under a version that
+accepted it, can be resumed (`load`, `load_resolved`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from services.config.loss import CLIPS, CORRECTION, POLICIES
 from services.config.root import RunConfig
 
 Rules = Iterator[tuple[str, str, str]]
-"""Keys that are not read; why; and what would have them read, empty if nothing sensible."""
+"""Unused keys, the reason, and what would make them effective (empty if nothing sensible does)."""
 
 
 def unread(config: RunConfig) -> Iterator[str]:
-    """What to tell the user of every key that is set for nothing: key, value and remedy. The command line cannot remove a key of
-    the file, but set its default: the remedy names both."""
+    """Describe every key that is set without effect: key, value and remedy. The command line cannot remove a key of the file but
+    can set it to its default, so the remedy names both."""
     for rules in (_prompts, _admission, _filters, _replay, _loss, _training, _sync, _evaluation, _surroundings):
         for key, why, cure in rules(config):
             value, default = _value_and_default(config, key)
             if value != default:
-                remedy = f"remove it, or set its default, {_shown(default)}"
+                remedy = f"remove it, or set it to its default, {_shown(default)}"
                 yield f"{key} = {_shown(value)} has no effect {why}: {f'{cure}, or ' * bool(cure)}{remedy}"
 
 
@@ -39,7 +39,7 @@ def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
 
 
 def _shown(value: Any) -> str:
-    """As in the file, as far as one line goes."""
+    """Format a value as the file has it, on one line."""
     if isinstance(value, list):
         value = [item.model_dump(exclude_unset=True) if isinstance(item, Section) else item for item in value]
     return repr(value)
@@ -61,7 +61,7 @@ def _prompts(config: RunConfig) -> Rules:
 def _admission(config: RunConfig) -> Rules:
     if config.replay.sampler != "fifo":
         for key in ("overtake", "overtake_deadline_s"):
-            why = f'with replay.sampler = "{config.replay.sampler}", which waits for no ticket'
+            why = f'with replay.sampler = "{config.replay.sampler}", which never waits for an older ticket'
             yield f"admission.{key}", why, 'set replay.sampler = "fifo"'
     elif config.admission.overtake == "drop":
         yield "admission.overtake_deadline_s", 'with admission.overtake = "drop"', 'set admission.overtake = "wait"'
@@ -70,8 +70,8 @@ def _admission(config: RunConfig) -> Rules:
 def _filters(config: RunConfig) -> Rules:
     if not config.filters.zero_std and not config.advantage.mask_truncated:
         for key in ("active_sampling", "active_sampling_bound"):
-            why = "without filters.zero_std or advantage.mask_truncated, as nothing else drops groups of a step"
-            yield f"filters.{key}", why, "set one of them"
+            why = "without filters.zero_std or advantage.mask_truncated, since only these drop groups from a step"
+            yield f"filters.{key}", why, "set one of these"
     elif not config.filters.active_sampling:
         yield "filters.active_sampling_bound", "with filters.active_sampling = false", "set filters.active_sampling = true"
 
@@ -87,13 +87,14 @@ def _replay(config: RunConfig) -> Rules:
     elif replay.priority != "recency":
         yield "replay.recency_half_life", f'with replay.priority = "{replay.priority}"', 'set replay.priority = "recency"'
     if replay.priority == "trainer" and replay.max_uses == 1:
-        yield "replay.priority", "with replay.max_uses = 1, as a group leaves when it was trained", "raise replay.max_uses"
+        yield "replay.priority", "with replay.max_uses = 1, since a group leaves once trained on", "raise replay.max_uses"
     if replay.sampler != "prioritized":
         yield "replay.importance_beta", f'with replay.sampler = "{replay.sampler}"', 'set replay.sampler = "prioritized"'
     elif replay.priority_exponent == 0:
-        yield "replay.importance_beta", "with replay.priority_exponent = 0, which weighs all groups alike", "raise that"
+        cure = "raise replay.priority_exponent"
+        yield "replay.importance_beta", "with replay.priority_exponent = 0, which weighs all groups alike", cure
     if not replay.samples_per_insert:
-        yield "replay.error_buffer", "without replay.samples_per_insert", "set that"
+        yield "replay.error_buffer", "without replay.samples_per_insert", "set replay.samples_per_insert"
 
 
 def _loss(config: RunConfig) -> Rules:
@@ -104,10 +105,10 @@ def _loss(config: RunConfig) -> Rules:
     if loss.from_behaviour:
         start = 'loss.policy = "dppo"' if loss.policy == "dppo" else 'loss.old = "behaviour"'
         for key in CORRECTION:
-            why = f"with {start}, whose ratio is to the generators' policy already, so that the correction is 1"
+            why = f"with {start}, whose ratio already starts from the generators' policy, so that the correction is 1"
             yield f"loss.{key}", why, ""
     if loss.kl_beta == 0:
-        yield "loss.kl_estimator", "with loss.kl_beta = 0", "raise that"
+        yield "loss.kl_estimator", "with loss.kl_beta = 0", "raise loss.kl_beta"
     if loss.denominator != "constant":
         yield "loss.denominator_tokens", f'with loss.denominator = "{loss.denominator}"', 'set loss.denominator = "constant"'
 
@@ -146,11 +147,14 @@ def _evaluation(config: RunConfig) -> Rules:
 
 
 def _surroundings(config: RunConfig) -> Rules:
-    """Redis, trackers and traces. What is said of endpoints is read by who calls them too, where somebody else ends their TLS."""
+    """Check Redis, trackers and tracing.
+
+    `api.ca_file` and `api.server_name` are always effective: clients read them too, even if a proxy terminates TLS.
+    """
     url = config.redis.url
     if url and not url.startswith("rediss://"):
         yield "redis.ca_file", f"with redis.url = {url!r}", "use rediss://"
     if not config.tracking.wandb:
-        yield "tracking.wandb_mode", "without a project", "set tracking.wandb"
+        yield "tracking.wandb_mode", "without tracking.wandb", "set tracking.wandb to a project"
     if not config.tracing.endpoint:
-        yield "tracing.share", "without tracing.endpoint", "set that"
+        yield "tracing.share", "without tracing.endpoint", "set tracing.endpoint"

@@ -30,7 +30,7 @@ async def prepare(given: Arguments) -> None:
     dataset = f"{source.digest}+{evaluated.digest}" if evaluated else source.digest
     async with open_service("dataprep", config, given.name) as service:
         identity = digest(config), dataset, config.run.steps, config.slots
-        await service.store.create(*identity, table_rules(config), config.redis.payload_shards)
+        await service.store.run.create(*identity, table_rules(config), config.redis.payload_shards)
         evaluation = EvaluationRounds(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
         dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry), evaluation)
         service.ready = dataprep.why_idle

@@ -72,7 +72,7 @@ class DataprepLoop:
         try:
             while not self.service.stopping.is_set():
                 loop.progress()
-                fence = await self.store.lead(candidate, lease_s)
+                fence = await self.store.run.lead(candidate, lease_s)
                 if fence is None:
                     self.service.say(phase="standby", paused=self.service.view.pause_mode or "")
                     await self.notifications.wait("control", timeout=lease_s / LEASE_SHARE)
@@ -82,7 +82,7 @@ class DataprepLoop:
             raise Fatal(str(error)) from None
         finally:
             with contextlib.suppress(StoreError, TimeoutError):  # a pod must be able to go without Redis: its lease runs out
-                await asyncio.wait_for(self.store.step_down(candidate), STEP_DOWN_S)
+                await asyncio.wait_for(self.store.run.step_down(candidate), STEP_DOWN_S)
 
     async def _lead(self, loop: Loop, fence: int) -> None:
         """Act as the leader until told to stop or fenced off."""
@@ -96,10 +96,10 @@ class DataprepLoop:
             while not self.service.stopping.is_set():
                 loop.progress()
                 if time.monotonic() - renewed > self.config.fleet.ttl_s / LEASE_SHARE:
-                    if await self.store.lead(self.service.status.member, self.config.fleet.ttl_s) != fence:
+                    if await self.store.run.lead(self.service.status.member, self.config.fleet.ttl_s) != fence:
                         return
                     renewed = time.monotonic()
-                state = await self.store.state()
+                state = await self.store.run.state()
                 if state is None:
                     raise Broken(f"run {self.config.run.name!r} vanished from Redis")  # a new process creates it again
                 try:
@@ -131,7 +131,7 @@ class DataprepLoop:
         base = await self._rebase(fence, next_step)
         settled = await self._settle(fence, next_step, base)
         oldest_fresh = next_step - self.config.admission.max_staleness
-        swept = await self.store.sweep_and_peek(fence, oldest_fresh, most, self.rules.replaced)
+        swept = await self.store.replay.sweep_and_peek(fence, oldest_fresh, most, self.rules.replaced)
         self.metrics.stale.inc(swept.stale)
         again = await self.issuer.issue_again(fence) if swept.reissue else 0
         if again < swept.reissue:
@@ -140,12 +140,12 @@ class DataprepLoop:
         return bool(prepared or await self._issue(fence, state, swept) or settled or again)
 
     async def _settle(self, fence: int, next_step: int, base: int) -> int:
-        items = await self.store.read_headers(fence, SETTLE_BATCH)
+        items = await self.store.replay.read_headers(fence, SETTLE_BATCH)
         if not items:
             return 0
         started = time.monotonic()
         settlements = [settle(item, next_step, self.config, base) for item in items]
-        await self.store.settle(fence, settlements)
+        await self.store.replay.settle(fence, settlements)
         self.metrics.settle_s.observe(time.monotonic() - started)
         for settlement in settlements:
             kind, _, reason = settlement.action.partition(":")
@@ -177,7 +177,7 @@ class DataprepLoop:
         self._waiting = ("", 0.0)
         if isinstance(decision, admission.PassOver):
             log.warning("every group of a step was filtered: its prompts are passed over", step=number)
-            await self.store.pass_over(fence, decision.gaps_until)
+            await self.store.replay.pass_over(fence, decision.gaps_until)
             self.metrics.passed_over.inc()
             return True
         with structlog.contextvars.bound_contextvars(step=number):
@@ -186,10 +186,10 @@ class DataprepLoop:
 
     async def _draw(self, fence: int, number: int, swept: SweptTable, decision: admission.Prepare, oldest_fresh: int) -> None:
         started = time.monotonic()
-        groups = await self.store.groups(decision.groups)
+        groups = await self.store.replay.groups(decision.groups)
         plan, ranks = step.make_step(number, groups, swept, self.generated, self.config)
         variates = [replay.exponential(self.config.run.seed, group.group, group.uses + 1) for group in groups]
-        await self.store.prepare(fence, plan, ranks, oldest_fresh, variates, decision.gaps_until)
+        await self.store.steps.prepare(fence, plan, ranks, oldest_fresh, variates, decision.gaps_until)
         self.generated.next_step([group.header for group in groups])
         self.metrics.prepared.inc()
         self.metrics.plan_s.observe(time.monotonic() - started)
@@ -209,9 +209,9 @@ class DataprepLoop:
         """Keep weights by recency within what the clocks can tell apart; the base they are relative to."""
         if self.config.replay.priority != "recency":
             return 0
-        base, wanted = await self.store.recency_base(), replay.recency_base(next_step, self.config.replay)
+        base, wanted = await self.store.replay.recency_base(), replay.recency_base(next_step, self.config.replay)
         if wanted > base:
-            await self.store.rescale(fence, base, wanted, replay.recency_weight(base - wanted, self.config.replay))
+            await self.store.replay.rescale(fence, base, wanted, replay.recency_weight(base - wanted, self.config.replay))
         return wanted
 
     async def _issue(self, fence: int, state: RunState, swept: SweptTable) -> int:
@@ -225,7 +225,7 @@ class DataprepLoop:
             self.service.say(phase=FULL_PHASE if full else "leading")
         issued = await self.issuer.issue(fence, state.cursor, wanted, swept) if wanted else 0
         if self.issuer.exhausted and not issued and admission.stuck(swept, progress, self.rules):
-            await self.store.stop(self.issuer.exhausted)
+            await self.store.run.stop(self.issuer.exhausted)
         self.metrics.issued.inc(issued)
         return issued
 

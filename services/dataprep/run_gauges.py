@@ -30,7 +30,7 @@ class RunGauges:
     async def follow(self, loop: Loop) -> None:
         """Look for ever."""
         while True:
-            state = await self._store.state()
+            state = await self._store.run.state()
             if state is not None:
                 self._show_state(state)
                 with contextlib.suppress(Busy):  # the run is being restored: there is no count of it
@@ -56,9 +56,9 @@ class RunGauges:
     async def _count(self) -> None:
         shown = self._metrics
         asked = time.monotonic()
-        counted = await self._store.audit()
+        counted = await self._store.run.audit()
         shown.redis_answer_s.observe(time.monotonic() - asked)
-        seen = await self._store.look()
+        seen = await self._store.monitor.sizes()
         places = counted | {"claimed": seen.claimed, "queued": counted["tickets"] - seen.claimed}
         for place, made in shown.tickets.items():
             made.set(places[place])
@@ -70,13 +70,13 @@ class RunGauges:
         shown.dead_letters.set(seen.dead_letters)
 
     async def _look_at_server(self) -> None:
-        shown, server = self._metrics, await self._store.server(self._config.redis.max_memory_mib << 20)
+        shown, server = self._metrics, await self._store.monitor.server(self._config.redis.max_memory_mib << 20)
         shown.redis_memory.set(server.used_memory)
         shown.redis_limit.set(server.max_memory)
         shown.redis_clients.set(server.clients)
         shown.redis_persists.set(server.persists)
 
     async def _look_at_fleet(self) -> None:
-        heard = Counter(pod.kind for pod in await self._store.members(self._config.fleet.ttl_s))
+        heard = Counter(pod.kind for pod in await self._store.fleet.members(self._config.fleet.ttl_s))
         for kind in KINDS:
             self._metrics.pods[kind].set(heard[kind])

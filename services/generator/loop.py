@@ -126,7 +126,7 @@ class RolloutLoop(RolloutWorker):
         if room <= 0:
             return 0
         asked = time.monotonic()
-        self._scan, claims = await self.store.claim(
+        self._scan, claims = await self.store.tickets.claim(
             self.name, self.engine.version, self.service.status.trainer_fence, self.config.generator.lease_s, room, self._scan,
             self._adopt, self.config.generator.max_expiries,
         )  # fmt: skip
@@ -146,16 +146,16 @@ class RolloutLoop(RolloutWorker):
 
     async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
         """Hand a ticket back, or bury it."""
-        return await self.store.fail(self.name, claim, reason, max_attempts)
+        return await self.store.tickets.fail(self.name, claim, reason, max_attempts)
 
     async def extend(self, claims: Sequence[Claim]) -> set[str]:
         """Renew leases."""
-        return await self.store.renew(self.name, claims)
+        return await self.store.tickets.renew(self.name, claims)
 
     async def submit(self, rollout: Rollout) -> bool:
         """Generate, score and submit, from where an earlier holder of the ticket has come to."""
         ticket = rollout.ticket
-        saved = await self.store.load_partial(ticket.id)
+        saved = await self.store.tickets.load_partial(ticket.id)
         done = await self.complete(rollout, unpack_partial(saved, ticket, self.sampling.max_tokens))
         payload = pack_payload(ticket, done.completions)
         header = make_header(
@@ -166,7 +166,7 @@ class RolloutLoop(RolloutWorker):
         self.metrics.observe(header)
         ttl_s = self.config.replay.payload_ttl_s
         accepted = await self.submit_with_retry(
-            rollout, lambda: self.store.submit(self.name, rollout.claim, header, payload, ttl_s)
+            rollout, lambda: self.store.tickets.submit(self.name, rollout.claim, header, payload, ttl_s)
         )
         if accepted and self._ready_at is not None:
             log.info("first group submitted", since_ready_s=round(time.monotonic() - self._ready_at, 3))
@@ -189,7 +189,7 @@ class RolloutLoop(RolloutWorker):
         so_far = [done or running.get(rollout.request(i), NOTHING) for i, done in enumerate(rollout.completions)]
         tokens = sum(len(completion.tokens) for completion in so_far)
         if tokens:
-            await self.store.save_partial(self.name, rollout.claim, pack_partial(so_far), self.config.replay.payload_ttl_s)
+            await self.store.tickets.save_partial(self.name, rollout.claim, pack_partial(so_far), self.config.replay.payload_ttl_s)
         return tokens
 
     async def adapt(self, loop: Loop) -> None:
@@ -217,7 +217,7 @@ class RolloutLoop(RolloutWorker):
             )
             if rollout.generating and not begun:
                 await self.cancel(rollout)
-                if await self.store.release(self.name, rollout.claim):
+                if await self.store.tickets.release(self.name, rollout.claim):
                     self.metrics.handed_back["load"].inc()
 
     async def show_gauges(self, loop: Loop) -> None:
@@ -266,7 +266,7 @@ class RolloutLoop(RolloutWorker):
             for rollout in left:
                 saved = await self._save_partial(rollout) if rollout.generating and not self.service.view.ended else 0
                 await self.cancel(rollout)
-                if await self.store.release(self.name, rollout.claim, saved):
+                if await self.store.tickets.release(self.name, rollout.claim, saved):
                     self.metrics.handed_back["drain"].inc()
                     self.metrics.handed_back_tokens.inc(saved)
                     tokens += saved

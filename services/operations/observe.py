@@ -65,10 +65,10 @@ class Observer:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(LOOK_LIMIT_S):
-                state = await self.store.state()
+                state = await self.store.run.state()
                 members = await fleet(self.store, self._ttl_s)
-                entries = await self.store.metrics(self._after, BATCH)
-                rounds = await self.store.evaluations(self._evaluated, BATCH)
+                entries = await self.store.monitor.metrics(self._after, BATCH)
+                rounds = await self.store.evaluation.records(self._evaluated, BATCH)
         except (StoreError, RedisError, OSError, TimeoutError) as error:
             self.fault = str(error) or "no answer"
             return None
@@ -92,7 +92,7 @@ class Observer:
 
 async def fleet(store: Store, ttl_s: float) -> list[Member]:
     """Pods heard of within `ttl_s`, by name, and how long ago."""
-    statuses = await store.members(ttl_s)
+    statuses = await store.fleet.members(ttl_s)
     seconds, microseconds = await store.client.time()
     scores: Any = await store.client.zrange(store.keys.fleet, 0, -1, withscores=True)
     heard: dict[bytes, float] = {member: float(score) for member, score in scores}

@@ -145,7 +145,7 @@ def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str
 async def _over(kind: str, config: RunConfig) -> bool:
     store = await Store.connect(config.redis.url, config.run.name, redis_login(config, kind))
     try:
-        state = await store.state()
+        state = await store.run.state()
     finally:
         await store.close()
     return state is not None and bool(state.finished)

@@ -24,7 +24,7 @@ class Notifications:
     async def listen(self, store: Store, few: bool = True) -> None:
         """Pass rings on, those for `few` too, until the connection breaks; a new connection rings everything, as any ring may
         have been missed."""
-        async for topic in store.listen(few):
+        async for topic in store.monitor.listen(few):
             if topic == "connected":
                 self.notify_all()
             else:

@@ -103,7 +103,7 @@ class Service:
         finally:
             await end_tasks([main, *background])
             with contextlib.suppress(StoreError, OSError, TimeoutError):
-                await asyncio.wait_for(self.store.leave(self.status), LEAVE_LIMIT_S)
+                await asyncio.wait_for(self.store.fleet.leave(self.status), LEAVE_LIMIT_S)
 
     async def created(self, limit_s: float | None = None) -> bool:
         """Wait until the run exists, which dataprep sees to. False: told to stop before, or `limit_s` passed."""
@@ -126,7 +126,7 @@ class Service:
 
     async def _heartbeat(self, loop: Loop) -> None:
         while True:
-            self.claimers = await self.store.beat(self.status, self.config.fleet.ttl_s)
+            self.claimers = await self.store.fleet.beat(self.status, self.config.fleet.ttl_s)
             loop.progress()
             await self.notifications.wait("heartbeat", timeout=self.config.fleet.heartbeat_s)
 

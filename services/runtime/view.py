@@ -43,7 +43,7 @@ class RunView:
 
     async def refresh(self) -> RunState | None:
         """Read the state now."""
-        state, before = await self.store.state(), self.pause_mode
+        state, before = await self.store.run.state(), self.pause_mode
         async with self.changed:
             self.state = state
             self.changed.notify_all()

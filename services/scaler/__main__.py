@@ -47,10 +47,10 @@ async def _follow_once(service: Service, deployment: Deployment, scale: Scale) -
             return  # looked at anew in a moment
         log.info("generators scaled", replicas=decision.replicas, why=scale.why)
     if decision.wish is not None:
-        await service.store.scale_generators(decision.wish, "the Deployment was scaled")
+        await service.store.run.scale_generators(decision.wish, "the Deployment was scaled")
         log.info("the Deployment was scaled", replicas=decision.wish)
     if decision.followed is not None:
-        await service.store.followed_generators(decision.followed)
+        await service.store.run.followed_generators(decision.followed)
 
 
 async def keep(given: Arguments) -> None:

@@ -1,42 +1,72 @@
 """The typed store: one method per Redis Function, and the only user of Redis clients.
 
-Guarantees: every hand-over is one atomic call; every call may be repeated after a lost reply without a second effect (but for
-`record`, of whose entries for a step readers take the first), so the client retries by itself through a restart of the server.
-A repeated call may answer that there was nothing to do: its caller reads the state anew. What a method cannot do it says with
-a `StoreError`.
-A file per part of a group's life: tickets → replay → steps; beside them the run, its snapshots, the fleet, dead letters and what
-people look at.
+Guarantees: every hand-over is one atomic call; every call may be repeated after a lost reply without a second effect (except
+`monitor.record`: readers take the first of its entries for a step), so the client itself retries through a restart of the
+server. A repeated call may report that there was nothing to do; its caller then reads the state again. A method that cannot do
+its work raises a `StoreError`.
+
+A store is made of facets, one for each part of a run's state, which share one connection: `store.tickets.claim()`,
+`store.steps.commit()`. The Redis users of a run may call the functions of the facets they work with (acl.py).
 """
 
 from __future__ import annotations
 
-from services.store.calls.console import ConsoleCalls
-from services.store.calls.deadletters import DeadLetterCalls
+from typing import Self
+
+import redis.asyncio as aioredis
+
+from services.protocol.keys import Keys
+from services.store.calls.deadletters import DeadLetterStream
 from services.store.calls.evaluation import EvaluationCalls
-from services.store.calls.fleet import FleetCalls
-from services.store.calls.inspection import InspectionCalls
-from services.store.calls.replay import ReplayCalls
-from services.store.calls.restore import RestoreCalls
-from services.store.calls.run import RunCalls
-from services.store.calls.snapshot import SnapshotCalls
-from services.store.calls.steps import StepCalls
-from services.store.calls.tickets import TicketCalls
+from services.store.calls.fleet import Fleet
+from services.store.calls.inspection import Inspection
+from services.store.calls.monitor import Monitor
+from services.store.calls.payloads import Payloads
+from services.store.calls.replay import ReplayTable
+from services.store.calls.restore import Restores
+from services.store.calls.run import Runs
+from services.store.calls.snapshot import SnapshotWriter
+from services.store.calls.steps import Steps
+from services.store.calls.tickets import Tickets
+from services.store.connection.base import Connection
+from services.store.connection.client import Login
 from services.store.records import BufferedGroup, Claim, HeaderEntry, RunState, Settlement
 
 __all__ = ["BufferedGroup", "Claim", "HeaderEntry", "RunState", "Settlement", "Store"]
 
 
-class Store(
-    RunCalls,
-    TicketCalls,
-    ReplayCalls,
-    StepCalls,
-    SnapshotCalls,
-    RestoreCalls,
-    FleetCalls,
-    EvaluationCalls,
-    DeadLetterCalls,
-    ConsoleCalls,
-    InspectionCalls,
-):
+class Store:
     """A run's state in Redis. Make one with `connect`; close it with `close`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.payloads = Payloads(connection)
+        parts = connection, self.payloads
+        self.run = Runs(*parts)
+        self.tickets, self.replay, self.steps = Tickets(*parts), ReplayTable(*parts), Steps(*parts)
+        self.snapshots, self.restores = SnapshotWriter(*parts), Restores(*parts)
+        self.fleet, self.evaluation = Fleet(*parts), EvaluationCalls(*parts)
+        self.dead_letters, self.monitor, self.inspection = DeadLetterStream(*parts), Monitor(*parts), Inspection(*parts)
+
+    @classmethod
+    async def connect(cls, url: str, run: str, login: Login | str | None = None) -> Self:
+        """Connect, check the server and load the functions. Raises `StoreError` within seconds when any of it fails.
+
+        `login` may be a plain password.
+        """
+        return cls(await Connection.connect(url, run, login))
+
+    @property
+    def client(self) -> aioredis.Redis:
+        """redis-py's client, for plain commands."""
+        return self.connection.client
+
+    @property
+    def keys(self) -> Keys:
+        """The names of the run's keys."""
+        return self.connection.keys
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.payloads.close()
+        await self.connection.close()

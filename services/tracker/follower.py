@@ -67,8 +67,8 @@ class Follower:
         while True:
             last = self._stopping.is_set()  # asked before the look: whatever was recorded by then is taken
             try:
-                steps = await self._store.metrics(steps_after, BATCH)
-                rounds = await self._store.evaluations(rounds_after, BATCH)
+                steps = await self._store.monitor.metrics(steps_after, BATCH)
+                rounds = await self._store.evaluation.records(rounds_after, BATCH)
             except StoreError:
                 if last:
                     break  # Redis has gone before us
@@ -157,7 +157,7 @@ class Follower:
 async def show_backlog(store: Store, followers: Sequence[Follower], metrics: TrackerMetrics, loop: Loop) -> None:
     """The loop that shows how far trackers are behind, those too that hang."""
     while True:
-        recorded = await store.last_recorded_step()
+        recorded = await store.monitor.last_recorded_step()
         for follower in followers:
             metrics.backlog[follower.name].set(max(0, recorded - follower.taken))
         loop.progress()

@@ -58,7 +58,7 @@ class TrainLoop:
         self.config, self.store, self.notifications, self.call = service.config, service.store, service.notifications, portal.call
         self._portal, self._tracing = portal, service.tracing
         self.loop = service.add_loop("train", _nothing, limit_s=service.config.trainer.step_timeout_s)
-        self.fence = self.call(self.store.attach_trainer())
+        self.fence = self.call(self.store.run.attach_trainer())
         self.step = -1  # the last step in the weights of this process
         self._ranks_told = time.monotonic()
         self._last_record = time.monotonic()
@@ -139,7 +139,7 @@ class TrainLoop:
         self._say(phase="training", paused="")
         plan, trained = self._train_whole(step)
         self.recovery.stay_in_step(step - 1)
-        self.call(self.store.commit(self.fence, step))
+        self.call(self.store.steps.commit(self.fence, step))
         self.step = step
         for context in plan.traces:
             self._tracing.record("train", context, started, step=step)
@@ -164,7 +164,7 @@ class TrainLoop:
         """Tell replay what is left to learn from the groups of a step; one trained again after a crash says the same again."""
         if priorities:
             weights = sampling_weights(priorities, self.config.replay.priority_exponent)
-            self.call(self.store.reweigh(self.fence, weights))
+            self.call(self.store.replay.reweigh(self.fence, weights))
 
     def _record(self, plan: StepPlan, metrics: dict[str, float], step_s: float) -> None:
         """Metrics of a step, for the console. One trained again is recorded again; readers take the first."""
@@ -183,7 +183,7 @@ class TrainLoop:
         )
         began = self._last_record = time.monotonic()
         self.metrics.observe(plan, record)
-        self.call(self.store.record(record))
+        self.call(self.store.monitor.record(record))
         self.metrics.record_s.observe(time.monotonic() - began)
 
     def _generated_rate(self, total: float) -> float:
@@ -197,7 +197,7 @@ class TrainLoop:
             report = self.rounds.run(self.step + 1, lambda: bool(self.recovery.stay_in_step(self.step).stopping))
         except Alone:
             return None
-        self.call(self.store.publish(self.fence, report.version))
+        self.call(self.store.steps.publish(self.fence, report.version))
         self.recovery.published(report.version)
         return report
 
@@ -229,7 +229,7 @@ class TrainLoop:
         self._say(phase="exporting")
         self.commands.lead("export", self.step)
         self._await_evaluation()
-        self.call(self.store.finish(f"trained {self.step + 1} of {self.config.run.steps} steps", self.fence))
+        self.call(self.store.run.finish(f"trained {self.step + 1} of {self.config.run.steps} steps", self.fence))
 
     def _await_evaluation(self) -> None:
         """Let dataprep's leader end the last round: it reports it, or abandons it when `evaluation.final_s` is over, and at once
@@ -237,7 +237,7 @@ class TrainLoop:
         given, began = self.config.evaluation, time.monotonic()
         while given.every_steps:
             stopping = self.recovery.stay_in_step(self.step).stopping
-            seen = self.call(self.store.evaluation(self.config.fleet.ttl_s))
+            seen = self.call(self.store.evaluation.state(self.config.fleet.ttl_s))
             over = seen.round is None and (stopping or seen.dealt_with >= self.config.run.steps)
             if over or time.monotonic() - began > LEADER_S + (0.0 if stopping else given.final_s):
                 return

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a trainer, shown by rank 0."""
+"""Prometheus metrics of a trainer, exposed by rank 0."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ PHASES = (
     "restoring", "catching up", "training", "syncing", "saving", "waiting for data", "paused", "exporting",
     "waiting for evaluation",
 )  # fmt: skip
-"""What the trainer says it does (`PodStatus.phase`)."""
+"""The trainer's phases (`PodStatus.phase`)."""
 PARTS = ("fetch", "old", "reference", "forward", "backward", "step")
 
 
 class TrainerMetrics(Metrics):
-    """What the trainer shows of its steps."""
+    """Metrics of the trainer's steps."""
 
-    steps: Counter = counter("grpo_trainer_steps_total", "steps", "Steps trained by this process, those trained again included.")
-    step: Gauge = gauge("grpo_trainer_step", "steps", "The last step in the weights; -1: none.")
+    steps: Counter = counter("grpo_trainer_steps_total", "steps", "Steps trained by this process, including retrained ones.")
+    step: Gauge = gauge("grpo_trainer_step", "steps", "Last step in the weights; -1 if none.")
     phase_s: Mapping[str, Counter] = counters(
-        "grpo_trainer_phase_seconds_total", "seconds", "What the trainer spent its time on.", "phase", PHASES
+        "grpo_trainer_phase_seconds_total", "seconds", "Time the trainer spent in each phase.", "phase", PHASES
     )
-    step_s: Histogram = histogram("grpo_trainer_step_seconds", "seconds", "A step: its training and its weight sync.")
+    step_s: Histogram = histogram("grpo_trainer_step_seconds", "seconds", "Duration of a step: training and weight sync.")
     part_s: Mapping[str, Counter] = counters(
-        "grpo_trainer_part_seconds_total", "seconds", "Training of steps on rank 0 by part; fetch is the wait for the rows.",
+        "grpo_trainer_part_seconds_total", "seconds", "Training time on rank 0 by part; fetch is the wait for the rows.",
         "part", PARTS,
     )  # fmt: skip
     tokens: Counter = counter(
-        "grpo_trainer_tokens_total", "tokens", "Completion tokens trained, each completion with its prompt."
+        "grpo_trainer_tokens_total", "tokens", "Tokens trained: each completion with its prompt."
     )
     response_tokens: Counter = counter("grpo_trainer_response_tokens_total", "tokens", "Completion tokens in the loss.")
     record_s: Histogram = histogram(
-        "grpo_trainer_record_seconds", "seconds", "Handing a step's metrics to Redis, all that trackers cost."
+        "grpo_trainer_record_seconds", "seconds", "Time to write a step's metrics to Redis, the only cost of trackers."
     )
     sync_s: Mapping[str, Histogram] = histograms(
-        "grpo_trainer_sync_seconds", "seconds", "Phases of weight-sync rounds, each until its last member answered.", "phase",
+        "grpo_trainer_sync_seconds", "seconds", "Duration of each phase of weight-sync rounds, until its last member answered.", "phase",
         SYNC_PHASES,
     )  # fmt: skip
     discarded: Counter = counter(
-        "grpo_trainer_condemned_groups_total", "groups", "Groups that left their step as dead letters: payload damaged or gone."
+        "grpo_trainer_condemned_groups_total", "groups", "Groups removed from their step as dead letters because their payload is damaged or missing."
     )
-    sync_failures: Counter = counter("grpo_trainer_sync_failures_total", "", "Attempts at a weight-sync round that failed.")
+    sync_failures: Counter = counter("grpo_trainer_sync_failures_total", "", "Failed attempts at a weight-sync round.")
     members: Gauge = gauge("grpo_trainer_sync_members", "", "Generators in the last weight sync.")
-    checkpoint_s: Histogram = histogram("grpo_trainer_checkpoint_seconds", "seconds", "Checkpoints, written or failed.")
-    checkpointed: Gauge = gauge("grpo_trainer_checkpointed_step", "steps", "The last step that a checkpoint holds; -1: none.")
+    checkpoint_s: Histogram = histogram("grpo_trainer_checkpoint_seconds", "seconds", "Duration of checkpoints, written or failed.")
+    checkpointed: Gauge = gauge("grpo_trainer_checkpointed_step", "steps", "Last step covered by a checkpoint; -1 if none.")
     failed_checkpoints: Gauge = gauge(
-        "grpo_trainer_failed_checkpoints", "", "Checkpoints that could not be written since the last."
+        "grpo_trainer_failed_checkpoints", "", "Checkpoints that failed since the last successful one."
     )
     last: Gauge = bounded(
         "gauge",
         "grpo_trainer_step_metric",
         "",
-        "Metrics of the last step, as docs/metrics.md names them.",
+        "Metrics of the last step, named as in docs/metrics.md.",
         "name",
         "docs/metrics.md",
     )
 
     def phase_clock(self) -> PhaseClock:
-        """Notes what the trainer does."""
+        """Return a clock of the trainer's phases."""
         notes = {phase: made.inc for phase, made in self.phase_s.items()}
         return PhaseClock(notes | {"saving": self._saved})
 
@@ -70,11 +70,11 @@ class TrainerMetrics(Metrics):
         self.checkpoint_s.observe(seconds)
 
     def sync_clock(self) -> PhaseClock:
-        """Notes the phases of weight-sync rounds; `failed` is one that no time is noted of."""
+        """Return a clock of the phases of weight-sync rounds; a failed round records no time."""
         return PhaseClock({phase: made.observe for phase, made in self.sync_s.items()})
 
     def observe(self, plan: StepPlan, record: Mapping[str, float]) -> None:
-        """Show a step."""
+        """Update the metrics with a trained step."""
         self.steps.inc()
         self.tokens.inc(plan.total_tokens)
         self.response_tokens.inc(plan.response_tokens)

@@ -1,7 +1,7 @@
-"""What every trainer rank can do: train a prepared step, send weights, save, export.
+"""What every trainer rank can do: train a prepared step, send weights, save, restore, export.
 
-Guarantees: a rank fetches the payloads of its own rows and no others, those of the next step while this one trains.
-Waits for: Redis, the other ranks' collectives.
+Guarantees: a rank fetches the payloads of its own rows only, and those of the next step while the current one trains.
+Waits for: Redis, the collectives of the other ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.trainer.weight_sender import make_weight_sender
 
 
 class Worker:
-    """One rank's operations, as rank 0 calls them."""
+    """Performs one rank's operations when rank 0 calls them."""
 
     def __init__(self, config: RunConfig, store: Store, portal: Portal, policy: Policy, folder: Path) -> None:
         self.config, self.policy = config, policy
@@ -37,20 +37,20 @@ class Worker:
         self.prefetch = Prefetch(portal, store, policy.data_rank, build)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
         self.copy_state: Callable[[Path, int], None] | None = None
-        """Writes dataprep's state behind a step into a checkpoint; rank 0 has one."""
+        """Writes dataprep's state after a step into a checkpoint; set on rank 0 only."""
         self.restored: Saved | None = None
-        """The checkpoint whose state this process took up."""
+        """The checkpoint that this process restored."""
         self.model_folder = folder / "model"
         self.sender = make_weight_sender(config, policy.module, policy.world.rank)
 
     def operations(self) -> dict[str, Callable[[int], object]]:
-        """By name, for the commands."""
+        """Return the operations by name, for `RankCommands`."""
         return {"train": self.train, "send": self.send, "save": self.save, "restore": self.restore, "export": self.export}
 
     def train(self, step: int) -> tuple[StepPlan, Trained] | Damaged:
-        """Train a prepared step. Collective. Returns its plan and what came of it.
+        """Train a prepared step. Collective. Returns its plan and results.
 
-        Or, on every rank and with nothing trained, which payloads of any rank cannot be trained on.
+        If payloads of any rank cannot be trained on, trains nothing and returns which ones, on every rank.
         """
         with structlog.contextvars.bound_contextvars(step=step):
             return self._train(step)
@@ -64,8 +64,8 @@ class Worker:
         except Damaged as error:
             mine = error.reasons
         except REFUSALS as error:
-            problem = f"step {step} cannot be trained: {error}"
-        told = ranks.gather((problem, mine))  # else the others would wait for this one inside the step
+            problem = f"cannot train step {step}: {error}"
+        told = ranks.gather((problem, mine))  # otherwise the others would wait for this rank inside the step
         ranks.refuse([problem for problem, _ in told], Broken)
         if damaged := {name: why for _, of_rank in told for name, why in of_rank.items()}:
             return Damaged(damaged)
@@ -78,16 +78,16 @@ class Worker:
         return fetched.plan, replace(trained, metrics=trained.metrics | times)
 
     def close(self) -> None:
-        """Leave the weight group and drop what was fetched ahead; Redis is not used any more."""
+        """Leave the weight group and drop prefetched data. Redis is not used afterwards."""
         self.sender.close_group()
         self.prefetch.close()
 
     def send(self, _: int) -> None:
-        """Broadcast the weights to the standing group. Collective among ranks."""
+        """Broadcast the weights to the current group. Collective among ranks."""
         self.sender.send()
 
     def save(self, step: int) -> str:
-        """Write the checkpoint after `step`. Collective. Returns why that failed, on every rank, or empty."""
+        """Write the checkpoint after `step`. Collective. Returns why that failed, or an empty string, on every rank."""
         try:
             copy = self.copy_state
             self.checkpoints.save(self.policy, step, (lambda folder: copy(folder, step)) if copy else None)
@@ -96,7 +96,7 @@ class Worker:
         return ""
 
     def restore(self, step: int) -> int:
-        """Take up the checkpoint of `step`; of -1 the last one, if any. Collective. Returns its step, or -1."""
+        """Load the checkpoint of `step`, or for -1 the latest one if any. Collective. Returns its step, or -1."""
         try:
             self.checkpoints.try_out(self.policy.world.rank)
             self.restored = self.checkpoints.restore(self.policy, step if step >= 0 else None)

@@ -96,9 +96,9 @@ class Watch:
             try:
                 async with asyncio.timeout(LOOK_LIMIT_S):
                     if not self._fault:
-                        round, acknowledged = await self._store.round()
-                        evaluation = await self._store.evaluation(self._ttl_s)
-                        self._seen = Seen(evaluation, round, acknowledged, await self._store.dead_letter_count())
+                        round, acknowledged = await self._store.fleet.round()
+                        evaluation = await self._store.evaluation.state(self._ttl_s)
+                        self._seen = Seen(evaluation, round, acknowledged, await self._store.dead_letters.count())
                         self._looked_at = time.time()
             except (StoreError, RedisError, OSError, TimeoutError) as error:
                 self._fault = str(error) or "no answer"

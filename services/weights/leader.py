@@ -71,7 +71,7 @@ class SyncRounds:
         self.config, self.store, self.notifications = config, store, notifications
         self._call, self._fence, self._sender, self._send, self._tick = portal.call, fence, sender, send, tick
         self._begins = begins
-        last, _ = portal.call(store.round())
+        last, _ = portal.call(store.fleet.round())
         self._attempt = last.attempt if last else 0
         self._membership = Membership(last.epoch if last else 0)
         self._address = ("", 0)
@@ -110,7 +110,7 @@ class SyncRounds:
 
     def _heard(self) -> set[str]:
         """Who is there, also those that no further round is to count on: they answer this one."""
-        return {pod.member for pod in self._call(self.store.members(self.config.fleet.ttl_s))}
+        return {pod.member for pod in self._call(self.store.fleet.members(self.config.fleet.ttl_s))}
 
     def _live(self) -> dict[str, int]:
         return {pod.member: pod.world for pod in self._generators()}
@@ -125,7 +125,7 @@ class SyncRounds:
 
     def _generators(self) -> list[PodStatus]:
         """Those to count on; who could not reach the trainer only when nobody else is there."""
-        members = self._call(self.store.members(self.config.fleet.ttl_s))
+        members = self._call(self.store.fleet.members(self.config.fleet.ttl_s))
         loaded = [pod for pod in members if pod.kind == "generator" and pod.world > 0 and pod.phase != "draining"]
         return [pod for pod in loaded if not pod.unreached] or loaded
 
@@ -230,10 +230,10 @@ class SyncRounds:
 
     def _open(self, current: Round) -> None:
         self._begins(current.phase)
-        self._call(self.store.set_round(self._fence, current))
+        self._call(self.store.fleet.set_round(self._fence, current))
 
     def _acks(self) -> dict[str, tuple[str, str]]:
-        return self._call(self.store.round())[1]
+        return self._call(self.store.fleet.round())[1]
 
     def _collect(self, current: Round, limit_s: float) -> set[str]:
         """Members that acknowledge a phase before its deadline. A reported failure is an answer; who is gone is not awaited."""
@@ -254,7 +254,7 @@ class SyncRounds:
     async def _next_acks(self, seconds: float) -> dict[str, tuple[str, str]]:
         """What has been said when the last member has answered, which rings, or after `seconds`."""
         await self.notifications.wait("acks", "fleet", timeout=seconds)
-        return (await self.store.round())[1]
+        return (await self.store.fleet.round())[1]
 
     def _wait(self, seconds: float) -> None:
         self._tick()

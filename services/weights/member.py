@@ -97,7 +97,7 @@ class WeightFollower:
         while True:
             try:
                 await self._obey_operator()
-                current = await self.service.store.round_of(self.service.status.member, current)
+                current = await self.service.store.fleet.round_of(self.service.status.member, current)
                 if current is not None and (current.attempt, current.phase) != self._seen:
                     self._seen = (current.attempt, current.phase)
                     await self._take_part(current)
@@ -115,7 +115,7 @@ class WeightFollower:
         with contextlib.suppress(TimeoutError, StoreError):
             async with asyncio.timeout(limit_s):
                 me = self.service.status.member
-                while (current := await self.service.store.round_of(me)) is not None and self._counts_on_me(current):
+                while (current := await self.service.store.fleet.round_of(me)) is not None and self._counts_on_me(current):
                     await asyncio.sleep(RELEASE_POLL_S)
 
     def _counts_on_me(self, current: Round) -> bool:
@@ -135,7 +135,7 @@ class WeightFollower:
         reached, place = await _reachable(current.host, current.port, limit_s), f"{current.host}:{current.port}"
         self.service.say(unreached="" if reached else place)
         if not reached:
-            await self.service.store.beat(self.service.status, self.service.config.fleet.ttl_s)  # the trainer reads it next
+            await self.service.store.fleet.beat(self.service.status, self.service.config.fleet.ttl_s)  # the trainer reads it next
             raise TransferFailed(
                 f"cannot reach the trainer at {place} within {limit_s:g} s: look at sync.host, name service and network policies"
             )
@@ -155,7 +155,7 @@ class WeightFollower:
             await self._leave_round()
             return
         if self._evaluation is not None and self._evaluation.version is not None:
-            await self.service.store.acknowledge(me, current.attempt, "declined", f"evaluates {self._evaluation.version}")
+            await self.service.store.fleet.acknowledge(me, current.attempt, "declined", f"evaluates {self._evaluation.version}")
             return
         self._clock.enter(current.phase)
         try:
@@ -190,10 +190,10 @@ class WeightFollower:
             self._joined_epoch = 0
             self._clock.enter("")
             self.metrics.sync_failures.inc()
-            await self.service.store.acknowledge(me, current.attempt, "failed", str(error)[:300])
+            await self.service.store.fleet.acknowledge(me, current.attempt, "failed", str(error)[:300])
             return
         self._clock.enter(WAITS.get(stage, ""))
-        await self.service.store.acknowledge(me, current.attempt, stage)
+        await self.service.store.fleet.acknowledge(me, current.attempt, stage)
 
     async def _pause(self) -> None:
         if self._in_flight is not None:

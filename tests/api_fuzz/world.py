@@ -49,11 +49,11 @@ async def fill(store: Store) -> None:
     team = await flow.start(store, steps=100, slots=40)
     await flow.buffer(store, team, 6)
     await flow.prepare(store, team, 0, ["0-0", "0-1"])
-    await store.commit(team.trainer, 0)
-    await store.record({"step": 0.0, "reward/train/mean": 0.5})
+    await store.steps.commit(team.trainer, 0)
+    await store.monitor.record({"step": 0.0, "reward/train/mean": 0.5})
     await flow.issue(store, team, 4)
     (claim,) = await flow.claim(store, "g", 1)
-    await store.fail("g", claim, "verifier broke", max_attempts=1)
+    await store.tickets.fail("g", claim, "verifier broke", max_attempts=1)
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +68,7 @@ async def endpoints(folder: Path, server: RedisServer, run: str) -> AsyncIterato
             stack.push_async_callback(store.close)
             if kind == KINDS[0]:
                 await fill(store)
-                stack.push_async_callback(store.delete_run)
+                stack.push_async_callback(store.restores.delete_run)
             status = PodStatus(kind, f"{kind}-0", "b00t", "here", 1, "", "ready", 0, 1, {"tokens_per_s": 1.5})
             service = Service(kind, config, store, status)
             url = await stack.enter_async_context(serve(service, TOKENS))

@@ -38,26 +38,26 @@ async def serve(kind: str, path: str, name: str) -> int:
     store = await Store.connect(config.redis.url, config.run.name, redis_password(config))
     status = PodStatus(kind, name, os.urandom(4).hex(), "here", os.getpid(), "", "ready", 0, 0, {"tokens_per_s": 7.0})
     if kind == "dataprep":
-        await store.create(digest(config), "data", config.run.steps, config.slots)
+        await store.run.create(digest(config), "data", config.run.steps, config.slots)
     while not stopping.is_set():
-        await store.beat(status, config.fleet.ttl_s)
-        state = await store.state()
+        await store.fleet.beat(status, config.fleet.ttl_s)
+        state = await store.run.state()
         if state is not None and state.finished and kind != "web":  # that stays until it is asked to end
             break
         if name == "trainer-0" and state is not None:
             await train_one(store, state.committed_step + 1, config.run.steps)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), float(os.environ.get("FAKE_STEP_S", "0.05")))
-    await store.leave(status)
+    await store.fleet.leave(status)
     await store.close()
     return 0
 
 
 async def train_one(store: Store, step: int, steps: int) -> None:
     if step == steps:
-        await store.finish(f"trained {steps} of {steps} steps")
+        await store.run.finish(f"trained {steps} of {steps} steps")
         return
-    await store.record(
+    await store.monitor.record(
         {"step": float(step), "time_s": time.time(), "reward/train/mean": step / steps, "staleness/trained/max": 1.0}
     )
     await store.client.hset(store.keys.run, "committed_step", str(step))

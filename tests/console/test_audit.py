@@ -53,7 +53,7 @@ async def test_a_run_at_work(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 4)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
-    await any_store.commit(team.trainer, 0)
+    await any_store.steps.commit(team.trainer, 0)
     await prepare(any_store, team, 1, ["0-2"])
     report = await audit(any_store)
     assert report.ok, report.messages

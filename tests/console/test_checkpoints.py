@@ -143,17 +143,17 @@ def test_asking_for_one(server: RedisServer, tmp_path: Path, capsys: pytest.Capt
         """A trainer that cannot write, while the command waits."""
         waiting = asyncio.create_task(asyncio.to_thread(main, ["checkpoint", str(folder), "--wait"]))
         while not waiting.done():
-            await store.checkpoint_failed(f"step 0, attempt {time.time()}: disk full")
+            await store.run.checkpoint_failed(f"step 0, attempt {time.time()}: disk full")
             await asyncio.sleep(0.05)
         return await waiting
 
     async def write_soon(store: Store) -> int:
         waiting = asyncio.create_task(asyncio.to_thread(main, ["checkpoint", str(folder), "--wait"]))
         await asyncio.sleep(0.1)
-        await store.checkpointed(await store.attach_trainer(), 0)
+        await store.steps.checkpointed(await store.run.attach_trainer(), 0)
         return await waiting
 
-    asyncio.run(with_store(lambda store: store.create(digest(config), "dataset", config.run.steps, config.slots)))
+    asyncio.run(with_store(lambda store: store.run.create(digest(config), "dataset", config.run.steps, config.slots)))
     try:
         assert main(["checkpoint", str(folder)]) == 0
         assert "checkpoint requested, of step 0 or the step in training" in capsys.readouterr().out
@@ -163,4 +163,4 @@ def test_asking_for_one(server: RedisServer, tmp_path: Path, capsys: pytest.Capt
         assert main(["checkpoint", str(folder)]) == 0
         assert capsys.readouterr().out.splitlines() == ["run asked: checkpoint of step 0 written"] * 2
     finally:
-        asyncio.run(with_store(lambda store: store.delete_run()))
+        asyncio.run(with_store(lambda store: store.restores.delete_run()))

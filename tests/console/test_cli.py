@@ -148,9 +148,9 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
     """A run with one pod and one step, as its services would have left it."""
     config = load_resolved(folder.config)
     store = await Store.connect(server.url, config.run.name, server.password)
-    await store.create(digest(config), "data", config.run.steps, config.slots)
-    await store.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 600.0)
-    await store.record({"step": 0.0, "reward/train/mean": 0.5})
+    await store.run.create(digest(config), "data", config.run.steps, config.slots)
+    await store.fleet.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 600.0)
+    await store.monitor.record({"step": 0.0, "reward/train/mean": 0.5})
     await store.close()
 
 

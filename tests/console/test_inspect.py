@@ -79,7 +79,7 @@ async def write(store: Store, run: Path, claimed: Claim, prompt: str, completion
         np.array(tokens(run, prompt), np.int32), np.array(lengths, np.int32), flat, np.zeros(len(flat), np.float32), spans
     )
     given = {"lengths": lengths, "newest": [1] * len(ids)} | fields
-    assert await store.submit("generator-1", claimed, header(claimed, **given), codec.encode(payload), 60)
+    assert await store.tickets.submit("generator-1", claimed, header(claimed, **given), codec.encode(payload), 60)
 
 
 async def one_group(store: Store, run: Path, prompt: str = "say 5", texts: Sequence[str] = ("5", "6", "five", NASTY)) -> None:
@@ -96,13 +96,13 @@ async def weighted_table(store: Store, weights: Sequence[float]) -> flow.Team:
     await issue(store, team, len(weights))
     for i, one in enumerate(await claim(store, "g", len(weights))):
         assert await submit(store, "g", one, oldest=i // 2)
-    items = await store.read_headers(team.leader, len(weights))
+    items = await store.replay.read_headers(team.leader, len(weights))
     settlements = [
         Settlement(item, "insert", min(item.header.oldest), weight, 1.0)
         for item, weight in zip(items, weights, strict=True)
         if item.header
     ]
-    assert await store.settle(team.leader, settlements) == len(weights)
+    assert await store.replay.settle(team.leader, settlements) == len(weights)
     return team
 
 
@@ -157,7 +157,7 @@ async def test_a_page_costs_the_same_whatever_the_size_of_the_table(store: Store
 
     await weighted_table(store, [1.0] * 50)
     small = await cost()
-    await store.delete_run()
+    await store.restores.delete_run()
     await weighted_table(store, [1.0] * 1000)
     large = await cost()
     assert large[0] == small[0]
@@ -219,8 +219,8 @@ async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show
     team = await start(store, slots=4)
     await issue(store, team, 2)
     one, two = await claim(store, NASTY, 2)
-    assert await store.fail(NASTY, two, NASTY, max_attempts=1)
-    (letter,) = await store.dead_letters()
+    assert await store.tickets.fail(NASTY, two, NASTY, max_attempts=1)
+    (letter,) = await store.dead_letters.page()
     held = await show(verbs.group, one.ticket_id, 0, 16)
     ids = tokens(run, NASTY)
     payload = Payload(
@@ -228,7 +228,7 @@ async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show
         np.array([(i, 0, 0, len(ids)) for i in range(4)], np.int32),
     )  # fmt: skip
     nasty = header(one, lengths=[len(ids)] * 4, scores={NASTY: [0.0] * 4}, generator=NASTY, source=NASTY)
-    assert await store.submit(NASTY, one, nasty, codec.encode(payload), 60)
+    assert await store.tickets.submit(NASTY, one, nasty, codec.encode(payload), 60)
     await settle(store, team)
     shown = [
         held,
@@ -334,22 +334,22 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
         await submit(store, "generator-7", one)
     found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, len(found.completions), found.completions[1].advantage) == ("finished", 4, pytest.approx(1.0))
-    items = await store.read_headers(team.leader, 100)
+    items = await store.replay.read_headers(team.leader, 100)
     for item, action in zip(items, ["insert"] * 3 + ["filtered:solved", "stale", "failed:rewards are not finite"], strict=True):
-        await store.settle(team.leader, [Settlement(item, action)])
+        await store.replay.settle(team.leader, [Settlement(item, action)])
     assert await place(store, "0-0") == ("replay", "in the replay table")
     assert await place(store, "0-3") == (
         "dropped", "dropped: every completion earned the largest reward, so there is nothing to learn from it",
     )  # fmt: skip
     assert (await inspect_group(store, "0-4", TextReader(None), None)).outcome == "stale"
-    (letter,) = await store.dead_letters()
+    (letter,) = await store.dead_letters.page()
     assert await place(store, "0-5") == ("failed", f"failed: see dead letter {letter.id}")
-    await store.requeue([letter.id])
+    await store.dead_letters.requeue([letter.id])
     assert (await place(store, "0-5"))[0] == "requeued"
     await prepare(store, team, 0, ["0-0"])
     found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, found.trained, [(step.step, step.committed) for step in found.steps]) == ("drawn", False, [(0, False)])
-    await store.commit(team.trainer, 0)
+    await store.steps.commit(team.trainer, 0)
     found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, found.outcome, [(step.step, step.committed) for step in found.steps]) == (
         "drawn",
@@ -357,9 +357,9 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
         [(0, True)],
     )
     assert len(found.completions) == 4
-    await store.publish(team.trainer, 1)
-    await store.checkpointed(team.trainer, 0)
-    await store.retire()
+    await store.steps.publish(team.trainer, 1)
+    await store.steps.checkpointed(team.trainer, 0)
+    await store.steps.retire()
     assert (await place(store, "0-0"))[0] == "trained"
 
 
@@ -376,7 +376,7 @@ async def test_a_header_with_empty_columns_is_shown(store: Store) -> None:
     await issue(store, team, 1)
     (one,) = await claim(store, "g")
     nothing: dict[str, Any] = {name: [] for name in ("rewards", "truncated", "newest", "tool_tokens")}
-    assert await store.submit("g", one, header(one, **nothing), flow.payload_bytes(one), 60)
+    assert await store.tickets.submit("g", one, header(one, **nothing), flow.payload_bytes(one), 60)
     found = await inspect_group(store, "0-0", TextReader(None), "standard")
     assert (found.place, found.completions[3].reward, found.completions[3].length) == ("finished", None, 2)
     assert "no advantages: its header has no rewards" in found.notes
@@ -393,7 +393,7 @@ async def test_a_replayed_group_names_all_its_steps(store: Store, show: Show) ->
     await flow.buffer(store, team, 2)
     for step, groups in enumerate((["0-0"], ["0-1"], ["0-0"])):
         await prepare(store, team, step, groups)
-    await store.commit(team.trainer, 0)
+    await store.steps.commit(team.trainer, 0)
     found = await tell(show, verbs.group, "0-0", 0, 16)
     assert (found["place"], found["uses"], [step["step"] for step in found["steps"]]) == ("replay", 2, [0, 2])
     assert "0 (committed), 2 (prepared)" in (await show(verbs.group, "0-0", 0, 16))[1]
@@ -411,15 +411,15 @@ async def two_ranks(store: Store) -> flow.Team:
     """Step 0 trains on 0-0 and 0-1 over two ranks, step 1 on 0-0 again, with importance weights and a masked completion."""
     team = await start(store, table=TableRules(max_uses=2))
     names = await flow.buffer(store, team, 2)
-    payloads = [(await store.group_records([name]))[name].payload for name in names]
+    payloads = [(await store.inspection.group_records([name]))[name].payload for name in names]
     rows = [
         [[Sample(payloads[0], i, i - 1.5, 2, 0.5) for i in range(4)], []],
         [[Sample(payloads[1], i, 1.0, 2 if i else 0, 1.0) for i in range(3)], [Sample(payloads[1], 3, -1.0, 2, 1.0)]],
     ]
     plan = StepPlan(0, names, names, 2, 2, [2], [14.0], 14, 32, {"reward/train/mean": 0.5})
-    await store.prepare(team.leader, plan, [RankPlan(rank) for rank in rows])
+    await store.steps.prepare(team.leader, plan, [RankPlan(rank) for rank in rows])
     again = StepPlan(1, names[:1], [], 1, 1, [1], [8.0], 8, 16, {})
-    await store.prepare(team.leader, again, [RankPlan([rows[0][0]])])
+    await store.steps.prepare(team.leader, again, [RankPlan([rows[0][0]])])
     return team
 
 
@@ -449,11 +449,11 @@ async def test_a_step_shows_its_groups_and_how_rows_are_filled(store: Store, sho
 async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> None:
     team = await two_ranks(store)
     for step in range(2):
-        await store.commit(team.trainer, step)
-        await store.publish(team.trainer, step + 1)
-        await store.record({"step": float(step), "reward/train/mean": 0.25 + step})
-    await store.checkpointed(team.trainer, 0)
-    await store.retire()
+        await store.steps.commit(team.trainer, step)
+        await store.steps.publish(team.trainer, step + 1)
+        await store.monitor.record({"step": float(step), "reward/train/mean": 0.25 + step})
+    await store.steps.checkpointed(team.trainer, 0)
+    await store.steps.retire()
     found = await tell(show, verbs.step, 0, 0, 100)
     assert (found["state"], found["plan"], found["record"]["reward/train/mean"]) == ("retired", None, 0.25)
     _, text = await show(verbs.step, 0, 0, 100)
@@ -484,11 +484,11 @@ async def test_the_record_of_a_step_is_found_whatever_happened_since(store: Stor
                 )
         await pipe.execute()
     for step in (0, 1, 2, 7, 8, 499, 1234, 1994, 1995, 1999, 2000, 2998, 2999):
-        record = await store.step_record(step)
+        record = await store.inspection.step_record(step)
         assert record is not None
         assert record["step"] == step
         assert record["n"] in [i for i, s in enumerate(steps) if s == step]
-    assert await store.step_record(3000) is None
+    assert await store.inspection.step_record(3000) is None
 
 
 async def test_the_ledger_is_the_audits(store: Store, show: Show) -> None:
@@ -503,8 +503,8 @@ async def bury(store: Store, team: flow.Team, reasons: Sequence[str]) -> list[st
     """Dead letters, oldest first."""
     await issue(store, team, len(reasons))
     for one, reason in zip(await claim(store, "g", len(reasons)), reasons, strict=True):
-        assert await store.fail("g", one, reason, max_attempts=1)
-    return [letter.id for letter in reversed(await store.dead_letters(len(reasons)))]
+        assert await store.tickets.fail("g", one, reason, max_attempts=1)
+    return [letter.id for letter in reversed(await store.dead_letters.page(len(reasons)))]
 
 
 async def test_dead_letters_come_in_pages_and_whole(store: Store, show: Show) -> None:
@@ -535,12 +535,12 @@ async def test_a_header_with_numbers_that_are_none_is_shown(store: Store, show: 
     await issue(store, team, 1)
     (one,) = await claim(store, "g")
     bad = header(one, rewards=[float("nan"), float("inf"), 0.0, 1.0], scores={"exact": [float("nan")]})
-    assert await store.submit("g", one, bad, flow.payload_bytes(one), 60)
+    assert await store.tickets.submit("g", one, bad, flow.payload_bytes(one), 60)
     waiting = await tell(show, verbs.group, "0-0", 0, 16)
     assert waiting["completions"][0]["reward"] is None
     assert any("rewards must be finite" in note for note in waiting["notes"])
     await settle(store, team, "failed:rewards are not finite")
-    (letter,) = await store.dead_letters()
+    (letter,) = await store.dead_letters.page()
     found = await tell(show, verbs.dead_letter, letter.id)
     assert (found["kind"], found["fields"]["rewards"]) == ("header", [None, None, 0.0, 1.0])
 
@@ -571,7 +571,7 @@ async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> No
         f"no dead letters\nrun {store.keys.name}: 0 requeued, 0 refused\n",
     )
     assert (await show(verbs.requeue, ["7-7"], False, ""))[0] == EXIT_FAILED
-    assert (await store.audit())["requeued"] == 4
+    assert (await store.run.audit())["requeued"] == 4
 
 
 @pytest.mark.parametrize(("ids", "everything", "reason"), [([], False, ""), (["1-1"], True, ""), (["1-1"], False, "x")])
@@ -583,10 +583,10 @@ async def test_requeue_wants_one_way_to_choose(store: Store, show: Show, ids: li
 async def test_a_run_that_is_over_refuses_a_requeue(store: Store, show: Show) -> None:
     team = await start(store)
     ids = await bury(store, team, ["broke"])
-    await store.finish("trained 4 of 4 steps")
+    await store.run.finish("trained 4 of 4 steps")
     with pytest.raises(ConsoleError, match=r"no longer issues tickets \(trained 4 of 4 steps\)"):
         await show(verbs.requeue, ids, False, "")
-    assert await store.dead_letter_count() == 1
+    assert await store.dead_letters.count() == 1
 
 
 def test_the_command_line_reaches_every_verb(server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -606,7 +606,7 @@ def test_the_command_line_reaches_every_verb(server: RedisServer, tmp_path: Path
 
     async def end() -> None:
         store = await Store.connect(server.url, name, server.password)
-        await store.delete_run()
+        await store.restores.delete_run()
         await store.close()
 
     def grpo(*arguments: str) -> tuple[int, str, str]:

@@ -39,8 +39,8 @@ async def bury(store: Store, team: flow.Team, count: int) -> list[str]:
     """Dead letters, the last first."""
     await issue(store, team, count)
     for one in await claim(store, "g", count):
-        assert await store.fail("g", one, "verifier broke", max_attempts=1)
-    return [letter.id for letter in await store.dead_letters(count)]
+        assert await store.tickets.fail("g", one, "verifier broke", max_attempts=1)
+    return [letter.id for letter in await store.dead_letters.page(count)]
 
 
 def is_problem(answer: httpx.Response, status: int, detail: str) -> bool:
@@ -103,7 +103,7 @@ async def test_dead_letters_are_listed_shown_and_put_back(http: httpx.AsyncClien
     assert ([row["ticket"] for row in answer["requeued"]], [row["id"] for row in answer["refused"]]) == (["0-2"], ["5-5"])
     answer = (await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"all": True})).json()
     assert (len(answer["requeued"]), answer["refused"]) == (2, [])
-    assert (await store.audit())["requeued"] == 3
+    assert (await store.run.audit())["requeued"] == 3
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ async def test_a_requeue_says_which_ones(http: httpx.AsyncClient, store: Store, 
     team = await start(store)
     await bury(store, team, 1)
     assert is_problem(await http.post("/v1/deadletters/requeue", headers=TOKEN, json=body), 422, "body")
-    assert await store.dead_letter_count() == 1
+    assert await store.dead_letters.count() == 1
 
 
 async def test_a_requeue_needs_the_token_and_a_run_that_goes_on(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     before, _ = await bury(store, team, 2)
     assert is_problem(await http.post("/v1/deadletters/requeue", json={"all": True}), 401, "bearer token")
-    await store.requeue([before])
-    await store.finish("trained 4 of 4 steps")
+    await store.dead_letters.requeue([before])
+    await store.run.finish("trained 4 of 4 steps")
     over = await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"all": True})
     assert is_problem(over, 409, "the run is over: trained 4 of 4 steps")
-    assert await store.dead_letter_count() == 1
+    assert await store.dead_letters.count() == 1
     again = (await http.post("/v1/deadletters/requeue", headers=TOKEN, json={"ids": [before]})).json()
     assert [(row["id"], row["before"]) for row in again["requeued"]] == [(before, True)]
 
@@ -134,10 +134,10 @@ async def test_numbers_that_are_none_are_null(http: httpx.AsyncClient, store: St
     await issue(store, team, 1)
     (one,) = await claim(store, "g")
     bad = header(one, rewards=[float("nan"), float("inf"), 0.0, 1.0])
-    assert await store.submit("g", one, bad, payload_bytes(one), 60)
+    assert await store.tickets.submit("g", one, bad, payload_bytes(one), 60)
     assert (await http.get("/v1/groups/0-0")).json()["completions"][1]["reward"] is None
     await settle(store, team, "failed:rewards are not finite")
-    (letter,) = await store.dead_letters()
+    (letter,) = await store.dead_letters.page()
     assert (await http.get(f"/v1/deadletters/{letter.id}")).json()["fields"]["rewards"] == [None, None, 0.0, 1.0]
 
 

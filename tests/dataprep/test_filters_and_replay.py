@@ -30,30 +30,30 @@ class Run:
         self.tickets: list[Ticket] = []
 
     async def generate(self, version: int) -> None:
-        _, claims = await self.store.claim("stand-in", version, await flow.trainer_fence(self.store), 60, 100)
+        _, claims = await self.store.tickets.claim("stand-in", version, await flow.trainer_fence(self.store), 60, 100)
         for claim in claims:
             assert claim.ticket is not None
             header, payload = answer(claim.ticket, claim, version)
             given = self.rewards(claim.ticket)
             header = msgspec.structs.replace(header, rewards=given, scores={"exact": given})
-            assert await self.store.submit("stand-in", claim, header, payload, 3600)
+            assert await self.store.tickets.submit("stand-in", claim, header, payload, 3600)
             self.tickets.append(claim.ticket)
 
     async def train(self) -> list[StepPlan]:
         """All steps, or as many as there are before the run is told to end."""
-        fence, plans = await self.store.attach_trainer(), []
-        await self.store.publish(fence, 0)
+        fence, plans = await self.store.run.attach_trainer(), []
+        await self.store.steps.publish(fence, 0)
         for step in range(self.steps):
             async with asyncio.timeout(20):
-                while (plan := await self.store.plan(step)) is None:
-                    state = await self.store.state()
+                while (plan := await self.store.steps.plan(step)) is None:
+                    state = await self.store.run.state()
                     if state is None or state.ended:
                         return plans
                     await self.generate(step)
                     await asyncio.sleep(0.005)
             plans.append(plan)
-            await self.store.commit(fence, step)
-            await self.store.publish(fence, step + 1)
+            await self.store.steps.commit(fence, step)
+            await self.store.steps.publish(fence, step + 1)
         return plans
 
 
@@ -64,12 +64,12 @@ async def running(folder: Path, server: RedisServer, rewards: Rewards, *override
         task = asyncio.create_task(service.run(loop.work))
         try:
             yield Run(service.store, config.run.steps, rewards)
-            report = assess("small", await service.store.audit())
+            report = assess("small", await service.store.run.audit())
             assert report.ok, report.messages
         finally:
             service.stop()
             await task
-            await service.store.delete_run()
+            await service.store.restores.delete_run()
 
 
 def spread(ticket: Ticket) -> list[float]:
@@ -85,7 +85,7 @@ async def test_filtered_groups_are_replaced_by_other_prompts(tmp_path: Path, ser
         plans = await run.train()
         assert [len(plan.groups) for plan in plans] == [8] * 4
         assert all(int(group.partition("-")[2]) % 2 for plan in plans for group in plan.groups)
-        assert (await run.store.audit())["ledger:filtered:solved"] >= 8
+        assert (await run.store.run.audit())["ledger:filtered:solved"] >= 8
         assert sum(plan.stats["filtered/solved/count"] for plan in plans) >= 8
         assert max(plan.stats["staleness/trained/max"] for plan in plans) <= 1
 
@@ -95,7 +95,7 @@ async def test_without_active_sampling_a_step_has_the_groups_its_filters_left(tm
     async with running(tmp_path, server, solved_if_even, *overrides) as run:
         plans = await run.train()
         assert [plan.groups for plan in plans] == [[f"0-{8 * step + i}" for i in (1, 3, 5, 7)] for step in range(4)]
-        assert (await run.store.audit())["ledger:filtered:solved"] == 4 * 4
+        assert (await run.store.run.audit())["ledger:filtered:solved"] == 4 * 4
 
 
 async def test_steps_without_anything_to_learn_are_passed_over(tmp_path: Path, server: RedisServer) -> None:
@@ -106,7 +106,7 @@ async def test_steps_without_anything_to_learn_are_passed_over(tmp_path: Path, s
     async with running(tmp_path, server, rewards, *overrides) as run:
         plans = await run.train()
         assert [plan.groups for plan in plans] == [[f"0-{i}" for i in range(20, 24)], [f"0-{i}" for i in range(24, 32)]]
-        assert (await run.store.audit())["ledger:filtered:zero"] == 20
+        assert (await run.store.run.audit())["ledger:filtered:zero"] == 20
 
 
 async def test_a_prompt_that_is_solved_is_not_asked_in_later_epochs(tmp_path: Path, server: RedisServer) -> None:
@@ -123,7 +123,7 @@ async def test_a_run_whose_prompts_are_all_solved_ends_by_itself(tmp_path: Path,
     async with running(tmp_path, server, lambda ticket: [1.0] * 4, "filters.exclude_pass_rate=0.9", "run.steps=40") as run:
         plans = await run.train()
         assert 5 <= len(plans) < 40
-        state = await run.store.state()
+        state = await run.store.run.state()
         assert state is not None
         assert "filters.exclude_pass_rate = 0.9" in state.stopping
 
@@ -153,7 +153,7 @@ async def test_importance_weights_of_a_prioritised_table_reach_the_plan(tmp_path
     async with running(tmp_path, server, dull_if_even, *overrides) as run:
         mixed = 0
         for plan in await run.train():
-            rows = (await run.store.rank_plan(plan.step, 0)).rows
+            rows = (await run.store.steps.rank_plan(plan.step, 0)).rows
             weights = {abs(sample.advantage) > 0.1: sample.weight for row in rows for sample in row}
             assert max(weights.values()) == 1.0
             assert plan.stats["replay/train/weight_min"] == min(weights.values())
@@ -169,7 +169,7 @@ async def test_a_samples_per_insert_ratio_is_kept(tmp_path: Path, server: RedisS
     )  # fmt: skip
     async with running(tmp_path, server, spread, *overrides) as run:
         await run.train()
-        inserted = (await run.store.audit())["ledger:issued"]
+        inserted = (await run.store.run.audit())["ledger:issued"]
         assert abs(2 * inserted - 20 * 8) <= 2 * 16 + (8 + 2) / 2 + 2 * 8, (
             "within the error buffer, and what was under way at the end"
         )
@@ -183,29 +183,29 @@ async def test_a_dead_letter_that_was_put_back_is_trained(tmp_path: Path, server
 
     async with running(tmp_path, server, rewards, "data.shuffle=false", "run.steps=5", "admission.max_staleness=0") as run:
         store = run.store
-        fence = await store.attach_trainer()
-        await store.publish(fence, 0)
+        fence = await store.run.attach_trainer()
+        await store.steps.publish(fence, 0)
         await wait_until(lambda: _has(store, "tickets", 8))
         await run.generate(0)
         await wait_until(lambda: _has(store, "ledger:failed", 1))
         broken.clear()
-        letters = await store.dead_letters()
-        (put_back,) = await store.requeue([letter.id for letter in letters])
+        letters = await store.dead_letters.page()
+        (put_back,) = await store.dead_letters.requeue([letter.id for letter in letters])
         assert (put_back.ticket, put_back.refusal) == ("0-3", "")
         plans = await run.train()
         assert sum("0-3" in plan.groups for plan in plans) == 1
-        audit = await store.audit()
+        audit = await store.run.audit()
         assert (audit.get("ledger:failed", 0), audit["requeued"]) == (0, 0)
 
 
 async def _has(store: Store, name: str, count: int) -> bool:
-    return (await store.audit()).get(name, 0) == count
+    return (await store.run.audit()).get(name, 0) == count
 
 
 async def test_a_lost_reply_of_issue_repeats_no_prompt_and_leaves_none_out(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server, "run.steps=5")
     async with dataprep(config) as (service, loop):
-        issue, lost = service.store.issue, []
+        issue, lost = service.store.tickets.issue, []
 
         async def twice(*args: Any, **named: Any) -> int:
             """As the client does it when the connection breaks between the effect and its reply."""
@@ -213,31 +213,31 @@ async def test_a_lost_reply_of_issue_repeats_no_prompt_and_leaves_none_out(tmp_p
                 lost.append(await issue(*args, **named))
             return await issue(*args, **named)
 
-        service.store.issue = twice  # type: ignore[method-assign]
+        service.store.tickets.issue = twice  # type: ignore[method-assign]
         task = asyncio.create_task(service.run(loop.work))
         run = Run(service.store, config.run.steps, spread)
         plans = await run.train()
         assert sum(lost) > 0
         assert sorted(int(group.partition("-")[2]) for plan in plans for group in plan.groups) == list(range(40))
-        report = assess("small", await service.store.audit())
+        report = assess("small", await service.store.run.audit())
         assert report.ok, report.messages
         service.stop()
         await task
-        await service.store.delete_run()
+        await service.store.restores.delete_run()
 
 
 async def test_headers_that_lie_about_their_place_or_reward_harm_nobody(tmp_path: Path, server: RedisServer) -> None:
     async with running(tmp_path, server, spread, "filters.zero_std=true", "filters.active_sampling=false") as run:
         store = run.store
-        fence = await store.attach_trainer()
-        await store.publish(fence, 0)
+        fence = await store.run.attach_trainer()
+        await store.steps.publish(fence, 0)
         await wait_until(lambda: _has(store, "tickets", 16))
-        _, claims = await store.claim("liar", 0, await flow.trainer_fence(store), 60, 3)
+        _, claims = await store.tickets.claim("liar", 0, await flow.trainer_fence(store), 60, 3)
         lies = [{"seq": 2**63 - 1}, {"rewards": [1e308] * 4}, {"scores": {"mean": [0.5] * 4}}]
         for claim, lie in zip(claims, lies, strict=True):
             assert claim.ticket is not None
             header, payload = answer(claim.ticket, claim, 0)
-            assert await store.submit("liar", claim, msgspec.structs.replace(header, **lie), payload, 3600)
+            assert await store.tickets.submit("liar", claim, msgspec.structs.replace(header, **lie), payload, 3600)
         plans = await run.train()
         assert len(plans) == 4
-        assert (await store.audit())["ledger:failed"] == 2
+        assert (await store.run.audit())["ledger:failed"] == 2

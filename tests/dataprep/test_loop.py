@@ -38,7 +38,7 @@ async def dataprep(config: RunConfig, name: str = "dataprep-0") -> AsyncIterator
     """A pod that has not begun to work."""
     source = PromptSource(config)
     async with open_service("dataprep", config, name) as service:
-        await service.store.create("config", source.digest, config.run.steps, config.slots, table_rules(config))
+        await service.store.run.create("config", source.digest, config.run.steps, config.slots, table_rules(config))
         yield (
             service,
             DataprepLoop(
@@ -73,26 +73,26 @@ def answer(ticket: Ticket, claim: Claim, version: int) -> tuple[Header, bytes]:
 
 async def generate(store: Store, version: int, count: int = 100) -> list[Ticket]:
     """Claim and submit everything there is."""
-    _, claims = await store.claim("stand-in", version, await flow.trainer_fence(store), 60, count)
+    _, claims = await store.tickets.claim("stand-in", version, await flow.trainer_fence(store), 60, count)
     for claim in claims:
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, version)
-        assert await store.submit("stand-in", claim, header, payload, 3600)
+        assert await store.tickets.submit("stand-in", claim, header, payload, 3600)
     return [claim.ticket for claim in claims if claim.ticket]
 
 
 async def train(store: Store, steps: int) -> list[StepPlan]:
     """Train all steps as a trainer would: commit, sync, publish."""
-    fence, plans = await store.attach_trainer(), []
-    await store.publish(fence, 0)
+    fence, plans = await store.run.attach_trainer(), []
+    await store.steps.publish(fence, 0)
     for step in range(steps):
         async with asyncio.timeout(10):
-            while (plan := await store.plan(step)) is None:
+            while (plan := await store.steps.plan(step)) is None:
                 await generate(store, step)
                 await asyncio.sleep(0.01)
         plans.append(plan)
-        await store.commit(fence, step)
-        await store.publish(fence, step + 1)
+        await store.steps.commit(fence, step)
+        await store.steps.publish(fence, step + 1)
     return plans
 
 
@@ -104,13 +104,13 @@ async def test_a_run_trains_every_prompt_once_in_the_seeded_order(tmp_path: Path
         expected = [f"0-{row}" for row in permutation(config.run.seed, 0, 40)[: 4 * 8]]
         assert [group for plan in plans for group in plan.groups] == expected
         assert len(set(expected)) == 32
-        audit = await service.store.audit()
+        audit = await service.store.run.audit()
         assert (audit["ledger:issued"], audit["ledger:trained"], audit["outstanding"], audit["buffered"]) == (32, 32, 0, 0)
         assert max(plan.stats["staleness/trained/max"] for plan in plans) <= config.admission.max_staleness
         assert plans[0].stats["reward/train/mean"] == 0.5
         service.stop()
         await running
-        await service.store.delete_run()
+        await service.store.restores.delete_run()
 
 
 async def test_a_plan_carries_every_completion_with_its_advantage(tmp_path: Path, server: RedisServer) -> None:
@@ -118,7 +118,7 @@ async def test_a_plan_carries_every_completion_with_its_advantage(tmp_path: Path
     async with dataprep(config) as (service, loop):
         running = asyncio.create_task(service.run(loop.work))
         (plan,) = (await train(service.store, 1))[:1]
-        ranks = [await service.store.rank_plan(0, rank) for rank in range(2)]
+        ranks = [await service.store.steps.rank_plan(0, rank) for rank in range(2)]
         samples = [sample for rank in ranks for row in rank.rows for sample in row]
         assert len(samples) == 8 * 4
         assert {(sample.payload, sample.index) for sample in samples} == {
@@ -130,7 +130,7 @@ async def test_a_plan_carries_every_completion_with_its_advantage(tmp_path: Path
         assert {len(rank.rows) for rank in ranks} == {plan.rows_per_rank}
         service.stop()
         await running
-        await service.store.delete_run()
+        await service.store.restores.delete_run()
 
 
 async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tmp_path: Path, server: RedisServer) -> None:
@@ -138,14 +138,14 @@ async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tm
     async with dataprep(config) as (service, loop):
         store = service.store
         running = asyncio.create_task(service.run(loop.work))
-        fence = await store.attach_trainer()
-        await store.publish(fence, 0)
+        fence = await store.run.attach_trainer()
+        await store.steps.publish(fence, 0)
         await wait_until(lambda: _has(store, "tickets", 16))
-        _, (claim, *rest) = await store.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
+        _, (claim, *rest) = await store.tickets.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, 0)
         lies = Header(**{**{f: getattr(header, f) for f in header.__struct_fields__}, "rewards": [float("nan")] * 4})
-        assert await store.submit("stand-in", claim, lies, payload, 3600)
+        assert await store.tickets.submit("stand-in", claim, lies, payload, 3600)
         entry = {"ticket": rest[0].ticket_id, "payload": "nowhere", "body": b"\xc1garbage"}
         await store.client.xadd(store.keys.headers, entry)
         await store.client.xadd(store.keys.headers, {"noise": b"\x00"})
@@ -153,15 +153,15 @@ async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tm
         reasons = dict(await buried(store))
         assert "rewards are not finite" in reasons[claim.ticket_id]
         assert "corrupt header" in reasons[rest[0].ticket_id]
-        assert (await store.audit())["ledger:failed"] == 2
+        assert (await store.run.audit())["ledger:failed"] == 2
         await wait_until(lambda: _has(store, "ledger:issued", 18))
         service.stop()
         await running
-        await store.delete_run()
+        await store.restores.delete_run()
 
 
 async def _has(store: Store, name: str, count: int) -> bool:
-    return (await store.audit()).get(name, 0) == count
+    return (await store.run.audit()).get(name, 0) == count
 
 
 async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path, server: RedisServer) -> None:
@@ -171,37 +171,37 @@ async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path
         await wait_until(lambda: first.status.phase == "leading")
         standing_by = asyncio.create_task(second.run(standby.work))
         await wait_until(lambda: second.status.phase == "standby")
-        old_fence = await first.store.lead(first.status.member, 0.9)
+        old_fence = await first.store.run.lead(first.status.member, 0.9)
         leading.cancel()  # as if killed: no step-down reaches Redis in the way a kill -9 would leave it
         await asyncio.gather(leading, return_exceptions=True)
         await wait_until(lambda: second.status.phase == "leading")
         plans = await train(second.store, 4)
         assert len({group for plan in plans for group in plan.groups}) == 32
         assert old_fence is not None
-        state = await second.store.state()
+        state = await second.store.run.state()
         assert state is not None
         with pytest.raises(Fenced):
-            await first.store.issue(old_fence, state.cursor, [ticket(state.cursor)])
+            await first.store.tickets.issue(old_fence, state.cursor, [ticket(state.cursor)])
         second.stop()
         await standing_by
-        await second.store.delete_run()
+        await second.store.restores.delete_run()
 
 
 async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: RedisServer) -> None:
     config = configured(tmp_path, server)
     async with dataprep(config) as (service, loop):
-        await service.store.pause("dataprep", "a test")
+        await service.store.run.pause("dataprep", "a test")
         await service.view.refresh()
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: service.status.phase == "leading")
         await asyncio.sleep(0.3)  # nothing may happen, so there is nothing to wait for
-        assert (await service.store.audit()).get("ledger:issued", 0) == 0
+        assert (await service.store.run.audit()).get("ledger:issued", 0) == 0
         assert loop.why_idle() == "paused: a test"
-        await service.store.resume("dataprep")
+        await service.store.run.resume("dataprep")
         await wait_until(lambda: _has(service.store, "ledger:issued", 16))
         service.stop()
         await running
-        await service.store.delete_run()
+        await service.store.restores.delete_run()
 
 
 def test_seeds_depend_on_run_epoch_and_row() -> None:

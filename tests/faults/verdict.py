@@ -65,7 +65,7 @@ async def judge(run: RunUnderTest, watcher: Watcher, calm: RunUnderTest | None) 
     try:
         store = await Store.connect(server.url, run.name, server.password)
         try:
-            report, state = await audit(store), await store.state()
+            report, state = await audit(store), await store.run.state()
             assert state is not None
             skipped, leaked = await _skipped(run, store, state), await _leaked(store)
         finally:
@@ -118,7 +118,7 @@ async def _skipped(run: RunUnderTest, store: Store, state: RunState) -> int:
         places |= {ticket.decode() for ticket in await client.zrange(name, 0, -1)}
     places |= {ticket.decode() for ticket in await client.hkeys(keys.drops)}
     for step in range(state.committed_step + 1, state.prepared_step + 1):
-        if plan := await store.plan(step):
+        if plan := await store.steps.plan(step):
             places |= set(plan.groups)
     trained: dict[str, bytes] = {}
     missing = 0

@@ -112,9 +112,9 @@ class Watcher:
             await store.close()
 
     async def _look(self, store: Store) -> None:
-        state = await store.state()
-        members = await store.members(HEARD_S)
-        current, _ = await store.round()
+        state = await store.run.state()
+        members = await store.fleet.members(HEARD_S)
+        current, _ = await store.fleet.round()
         if state is not None:
             self._judge(state, current)
             if time.monotonic() - self._audited > AUDIT_EVERY_S:
@@ -141,12 +141,14 @@ class Watcher:
 
     async def _audit(self, store: Store, state: RunState) -> None:
         self.audits += 1
-        for message in assess(self.run.name, await store.audit()).messages:
+        for message in assess(self.run.name, await store.run.audit()).messages:
             self.violation(f"audit: {message}")
         for step in range(max(0, state.committed_step - 2), state.prepared_step + 1):
-            if step in self.plans or (plan := await store.plan(step)) is None:
+            if step in self.plans or (plan := await store.steps.plan(step)) is None:
                 continue
-            records = await store.group_records(plan.groups)  # of a plan that is retired meanwhile, those that are left
+            records = await store.inspection.group_records(
+                plan.groups
+            )  # of a plan that is retired meanwhile, those that are left
             lag = max((step - min(record.header.oldest) for record in records.values() if record.header), default=0)
             self.max_lag = max(self.max_lag, lag)
             if lag > self.run.config.admission.max_staleness:

@@ -59,13 +59,13 @@ async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[
             for i, config in enumerate(configs)
         ]
         store = services[0].store
-        await store.create("config", "data", 4, slots)
-        stack.push_async_callback(store.delete_run)
-        sender = await store.attach_trainer()
-        await store.publish(sender, 0)
-        leader = await store.lead("test", 60)
+        await store.run.create("config", "data", 4, slots)
+        stack.push_async_callback(store.restores.delete_run)
+        sender = await store.run.attach_trainer()
+        await store.steps.publish(sender, 0)
+        leader = await store.run.lead("test", 60)
         assert leader is not None
-        assert await store.issue(leader, 0, [ticket(i) for i in range(tickets)]) == tickets
+        assert await store.tickets.issue(leader, 0, [ticket(i) for i in range(tickets)]) == tickets
         pods, running = [], []
         for service in services:
             engine = ScriptedEngine()
@@ -74,7 +74,7 @@ async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[
             loop = RolloutLoop(service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
             add_routes(service, loop)
             service.say(phase="ready", version=0, world=1, trainer_fence=sender)
-            await store.beat(service.status, 60.0)  # each hears of all with its first heartbeat
+            await store.fleet.beat(service.status, 60.0)  # each hears of all with its first heartbeat
             await service.view.refresh()
             for name, body in (("leases", loop.renew), ("partials", loop.save_partials), ("concurrency", loop.adapt)):
                 service.add_loop(name, body)
@@ -89,14 +89,14 @@ async def fleet(*configs: RunConfig, tickets: int, slots: int) -> AsyncIterator[
 
 
 async def headers(store: Store) -> int:
-    return (await store.audit())["headers"]
+    return (await store.run.audit())["headers"]
 
 
 async def by_pod(store: Store) -> Counter[str]:
     """Groups that each pod submitted."""
-    fence = await store.lead("test", 60)
+    fence = await store.run.lead("test", 60)
     assert fence is not None
-    items = await store.read_headers(fence, 1000)
+    items = await store.replay.read_headers(fence, 1000)
     return Counter(item.header.generator for item in items if item.header is not None)
 
 
@@ -121,7 +121,7 @@ async def test_groups_follow_the_speed_of_pods_and_none_lies_idle_in_the_slow_on
         groups = await by_pod(store)
         assert groups["generator-0"] > 3 * groups["generator-1"] > 0
         assert unfair < looks / 10, "tickets lay idle in the slow pod while the fast one had none"
-        assert (await store.audit())["tickets"] == 0
+        assert (await store.run.audit())["tickets"] == 0
         value = lame.service.registry.get_sample_value
         assert value("grpo_generator_rollouts_limit") == lame.loop.limit.groups
         reasons = {reason: value("grpo_generator_rollouts_limit_reason", {"reason": reason}) for reason in REASONS}
@@ -158,11 +158,11 @@ async def test_a_pod_that_goes_claims_no_more_and_hands_back_what_it_began(tmp_p
             await wait_until(lambda: not pod.loop.rollouts)
 
         async def gone() -> bool:
-            return await store.members(10.0) == []
+            return await store.fleet.members(10.0) == []
 
         await wait_until(gone)
-        saved = [await store.load_partial(f"0-{i}") for i in range(4)]
-        audit = await store.audit()
+        saved = [await store.tickets.load_partial(f"0-{i}") for i in range(4)]
+        audit = await store.run.audit()
         value = pod.service.registry.get_sample_value
         assert (audit["tickets"] + audit["headers"], sum(partial is not None for partial in saved)) == (4, 2 - audit["headers"])
         assert audit["ledger:handed_back_tokens"] == value("grpo_generator_handed_back_tokens_total")
@@ -173,19 +173,19 @@ async def test_a_pod_that_goes_claims_no_more_and_hands_back_what_it_began(tmp_p
 async def test_a_pod_that_goes_sees_the_round_through_that_counts_on_it(tmp_path: Path, server: RedisServer) -> None:
     async with fleet(small_config(tmp_path, server), tickets=1, slots=1) as (pod,):
         store, me = pod.service.store, pod.service.status.member
-        trainer = await store.attach_trainer()
+        trainer = await store.run.attach_trainer()
         follower = WeightFollower(pod.service, pod.engine, pod.loop.metrics)
 
         def current(attempt: int, phase: str, member: str = me) -> Round:
             return Round(1, 1, phase, {member: 1}, 2, "gloo", "", 0, attempt, trainer)
 
-        await store.set_round(trainer, current(1, "pause"))
+        await store.fleet.set_round(trainer, current(1, "pause"))
         leaving = asyncio.create_task(follower.released(30.0))
         await asyncio.sleep(0.2)
         assert not leaving.done()
-        await store.set_round(trainer, current(1, "done"))
+        await store.fleet.set_round(trainer, current(1, "done"))
         await asyncio.wait_for(leaving, 20.0)
-        await store.set_round(trainer, current(2, "transfer", "another:boot"))
+        await store.fleet.set_round(trainer, current(2, "transfer", "another:boot"))
         await asyncio.wait_for(follower.released(30.0), 20.0)
-        await store.set_round(trainer, current(3, "transfer"))
+        await store.fleet.set_round(trainer, current(3, "transfer"))
         await asyncio.wait_for(follower.released(0.1), 20.0)  # whoever leads the round may be gone

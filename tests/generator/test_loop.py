@@ -43,9 +43,9 @@ async def generator(
     """A pod whose engine holds version 0 of a run that has published it."""
     config = small_config(folder, server, *overrides)
     async with open_service("generator", config, "generator-0") as service:
-        await service.store.create("config", "data", STEPS, SLOTS)
-        fence = await service.store.attach_trainer()
-        await service.store.publish(fence, 0)
+        await service.store.run.create("config", "data", STEPS, SLOTS)
+        fence = await service.store.run.attach_trainer()
+        await service.store.steps.publish(fence, 0)
         service.say(phase="ready", version=0, world=1, trainer_fence=fence)
         engine = ScriptedEngine()
         await engine.start(config)
@@ -56,15 +56,15 @@ async def generator(
         try:
             yield service, loop, engine
         finally:
-            await service.store.delete_run()
+            await service.store.restores.delete_run()
 
 
 async def issue(store: Store, *tickets: object) -> int:
-    fence = await store.lead("test", 60)
+    fence = await store.run.lead("test", 60)
     assert fence is not None
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
-    assert await store.issue(fence, state.cursor, tickets) == len(tickets)  # type: ignore[arg-type]
+    assert await store.tickets.issue(fence, state.cursor, tickets) == len(tickets)  # type: ignore[arg-type]
     return fence
 
 
@@ -75,14 +75,14 @@ async def test_tickets_become_headers_with_their_payload(tmp_path: Path, server:
         running = asyncio.create_task(service.run(loop.work))
 
         async def all_there() -> bool:
-            return (await service.store.audit())["headers"] == 10
+            return (await service.store.run.audit())["headers"] == 10
 
         await wait_until(all_there)
         service.stop()
         await running
-        items = await service.store.read_headers(fence, 100)
+        items = await service.store.replay.read_headers(fence, 100)
         headers = {item.ticket: item.header for item in items}
-        payloads = await service.store.payloads([item.payload for item in items])
+        payloads = await service.store.steps.payloads([item.payload for item in items])
         for one in given:
             header = headers[one.id]
             assert isinstance(header, Header)
@@ -92,18 +92,18 @@ async def test_tickets_become_headers_with_their_payload(tmp_path: Path, server:
             tokens = np.concatenate([scripted_tokens(one.prompt, one.seed + i, 16, 4, 100) for i in range(4)])
             assert payload.tokens.tolist() == tokens.tolist()
             assert payload.logprobs.tolist() == scripted_logprobs(tokens).tolist()
-        assert (await service.store.audit())["tickets"] == 0
+        assert (await service.store.run.audit())["tickets"] == 0
 
 
 async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server: RedisServer) -> None:
     async with generator(tmp_path, server) as (service, loop, engine):
-        await service.store.pause("generator", "a test")
+        await service.store.run.pause("generator", "a test")
         await issue(service.store, ticket(0))
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: service.view.paused)
         assert loop.why_idle() == "paused: a test"
         engine.version = 5
-        await service.store.resume("generator")
+        await service.store.run.resume("generator")
         await wait_until(lambda: "holds policy version 5" in loop.why_idle())
         engine.version = -1
         assert loop.why_idle().startswith("unsynced: no weights yet")
@@ -111,7 +111,7 @@ async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server:
         assert loop.why_idle().startswith("loading: ")
         service.say(phase="ready")
         engine.version = 5
-        assert (await service.store.audit())["headers"] == 0
+        assert (await service.store.run.audit())["headers"] == 0
         engine.version = 0
         service.notifications.notify("version")
         await wait_until(lambda: _headers(service.store, 1))
@@ -120,7 +120,7 @@ async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server:
 
 
 async def _headers(store: Store, count: int) -> bool:
-    return (await store.audit())["headers"] == count
+    return (await store.run.audit())["headers"] == count
 
 
 async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path: Path, server: RedisServer) -> None:
@@ -131,9 +131,9 @@ async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path:
         await wait_until(lambda: engine.gauges().tokens > 20)
         service.stop()
         await running
-        begun = (await service.store.audit())["tickets"]
+        begun = (await service.store.run.audit())["tickets"]
         assert begun > 0
-        saved = sum([await service.store.load_partial(f"0-{i}") is not None for i in range(4)])
+        saved = sum([await service.store.tickets.load_partial(f"0-{i}") is not None for i in range(4)])
         assert saved == begun
 
         second = RolloutLoop(service, engine, PlainTokenizer(), CountingVerifier(), loop.metrics)  # type: ignore[arg-type]
@@ -144,8 +144,8 @@ async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path:
         service.stop()
         await running
         total = 0
-        for item in await service.store.read_headers(fence, 10):
-            payload = (await service.store.payloads([item.payload]))[item.payload]
+        for item in await service.store.replay.read_headers(fence, 10):
+            payload = (await service.store.steps.payloads([item.payload]))[item.payload]
             one = ticket(int(item.ticket[2:]))
             whole = np.concatenate([scripted_tokens(one.prompt, one.seed + i, 16, 4, 100) for i in range(4)])
             assert payload.tokens.tolist() == whole.tolist()
@@ -160,7 +160,7 @@ async def test_a_broken_verifier_is_retried_then_buried_with_its_reason(tmp_path
         running = asyncio.create_task(service.run(loop.work))
 
         async def failed() -> bool:
-            return (await service.store.audit()).get("ledger:failed", 0) == 1
+            return (await service.store.run.audit()).get("ledger:failed", 0) == 1
 
         await wait_until(failed)
         await wait_until(lambda: _headers(service.store, 1))
@@ -187,7 +187,7 @@ async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: Re
         await running
         ((_, why),) = await buried(service.store)
         assert reason in why
-        (item,) = await service.store.read_headers(fence, 10)
+        (item,) = await service.store.replay.read_headers(fence, 10)
         assert item.header is not None
         assert codec.encode(item.header) == item.body
 
@@ -202,14 +202,14 @@ async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path,
         await wait_until(lambda: loop.rollouts)
 
         async def took_over() -> bool:
-            _, claims = await service.store.claim("thief", 0, await flow.trainer_fence(service.store), 0.0, 1)
+            _, claims = await service.store.tickets.claim("thief", 0, await flow.trainer_fence(service.store), 0.0, 1)
             return bool(claims)
 
         await wait_until(took_over)
         await wait_until(lambda: not loop.rollouts)
         service.stop()
         await running
-        audit = await service.store.audit()
+        audit = await service.store.run.audit()
         assert (audit["headers"], audit["tickets"], audit["ledger:refused_submits"]) == (0, 1, 1)
 
 
@@ -222,7 +222,7 @@ async def test_a_full_redis_costs_no_attempt_and_no_completion(
 ) -> None:
     monkeypatch.setattr("services.generator.rollouts.worker.SUBMIT_AGAIN_S", 0.01)
     async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, engine):
-        submit, refusals = service.store.submit, 3
+        submit, refusals = service.store.tickets.submit, 3
 
         async def full(*args: object) -> bool:
             nonlocal refusals
@@ -231,7 +231,7 @@ async def test_a_full_redis_costs_no_attempt_and_no_completion(
                 raise StoreError("Redis is full")
             return await submit(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(service.store, "submit", full)
+        monkeypatch.setattr(service.store.tickets, "submit", full)
         await issue(service.store, ticket(0))
         running = asyncio.create_task(service.run(loop.work))
         await wait_until(lambda: _headers(service.store, 1))
@@ -239,4 +239,4 @@ async def test_a_full_redis_costs_no_attempt_and_no_completion(
         service.stop()
         await running
         assert made == sum(len(scripted_tokens(ticket(0).prompt, ticket(0).seed + i, 16, 4, 100)) for i in range(4))
-        assert (await service.store.audit()).get("ledger:failed", 0) == 0
+        assert (await service.store.run.audit()).get("ledger:failed", 0) == 0

@@ -49,11 +49,11 @@ async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> A
     """A generator of a run whose published version it holds."""
     config = small_config(folder, server, *SLOW)
     async with open_service("generator", config, name) as service:
-        await service.store.create("config", "data", 4, 16)
-        state = await service.store.state()
+        await service.store.run.create("config", "data", 4, 16)
+        state = await service.store.run.state()
         assert state is not None
-        fence = state.trainer_fence or await service.store.attach_trainer()
-        await service.store.publish(fence, 0)
+        fence = state.trainer_fence or await service.store.run.attach_trainer()
+        await service.store.steps.publish(fence, 0)
         service.say(phase="ready", version=0, world=1, trainer_fence=fence)
         engine = ScriptedEngine()
         await engine.start(config)
@@ -76,18 +76,18 @@ async def pod(folder: Path, server: RedisServer, name: str = "generator-0") -> A
             service.stop()
             await running
             if name == "generator-0":
-                await service.store.delete_run()
+                await service.store.restores.delete_run()
 
 
 async def issue(store: Store, count: int) -> int:
-    fence = await store.lead("test", 60)
+    fence = await store.run.lead("test", 60)
     assert fence is not None
-    assert await store.issue(fence, 0, [ticket(i) for i in range(count)]) == count
+    assert await store.tickets.issue(fence, 0, [ticket(i) for i in range(count)]) == count
     return fence
 
 
 async def headers(store: Store) -> int:
-    return (await store.audit())["headers"]
+    return (await store.run.audit())["headers"]
 
 
 async def ask(one: Pod, path: str, **body: str) -> dict[str, object]:
@@ -111,7 +111,7 @@ async def test_keep_freezes_requests_where_they_are(tmp_path: Path, server: Redi
         assert one.loop.why_idle() == "paused: tester: lunch"
         assert (await ask(one, "/v1/resume"))["waiting_for"] == []
         await wait_until(lambda: _all(store, 4), 60)
-        for item in await store.read_headers(fence, 10):
+        for item in await store.replay.read_headers(fence, 10):
             assert item.header is not None
             given = ticket(int(item.ticket.split("-")[1]))
             expected = [len(scripted_tokens(given.prompt, given.seed + i, 24, 4, 100)) for i in range(4)]
@@ -134,9 +134,9 @@ async def test_a_pod_that_receives_weights_freezes_all_the_same(tmp_path: Path, 
         one.engine.stage = stage  # type: ignore[method-assign]
         await issue(store, 4)
         await wait_until(lambda: one.tokens > 0)
-        state = await store.state()
+        state = await store.run.state()
         assert state is not None
-        await store.set_round(
+        await store.fleet.set_round(
             state.trainer_fence, Round(1, 1, "transfer", {one.service.status.member: 1}, 2, "gloo", "", 0, 1, state.trainer_fence)
         )
         assert (await ask(one, "/v1/pause", mode="keep", who="tester", why="lunch"))["waiting_for"] == []
@@ -159,9 +159,9 @@ async def test_drain_lets_requests_finish_and_claims_no_more(tmp_path: Path, ser
         assert answer["waiting_for"] == []
         count = await headers(store)
         assert begun <= count < 12, "what ran was finished, and nothing more was begun"
-        assert (await store.audit())["tickets"] == 12 - count
+        assert (await store.run.audit())["tickets"] == 12 - count
         assert one.engine._go.is_set()
-        await store.resume("generator")
+        await store.run.resume("generator")
         await wait_until(lambda: _all(store, 12), 60)
 
 
@@ -174,11 +174,11 @@ async def test_abort_hands_tickets_back_with_their_tokens(tmp_path: Path, server
         assert answer["waiting_for"] == []
         assert not one.loop.rollouts
         assert not one.engine.snapshot()
-        found = await store.audit()
+        found = await store.run.audit()
         assert found["tickets"] + found["headers"] == 4
         assert found["ledger:handed_back_tokens"] > 0, "the tokens so far went with them"
         assert found.get("ledger:failed", 0) == 0
-        await store.resume("generator")
+        await store.run.resume("generator")
         await wait_until(lambda: _all(store, 4), 60)
 
 
@@ -190,7 +190,7 @@ async def test_a_pause_that_holds_may_change_its_mode(tmp_path: Path, server: Re
         for mode in ("keep", "abort", "keep"):
             assert (await ask(one, "/v1/pause", mode=mode))["waiting_for"] == []
         assert not one.loop.rollouts
-        await store.resume("generator")
+        await store.run.resume("generator")
         await wait_until(lambda: _all(store, 4), 60)
 
 
@@ -205,7 +205,7 @@ async def test_a_pod_started_during_a_pause_stays_paused(tmp_path: Path, server:
             async with httpx.AsyncClient(base_url=late.service.status.url) as http:
                 ready = await http.get("/health/ready")
             assert (ready.status_code, ready.json()["why_not"]) == (503, "paused: REST")
-            assert (await store.audit())["tickets"] == 4
+            assert (await store.run.audit())["tickets"] == 4
             assert (await ask(late, "/v1/resume"))["waiting_for"] == []
             await wait_until(lambda: _all(store, 4), 60)
 
@@ -216,8 +216,8 @@ async def test_a_wait_ends_with_those_who_have_not_followed(store: Store, server
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     async with open_service("generator", config, "generator-7") as service:
         service.say(phase="ready")
-        await store.beat(service.status, 30.0)
+        await store.fleet.beat(service.status, 30.0)
         async with httpx.AsyncClient(base_url=service.status.url, headers=TOKEN) as http:
             answer = (await http.post("/v1/pause", params={"wait_s": 0.3})).json()
         assert answer["waiting_for"] == ["generator-7"]
-        await store.leave(service.status)
+        await store.fleet.leave(service.status)

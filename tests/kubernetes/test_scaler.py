@@ -53,11 +53,11 @@ async def test_both_ways_over_tls(
 ) -> None:
     api, deployment = cluster
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
-    await store.create("config", "data", 4, 8)
-    await store.scale_generators(3, "before")
+    await store.run.create("config", "data", 4, 8)
+    await store.run.scale_generators(3, "before")
 
     async def wanted() -> int | None:
-        state = await store.state()
+        state = await store.run.state()
         assert state is not None
         return state.scale.wanted
 
@@ -71,7 +71,7 @@ async def test_both_ways_over_tls(
 
         running = asyncio.create_task(service.run(work))
         await wait_until(lambda: api.replicas == 3, 60)
-        await store.scale_generators(0, "grpo scale")
+        await store.run.scale_generators(0, "grpo scale")
         await wait_until(lambda: api.replicas == 0, 60)
         api.scale(5)
         await wait_until(lambda: adopted(5), 60)
@@ -108,7 +108,7 @@ async def test_a_wish_that_nobody_would_follow_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", f"fleet.scaling={scaling}")
-    await store.create("config", "data", 4, 8)
+    await store.run.create("config", "data", 4, 8)
     monkeypatch.setenv(CONFIG_ENV, str(tmp_path / "run.toml"))
     (tmp_path / "run.toml").write_text(to_toml(config))
     assert await asyncio.to_thread(main, ["scale", "generators", "3"]) == 2
@@ -117,6 +117,6 @@ async def test_a_wish_that_nobody_would_follow_is_refused(
     async with serve(service, ApiTokens("token")) as url, httpx.AsyncClient(base_url=url) as http:
         answer = await http.post("/v1/fleet/generators", headers={"Authorization": "Bearer token"}, json={"replicas": 3})
     assert (answer.status_code, remedy in answer.json()["detail"]) == (409, True)
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     assert state.scale.wanted is None

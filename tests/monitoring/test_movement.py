@@ -40,14 +40,14 @@ Seen = Callable[[Value], Awaitable[None]]
 
 async def submit(store: Store, skip: int = 0, most: int = 100, **lies: Any) -> int:
     """Claim what there is and answer all but the first `skip`, up to `most`: rewards that differ, but for rows below 20."""
-    _, claims = await store.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
+    _, claims = await store.tickets.claim("stand-in", 0, await flow.trainer_fence(store), 60, 100)
     answered = sorted(claims, key=lambda claim: claim.ticket.seq if claim.ticket else 0)[skip : skip + most]
     for claim in answered:
         assert claim.ticket is not None
         header, payload = answer(claim.ticket, claim, 0)
         if claim.ticket.index < 20:
             header = msgspec.structs.replace(header, rewards=[0.0] * 4, scores={"exact": [0.0] * 4})
-        assert await store.submit("stand-in", claim, msgspec.structs.replace(header, **lies), payload, 60)
+        assert await store.tickets.submit("stand-in", claim, msgspec.structs.replace(header, **lies), payload, 60)
     return len(answered)
 
 
@@ -75,7 +75,7 @@ async def groups_that_wait_too_long(folder: Path, server: RedisServer, seen: See
 
 
 async def _buffered(store: Store, count: int) -> bool:
-    return (await store.audit())["buffered"] == count
+    return (await store.run.audit())["buffered"] == count
 
 
 async def _led(
@@ -84,7 +84,7 @@ async def _led(
 ) -> None:  # fmt: skip
     """Dataprep leads, and `generate` stands in for generators."""
     async with dataprep(configured(folder, server, *overrides)) as (service, loop):
-        await service.store.publish(await service.store.attach_trainer(), 0)
+        await service.store.steps.publish(await service.store.run.attach_trainer(), 0)
         running = asyncio.create_task(service.run(loop.work))
 
         async def generating() -> None:
@@ -99,7 +99,7 @@ async def _led(
             await end_tasks([stand_in])
             service.stop()
             await asyncio.gather(running, return_exceptions=True)
-            await service.store.delete_run()
+            await service.store.restores.delete_run()
 
 
 DATAPREP: list[tuple[Any, dict[str, dict[str, str]]]] = [
@@ -153,7 +153,7 @@ def _shown(service: Service, name: str, **labels: str) -> float | None:
 async def test_trouble_of_a_tracker(store: Store, tmp_path: Path, recorder: tracker.Recorder) -> None:
     metrics = {"grpo_tracker_failures_total": {"tracker": "wandb"}}
     recorder.failures, stopping, registry = 1, asyncio.Event(), CollectorRegistry()
-    await store.record(tracker.record(0))
+    await store.monitor.record(tracker.record(0))
     config = small_config(tmp_path, None, "tracking.wandb=project")
     made = Follower("wandb", config, store, tmp_path / "tracking", stopping, TrackerMetrics(registry))
     following = asyncio.create_task(made.follow(Loop("wandb", made.follow, 60)))
@@ -203,13 +203,13 @@ def test_trouble_of_a_trainer(tmp_path: Path, server: RedisServer) -> None:
         loop = TrainLoop(service, portal, worker, commands, TrainerMetrics(service.registry), lambda: None)  # type: ignore[arg-type]
         assert loop._train_whole(0) == ("plan", "trained")
         assert value("grpo_trainer_condemned_groups_total") == 1
-        plan = portal.call(store.plan(0))
+        plan = portal.call(store.steps.plan(0))
         assert plan is not None
         assert plan.groups == ["0-0"]
-        portal.call(store.commit(loop.fence, 0))
+        portal.call(store.steps.commit(loop.fence, 0))
         loop.saving.save(0, must=False)
         assert value("grpo_trainer_failed_checkpoints") == 1
-        portal.call(store.delete_run())
+        portal.call(store.restores.delete_run())
     finally:
         portal.call(stack.aclose())
         portal.close()

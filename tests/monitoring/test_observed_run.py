@@ -114,7 +114,7 @@ def samples(text: str) -> list[Sample]:
 
 async def pods(folder: Path) -> list[PodStatus]:
     async with attach(str(folder), "") as attached:
-        return await attached.store.members(attached.ttl_s)
+        return await attached.store.fleet.members(attached.ttl_s)
 
 
 @pytest.fixture(scope="module")

@@ -88,20 +88,20 @@ async def test_the_census_shows_pauses_dead_letters_and_the_end(
     service = pod("dataprep", store, server, tmp_path)
     value = service.registry.get_sample_value
     looking = asyncio.create_task(RunGauges(service, RunMetrics(service.registry)).follow(Loop("run_gauges", None, 1.0)))  # type: ignore[arg-type]
-    await store.create("config", "data", 4, 8)
+    await store.run.create("config", "data", 4, 8)
     await issue(store, ticket(0), ticket(1))
-    await store.publish(await store.attach_trainer(), 0)
+    await store.steps.publish(await store.run.attach_trainer(), 0)
     await wait_until(lambda: value("grpo_run_tickets", {"place": "queued"}) == 2, 60)
     assert value("grpo_run_slots") == 8
     await wait_until(lambda: value("grpo_run_oldest_ticket_seconds") or 0 > 0, 60)
-    sender = (await store.state()).trainer_fence  # type: ignore[union-attr]
-    _, (claim,) = await store.claim("generator-0", 0, sender, 60, 1)
+    sender = (await store.run.state()).trainer_fence  # type: ignore[union-attr]
+    _, (claim,) = await store.tickets.claim("generator-0", 0, sender, 60, 1)
     await wait_until(lambda: value("grpo_run_tickets", {"place": "claimed"}) == 1, 60)
-    await store.fail("generator-0", claim, "it breaks", 1)
+    await store.tickets.fail("generator-0", claim, "it breaks", 1)
     await store.client.hincrby(store.keys.ledger, "doubled", 1)
-    await store.pause("trainer", "maintenance")
-    await store.scale_generators(3, "test")
-    await store.stop("test")
+    await store.run.pause("trainer", "maintenance")
+    await store.run.scale_generators(3, "test")
+    await store.run.stop("test")
     await wait_until(lambda: value("grpo_run_ended") == 1, 60)
     await wait_until(lambda: value("grpo_run_doubled_tickets") == 1, 60)
     assert value("grpo_run_dead_letters") == value("grpo_run_outcome_tickets", {"outcome": "failed"}) == 1

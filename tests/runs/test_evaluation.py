@@ -76,7 +76,7 @@ class Lead:
 
     def __init__(self, world: World) -> None:
         self.world, self.store = world, world.store
-        self.fence = self._call(self.store.lead("leader:boot", 60.0))
+        self.fence = self._call(self.store.run.lead("leader:boot", 60.0))
         self.registry, self.tracing = CollectorRegistry(), Noted()
         metrics = EvaluationMetrics(self.registry)
         self.evaluation = EvaluationRounds(world.config, self.store, Rows(), metrics, self.tracing)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ class Lead:
 
     async def _lead(self) -> None:
         while True:
-            state = await self.store.state()
+            state = await self.store.run.state()
             assert state is not None
             if not await self.evaluation.tend(self.fence, state):
                 await asyncio.sleep(0.02)
@@ -99,7 +99,7 @@ class Lead:
         """Wait until the rounds up to a version are over."""
 
         async def over() -> bool:
-            seen = await self.store.evaluation(60)
+            seen = await self.store.evaluation.state(60)
             return self.task.done() or (seen.dealt_with >= dealt_with and seen.round is None)
 
         self._call(wait_until(over))
@@ -109,16 +109,16 @@ class Lead:
         """Wait until a round is open and has so many."""
 
         async def so_many() -> bool:
-            found = (await self.store.evaluation(60)).round
+            found = (await self.store.evaluation.state(60)).round
             return found is not None and found.done >= count
 
         self._call(wait_until(so_many))
 
     def reports(self) -> dict[int, dict[str, float]]:
-        return {int(record["eval/version"]): record for _, record in self._call(self.store.evaluations())}
+        return {int(record["eval/version"]): record for _, record in self._call(self.store.evaluation.records())}
 
     def ledger(self, name: str) -> int:
-        return self._call(self.store.audit()).get(f"ledger:{name}", 0)
+        return self._call(self.store.run.audit()).get(f"ledger:{name}", 0)
 
     def shown(self, metric: str, **labels: str) -> float | None:
         """A metric of its rounds."""
@@ -162,7 +162,7 @@ def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on
     with leading(tmp_path, server, "generator.engine_options.token_s=0.01") as (world, lead):
         engines = members(world, "a", "b", "c")
         world.train(0)
-        world.portal.call(world.store.issue(lead.fence, 0, [ticket(i) for i in range(16)]))
+        world.portal.call(world.store.tickets.issue(lead.fence, 0, [ticket(i) for i in range(16)]))
         slowest = max(world.train(version).total_s for version in range(1, 7))
         lead.wait_for(6)
         reports = lead.reports()
@@ -195,10 +195,10 @@ def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on
             assert (record["eval/all/pass@1"], record["eval/all/pass@2"]) == (0.5, 1.0)
 
         async def trained() -> bool:
-            return (await world.store.audit())["headers"] == 16
+            return (await world.store.run.audit())["headers"] == 16
 
         world.portal.call(wait_until(trained))
-        items = world.portal.call(world.store.read_headers(lead.fence, 100))
+        items = world.portal.call(world.store.replay.read_headers(lead.fence, 100))
         assert {item.header.source for item in items if item.header} == {"main"}
         world.portal.call(wait_until(lambda: not volunteers(world)))
         world.rounds.catch_up(6)
@@ -233,7 +233,7 @@ def test_a_round_whose_volunteers_are_gone_is_not_reported_and_training_goes_on(
         assert lead.reports() == {}
         assert lead.ledger("evaluations_abandoned") == lead.shown("rounds_total", outcome="abandoned") == 1
         assert [span[2]["outcome"] for span in lead.tracing.spans] == ["abandoned"]
-        seen = world.portal.call(world.store.evaluation(60))
+        seen = world.portal.call(world.store.evaluation.state(60))
         assert seen.abandoned == "version 0: no generator that holds version 0 is left"
         lead.check_no_key_left()
         world.train(2)
@@ -245,7 +245,7 @@ def test_a_round_that_nobody_may_join_is_abandoned_with_the_reason(tmp_path: Pat
         world.train(0)
         world.train(1)
         lead.wait_for(0)
-        assert "evaluation.min_training_generators" in world.portal.call(world.store.evaluation(60)).abandoned
+        assert "evaluation.min_training_generators" in world.portal.call(world.store.evaluation.state(60)).abandoned
         for version in range(2, 7):
             world.train(version)
         lead.wait_for(6)
@@ -274,7 +274,7 @@ def test_a_completion_of_two_versions_is_refused_by_its_generator(tmp_path: Path
         world.portal.call(wait_until(lambda: engines[name].gauges().tokens > 0))
         engines[name].version = 1  # as if weights had come in behind the lane's back
         lead.wait_for(0)
-        assert "sampled by policy versions" in world.portal.call(world.store.evaluation(60)).abandoned
+        assert "sampled by policy versions" in world.portal.call(world.store.evaluation.state(60)).abandoned
         assert lead.reports() == {}
         lead.check_no_key_left()
 
@@ -298,11 +298,11 @@ def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, ser
         world.train(0)
         lead.wait_for_results(2)
         former = lead.fence
-        world.portal.call(world.store.step_down("leader:boot"))
-        lead.fence = world.portal.call(world.store.lead("other:boot", 60.0))
+        world.portal.call(world.store.run.step_down("leader:boot"))
+        lead.fence = world.portal.call(world.store.run.lead("other:boot", 60.0))
         assert lead.fence > former
         lead.wait_for(0)
-        assert [record["eval/version"] for _, record in world.portal.call(world.store.evaluations())] == [0.0]
+        assert [record["eval/version"] for _, record in world.portal.call(world.store.evaluation.records())] == [0.0]
 
 
 def test_rounds_that_came_due_while_another_was_open_are_skipped_and_counted(tmp_path: Path, server: RedisServer) -> None:
@@ -325,11 +325,11 @@ def test_a_stopped_run_abandons_its_round(tmp_path: Path, server: RedisServer) -
         members(world, "a", "b")
         world.train(0)
         world.portal.call(wait_until(lambda: volunteers(world)))
-        world.portal.call(world.store.stop("a test"))
+        world.portal.call(world.store.run.stop("a test"))
         began = time.monotonic()
         lead.wait_for(0)
         assert time.monotonic() - began < 3
-        assert world.portal.call(world.store.evaluation(60)).abandoned == "version 0: the run ends: a test"
+        assert world.portal.call(world.store.evaluation.state(60)).abandoned == "version 0: the run ends: a test"
         lead.check_no_key_left()
         world.portal.call(wait_until(lambda: not volunteers(world)))
 

@@ -42,26 +42,26 @@ async def running(service: Service, work: Callable[[Loop], Awaitable[None]]) -> 
     finally:
         service.stop()
         await asyncio.gather(end_tasks([task]))
-        await service.store.delete_run()
+        await service.store.restores.delete_run()
 
 
 @asynccontextmanager
 async def a_generator(folder: Path, server: RedisServer) -> AsyncIterator[Blocked]:
     async with pod(folder, server) as one:
-        yield one.service, "work", "claim"
+        yield one.service, "work", "tickets.claim"
 
 
 @asynccontextmanager
 async def a_dataprep(folder: Path, server: RedisServer) -> AsyncIterator[Blocked]:
     async with dataprep(configured(folder, server)) as (service, loop), running(service, loop.work):
-        yield service, "work", "sweep_and_peek"
+        yield service, "work", "replay.sweep_and_peek"
 
 
 @asynccontextmanager
 async def a_tracker(folder: Path, server: RedisServer) -> AsyncIterator[Blocked]:
     config = small_config(folder, server, "tracking.tensorboard=true")
     async with open_service("tracker", config, "tracker-0") as service:
-        await service.store.create("config", "data", 4, 8)
+        await service.store.run.create("config", "data", 4, 8)
         follower = Follower(
             "tensorboard", config, service.store, folder / "tracking", service.stopping, TrackerMetrics(service.registry)
         )
@@ -72,7 +72,7 @@ async def a_tracker(folder: Path, server: RedisServer) -> AsyncIterator[Blocked]
             await asyncio.Event().wait()
 
         async with running(service, idle):
-            yield service, "tensorboard", "metrics"
+            yield service, "tensorboard", "monitor.metrics"
 
 
 @pytest.mark.parametrize("kind", [a_generator, a_dataprep, a_tracker])
@@ -93,7 +93,8 @@ async def test_a_blocked_loop_is_seen_and_named(
             await release.wait()
             raise StoreError("released by the test")
 
-        monkeypatch.setattr(service.store, method, never)
+        facet, _, call = method.partition(".")
+        monkeypatch.setattr(getattr(service.store, facet), call, never)
         service.notifications.notify_all()
         async with asyncio.timeout(60):
             await held.wait()

@@ -165,15 +165,15 @@ def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undis
 async def check_shards(cluster: RedisCluster) -> None:
     """What lies in shards is what the index names; in the end every key goes."""
     store = await Store.connect(cluster.url(cluster.third), "spread", cluster.login())
-    await store.state()
+    await store.run.state()
     nodes = (cluster.owner, cluster.replica, cluster.third)
     held = sum(b"/" in key and b":payload:" in key for node in nodes for key in cluster.call(node, "KEYS", "*"))
     assert held < 8 * STEPS, "of what checkpoints cover dataprep has swept some"
-    await store.sweep()
+    await store.payloads.sweep()
     keys = [key.decode() for node in nodes for key in cluster.call(node, "KEYS", "*:payload:*")]
     names = [key.partition(":payload:")[2] for key in keys]
     assert set(Counter(names).values()) <= {2}, "each in the index and in a shard"
-    await store.delete_run()
+    await store.restores.delete_run()
     await store.close()
     assert [cluster.call(node, "KEYS", "*") for node in nodes] == [[], [], []]
 

@@ -59,29 +59,29 @@ async def administrator(run: Path) -> AsyncIterator[Store]:
 async def damage(run: Path) -> None:
     """While the trainer is paused, damage three of the last prepared step's payloads, each in a way of its own."""
     async with administrator(run) as store:
-        await store.pause("trainer", "its data are damaged")
+        await store.run.pause("trainer", "its data are damaged")
 
         async def prepared() -> bool:
-            state = await store.state()
+            state = await store.run.state()
             ahead = state.prepared_step - state.committed_step if state else 0
             # The rows of the first that is prepared may have been fetched already.
-            return ahead == 2 and any(pod.paused for pod in await store.members(TTL_S))
+            return ahead == 2 and any(pod.paused for pod in await store.fleet.members(TTL_S))
 
         await wait_until(prepared, 60)
-        state = await store.state()
+        state = await store.run.state()
         assert state is not None
-        plan = await store.rank_plan(state.prepared_step, 0)
+        plan = await store.steps.rank_plan(state.prepared_step, 0)
         gone, flipped, other = sorted({store.keys.payload(sample.payload) for row in plan.rows for sample in row})[:3]
         await store.client.delete(gone)
         await store.client.setbit(flipped, 77, 1 - await store.client.getbit(flipped, 77))
         await store.client.set(other, codec.seal(codec.encode([1, "nothing of the kind"])))
-        await store.resume("trainer")
+        await store.run.resume("trainer")
 
 
 async def hang(run: Path, held: Path) -> None:
     """While a step of the trainer hangs, its liveness is red within the limit that it states, for its loop and nothing else."""
     async with administrator(run) as store, httpx.AsyncClient(timeout=10) as http:
-        urls = {pod.name: f"{pod.url}/health/live" for pod in await store.members(TTL_S)}
+        urls = {pod.name: f"{pod.url}/health/live" for pod in await store.fleet.members(TTL_S)}
 
         async def status(pod: str, expected: int) -> bool:
             return (await http.get(urls[pod])).status_code == expected

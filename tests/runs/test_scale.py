@@ -34,8 +34,8 @@ def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
 
     async def ask() -> dict[str, PodStatus]:
         async with attach(str(run)) as attached:
-            pods = await attached.store.members(attached.ttl_s)
-            last, _ = await attached.store.round()  # after the pods: a round that is opened later counts on those seen here
+            pods = await attached.store.fleet.members(attached.ttl_s)
+            last, _ = await attached.store.fleet.round()  # after the pods: a round that is opened later counts on those seen here
         for pod in pods:
             if pod.kind == "generator" and pod.world:
                 opened.setdefault(pod.member, last.version if last else -1)

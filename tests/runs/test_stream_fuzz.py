@@ -72,7 +72,7 @@ async def test_headers(store: Store, tmp_path: Path, entries: int) -> None:
         assert await flow.issue(store, team, BATCH) == BATCH
         for claim in await flow.claim(store, "g", BATCH):
             good = flow.header(claim)
-            assert await store.submit("g", claim, good, flow.payload_bytes(claim), 60)
+            assert await store.tickets.submit("g", claim, good, flow.payload_bytes(claim), 60)
         rows = await store.client.xrange(store.keys.headers)
         async with store.client.pipeline() as pipe:
             for entry, fields in rows:
@@ -80,10 +80,10 @@ async def test_headers(store: Store, tmp_path: Path, entries: int) -> None:
                 pipe.xdel(store.keys.headers, entry)
                 pipe.xadd(store.keys.headers, {**fields, b"body": mutated(rng, header)})
             await pipe.execute()
-        items = await store.read_headers(team.leader, BATCH)
+        items = await store.replay.read_headers(team.leader, BATCH)
         assert len(items) == BATCH
-        assert await store.settle(team.leader, [settle(item, 0, config) for item in items]) == BATCH
-        counted = await store.audit()
+        assert await store.replay.settle(team.leader, [settle(item, 0, config) for item in items]) == BATCH
+        counted = await store.run.audit()
         assert (counted["headers"], counted["outstanding"]) == (0, 0), "something was neither settled nor buried"
         assert (
             counted["buffered"]
@@ -107,12 +107,12 @@ async def test_tickets(tmp_path: Path, server: RedisServer, entries: int) -> Non
         one.service.notifications.notify("tickets")
 
         async def over() -> bool:
-            return (await store.audit())["tickets"] == 0
+            return (await store.run.audit())["tickets"] == 0
 
         await wait_until(over, 150)
         assert not one.running.done(), "the generator's loop ended"
         assert all(loop.failures == 0 for loop in one.service.loops), "a loop failed"
-        found = await store.audit()
+        found = await store.run.audit()
         assert found.get("ledger:unknown_tickets", 0) + found["headers"] == count
 
 
@@ -131,7 +131,7 @@ async def test_payloads(store: Store, entries: int) -> None:
         while left:  # it would go on for ever if others than these were named
             plan = RankPlan([[Sample(name, 0, 1.0, 2, tokens=4)] for name in left])
             try:
-                rows = batches.build(plan, await store.payloads(left), vocabulary=100, row_tokens=8)
+                rows = batches.build(plan, await store.steps.payloads(left), vocabulary=100, row_tokens=8)
             except Damaged as error:
                 left = sorted(set(left) - error.reasons.keys())
             else:
@@ -168,9 +168,9 @@ async def test_an_entry_has_its_limit(store: Store) -> None:
     (claim,) = await flow.claim(store, "g", 1)
     huge = flow.header(claim, generator="g" * 2**20)
     with pytest.raises(ValueError, match="larger than an entry of the stream may be"):
-        await store.submit("g", claim, huge, flow.payload_bytes(claim), 60)
+        await store.tickets.submit("g", claim, huge, flow.payload_bytes(claim), 60)
     assert await store.client.xlen(store.keys.headers) == 0
-    assert await store.fail("g", claim, "r" * 10**5, max_attempts=1)
-    (letter,) = await store.dead_letters()
+    assert await store.tickets.fail("g", claim, "r" * 10**5, max_attempts=1)
+    (letter,) = await store.dead_letters.page()
     assert len(letter.reason) == 4096
     await asyncio.sleep(0)

@@ -71,16 +71,16 @@ async def test_redis_over_tls(encrypted: str, certificates: Certificates, renewe
     mounted = put(certificates, tmp_path)
     store = await Store.connect(encrypted, "tls", Login("secret", ca_file=str(mounted.authority)))
     try:
-        assert await store.create("config", "data", 4, 8)
-        fence = await store.attach_trainer()
-        assert await store.publish(fence, 0)
+        assert await store.run.create("config", "data", 4, 8)
+        fence = await store.run.attach_trainer()
+        assert await store.steps.publish(fence, 0)
         put(renewed, tmp_path)
         files = {"tls-cert-file": renewed.certificate, "tls-key-file": renewed.key, "tls-ca-cert-file": renewed.authority}
         pairs = [str(word) for pair in files.items() for word in pair]
         assert await store.client.execute_command("CONFIG", "SET", *pairs) in (b"OK", "OK", True)
         await store.client.client_kill_filter(_type="normal", skipme=False)
-        assert await store.state(), "a connection that is made anew trusts whom the file names now"
-        await store.delete_run()
+        assert await store.run.state(), "a connection that is made anew trusts whom the file names now"
+        await store.restores.delete_run()
     finally:
         await store.close()
     with pytest.raises(StoreError, match="cannot be reached"):
@@ -119,7 +119,7 @@ def test_endpoints_over_tls(certificates: Certificates, renewed: Certificates, t
             renew(url, certificates, renewed, tmp_path)
         finally:
             portal.call(served.__aexit__(None, None, None))
-            portal.call(store.delete_run())
+            portal.call(store.restores.delete_run())
             portal.call(store.close())
     finally:
         portal.close()

@@ -29,7 +29,7 @@ TOKEN = {"Authorization": "Bearer test-token"}
 async def service(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[Service]:
     """A generator pod of a run, without its loops."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
-    await store.create("config", "data", 4, 8)
+    await store.run.create("config", "data", 4, 8)
     status = PodStatus("generator", "generator-0", "b00t", "here", 1, "", "ready", 3, 1, {})
     yield Service("generator", config, store, status)
 
@@ -55,7 +55,7 @@ async def test_mutating_calls_need_the_token(http: httpx.AsyncClient, store: Sto
         answer = await http.post(path, headers=headers)
         assert is_problem(answer, 401)
         assert answer.headers["www-authenticate"] == "Bearer"
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     assert state.paused == {}
 
@@ -64,12 +64,12 @@ async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Stor
     answer = await http.post("/v1/pause", headers=TOKEN, json={"why": "maintenance"})
     assert answer.json() == {"role": "generator", "paused": True, "mode": "keep", "why": "maintenance", "waiting_for": []}
     assert (await http.post("/v1/pause", headers=TOKEN, params={"role": "trainer"})).json()["role"] == "trainer"
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     assert state.paused == {"generator": "maintenance", "trainer": "REST"}
     assert (await http.get("/v1/state")).json()["state"]["paused"]["generator"] == "maintenance"
     await http.post("/v1/resume", headers=TOKEN)
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     assert state.paused == {"trainer": "REST"}
 
@@ -82,11 +82,11 @@ async def test_the_number_of_generators_is_a_wish_that_reaches_redis(http: httpx
     assert (await http.get("/v1/state")).json()["state"]["scale"] == {"wanted": 0, "why": "night", "most": None, "followed": None}
     for wrong in ({"replicas": -1}, {}, {"replicas": "many"}):
         assert is_problem(await http.post("/v1/fleet/generators", headers=TOKEN, json=wrong), 422)
-    await store.bound_generators(2)
+    await store.run.bound_generators(2)
     refused = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
     assert is_problem(refused, 409)
     assert "more than the 2 that there are GPUs for" in refused.json()["detail"]
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     assert state.scale.wanted == 0
 
@@ -162,7 +162,7 @@ def test_no_token_is_an_error_not_an_open_door(tmp_path: Path, monkeypatch: pyte
 
 async def _until_ready(store: Store) -> None:
     async with asyncio.timeout(30):
-        while [status.phase for status in await store.members(5.0)] != ["ready"]:
+        while [status.phase for status in await store.fleet.members(5.0)] != ["ready"]:
             await asyncio.sleep(0.01)
 
 
@@ -170,7 +170,7 @@ async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
     store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
-    await store.create("config", "data", 4, 8)
+    await store.run.create("config", "data", 4, 8)
     async with open_service("generator", config, "generator-0") as service:
 
         async def work(loop: Loop) -> None:
@@ -179,9 +179,9 @@ async def test_a_service_is_in_the_fleet_while_it_runs_and_ends_with_the_run(
 
         running = asyncio.create_task(service.run(work))
         await _until_ready(store)
-        await store.finish("trained 4 of 4 steps")
+        await store.run.finish("trained 4 of 4 steps")
         await asyncio.wait_for(running, 30)
-    assert await store.members(5.0) == []
+    assert await store.fleet.members(5.0) == []
 
 
 async def test_a_pod_that_is_told_to_stop_waits_for_no_run(service: Service) -> None:

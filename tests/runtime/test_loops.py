@@ -78,7 +78,7 @@ async def test_tasks_that_talk_to_redis_end_when_cancelled(store: Store) -> None
 
     async def talk() -> None:
         while True:
-            await store.state()
+            await store.run.state()
             await asyncio.sleep(0.002)
 
     for _ in range(8):

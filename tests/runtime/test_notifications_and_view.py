@@ -43,7 +43,7 @@ async def waited(notifications: Notifications, *topics: str, timeout: float = 10
 async def test_a_change_in_redis_wakes_who_waits_for_it(store: Store, notifications: Notifications) -> None:
     waiting = asyncio.create_task(waited(notifications, "control"))
     await asyncio.sleep(0.01)
-    await store.create("config", "data", 4, 8)
+    await store.run.create("config", "data", 4, 8)
     assert await waiting < 5.0
 
 
@@ -85,21 +85,21 @@ async def test_the_view_follows_the_run(store: Store, notifications: Notificatio
     following = asyncio.create_task(view.follow(unwatched("view")))
     created = asyncio.create_task(view.created())
     await asyncio.sleep(0.01)
-    await store.create("config", "data", 4, 8)
+    await store.run.create("config", "data", 4, 8)
     assert (await asyncio.wait_for(created, 30.0)).slots == 8
 
     async def becomes(condition: object) -> None:
         async with view.changed:
             await asyncio.wait_for(view.changed.wait_for(condition), 30.0)  # type: ignore[arg-type]
 
-    await store.pause("generator", "lunch")
+    await store.run.pause("generator", "lunch")
     await becomes(lambda: view.paused)
     assert view.state is not None
     assert view.state.paused == {"generator": "lunch"}
-    await store.resume("generator")
-    await store.stop("enough")
+    await store.run.resume("generator")
+    await store.run.stop("enough")
     await becomes(lambda: not view.paused and view.state is not None and view.state.stopping == "enough")
     assert not view.ended  # asked to stop is not ended: the trainer still saves
-    await store.finish("trained 4 of 4 steps")
+    await store.run.finish("trained 4 of 4 steps")
     await becomes(lambda: view.ended)
     await end_tasks([following])

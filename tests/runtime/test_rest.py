@@ -24,9 +24,9 @@ def config(store: Store, server: RedisServer, tmp_path: Path) -> RunConfig:
 async def test_a_run_that_goes_on_is_not_rested_from(config: RunConfig, store: Store) -> None:
     given = Arguments(config, "generator-0", stay=True)
     assert not await rest("generator", given)  # there is no run yet
-    await store.create("config", "data", 4, 8)
+    await store.run.create("config", "data", 4, 8)
     assert not await rest("generator", given)
-    await store.finish("done")
+    await store.run.finish("done")
     assert not await rest("generator", Arguments(config, "generator-0"))  # without --stay the process ends
 
 
@@ -34,8 +34,8 @@ async def test_it_says_why_it_is_idle_and_goes_on_with_the_run(
     config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.runtime.entry.REST_POLL_S", 0.05)
-    await store.create("config", "data", 4, 8)
-    await store.finish("trained 4 of 4 steps")
+    await store.run.create("config", "data", 4, 8)
+    await store.run.finish("trained 4 of 4 steps")
     resting = asyncio.create_task(rest("generator", Arguments(config, "generator-0", stay=True)))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.api.port}") as http:
 
@@ -49,7 +49,7 @@ async def test_it_says_why_it_is_idle_and_goes_on_with_the_run(
         await wait_until(says_why, 60)
         assert (await http.get("/health/live")).status_code == 200
     assert not resting.done()
-    await store.request_restore(1)
+    await store.run.request_restore(1)
     assert await asyncio.wait_for(resting, 60) is False
 
 

@@ -95,21 +95,21 @@ async def test_a_function_of_another_service_ends_at_its_first_forbidden_command
     store = await Store.connect(guarded.url, RUN, Login(password(guarded, "dataprep"), acl.user_name(RUN, "dataprep")))
     pod = await Store.connect(guarded.url, RUN, Login(password(guarded, "generator"), acl.user_name(RUN, "generator")))
     try:
-        await store.create("config", "data", 4, 8)
-        fence = await store.lead("d", 60)
+        await store.run.create("config", "data", 4, 8)
+        fence = await store.run.lead("d", 60)
         assert fence is not None
         with pytest.raises(StoreError, match="does not allow that to this user"):
-            await pod.issue(fence, 0, [ticket(0)])
-        assert await store.issue(fence, 0, [ticket(0)]) == 1
+            await pod.tickets.issue(fence, 0, [ticket(0)])
+        assert await store.tickets.issue(fence, 0, [ticket(0)]) == 1
         with pytest.raises(StoreError, match="does not allow that to this user"):
-            await pod.audit()
-        assert (await store.audit())["tickets"] == 1
-        assert (await pod.state()) == (await store.state())
+            await pod.run.audit()
+        assert (await store.run.audit())["tickets"] == 1
+        assert (await pod.run.state()) == (await store.run.state())
     finally:
         await store.close()
         await pod.close()
         admin = await Store.connect(guarded.url, RUN, guarded.password)
-        await admin.delete_run()
+        await admin.restores.delete_run()
         await admin.close()
 
 
@@ -120,10 +120,10 @@ async def test_whoever_may_not_load_the_functions_says_who_does(tmp_path: Path) 
         store = await Store.connect(server.url, RUN, Login(password(server, "generator"), acl.user_name(RUN, "generator")))
         try:
             with pytest.raises(StoreError, match="has not got the functions of this version yet: dataprep loads them"):
-                await store.members(1.0)
+                await store.fleet.members(1.0)
             admin = await Store.connect(server.url, RUN, Login(password(server, "dataprep"), acl.user_name(RUN, "dataprep")))
             await admin.close()
-            assert await store.members(1.0) == []
+            assert await store.fleet.members(1.0) == []
         finally:
             await store.close()
     finally:

@@ -10,7 +10,7 @@ from services.store import RunState, Store
 
 
 async def _state(store: Store) -> RunState:
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     return state
 
@@ -19,19 +19,19 @@ async def test_asked_for_written_and_asked_again(any_store: Store) -> None:
     store = any_store
     with pytest.raises(NotFound, match="does not exist yet"):
         await request_checkpoint_of(store, "by hand")
-    await store.create("config", "dataset", steps=9, slots=8)
+    await store.run.create("config", "dataset", steps=9, slots=8)
     first = await request_checkpoint_of(store, "by hand")
     assert (first.step, first.saved) == (0, False)
     wish = (await _state(store)).checkpoint
     assert wish.endswith(" by hand")
     assert await request_checkpoint_of(store, "REST") == first
     assert (await _state(store)).checkpoint == wish
-    await store.checkpoint_failed("disk full")
+    await store.run.checkpoint_failed("disk full")
     state = await _state(store)
     assert (state.checkpoint, state.checkpoint_failed) == (wish, "disk full")
     assert await request_checkpoint_of(store, "once more") == first
     assert (await _state(store)).checkpoint.endswith(" once more")
-    await store.checkpointed(await store.attach_trainer(), 0)
+    await store.steps.checkpointed(await store.run.attach_trainer(), 0)
     state = await _state(store)
     assert (state.checkpoint, state.checkpoint_failed, state.checkpointed_step) == ("", "", 0)
     again = await request_checkpoint_of(store, "REST")
@@ -40,7 +40,7 @@ async def test_asked_for_written_and_asked_again(any_store: Store) -> None:
 
 
 async def test_a_run_without_a_trainer_is_not_asked(store: Store) -> None:
-    await store.create("config", "dataset", steps=9, slots=8)
-    await store.finish("lost its disk")
+    await store.run.create("config", "dataset", steps=9, slots=8)
+    await store.run.finish("lost its disk")
     with pytest.raises(NotFound, match=r"has finished \(lost its disk\) without a checkpoint of step 0"):
         await request_checkpoint_of(store, "by hand")

@@ -46,10 +46,10 @@ class Walk:
         sampler = self.random.choice(["fifo", "lifo", "freshest", "uniform", "prioritized"])
         remover = self.random.choice(["fifo", "lifo", "lowest_priority", "stalest", "uniform"])
         table = TableRules(sampler, remover, CAPACITY, self.random.choice([1, 2, 3]))
-        await self.store.create("config", "dataset", 1000, SLOTS, table)
+        await self.store.run.create("config", "dataset", 1000, SLOTS, table)
         await self.change_leader()
         await self.change_trainer()
-        await self.store.publish(self.trainers[-1], 0)
+        await self.store.steps.publish(self.trainers[-1], 0)
 
     async def step(self) -> str:
         """One operation, sometimes twice, as after a lost reply; sometimes by one who was superseded."""
@@ -68,7 +68,7 @@ class Walk:
         return self.random.choice(self.held[-8:]) if self.held else None
 
     async def state(self) -> RunState:
-        state = await self.store.state()
+        state = await self.store.run.state()
         assert state is not None
         return state
 
@@ -78,13 +78,13 @@ class Walk:
         tickets = [ticket(seq) for seq in range(cursor, cursor + min(self.random.randint(1, 6), free + 1))]
         fence = self.fence(self.leaders)
         for _ in self.twice():
-            await self.store.issue(fence, cursor, tickets)
+            await self.store.tickets.issue(fence, cursor, tickets)
 
     async def claim(self) -> None:
         consumer, lease_s = f"g{self.random.randrange(3)}", self.random.choice([0.0, 60.0, 60.0])
         state = await self.state()
         for _ in self.twice():
-            _, claims = await self.store.claim(
+            _, claims = await self.store.tickets.claim(
                 consumer, state.published_version, state.published_by, lease_s, self.random.randint(1, 4), "0-0",
                 self.random.random() < 0.2, max_expiries=3,
             )  # fmt: skip
@@ -92,17 +92,17 @@ class Walk:
 
     async def renew(self) -> None:
         if one := self.anybody():
-            await self.store.renew(one[0], [claim for consumer, claim in self.held[-10:] if consumer == one[0]])
+            await self.store.tickets.renew(one[0], [claim for consumer, claim in self.held[-10:] if consumer == one[0]])
 
     async def release(self) -> None:
         if one := self.anybody():
             for _ in self.twice():
-                await self.store.release(*one)
+                await self.store.tickets.release(*one)
 
     async def fail(self) -> None:
         if one := self.anybody():
             for _ in self.twice():
-                await self.store.fail(*one, "a random failure", max_attempts=3)
+                await self.store.tickets.fail(*one, "a random failure", max_attempts=3)
 
     async def submit(self) -> None:
         one = self.anybody()
@@ -112,18 +112,18 @@ class Walk:
 
     async def save_partial(self) -> None:
         if one := self.anybody():
-            await self.store.save_partial(*one, b"tokens", flow.TTL_S)
+            await self.store.tickets.save_partial(*one, b"tokens", flow.TTL_S)
 
     async def corrupt(self) -> None:
         """A submission whose header is damaged."""
         one = self.anybody()
         if one and one[1].ticket is not None:
             bad = flow.header(one[1], ticket="no such ticket")
-            await self.store.submit(*one, bad, flow.payload_bytes(one[1]), flow.TTL_S)
+            await self.store.tickets.submit(*one, bad, flow.payload_bytes(one[1]), flow.TTL_S)
 
     async def settle(self) -> None:
         fence = self.fence(self.leaders)
-        items = await self.store.read_headers(fence, self.random.randint(1, 6))
+        items = await self.store.replay.read_headers(fence, self.random.randint(1, 6))
         actions = [self.random.choice(["insert"] * 6 + ["stale", "filtered:zero", "filtered:solved"]) for _ in items]
         settlements = [
             Settlement(item, action, 0, self.weight(), self.random.expovariate(1), self.random.random())
@@ -132,78 +132,78 @@ class Walk:
             for item, action in zip(items, actions, strict=True)
         ]
         for _ in self.twice():
-            await self.store.settle(fence, settlements)
+            await self.store.replay.settle(fence, settlements)
 
     def weight(self) -> float:
         return self.random.choice([0.0, 0.5, 1.0, 20.0])
 
     async def prepare(self) -> None:
         fence = self.fence(self.leaders)
-        drawn = [group for group, _ in (await self.store.sweep_and_peek(fence, 0, self.random.randint(1, 3))).first]
+        drawn = [group for group, _ in (await self.store.replay.sweep_and_peek(fence, 0, self.random.randint(1, 3))).first]
         if drawn and self.random.random() < 0.05:
             drawn = [*drawn[1:], "0-99999"]
         step, variates = (await self.state()).prepared_step + 1, [self.random.expovariate(1) for _ in drawn]
         if drawn:
             for _ in self.twice():
-                await self.store.prepare(fence, *flow.plan(step, drawn), 0, variates)
+                await self.store.steps.prepare(fence, *flow.plan(step, drawn), 0, variates)
 
     async def sweep_and_peek(self) -> None:
         fence, oldest_fresh = self.fence(self.leaders), self.random.choice([0, 0, 1])
         for _ in self.twice():
-            await self.store.sweep_and_peek(fence, oldest_fresh, 3)
+            await self.store.replay.sweep_and_peek(fence, oldest_fresh, 3)
 
     async def reweigh(self) -> None:
         weights = {group.group: self.weight() for group in await flow.oldest_groups(self.store, 3)} | {"0-99999": 1.0}
         for _ in self.twice():
-            await self.store.reweigh(self.fence(self.trainers), weights)
+            await self.store.replay.reweigh(self.fence(self.trainers), weights)
 
     async def commit(self) -> None:
         step = (await self.state()).committed_step + self.random.choice([0, 1, 1, 1, 2])
         for _ in self.twice():
-            await self.store.commit(self.fence(self.trainers), step)
+            await self.store.steps.commit(self.fence(self.trainers), step)
 
     async def publish(self) -> None:
         version = (await self.state()).committed_step + self.random.choice([0, 1, 1, 1, 2])
         for _ in self.twice():
-            await self.store.publish(self.fence(self.trainers), version)
+            await self.store.steps.publish(self.fence(self.trainers), version)
 
     async def checkpoint(self) -> None:
-        await self.store.checkpointed(self.fence(self.trainers), (await self.state()).committed_step)
-        await self.store.retire()
+        await self.store.steps.checkpointed(self.fence(self.trainers), (await self.state()).committed_step)
+        await self.store.steps.retire()
 
     async def change_leader(self) -> None:
-        await self.store.step_down(f"l{len(self.leaders)}")
-        fence = await self.store.lead(f"l{len(self.leaders) + 1}", 60.0)
+        await self.store.run.step_down(f"l{len(self.leaders)}")
+        fence = await self.store.run.lead(f"l{len(self.leaders) + 1}", 60.0)
         assert fence is not None
         self.leaders.append(fence)
 
     async def change_trainer(self) -> None:
-        self.trainers.append(await self.store.attach_trainer())
+        self.trainers.append(await self.store.run.attach_trainer())
 
     async def pause(self) -> None:
-        await self.store.pause("generator", "a random pause")
+        await self.store.run.pause("generator", "a random pause")
         assert await flow.claim(self.store, "g0", version=(await self.state()).published_version) == []
-        await self.store.resume("generator")
+        await self.store.run.resume("generator")
 
     async def wind_up(self) -> None:
         """Everything still under way comes to its end, as it would in a run."""
         version = (await self.state()).published_version
-        while (await self.store.audit())["tickets"]:
+        while (await self.store.run.audit())["tickets"]:
             for claim in await flow.claim(self.store, "last", 20, version, lease_s=0.0, max_expiries=100):
                 assert await flow.submit(self.store, "last", claim)
-        while items := await self.store.read_headers(self.leaders[-1], 100):
+        while items := await self.store.replay.read_headers(self.leaders[-1], 100):
             settlements = [Settlement(item, "filtered:solved") for item in items]
-            await self.store.settle(self.leaders[-1], settlements)
+            await self.store.replay.settle(self.leaders[-1], settlements)
         leader = self.leaders[-1]
-        while first := (await self.store.sweep_and_peek(leader, 0, 2)).first:
+        while first := (await self.store.replay.sweep_and_peek(leader, 0, 2)).first:
             step = (await self.state()).prepared_step + 1
-            await self.store.prepare(leader, *flow.plan(step, [group for group, _ in first]), 0, [1.0] * len(first))
+            await self.store.steps.prepare(leader, *flow.plan(step, [group for group, _ in first]), 0, [1.0] * len(first))
         state = await self.state()
         for step in range(state.committed_step + 1, state.prepared_step + 1):
-            assert await self.store.commit(self.trainers[-1], step)
-        await self.store.publish(self.trainers[-1], state.prepared_step + 1)
-        await self.store.checkpointed(self.trainers[-1], state.prepared_step)
-        await self.store.retire()
+            assert await self.store.steps.commit(self.trainers[-1], step)
+        await self.store.steps.publish(self.trainers[-1], state.prepared_step + 1)
+        await self.store.steps.checkpointed(self.trainers[-1], state.prepared_step)
+        await self.store.steps.retire()
 
 
 async def names(store: Store) -> set[str]:
@@ -240,7 +240,7 @@ async def test_nothing_is_lost_or_doubled_whatever_happens(any_store: Store, see
     done: list[str] = []
     for i in range(OPERATIONS):
         done.append(await walk.step())
-        report = assess("walk", await any_store.audit())
+        report = assess("walk", await any_store.run.audit())
         assert report.ok, (report.messages, done[-5:])
         assert report.slots_used <= SLOTS
         assert report.places["buffered"] <= CAPACITY
@@ -249,7 +249,7 @@ async def test_nothing_is_lost_or_doubled_whatever_happens(any_store: Store, see
     assert report.outcomes["trained"] > 0
     assert report.issued > SLOTS, "the walk got somewhere"
     await walk.wind_up()
-    report = assess("walk", await any_store.audit())
+    report = assess("walk", await any_store.run.audit())
     assert report.ok, report.messages
     assert sum(report.places.values()) == report.slots_used == 0
     await check_keys(any_store)

@@ -7,15 +7,16 @@ import pytest
 from services.protocol.errors import DifferentRun
 from services.protocol.keys import Keys
 from services.store import Store
+from services.store.connection.base import Connection
 from tests.support.flow import start
 from tests.support.harness import ticket, wait_until
 
 
 async def test_creating_attaches_to_the_same_run(any_store: Store) -> None:
-    assert await any_store.state() is None
-    assert await any_store.create("config", "data", 10, 4)
-    assert not await any_store.create("config", "data", 10, 4)
-    state = await any_store.state()
+    assert await any_store.run.state() is None
+    assert await any_store.run.create("config", "data", 10, 4)
+    assert not await any_store.run.create("config", "data", 10, 4)
+    state = await any_store.run.state()
     assert state is not None
     assert (state.steps, state.slots, state.slots_used, state.cursor) == (10, 4, 0, 0)
     assert (state.published_version, state.prepared_step, state.committed_step, state.checkpointed_step) == (-1, -1, -1, -1)
@@ -24,103 +25,103 @@ async def test_creating_attaches_to_the_same_run(any_store: Store) -> None:
 
 @pytest.mark.parametrize(("config", "data", "what"), [("other", "data", "configuration"), ("config", "other", "data set")])
 async def test_another_run_of_the_name_is_refused(any_store: Store, config: str, data: str, what: str) -> None:
-    await any_store.create("config", "data", 10, 4)
+    await any_store.run.create("config", "data", 10, 4)
     with pytest.raises(DifferentRun, match=rf"exists with another {what} .*, not other: choose another run.name"):
-        await any_store.create(config, data, 10, 4)
+        await any_store.run.create(config, data, 10, 4)
 
 
 async def test_another_protocol_version_is_refused(any_store: Store) -> None:
-    await any_store.create("config", "data", 10, 4)
+    await any_store.run.create("config", "data", 10, 4)
     await any_store.client.hset(any_store.keys.run, "protocol", "999")  # type: ignore[misc]
     with pytest.raises(DifferentRun, match="protocol version 999, but this program speaks"):
-        await any_store.state()
+        await any_store.run.state()
     with pytest.raises(DifferentRun, match="protocol version"):
-        await any_store.create("config", "data", 10, 4)
+        await any_store.run.create("config", "data", 10, 4)
 
 
 async def test_what_comes_before_the_run_is_created_is_kept(any_store: Store) -> None:
     """A pause, a leader and a trainer may come first; their fencing numbers stay valid."""
-    await any_store.pause("generator", "early")
-    leader = await any_store.lead("a", 60.0)
-    trainer = await any_store.attach_trainer()
+    await any_store.run.pause("generator", "early")
+    leader = await any_store.run.lead("a", 60.0)
+    trainer = await any_store.run.attach_trainer()
     assert leader is not None
-    assert await any_store.state() is None, "paused, but not created"
-    await any_store.create("config", "data", 10, 4)
-    assert await any_store.lead("a", 60.0) == leader
-    assert await any_store.issue(leader, 0, [ticket(0)]) == 1
-    assert await any_store.publish(trainer, 0)
-    state = await any_store.state()
+    assert await any_store.run.state() is None, "paused, but not created"
+    await any_store.run.create("config", "data", 10, 4)
+    assert await any_store.run.lead("a", 60.0) == leader
+    assert await any_store.tickets.issue(leader, 0, [ticket(0)]) == 1
+    assert await any_store.steps.publish(trainer, 0)
+    state = await any_store.run.state()
     assert state is not None
     assert state.paused == {"generator": "early"}
 
 
 async def test_one_leads_at_a_time(any_store: Store) -> None:
-    await any_store.create("config", "data", 10, 4)
-    first = await any_store.lead("a", 60.0)
+    await any_store.run.create("config", "data", 10, 4)
+    first = await any_store.run.lead("a", 60.0)
     assert first is not None
-    assert await any_store.lead("b", 60.0) is None
-    assert await any_store.lead("a", 60.0) == first, "a renewal keeps the number"
-    await any_store.step_down("b")
-    assert await any_store.lead("b", 60.0) is None, "only the leader can step down"
-    await any_store.step_down("a")
-    second = await any_store.lead("b", 60.0)
+    assert await any_store.run.lead("b", 60.0) is None
+    assert await any_store.run.lead("a", 60.0) == first, "a renewal keeps the number"
+    await any_store.run.step_down("b")
+    assert await any_store.run.lead("b", 60.0) is None, "only the leader can step down"
+    await any_store.run.step_down("a")
+    second = await any_store.run.lead("b", 60.0)
     assert second is not None
     assert second > first
 
 
 async def test_an_expired_leadership_is_taken_over(any_store: Store) -> None:
-    await any_store.create("config", "data", 10, 4)
-    first = await any_store.lead("a", 0.05)
+    await any_store.run.create("config", "data", 10, 4)
+    first = await any_store.run.lead("a", 0.05)
     assert first is not None
 
     async def taken() -> bool:
-        return await any_store.lead("b", 60.0) is not None
+        return await any_store.run.lead("b", 60.0) is not None
 
     await wait_until(taken)
-    assert await any_store.lead("a", 60.0) is None
+    assert await any_store.run.lead("a", 60.0) is None
 
 
 async def test_fencing_numbers_are_not_given_again_after_a_server_forgot_the_last(any_store: Store) -> None:
     """With `appendfsync everysec` a crash may take the last second back, numbers included."""
-    await any_store.create("config", "data", 10, 4)
+    await any_store.run.create("config", "data", 10, 4)
     before = await any_store.client.hgetall(any_store.keys.run)  # type: ignore[misc]
-    given = await any_store.attach_trainer()
+    given = await any_store.run.attach_trainer()
     await any_store.client.delete(any_store.keys.run)
     await any_store.client.hset(any_store.keys.run, mapping=before)  # type: ignore[misc]
-    assert await any_store.attach_trainer() > given
+    assert await any_store.run.attach_trainer() > given
 
 
 async def test_desired_state_is_kept_with_its_reason(any_store: Store) -> None:
     await start(any_store)
-    await any_store.pause("trainer", "by hand")
-    await any_store.stop("enough")
-    await any_store.finish("trained 3 of 10 steps")
-    state = await any_store.state()
+    await any_store.run.pause("trainer", "by hand")
+    await any_store.run.stop("enough")
+    await any_store.run.finish("trained 3 of 10 steps")
+    state = await any_store.run.state()
     assert state is not None
     assert (state.paused, state.stopping, state.finished) == ({"trainer": "by hand"}, "enough", "trained 3 of 10 steps")
     assert state.ended
-    await any_store.resume("trainer")
-    state = await any_store.state()
+    await any_store.run.resume("trainer")
+    state = await any_store.run.state()
     assert state is not None
     assert state.paused == {}
 
 
 async def test_metrics_come_back_in_order_from_any_point(any_store: Store) -> None:
     for step in range(3):
-        await any_store.record({"step": float(step), "reward/train/mean": 0.5})
-    entries = await any_store.metrics()
+        await any_store.monitor.record({"step": float(step), "reward/train/mean": 0.5})
+    entries = await any_store.monitor.metrics()
     assert [record["step"] for _, record in entries] == [0.0, 1.0, 2.0]
-    assert [record["step"] for _, record in await any_store.metrics(after=entries[0][0])] == [1.0, 2.0]
-    assert await any_store.metrics(after=entries[-1][0]) == []
+    assert [record["step"] for _, record in await any_store.monitor.metrics(after=entries[0][0])] == [1.0, 2.0]
+    assert await any_store.monitor.metrics(after=entries[-1][0]) == []
 
 
 async def test_two_runs_share_a_server_without_seeing_each_other(any_store: Store) -> None:
-    other = Store(any_store.client, Keys(any_store.keys.name + "-b"))
+    other = Store(Connection(any_store.client, Keys(any_store.keys.name + "-b")))
     try:
         await start(any_store)
-        await other.create("another", "data", 1, 1)
-        await any_store.delete_run()
-        assert await any_store.state() is None
-        assert await other.state() is not None
+        await other.run.create("another", "data", 1, 1)
+        await any_store.restores.delete_run()
+        assert await any_store.run.state() is None
+        assert await other.run.state() is not None
     finally:
-        await other.delete_run()
+        await other.restores.delete_run()

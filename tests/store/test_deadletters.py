@@ -19,8 +19,8 @@ async def bury(store: Store, team: flow.Team, reason: str = "verifier broke") ->
     """Issue a ticket and let it fail for good; its dead letter."""
     assert await issue(store, team, 1) == 1
     (one,) = await claim(store, "g")
-    assert await store.fail("g", one, reason, max_attempts=1)
-    return (await store.dead_letters(1))[0].id
+    assert await store.tickets.fail("g", one, reason, max_attempts=1)
+    return (await store.dead_letters.page(1))[0].id
 
 
 async def write_letter(store: Store, **fields: str | bytes) -> str:
@@ -32,23 +32,23 @@ async def test_a_requeued_ticket_waits_to_be_issued_and_its_letter_is_gone(any_s
     team = await start(any_store)
     id = await bury(any_store, team)
     assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
-    (answer,) = await any_store.requeue([id])
+    (answer,) = await any_store.dead_letters.requeue([id])
     assert (answer.id, answer.ticket, answer.refusal) == (id, "0-0", "")
     assert await counts(any_store) == {"ledger:issued": 1, "requeued": 1, "ledger:syncs": 1}
-    assert await any_store.dead_letters() == []
+    assert await any_store.dead_letters.page() == []
     report = await audit(any_store)
     assert report.ok, report.messages
-    found = await any_store.whereabouts("0-0")
+    found = await any_store.inspection.whereabouts("0-0")
     assert (found.requeued, found.drop) == (True, None)
 
 
 async def test_a_requeued_ticket_is_issued_generated_and_counted_once(any_store: Store) -> None:
     team = await start(any_store)
-    await any_store.requeue([await bury(any_store, team)])
-    state = await any_store.state()
+    await any_store.dead_letters.requeue([await bury(any_store, team)])
+    state = await any_store.run.state()
     assert state is not None
     again = ticket(state.cursor, id="0-0", index=0)
-    assert await any_store.issue(team.leader, state.cursor, [again], requeued=1) == 1
+    assert await any_store.tickets.issue(team.leader, state.cursor, [again], requeued=1) == 1
     (one,) = await claim(any_store, "g")
     assert one.ticket_id == "0-0"
     assert await submit(any_store, "g", one)
@@ -59,21 +59,21 @@ async def test_a_requeued_ticket_is_issued_generated_and_counted_once(any_store:
 async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
-    await any_store.requeue([id])
-    before = await any_store.audit()
-    assert await any_store.requeue([id, "7-7"]) == [
+    await any_store.dead_letters.requeue([id])
+    before = await any_store.run.audit()
+    assert await any_store.dead_letters.requeue([id, "7-7"]) == [
         Requeued(id, "0-0", "", before=True),
         Requeued("7-7", "", "there is no such dead letter: it was put back long ago, or trimmed", before=False),
     ]
-    assert await any_store.audit() == before
-    state = await any_store.state()
+    assert await any_store.run.audit() == before
+    state = await any_store.run.state()
     assert state is not None
     again = ticket(state.cursor, id="0-0", index=0)
-    assert await any_store.issue(team.leader, state.cursor, [again, ticket(state.cursor + 1)], requeued=2) == 0
-    assert await any_store.issue(team.leader, state.cursor, [again], requeued=1) == 1
-    before = await any_store.audit()
-    assert await any_store.requeue([id]) == [Requeued(id, "0-0", "", before=True)]
-    assert await any_store.audit() == before
+    assert await any_store.tickets.issue(team.leader, state.cursor, [again, ticket(state.cursor + 1)], requeued=2) == 0
+    assert await any_store.tickets.issue(team.leader, state.cursor, [again], requeued=1) == 1
+    before = await any_store.run.audit()
+    assert await any_store.dead_letters.requeue([id]) == [Requeued(id, "0-0", "", before=True)]
+    assert await any_store.run.audit() == before
 
 
 async def test_the_memory_of_what_was_put_back_is_bounded(any_store: Store) -> None:
@@ -83,8 +83,8 @@ async def test_the_memory_of_what_was_put_back_is_bounded(any_store: Store) -> N
     await any_store.client.hset(letters, mapping={f"{i}-9": f"9-{i}" for i in range(10_000)})  # type: ignore[misc]
     await any_store.client.zadd(f"{letters}:order", {f"{i}-9": 10_000 - i for i in range(10_000)})
     id = await bury(any_store, team)
-    await any_store.requeue([id])
-    gone, kept, last = await any_store.requeue(["9999-9", "0-9", id])
+    await any_store.dead_letters.requeue([id])
+    gone, kept, last = await any_store.dead_letters.requeue(["9999-9", "0-9", id])
     assert (gone.before, kept.before, kept.ticket, last.before) == (False, True, "9-0", True)
     assert await any_store.client.hlen(letters) == 10_000  # type: ignore[misc]
 
@@ -98,7 +98,7 @@ async def test_many_that_wait_make_putting_back_no_slower(any_store: Store) -> N
         for _ in range(8):
             ids = [await write_letter(any_store, ticket=f"0-{next(row)}", outcome="failed") for _ in range(100)]
             began = time.perf_counter()
-            assert not any(answer.refusal for answer in await any_store.requeue(ids))
+            assert not any(answer.refusal for answer in await any_store.dead_letters.requeue(ids))
             spent_s.append(time.perf_counter() - began)
         return min(spent_s)
 
@@ -110,16 +110,16 @@ async def test_many_that_wait_make_putting_back_no_slower(any_store: Store) -> N
         await pipe.execute()
     crowded_s = await least_s()
     assert crowded_s < 10 * alone_s  # a look at each of those that wait would take hundreds of times as long
-    assert await any_store.requeued(2) == ["1-0", "1-1"]
-    assert (await any_store.requeued(200_000))[-1] == f"0-{next(row) - 1}"
+    assert await any_store.tickets.requeued(2) == ["1-0", "1-1"]
+    assert (await any_store.tickets.requeued(200_000))[-1] == f"0-{next(row) - 1}"
 
 
 async def test_the_bell_tells_the_leader(any_store: Store) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
-    rings = any_store.listen()
+    rings = any_store.monitor.listen()
     assert await anext(rings) == "connected"
-    await any_store.requeue([id])
+    await any_store.dead_letters.requeue([id])
     assert await anext(rings) == "slots"
     await rings.aclose()  # type: ignore[attr-defined]
 
@@ -128,22 +128,22 @@ async def test_the_bell_tells_the_leader(any_store: Store) -> None:
 async def test_an_id_that_is_none_is_refused_and_harms_nothing(any_store: Store, id: str) -> None:
     await start(any_store)
     await write_letter(any_store, ticket="0-5", reason="a", body="b", outcome="failed")
-    (answer,) = await any_store.requeue([id])
+    (answer,) = await any_store.dead_letters.requeue([id])
     assert "there is no such dead letter" in answer.refusal
-    assert await any_store.dead_letter_count() == 1
+    assert await any_store.dead_letters.count() == 1
 
 
 async def test_letters_of_tickets_that_nobody_issued_stay(any_store: Store) -> None:
     await start(any_store)
     await any_store.client.xadd(any_store.keys.tickets, {"ticket": "0-9", "body": "no ticket"})
     (one,) = await claim(any_store, "g")
-    assert await any_store.fail("g", one, "its bytes are not a ticket", max_attempts=1)
-    (letter,) = await any_store.dead_letters()
+    assert await any_store.tickets.fail("g", one, "its bytes are not a ticket", max_attempts=1)
+    (letter,) = await any_store.dead_letters.page()
     assert not letter.failed
-    (answer,) = await any_store.requeue([letter.id])
+    (answer,) = await any_store.dead_letters.requeue([letter.id])
     assert "never counted as failed" in answer.refusal
-    assert await any_store.dead_letters() == [letter]
-    assert (await any_store.whereabouts("0-9")).drop is None
+    assert await any_store.dead_letters.page() == [letter]
+    assert (await any_store.inspection.whereabouts("0-9")).drop is None
 
 
 @pytest.mark.parametrize(
@@ -165,48 +165,50 @@ async def test_a_ticket_that_is_elsewhere_is_not_issued_twice(any_store: Store, 
     team = await start(any_store)
     await buffer(any_store, team, 3)
     await prepare(any_store, team, 0, ["0-2"])
-    await any_store.commit(team.trainer, 0)
-    await any_store.publish(team.trainer, 1)
-    await any_store.checkpointed(team.trainer, 0)
-    assert await any_store.retire() == 1
+    await any_store.steps.commit(team.trainer, 0)
+    await any_store.steps.publish(team.trainer, 1)
+    await any_store.steps.checkpointed(team.trainer, 0)
+    assert await any_store.steps.retire() == 1
     await prepare(any_store, team, 1, ["0-1"])
     await issue(any_store, team, 1)
     (one,) = await claim(any_store, "g", version=1)
-    await any_store.fail("g", one, "verifier broke", max_attempts=1)
-    await any_store.requeue([(await any_store.dead_letters(1))[0].id])
+    await any_store.tickets.fail("g", one, "verifier broke", max_attempts=1)
+    await any_store.dead_letters.requeue([(await any_store.dead_letters.page(1))[0].id])
     await issue(any_store, team, 1)
-    before = await any_store.audit()
+    before = await any_store.run.audit()
     id = await write_letter(any_store, reason="a stray copy", body="", **fields)
-    (answer,) = await any_store.requeue([id])
+    (answer,) = await any_store.dead_letters.requeue([id])
     assert refusal in answer.refusal
-    assert (await any_store.dead_letter(id)) is not None
-    assert await any_store.audit() == before
+    assert (await any_store.dead_letters.get(id)) is not None
+    assert await any_store.run.audit() == before
 
 
 @pytest.mark.parametrize("end", ["stop", "finish"])
 async def test_a_run_that_is_over_issues_nothing_again(any_store: Store, end: str) -> None:
     team = await start(any_store)
     id = await bury(any_store, team)
-    await getattr(any_store, end)("trained 4 of 4 steps")
-    assert [answer.refusal for answer in await any_store.requeue([id, "7-7"])] == ["the run is over: trained 4 of 4 steps"] * 2
-    assert (await any_store.audit())["ledger:failed"] == 1
+    await getattr(any_store.run, end)("trained 4 of 4 steps")
+    assert [answer.refusal for answer in await any_store.dead_letters.requeue([id, "7-7"])] == [
+        "the run is over: trained 4 of 4 steps"
+    ] * 2
+    assert (await any_store.run.audit())["ledger:failed"] == 1
 
 
 @pytest.mark.parametrize("end", ["stop", "finish"])
 async def test_what_was_put_back_is_told_as_such_when_the_run_is_over(any_store: Store, end: str) -> None:
     id = await bury(any_store, await start(any_store))
-    await any_store.requeue([id])
-    await getattr(any_store, end)("trained 4 of 4 steps")
-    assert await any_store.requeue([id]) == [Requeued(id, "0-0", "", before=True)]
+    await any_store.dead_letters.requeue([id])
+    await getattr(any_store.run, end)("trained 4 of 4 steps")
+    assert await any_store.dead_letters.requeue([id]) == [Requeued(id, "0-0", "", before=True)]
 
 
 async def test_many_are_put_back_in_pieces_each_on_its_own(any_store: Store) -> None:
     team = await start(any_store, slots=600)
     await issue(any_store, team, 600)
     for one in await claim(any_store, "g", 600):
-        await any_store.fail("g", one, "a bad day", max_attempts=1)
-    ids = [letter.id for letter in await any_store.dead_letters(1000)]
-    answers = await any_store.requeue([*ids, "0-0"])
+        await any_store.tickets.fail("g", one, "a bad day", max_attempts=1)
+    ids = [letter.id for letter in await any_store.dead_letters.page(1000)]
+    answers = await any_store.dead_letters.requeue([*ids, "0-0"])
     assert [answer.refusal for answer in answers[:-1]] == [""] * 600
     assert answers[-1].refusal
     assert await counts(any_store) == {"ledger:issued": 600, "requeued": 600, "ledger:syncs": 1}
@@ -215,10 +217,14 @@ async def test_many_are_put_back_in_pieces_each_on_its_own(any_store: Store) -> 
 async def test_pages_of_dead_letters_go_from_the_last_to_the_first(any_store: Store) -> None:
     await start(any_store)
     ids = [await write_letter(any_store, ticket=f"0-{i}", reason=f"reason {i}", body="b") for i in range(5)]
-    first = await any_store.dead_letters(2)
+    first = await any_store.dead_letters.page(2)
     assert [letter.id for letter in first] == [ids[4], ids[3]]
-    assert [letter.reason for letter in await any_store.dead_letters(9, first[-1].id)] == ["reason 2", "reason 1", "reason 0"]
-    assert await any_store.dead_letter(ids[0]) == (await any_store.dead_letters(9))[-1]
+    assert [letter.reason for letter in await any_store.dead_letters.page(9, first[-1].id)] == [
+        "reason 2",
+        "reason 1",
+        "reason 0",
+    ]
+    assert await any_store.dead_letters.get(ids[0]) == (await any_store.dead_letters.page(9))[-1]
 
 
 async def test_every_ticket_that_is_dropped_is_remembered_with_its_outcome(any_store: Store) -> None:
@@ -228,14 +234,14 @@ async def test_every_ticket_that_is_dropped_is_remembered_with_its_outcome(any_s
     assert await submit(any_store, "g", one)
     await settle(any_store, team, "filtered:zero")
     bad = header(two, rewards=[float("nan")] * flow.GROUP_SIZE)
-    assert await any_store.submit("g", two, bad, payload_bytes(two), flow.TTL_S)
+    assert await any_store.tickets.submit("g", two, bad, payload_bytes(two), flow.TTL_S)
     await settle(any_store, team, "failed:rewards are not finite")
     assert await submit(any_store, "g", three)
     await settle(any_store, team, "stale")
-    drops = [(await any_store.whereabouts(f"0-{i}")).drop for i in range(3)]
+    drops = [(await any_store.inspection.whereabouts(f"0-{i}")).drop for i in range(3)]
     assert all(drops)
     assert [drop.outcome for drop in drops if drop] == ["filtered:zero", "failed", "stale"]
-    (letter,) = await any_store.dead_letters()
+    (letter,) = await any_store.dead_letters.page()
     assert letter.failed
     assert drops[1] == Drop("failed", letter.id, drops[1].at_s if drops[1] else 0.0)
 
@@ -249,6 +255,6 @@ async def test_the_memory_of_drops_is_bounded(any_store: Store) -> None:
         await pipe.execute()
     await bury(any_store, team)
     assert await any_store.client.hlen(any_store.keys.drops) == 10_000  # type: ignore[misc]
-    assert (await any_store.whereabouts("9-0")).drop is None
-    assert (await any_store.whereabouts("9-1")).drop == Drop("stale", "", 0.001)
-    assert (await any_store.whereabouts("0-0")).drop is not None
+    assert (await any_store.inspection.whereabouts("9-0")).drop is None
+    assert (await any_store.inspection.whereabouts("9-1")).drop == Drop("stale", "", 0.001)
+    assert (await any_store.inspection.whereabouts("0-0")).drop is not None

@@ -16,7 +16,9 @@ WHY = {"0-1": "payload 0-1.7: it is gone"}
 
 async def discard_damaged(store: Store, team: Team, first: int, prepared: int, *steps: tuple[int, list[str]]) -> int:
     """DiscardDamaged 0-1; `steps` have other groups beside it."""
-    return await store.discard_damaged(team.trainer, first, prepared, WHY, [flow.plan(step, groups) for step, groups in steps])
+    return await store.steps.discard_damaged(
+        team.trainer, first, prepared, WHY, [flow.plan(step, groups) for step, groups in steps]
+    )
 
 
 async def whole(store: Store, **outcomes: int) -> None:
@@ -32,21 +34,21 @@ async def test_a_group_leaves_its_step_as_a_dead_letter_that_can_be_put_back(any
     await prepare(any_store, team, 0, ["0-0", "0-1"])
     await prepare(any_store, team, 1, ["0-2", "0-3"])
     assert await discard_damaged(any_store, team, 0, 1, (0, ["0-0"])) == 1
-    plan = await any_store.plan(0)
+    plan = await any_store.steps.plan(0)
     assert plan is not None
     assert plan.groups == ["0-0"]
-    (letter,) = await any_store.dead_letters()
+    (letter,) = await any_store.dead_letters.page()
     assert (letter.ticket, letter.reason, letter.failed) == ("0-1", WHY["0-1"], True)
     assert b"0-1" in letter.body, "its header goes with it"
     await whole(any_store, failed=1)
     assert [key async for key in any_store.client.scan_iter(match="*0-1*")] == []
     assert await discard_damaged(any_store, team, 0, 1, (0, ["0-0"])) == 0, "a repeated call changes nothing"
     for step in (0, 1):
-        await any_store.commit(team.trainer, step)
-        await any_store.publish(team.trainer, step + 1)
+        await any_store.steps.commit(team.trainer, step)
+        await any_store.steps.publish(team.trainer, step + 1)
     await whole(any_store, failed=1, trained=3)
-    assert (await any_store.audit())["slots_used"] == 0
-    (answer,) = await any_store.requeue([letter.id])
+    assert (await any_store.run.audit())["slots_used"] == 0
+    (answer,) = await any_store.dead_letters.requeue([letter.id])
     assert answer.refusal == ""
 
 
@@ -55,8 +57,8 @@ async def test_a_step_may_lose_all_its_groups(any_store: Store) -> None:
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-1"])
     assert await discard_damaged(any_store, team, 0, 0, (0, [])) == 1
-    await any_store.commit(team.trainer, 0)
-    await any_store.publish(team.trainer, 1)
+    await any_store.steps.commit(team.trainer, 0)
+    await any_store.steps.publish(team.trainer, 1)
     await whole(any_store, failed=1)
 
 
@@ -65,13 +67,13 @@ async def test_a_step_that_was_prepared_meanwhile_has_to_be_looked_at_first(any_
     await buffer(any_store, team, 3)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
     await prepare(any_store, team, 1, ["0-2"])
-    before = await any_store.audit()
+    before = await any_store.run.audit()
     with pytest.raises(OutOfOrder, match="step 1 was prepared meanwhile"):
         await discard_damaged(any_store, team, 0, 0, (0, ["0-0"]))
-    await any_store.attach_trainer()
+    await any_store.run.attach_trainer()
     with pytest.raises(Fenced):
         await discard_damaged(any_store, team, 0, 1, (0, ["0-0"]))
-    assert await any_store.audit() == before
+    assert await any_store.run.audit() == before
 
 
 @pytest.mark.parametrize("published", [0, 1])
@@ -81,11 +83,11 @@ async def test_a_step_that_is_trained_again_after_a_crash_takes_back_that_it_was
     team = await start(any_store)
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
-    await any_store.commit(team.trainer, 0)
-    await any_store.publish(team.trainer, published)
+    await any_store.steps.commit(team.trainer, 0)
+    await any_store.steps.publish(team.trainer, published)
     assert await discard_damaged(any_store, team, 0, 0, (0, ["0-0"])) == 1
     await whole(any_store, failed=1, trained=1)
-    await any_store.publish(team.trainer, 1)
+    await any_store.steps.publish(team.trainer, 1)
     await whole(any_store, failed=1, trained=1)
     assert await any_store.client.getbit(any_store.keys.trained(0), 1) == 0
 
@@ -97,21 +99,21 @@ async def test_a_replayed_group_leaves_table_and_steps_and_stays_trained(any_sto
     for step in range(3):
         await prepare(any_store, team, step, ["0-0", "0-1"])
         if step == 0:
-            await any_store.commit(team.trainer, 0)
-            await any_store.publish(team.trainer, 1)
+            await any_store.steps.commit(team.trainer, 0)
+            await any_store.steps.publish(team.trainer, 1)
     assert await discard_damaged(any_store, team, 1, 2, (1, ["0-0"]), (2, ["0-0"])) == 1
     await whole(any_store, trained=2)
     for step in (1, 2):
-        plan = await any_store.plan(step)
+        plan = await any_store.steps.plan(step)
         assert plan is not None
         assert plan.groups == ["0-0"]
-    (letter,) = await any_store.dead_letters()
+    (letter,) = await any_store.dead_letters.page()
     assert not letter.failed
-    (answer,) = await any_store.requeue([letter.id])
+    (answer,) = await any_store.dead_letters.requeue([letter.id])
     assert "trained before" in answer.refusal
     for step in (1, 2):
-        await any_store.commit(team.trainer, step)
-        await any_store.publish(team.trainer, step + 1)
-    await any_store.checkpointed(team.trainer, 2)
-    assert await any_store.retire() == 3
+        await any_store.steps.commit(team.trainer, step)
+        await any_store.steps.publish(team.trainer, step + 1)
+    await any_store.steps.checkpointed(team.trainer, 2)
+    assert await any_store.steps.retire() == 3
     assert [key async for key in any_store.client.scan_iter(match="*:group:*")] == []

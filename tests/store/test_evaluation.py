@@ -23,20 +23,20 @@ def member(number: int) -> str:
 
 
 async def beat(store: Store, number: int, world: int = 1, phase: str = "ready", kind: str = "generator") -> None:
-    await store.beat(PodStatus(kind, f"generator-{number}", "boot", "here", 1, "", phase, 0, world, {}), TTL_S)
+    await store.fleet.beat(PodStatus(kind, f"generator-{number}", "boot", "here", 1, "", phase, 0, world, {}), TTL_S)
 
 
 async def volunteer(store: Store, number: int, version: int = 0, most: int = 1, training: int = 0, ttl_s: float = TTL_S) -> bool:
-    return await store.volunteer(member(number), version, await flow.trainer_fence(store), ttl_s, most, training)
+    return await store.evaluation.volunteer(member(number), version, await flow.trainer_fence(store), ttl_s, most, training)
 
 
 async def claim(store: Store, number: int, count: int = 10, version: int = 0, lease_s: float = LEASE_S) -> list[Claim] | None:
-    return await store.claim_evaluation(member(number), version, lease_s, count, max_expiries=3)
+    return await store.evaluation.claim(member(number), version, lease_s, count, max_expiries=3)
 
 
 async def open_round(store: Store, team: Team, version: int = 0, prompts: int = 3) -> list[str]:
     tickets = [ticket(i, id=f"held_out:{i}", epoch=version, source="held_out") for i in range(prompts)]
-    assert await store.open_evaluation(team.leader, version, tickets)
+    assert await store.evaluation.open(team.leader, version, tickets)
     return [one.id for one in tickets]
 
 
@@ -57,35 +57,35 @@ async def test_a_round_is_answered_reported_once_and_leaves_no_key(any_store: St
     assert [one.ticket_id for one in claims] == names, "claimed in the order of the round"
     assert await claim(store, 0) == []
     for one in claims:
-        assert await store.submit_evaluation(member(0), one, result(one))
-    seen = (await store.evaluation(TTL_S)).round
+        assert await store.evaluation.submit(member(0), one, result(one))
+    seen = (await store.evaluation.state(TTL_S)).round
     assert seen is not None
     assert (seen.version, seen.total, seen.done, seen.fault) == (0, 3, 3, "")
-    assert sorted(await store.evaluation_results()) == names
-    assert await store.report_evaluation(team.leader, 0, {"eval/version": 0.0})
-    assert not await store.report_evaluation(team.leader, 0, {"eval/version": 0.0}), "reported twice"
-    assert [record for _, record in await store.evaluations()] == [{"eval/version": 0.0}]
+    assert sorted(await store.evaluation.results()) == names
+    assert await store.evaluation.report(team.leader, 0, {"eval/version": 0.0})
+    assert not await store.evaluation.report(team.leader, 0, {"eval/version": 0.0}), "reported twice"
+    assert [record for _, record in await store.evaluation.records()] == [{"eval/version": 0.0}]
     assert await round_keys(store) == []
-    assert (await store.evaluation(TTL_S)).round is None
+    assert (await store.evaluation.state(TTL_S)).round is None
 
 
 async def test_a_round_opens_once_and_by_the_leader_alone(store: Store) -> None:
     team = await start(store)
     with pytest.raises(Fenced):
-        await store.open_evaluation(team.leader - 1, 0, [])
+        await store.evaluation.open(team.leader - 1, 0, [])
     await open_round(store, team, 0)
-    assert await store.open_evaluation(team.leader, 0, [ticket(9, id="other:9")]), "a repeated call finds it open"
-    assert (await store.evaluation(TTL_S)).round.total == 3  # type: ignore[union-attr]
-    assert not await store.open_evaluation(team.leader, 2, []), "another is open"
+    assert await store.evaluation.open(team.leader, 0, [ticket(9, id="other:9")]), "a repeated call finds it open"
+    assert (await store.evaluation.state(TTL_S)).round.total == 3  # type: ignore[union-attr]
+    assert not await store.evaluation.open(team.leader, 2, []), "another is open"
     with pytest.raises(Fenced):
-        await store.abandon_evaluation(team.leader - 1, 0, "a zombie")
-    assert await store.abandon_evaluation(team.leader, 0, "a test")
-    assert not await store.open_evaluation(team.leader, 0, []), "it was dealt with"
-    state = await store.evaluation(TTL_S)
+        await store.evaluation.abandon(team.leader - 1, 0, "a zombie")
+    assert await store.evaluation.abandon(team.leader, 0, "a test")
+    assert not await store.evaluation.open(team.leader, 0, []), "it was dealt with"
+    state = await store.evaluation.state(TTL_S)
     assert (state.dealt_with, state.abandoned, state.round) == (0, "version 0: a test", None)
-    assert await store.skip_evaluations(team.leader, 4, 2)
-    assert not await store.skip_evaluations(team.leader, 4, 2)
-    audit = await store.audit()
+    assert await store.evaluation.skip(team.leader, 4, 2)
+    assert not await store.evaluation.skip(team.leader, 4, 2)
+    audit = await store.run.audit()
     assert (audit["ledger:evaluations_abandoned"], audit["ledger:evaluations_skipped"]) == (1, 2)
     assert await round_keys(store) == []
 
@@ -129,7 +129,7 @@ async def test_only_holders_of_the_version_with_work_to_do_are_admitted(store: S
     assert not await volunteer(store, 1, most=2), "nothing is left to claim"
     assert not await volunteer(store, 0, version=1), "its weights changed, so it is a volunteer no more"
     assert await claim(store, 0) is None
-    await store.stop("a test")
+    await store.run.stop("a test")
     assert not await volunteer(store, 1, most=2)
 
 
@@ -141,13 +141,13 @@ async def test_a_silent_volunteer_makes_room_and_its_tickets_go_to_another(store
     assert await volunteer(store, 0)
     (lost,) = await claim(store, 0, lease_s=0.0) or []
     assert not await volunteer(store, 1)
-    await store.leave(PodStatus("generator", "generator-0", "boot", "", 0, "", "", 0, 0, {}))
+    await store.fleet.leave(PodStatus("generator", "generator-0", "boot", "", 0, "", "", 0, 0, {}))
     assert await volunteer(store, 1)
     (taken,) = await claim(store, 1) or []
     assert taken.ticket_id == name
-    assert not await store.submit_evaluation(member(0), lost, result(lost)), "a zombie's result counted"
-    assert await store.renew_evaluation(member(0), [lost], LEASE_S) == {name}
-    assert await store.submit_evaluation(member(1), taken, result(taken))
+    assert not await store.evaluation.submit(member(0), lost, result(lost)), "a zombie's result counted"
+    assert await store.evaluation.renew(member(0), [lost], LEASE_S) == {name}
+    assert await store.evaluation.submit(member(1), taken, result(taken))
 
 
 async def test_a_result_sent_twice_counts_once(store: Store) -> None:
@@ -155,12 +155,12 @@ async def test_a_result_sent_twice_counts_once(store: Store) -> None:
     await open_round(store, team, prompts=1)
     await volunteer(store, 0)
     (one,) = await claim(store, 0) or []
-    assert await store.submit_evaluation(member(0), one, result(one, 0))
-    assert await store.submit_evaluation(member(0), one, result(one, 5)), "the first reply may have been lost"
-    seen = (await store.evaluation(TTL_S)).round
+    assert await store.evaluation.submit(member(0), one, result(one, 0))
+    assert await store.evaluation.submit(member(0), one, result(one, 5)), "the first reply may have been lost"
+    seen = (await store.evaluation.state(TTL_S)).round
     assert seen is not None
     assert seen.done == 1
-    (body,) = (await store.evaluation_results()).values()
+    (body,) = (await store.evaluation.results()).values()
     assert codec.decode(body, Header).oldest == [0] * 4, "the first result stands"
     assert await claim(store, 0) == []
 
@@ -171,10 +171,10 @@ async def test_a_renewed_lease_holds_and_what_is_handed_back_is_claimed_at_once(
     await volunteer(store, 0, most=2)
     await volunteer(store, 1, most=2)
     first, second = await claim(store, 0, lease_s=0.0) or []
-    assert await store.renew_evaluation(member(0), [first], LEASE_S) == set()
+    assert await store.evaluation.renew(member(0), [first], LEASE_S) == set()
     (expired,) = await claim(store, 1) or []
     assert expired.ticket_id == second.ticket_id
-    await store.resign(member(0), [first, second])
+    await store.evaluation.resign(member(0), [first, second])
     assert await claim(store, 0) is None
     (returned,) = await claim(store, 1) or []
     assert returned.ticket_id == first.ticket_id, "one that another had taken over was handed back for it"
@@ -186,8 +186,8 @@ async def test_a_ticket_that_keeps_failing_ends_the_round_with_its_reason(store:
     await volunteer(store, 0)
     for last in (False, False, True):
         (one,) = await claim(store, 0) or []
-        assert await store.fail_evaluation(member(0), one, "verifier broke", max_attempts=3) is last
-    seen = (await store.evaluation(TTL_S)).round
+        assert await store.evaluation.fail(member(0), one, "verifier broke", max_attempts=3) is last
+    seen = (await store.evaluation.state(TTL_S)).round
     assert seen is not None
     assert seen.fault == "ticket held_out:0: verifier broke"
     assert await claim(store, 0) is None, "a round that cannot be completed costs no more work"
@@ -201,7 +201,7 @@ async def test_a_ticket_that_kills_its_generators_ends_the_round(store: Store) -
     for _ in range(3):
         assert await claim(store, 0, lease_s=0.0)
     assert await claim(store, 0, lease_s=0.0) is None
-    seen = (await store.evaluation(TTL_S)).round
+    seen = (await store.evaluation.state(TTL_S)).round
     assert seen is not None
     assert "its lease ran out 3 times" in seen.fault
 
@@ -210,7 +210,7 @@ async def test_a_pause_holds_tickets_and_keeps_the_volunteers(store: Store) -> N
     team = await start(store)
     await open_round(store, team)
     await volunteer(store, 0)
-    await store.pause("generator", "a test")
+    await store.run.pause("generator", "a test")
     assert await claim(store, 0) == []
-    await store.resume("generator")
+    await store.run.resume("generator")
     assert len(await claim(store, 0) or []) == 3

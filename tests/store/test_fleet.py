@@ -30,29 +30,29 @@ def sync_round(attempt: int, phase: str = "gather") -> Round:
 
 
 async def test_members_are_those_heard_of_within_the_limit(any_store: Store) -> None:
-    await any_store.beat(pod("g0"), 10.0)
-    await any_store.beat(pod("g1"), 10.0)
-    assert sorted(status.name for status in await any_store.members(10.0)) == ["g0", "g1"]
+    await any_store.fleet.beat(pod("g0"), 10.0)
+    await any_store.fleet.beat(pod("g1"), 10.0)
+    assert sorted(status.name for status in await any_store.fleet.members(10.0)) == ["g0", "g1"]
 
     async def silent() -> bool:
-        return await any_store.members(0.02) == []
+        return await any_store.fleet.members(0.02) == []
 
     await wait_until(silent)
-    await any_store.beat(pod("g1", phase="draining"), 10.0)
-    assert pod("g1", phase="draining") in await any_store.members(10.0)
+    await any_store.fleet.beat(pod("g1", phase="draining"), 10.0)
+    assert pod("g1", phase="draining") in await any_store.fleet.members(10.0)
 
 
 async def test_a_pod_that_restarted_is_another_member_and_the_former_is_gone_at_once(any_store: Store) -> None:
-    await any_store.beat(pod("g0", "b1"), 10.0)
-    await any_store.beat(pod("g01", "b1"), 10.0)
-    await any_store.beat(pod("g0", "b2"), 10.0)
-    assert sorted(status.member for status in await any_store.members(10.0)) == ["g01:b1", "g0:b2"]
+    await any_store.fleet.beat(pod("g0", "b1"), 10.0)
+    await any_store.fleet.beat(pod("g01", "b1"), 10.0)
+    await any_store.fleet.beat(pod("g0", "b2"), 10.0)
+    assert sorted(status.member for status in await any_store.fleet.members(10.0)) == ["g01:b1", "g0:b2"]
 
 
 async def test_long_silent_members_are_forgotten(any_store: Store) -> None:
-    await any_store.beat(pod("old"), 10.0)
+    await any_store.fleet.beat(pod("old"), 10.0)
     await asyncio.sleep(0.05)
-    await any_store.beat(pod("new"), 0.001)
+    await any_store.fleet.beat(pod("new"), 0.001)
     assert await any_store.client.hkeys(any_store.keys.fleet_status) == [b"new:b1"]  # type: ignore[misc]
 
 
@@ -60,49 +60,49 @@ async def test_a_pod_that_leaves_with_open_leases_does_not_lose_them(any_store: 
     team = await start(any_store)
     await issue(any_store, team, 1)
     assert len(await claim(any_store, "g0")) == 1
-    await any_store.leave(pod("g0"))
+    await any_store.fleet.leave(pod("g0"))
     assert len(await claim(any_store, "g1", lease_s=0.0)) == 1
-    await any_store.leave(pod("g0"))
+    await any_store.fleet.leave(pod("g0"))
     consumers = await any_store.client.xinfo_consumers(any_store.keys.tickets, "generators")
     assert [consumer["name"] for consumer in consumers] == [b"g1"]
 
 
 async def test_acknowledgements_belong_to_one_attempt(any_store: Store) -> None:
     team = await start(any_store)
-    assert await any_store.round() == (None, {})
-    await any_store.set_round(team.trainer, sync_round(1))
-    assert await any_store.acknowledge("g0:b1", 1, "ready", "paused with 3")
-    await any_store.set_round(team.trainer, sync_round(1, "transfer"))
-    assert await any_store.round() == (sync_round(1, "transfer"), {"g0:b1": ("ready", "paused with 3")})
-    await any_store.set_round(team.trainer, sync_round(2))
-    assert not await any_store.acknowledge("g0:b1", 1, "applied"), "of a round that is over"
-    assert await any_store.round() == (sync_round(2), {})
-    assert await any_store.acknowledge("g0:b1", 2, "ready")
+    assert await any_store.fleet.round() == (None, {})
+    await any_store.fleet.set_round(team.trainer, sync_round(1))
+    assert await any_store.fleet.acknowledge("g0:b1", 1, "ready", "paused with 3")
+    await any_store.fleet.set_round(team.trainer, sync_round(1, "transfer"))
+    assert await any_store.fleet.round() == (sync_round(1, "transfer"), {"g0:b1": ("ready", "paused with 3")})
+    await any_store.fleet.set_round(team.trainer, sync_round(2))
+    assert not await any_store.fleet.acknowledge("g0:b1", 1, "applied"), "of a round that is over"
+    assert await any_store.fleet.round() == (sync_round(2), {})
+    assert await any_store.fleet.acknowledge("g0:b1", 2, "ready")
 
 
 async def test_a_member_reads_of_a_round_what_concerns_it(any_store: Store) -> None:
     team = await start(any_store)
-    assert await any_store.round_of("g0:b1") is None
-    await any_store.set_round(
+    assert await any_store.fleet.round_of("g0:b1") is None
+    await any_store.fleet.set_round(
         team.trainer, msgspec.structs.replace(sync_round(1), members={"g0:b1": 1, "g1:b1": 2}, trainer_fence=team.trainer)
     )
-    mine = await any_store.round_of("g1:b1")
+    mine = await any_store.fleet.round_of("g1:b1")
     assert mine is not None
     assert mine.members == {"g1:b1": 2}
-    assert await any_store.round_of("g1:b1", mine) is mine, "nothing has changed"
-    await any_store.set_round(team.trainer, msgspec.structs.replace(mine, phase="join", members={"g0:b1": 1}))
-    left_out = await any_store.round_of("g1:b1", mine)
+    assert await any_store.fleet.round_of("g1:b1", mine) is mine, "nothing has changed"
+    await any_store.fleet.set_round(team.trainer, msgspec.structs.replace(mine, phase="join", members={"g0:b1": 1}))
+    left_out = await any_store.fleet.round_of("g1:b1", mine)
     assert left_out is not None
     assert (left_out.phase, left_out.members) == ("join", {})
     await any_store.client.hset(any_store.keys.sync, mapping={"mark": b"x", "round": b"\xff"})
-    assert await any_store.round_of("g0:b1") is None, "foreign bytes end no loop"
+    assert await any_store.fleet.round_of("g0:b1") is None, "foreign bytes end no loop"
 
 
 async def test_only_the_current_trainer_opens_rounds(any_store: Store) -> None:
     team = await start(any_store)
-    await any_store.attach_trainer()
+    await any_store.run.attach_trainer()
     with pytest.raises(Fenced):
-        await any_store.set_round(team.trainer, sync_round(1))
+        await any_store.fleet.set_round(team.trainer, sync_round(1))
 
 
 @contextlib.asynccontextmanager
@@ -111,7 +111,7 @@ async def hearing(store: Store) -> AsyncIterator[list[str]]:
     heard: list[str] = []
 
     async def listen() -> None:
-        async with contextlib.aclosing(store.listen()) as topics:
+        async with contextlib.aclosing(store.monitor.listen()) as topics:
             heard_now = aiter(topics)
             while True:
                 heard.append(await anext(heard_now))
@@ -137,10 +137,10 @@ async def test_the_last_answer_of_a_phase_rings(any_store: Store) -> None:
     async with hearing(any_store) as heard:
         for number, (phase, stage) in enumerate([("gather", "present"), ("join", "joined")]):
             current = msgspec.structs.replace(both, phase=phase)
-            await any_store.set_round(team.trainer, current)
-            assert await any_store.acknowledge("g0:b1", 1, stage)
-            await any_store.set_round(team.trainer, current)  # again, as after a lost reply: it forgets no answer
+            await any_store.fleet.set_round(team.trainer, current)
+            assert await any_store.fleet.acknowledge("g0:b1", 1, stage)
+            await any_store.fleet.set_round(team.trainer, current)  # again, as after a lost reply: it forgets no answer
             await wait_until(lambda number=number: heard.count("sync") == 2 * number + 2)
             assert heard.count("acks") == number, "one has not answered"
-            assert await any_store.acknowledge("g1:b1", 1, stage)
+            assert await any_store.fleet.acknowledge("g1:b1", 1, stage)
             await wait_until(lambda number=number: heard.count("acks") == number + 1)

@@ -59,9 +59,9 @@ async def connected(cluster: RedisCluster, run: str = RUN, kind: str = "") -> As
 async def run_of(cluster: RedisCluster) -> AsyncIterator[Store]:
     """A store of a run of its own that has shards; nothing of it is left on any node."""
     async with connected(cluster, f"t-{uuid.uuid4().hex[:12]}") as store:
-        await store.create("config", "dataset", 100, 12, payload_shards=SHARDS)
+        await store.run.create("config", "dataset", 100, 12, payload_shards=SHARDS)
         yield store
-        await store.delete_run()
+        await store.restores.delete_run()
         assert all(keys_of(cluster, node, store.keys.name) == [] for node in cluster.nodes[:3])
 
 
@@ -74,7 +74,7 @@ def keys_of(cluster: RedisCluster, node: RedisServer, run: str, what: str = "") 
 async def held(store: Store) -> list[str]:
     """Payloads that lie in shards, by name: as the shards list them, which is as they are."""
     listed = []
-    for shard in store.shards:
+    for shard in store.payloads.shards:
         names = [name.decode() for name in cast("list[bytes]", await shard.client.zrange(shard.keys.payloads, 0, -1))]
         assert all([await shard.client.exists(shard.keys.payload(name)) for name in names])
         listed += names
@@ -90,15 +90,15 @@ async def named(store: Store) -> list[str]:
 
 async def lay(store: Store, claim: Claim) -> None:
     """What a generator has done that dies before it submits."""
-    await store._lay({claim.payload: codec.seal(flow.payload_bytes(claim))})
+    await store.payloads.lay({claim.payload: codec.seal(flow.payload_bytes(claim))})
 
 
 async def start(store: Store) -> Team:
     """As dataprep and trainer do."""
-    leader = await store.lead("leader-0:boot", 60.0)
+    leader = await store.run.lead("leader-0:boot", 60.0)
     assert leader is not None
-    team = Team(leader, await store.attach_trainer())
-    await store.publish(team.trainer, 0)
+    team = Team(leader, await store.run.attach_trainer())
+    await store.steps.publish(team.trainer, 0)
     return team
 
 
@@ -121,32 +121,32 @@ async def test_payloads_lie_on_all_masters_by_the_rights_of_each_service(cluster
         connected(cluster, kind="trainer") as trainer,
         connected(cluster, kind="console") as console,
     ):
-        await dataprep.create("config", "dataset", 100, 100, payload_shards=SHARDS)
-        leader = await dataprep.lead("leader-0:boot", 60.0)
+        await dataprep.run.create("config", "dataset", 100, 100, payload_shards=SHARDS)
+        leader = await dataprep.run.lead("leader-0:boot", 60.0)
         assert leader is not None
-        fence = await trainer.attach_trainer()
-        await trainer.publish(fence, 0)
-        await dataprep.issue(leader, 0, [ticket(seq) for seq in range(60)])
+        fence = await trainer.run.attach_trainer()
+        await trainer.steps.publish(fence, 0)
+        await dataprep.tickets.issue(leader, 0, [ticket(seq) for seq in range(60)])
         claims = await flow.claim(generator, "g", 60)
         assert all(await asyncio.gather(*(flow.submit(generator, "g", claim) for claim in claims)))
         assert await flow.settle(dataprep, Team(leader, fence)) == 60
-        found = await trainer.payloads([claim.payload for claim in claims])
+        found = await trainer.steps.payloads([claim.payload for claim in claims])
         for claim in claims:
             assert (found[claim.payload].tokens == claim.fence % 1000).all()
-        looked_at = await console.payload(claims[0].payload)
+        looked_at = await console.inspection.payload(claims[0].payload)
         assert looked_at is not None
         assert (looked_at.tokens == claims[0].fence % 1000).all()
         per_node = [len(keys_of(cluster, node, f"{RUN}", "payload:")) for node in cluster.nodes[:3]]
         assert min(per_node) >= 10, "of 60, and of 60 names on the one with the index"
         for claim in claims:
             assert await trainer.client.get(trainer.keys.payload(claim.payload)) == b""
-        assert await dataprep.sweep() == 0
-        assert (await dataprep.memory())[0] > 0
-        assert (await console.server()).persists
-        await dataprep.sweep_and_peek(leader, 1, 8)
-        assert await dataprep.sweep() == 60
+        assert await dataprep.payloads.sweep() == 0
+        assert (await dataprep.run.memory())[0] > 0
+        assert (await console.monitor.server()).persists
+        await dataprep.replay.sweep_and_peek(leader, 1, 8)
+        assert await dataprep.payloads.sweep() == 60
     async with connected(cluster) as admin:
-        await admin.delete_run()
+        await admin.restores.delete_run()
     assert [keys_of(cluster, node, RUN) for node in cluster.nodes[:3]] == [[], [], []]
 
 
@@ -163,21 +163,21 @@ async def test_what_is_named_is_there_and_nothing_else_stays_whatever_happens(cl
             if dice.random() < 0.1 and (one := walk.anybody()) and one[1].ticket is not None:
                 await lay(store, one[1])
             if dice.random() < 0.1:
-                late.append(await store._left_over())
+                late.append(await store.payloads._left_over())
             if late and dice.random() < 0.1:
-                await store._discard(dice.choice(late))
+                await store.payloads._discard(dice.choice(late))
             if dice.random() < 0.1:
-                await store.sweep()
+                await store.payloads.sweep()
             if i % 25 == 0:
                 assert set(await named(store)) <= set(await held(store))
         await walk.wind_up()
-        report = assess("walk", await store.audit())
+        report = assess("walk", await store.run.audit())
         assert report.ok, report.messages
         assert report.outcomes["trained"] > 0
         for name in await named(store):  # of refused submissions; they expire
             assert await store.client.ttl(store.keys.payload(name)) > 0
             await store.client.delete(store.keys.payload(name))
-        await store.sweep()
+        await store.payloads.sweep()
         assert await held(store) == []
 
 
@@ -189,17 +189,17 @@ async def test_a_payload_whose_claim_may_still_submit_it_is_not_swept(cluster: R
         slow, dead = await flow.claim(store, "g", 2, lease_s=0.0)
         await lay(store, slow)
         await lay(store, dead)
-        assert await store.sweep() == 0
+        assert await store.payloads.sweep() == 0
         assert await flow.submit(store, "g", slow)
-        assert await store.sweep() == 0
+        assert await store.payloads.sweep() == 0
         (again,) = await flow.claim(store, "h", 1, lease_s=0.0)
         assert again.ticket_id == dead.ticket_id
-        assert await store.sweep() == 1, "another holds its ticket"
+        assert await store.payloads.sweep() == 1, "another holds its ticket"
         assert not await flow.submit(store, "g", dead), "refused; what was written for it is nobody's"
         assert await flow.submit(store, "h", again)
         assert await flow.submit(store, "h", again), "a repeated call"
         await flow.settle(store, team)
-        await store.sweep()
+        await store.payloads.sweep()
         assert await held(store) == await named(store) == sorted([slow.payload, again.payload])
 
 
@@ -208,14 +208,14 @@ async def test_a_sweep_that_sleeps_at_any_point_takes_nothing_that_is_submitted_
 ) -> None:
     """After it has seen a payload that the index did not name yet; and before it deletes what the index names no more."""
     async with run_of(cluster) as store, connected(cluster, store.keys.name) as sweeper:
-        await sweeper.state()
+        await sweeper.run.state()
         team = await start(store)
         kept = await flow.buffer(store, team, 3)
-        await store.save_snapshot(team.trainer, -1, tmp_path / "s", payloads=True)
+        await store.snapshots.save(team.trainer, -1, tmp_path / "s", payloads=True)
         await flow.issue(store, team, 1)
         (claim,) = await flow.claim(store, "g")
         await lay(store, claim)
-        find, delete = sweeper._strays, sweeper._delete
+        find, delete = sweeper.payloads._strays, sweeper.payloads._delete
         asleep, awake = asyncio.Event(), asyncio.Event()
 
         async def find_and_sleep(shard: Any) -> list[str]:
@@ -224,30 +224,30 @@ async def test_a_sweep_that_sleeps_at_any_point_takes_nothing_that_is_submitted_
                 assert await flow.submit(store, "g", claim)
             return found
 
-        monkeypatch.setattr(sweeper, "_strays", find_and_sleep)
-        assert await sweeper.sweep() == 0
+        monkeypatch.setattr(sweeper.payloads, "_strays", find_and_sleep)
+        assert await sweeper.payloads.sweep() == 0
 
         async def sleep_and_delete(shard: Any, names: list[str]) -> None:
             asleep.set()
             await awake.wait()
             await delete(shard, names)
 
-        monkeypatch.setattr(sweeper, "_strays", find)
-        monkeypatch.setattr(sweeper, "_delete", sleep_and_delete)
+        monkeypatch.setattr(sweeper.payloads, "_strays", find)
+        monkeypatch.setattr(sweeper.payloads, "_delete", sleep_and_delete)
         await flow.settle(store, team, "stale")
-        await store.sweep_and_peek(team.leader, 1, 8)
+        await store.replay.sweep_and_peek(team.leader, 1, 8)
         assert await named(store) == []
-        sweeping = asyncio.create_task(sweeper.sweep())
+        sweeping = asyncio.create_task(sweeper.payloads.sweep())
         await asleep.wait()
-        trainer = await store.attach_trainer()
-        await store.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
+        trainer = await store.run.attach_trainer()
+        await store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
         before = await named(store)
         assert [name.rpartition(".")[0] for name in before] == sorted(kept)
         assert await held(store) == before, "the others made room"
         awake.set()
         await sweeping
         assert await held(store) == before
-        assert len(await store.payloads(before)) == 3
+        assert len(await store.steps.payloads(before)) == 3
 
 
 async def test_a_run_is_taken_back_with_its_payloads_though_the_first_attempt_is_cut_off(
@@ -257,33 +257,33 @@ async def test_a_run_is_taken_back_with_its_payloads_though_the_first_attempt_is
     async with run_of(cluster) as store:
         team = await start(store)
         groups = await flow.buffer(store, team, 4)
-        records = await store.group_records(groups)
+        records = await store.inspection.group_records(groups)
         plan = flow.plan(0, groups[:2], [records[name].payload for name in groups[:2]])
-        await store.prepare(team.leader, *plan, 0, [1.0, 1.0])
+        await store.steps.prepare(team.leader, *plan, 0, [1.0, 1.0])
         tokens = {name: await tokens_of(store, records[name].payload) for name in groups}
-        await store.save_snapshot(team.trainer, -1, tmp_path / "s", payloads=True)
-        await store.commit(team.trainer, 0)
+        await store.snapshots.save(team.trainer, -1, tmp_path / "s", payloads=True)
+        await store.steps.commit(team.trainer, 0)
         await flow.issue(store, team, 2)
 
-        lay_all = store._lay
+        lay_all = store.payloads.lay
 
         async def lay_and_die(payloads: dict[str, bytes]) -> None:
             await lay_all(payloads)
             raise StoreError("killed")
 
-        monkeypatch.setattr(store, "_lay", lay_and_die)
-        first = await store.attach_trainer()
+        monkeypatch.setattr(store.payloads, "lay", lay_and_die)
+        first = await store.run.attach_trainer()
         with pytest.raises(StoreError, match="killed"):
-            await store.restore(first, Snapshot(tmp_path / "s"), True, lambda: None)
+            await store.restores.restore(first, Snapshot(tmp_path / "s"), True, lambda: None)
         monkeypatch.undo()
-        second = await store.attach_trainer()
-        await store.restore(second, Snapshot(tmp_path / "s"), True, lambda: None)
-        records = await store.group_records(groups)
+        second = await store.run.attach_trainer()
+        await store.restores.restore(second, Snapshot(tmp_path / "s"), True, lambda: None)
+        records = await store.inspection.group_records(groups)
         assert {name: await tokens_of(store, record.payload) for name, record in records.items()} == tokens
         assert {record.header.payload for record in records.values() if record.header} == set(await named(store))
-        rows = (await store.rank_plan(0, 0)).rows
+        rows = (await store.steps.rank_plan(0, 0)).rows
         assert [sample.payload for row in rows for sample in row] == [records[name].payload for name in groups[:2]]
-        await store.sweep()
+        await store.payloads.sweep()
         assert await held(store) == await named(store)
         assert (await audit(store)).ok
 
@@ -301,37 +301,37 @@ def offset_of(cluster: RedisCluster, node: RedisServer) -> int:
 
 
 async def tokens_of(store: Store, payload: str) -> list[int]:
-    return (await store.payloads([payload]))[payload].tokens.tolist()
+    return (await store.steps.payloads([payload]))[payload].tokens.tolist()
 
 
 async def test_a_payload_that_its_shard_lost_is_told_like_a_damaged_one(cluster: RedisCluster) -> None:
     async with run_of(cluster) as store:
         team = await start(store)
         groups = await flow.buffer(store, team, 3)
-        names = [record.payload for record in (await store.group_records(groups)).values()]
-        shard = store.shards[shard_of(names[1], SHARDS)]
+        names = [record.payload for record in (await store.inspection.group_records(groups)).values()]
+        shard = store.payloads.shards[shard_of(names[1], SHARDS)]
         await shard.client.delete(shard.keys.payload(names[1]))
         await shard.client.zrem(shard.keys.payloads, names[1])
         with pytest.raises(Damaged) as told:
-            await store.payloads(names)
+            await store.steps.payloads(names)
         assert list(told.value.reasons) == [names[1]]
         assert "or did its server lose its last moments?" in told.value.reasons[names[1]]
-        await store.sweep_and_peek(team.leader, 1, 8)
-        assert await store.sweep() == 2
+        await store.replay.sweep_and_peek(team.leader, 1, 8)
+        assert await store.payloads.sweep() == 2
 
 
 async def test_a_run_that_is_gone_leaves_payloads_to_whoever_knows_how_many_shards_it_had(cluster: RedisCluster) -> None:
     async with run_of(cluster) as store:
         team, run = await start(store), store.keys.name
         groups = await flow.buffer(store, team, 12)
-        (name, *_) = [record.payload for record in (await store.group_records(groups)).values()]
+        (name, *_) = [record.payload for record in (await store.inspection.group_records(groups)).values()]
         await store.client.hdel(store.keys.run, "payload_shards")  # pyright: ignore[reportGeneralTypeIssues]
         async with connected(cluster, run) as other:
             with pytest.raises(StoreError, match="lie in shards, and the run does not say in how many"):
-                await other.payloads([name])
-            await other.delete_run()
+                await other.steps.payloads([name])
+            await other.restores.delete_run()
             assert sum(len(keys_of(cluster, node, run)) for node in cluster.nodes[:3]) > 12
-            await other.delete_run(SHARDS)
+            await other.restores.delete_run(SHARDS)
 
 
 async def test_what_needs_no_payload_goes_on_without_a_shard(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,16 +345,16 @@ async def test_what_needs_no_payload_goes_on_without_a_shard(cluster: RedisClust
             raise StoreError("nobody there")
 
         monkeypatch.setattr(payloads, "ANSWER_S", 0.05)
-        monkeypatch.setattr(store.shards[0], "_info", silent)
-        monkeypatch.setattr(store.shards[1], "_info", away)
-        assert (await store.memory())[0] > 0
-        assert (await store.server()).clients > 0
+        monkeypatch.setattr(store.payloads.shards[0], "info", silent)
+        monkeypatch.setattr(store.payloads.shards[1], "info", away)
+        assert (await store.run.memory())[0] > 0
+        assert (await store.monitor.server()).clients > 0
 
         async def refuse(_: int) -> None:
             raise StoreError("a shard is away")
 
-        monkeypatch.setattr(store, "check_shards", refuse)
-        assert not await store.create("config", "dataset", 100, 12, payload_shards=SHARDS), "whoever attaches asks no shard"
+        monkeypatch.setattr(store.payloads, "check_shards", refuse)
+        assert not await store.run.create("config", "dataset", 100, 12, payload_shards=SHARDS), "whoever attaches asks no shard"
 
 
 def test_the_fullest_server_has_the_largest_share_or_the_most() -> None:
@@ -377,13 +377,13 @@ async def test_shards_are_refused_where_there_is_no_cluster(server: RedisServer)
         with pytest.raises(
             StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster, and Redis at .* is a server alone"
         ):
-            await store.create("config", "dataset", 1, 1, payload_shards=3)
-        assert await store.state() is None
+            await store.run.create("config", "dataset", 1, 1, payload_shards=3)
+        assert await store.run.state() is None
         await store.client.hset(store.keys.run, mapping={"payload_shards": 3})  # type: ignore[misc]
         with pytest.raises(
             StoreError, match=r"payloads of run 'alone' lie in a Redis Cluster, and Redis at .* is a server alone"
         ):
-            await store.delete_run()
+            await store.restores.delete_run()
         await store.client.delete(store.keys.run)
     finally:
         await store.close()
@@ -394,16 +394,16 @@ async def test_every_master_has_to_be_fit(cluster: RedisCluster) -> None:
         cluster.call(cluster.other, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         try:
             with pytest.raises(StoreError, match="has maxmemory-policy allkeys-lru"):
-                await store.create("config", "dataset", 1, 1, payload_shards=3)
+                await store.run.create("config", "dataset", 1, 1, payload_shards=3)
         finally:
             cluster.call(cluster.other, "CONFIG", "SET", "maxmemory-policy", "noeviction")
-        assert await store.state() is None
+        assert await store.run.state() is None
 
 
 async def test_without_shards_a_payload_goes_and_comes_as_before(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of a group's life to the byte, but for those of functions that have no payload."""
     sent: list[tuple[Any, ...]] = []
-    exchange = store._exchange
+    exchange = store.connection._exchange
 
     async def note(commands: Any) -> list[Any]:
         sent.extend(commands)
@@ -412,20 +412,20 @@ async def test_without_shards_a_payload_goes_and_comes_as_before(store: Store, m
     team = await flow.start(store)
     await flow.issue(store, team, 1)
     (claim,) = await flow.claim(store, "g")
-    monkeypatch.setattr(store, "_exchange", note)
+    monkeypatch.setattr(store.connection, "_exchange", note)
     assert await flow.submit(store, "g", claim)
-    sealed, function = codec.seal(flow.payload_bytes(claim)), f"{store._library}_submit"
+    sealed, function = codec.seal(flow.payload_bytes(claim)), f"{store.connection._library}_submit"
     body = codec.encode(flow.header(claim))
     assert sent == [
         ("SET", store.keys.payload(claim.payload), sealed, "EX", flow.TTL_S, "NX"),
         ("FCALL", function, 1, store.keys.prefix, "g", claim.entry, claim.fence, claim.ticket_id, body),
     ]
     sent.clear()
-    payload: Payload = (await store.payloads([claim.payload]))[claim.payload]
+    payload: Payload = (await store.steps.payloads([claim.payload]))[claim.payload]
     assert sent == [("MGET", store.keys.payload(claim.payload))]
     assert np.array_equal(payload.tokens, codec.decode(flow.payload_bytes(claim), Payload).tokens)
     sent.clear()
-    assert await store.sweep() == 0
+    assert await store.payloads.sweep() == 0
     assert sent == []
 
 
@@ -434,7 +434,7 @@ async def test_a_shard_goes_where_its_slot_goes(tmp_path: Path) -> None:
     acknowledged before is there."""
     with redis_cluster(tmp_path, find_server(), RUN, replicated=1) as cluster:
         async with connected(cluster) as store:
-            await store.create("config", "dataset", 100, 10_000, payload_shards=3)
+            await store.run.create("config", "dataset", 100, 10_000, payload_shards=3)
             team = await start(store)
             done: list[str] = []
             busy = True
@@ -442,7 +442,7 @@ async def test_a_shard_goes_where_its_slot_goes(tmp_path: Path) -> None:
             async def work() -> None:
                 while busy:
                     done.extend(await flow.buffer(store, team, 8))
-                    await store.sweep()
+                    await store.payloads.sweep()
 
             async def more() -> None:
                 wanted = len(done) + 16
@@ -454,7 +454,7 @@ async def test_a_shard_goes_where_its_slot_goes(tmp_path: Path) -> None:
             await more()
             before = list(done)
             there = cluster.slots(cluster.replica)
-            (lost,) = [shard for shard in store.shards if owner_of(there, shard) == cluster.other.port]
+            (lost,) = [shard for shard in store.payloads.shards if owner_of(there, shard) == cluster.other.port]
 
             def kill() -> None:
                 offset = offset_of(cluster, cluster.other)  # of what was acknowledged before
@@ -470,9 +470,9 @@ async def test_a_shard_goes_where_its_slot_goes(tmp_path: Path) -> None:
             await more()
             busy = False
             await working
-            records = await store.group_records(before)
-            assert len(await store.payloads([record.payload for record in records.values()])) == len(before)
+            records = await store.inspection.group_records(before)
+            assert len(await store.steps.payloads([record.payload for record in records.values()])) == len(before)
             assert (await audit(store)).messages == ()
-            await store.sweep()
+            await store.payloads.sweep()
             assert await held(store) == await named(store)
-            await store.delete_run()
+            await store.restores.delete_run()

@@ -56,28 +56,28 @@ async def busy_run(store: Store, seed: int, operations: int = 150) -> Walk:
     await walk.begin()
     for _ in range(operations):
         await walk.step()
-    await store.publish(walk.trainers[-1], (await walk.state()).committed_step + 1)
-    await store.checkpointed(walk.trainers[-1], (await walk.state()).committed_step)
-    await store.retire()
+    await store.steps.publish(walk.trainers[-1], (await walk.state()).committed_step + 1)
+    await store.steps.checkpointed(walk.trainers[-1], (await walk.state()).committed_step)
+    await store.steps.retire()
     return walk
 
 
 async def save(store: Store, trainer: int, path: Path, payloads: bool) -> None:
     """As the trainer does whose weights are those behind the last committed step."""
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
-    await store.save_snapshot(trainer, state.committed_step, path, payloads)
+    await store.snapshots.save(trainer, state.committed_step, path, payloads)
 
 
 async def restore(store: Store, path: Path, keep_plans: bool = True) -> int:
     """As a new trainer does; its fence."""
-    trainer = await store.attach_trainer()
-    await store.restore(trainer, Snapshot(path), keep_plans, ignored)
+    trainer = await store.run.attach_trainer()
+    await store.restores.restore(trainer, Snapshot(path), keep_plans, ignored)
     return trainer
 
 
 async def names_of(store: Store, count: int = 1000) -> list[str]:
-    return [name for name, _ in await store.reissue(count)]
+    return [name for name, _ in await store.tickets.reissue(count)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -88,15 +88,15 @@ async def test_a_run_that_redis_lost_is_put_back_whole(any_store: Store, tmp_pat
         await everything(any_store),
         await any_store.client.zrange(any_store.keys.outstanding, 0, -1, withscores=True),
     )
-    await any_store.delete_run()
-    await any_store.create("config", "dataset", 1000, 12)  # what dataprep does when it finds no run
+    await any_store.restores.delete_run()
+    await any_store.run.create("config", "dataset", 1000, 12)  # what dataprep does when it finds no run
     await restore(any_store, tmp_path / "s")
     after = await everything(any_store)
     assert after.pop("run").items() >= {k: v for k, v in before.pop("run").items() if k != b"created_ms"}.items()
     assert after == before
     assert await any_store.client.zrange(any_store.keys.outstanding, 0, -1, withscores=True) == outstanding
     assert await names_of(any_store) == [name.decode() for name, _ in outstanding], "in the order in which they were issued"
-    report = assess("run", await any_store.audit())
+    report = assess("run", await any_store.run.audit())
     assert report.ok, report.messages
 
 
@@ -113,23 +113,23 @@ async def test_nothing_is_lost_or_doubled_when_a_run_goes_back_again_and_again(
         for _ in range(40):
             await walk.step()
             if dice.random() < 0.3:
-                found = await any_store.reissue(dice.randint(1, 4))
+                found = await any_store.tickets.reissue(dice.randint(1, 4))
                 tickets = [ticket(seq) for _, seq in found]
-                assert await any_store.issue_again(walk.leaders[-1], tickets) == len(found)
-                assert await any_store.issue_again(walk.leaders[-1], tickets) == 0, "a repeated call"
+                assert await any_store.tickets.issue_again(walk.leaders[-1], tickets) == len(found)
+                assert await any_store.tickets.issue_again(walk.leaders[-1], tickets) == 0, "a repeated call"
         walk.trainers.append(await restore(any_store, dice.choice(kept), keep_plans=dice.random() < 0.7))
-        report = assess("run", await any_store.audit())
+        report = assess("run", await any_store.run.audit())
         assert report.ok, report.messages
         await check_keys(any_store)
         before, state = state, await walk.state()
         assert state.incarnation > before.incarnation
         assert state.restoring == -1
         await walk.change_leader()
-        await any_store.publish(walk.trainers[-1], state.published_version)
-    found = await any_store.reissue(1000)
-    await any_store.issue_again(walk.leaders[-1], [ticket(seq) for _, seq in found])
+        await any_store.steps.publish(walk.trainers[-1], state.published_version)
+    found = await any_store.tickets.reissue(1000)
+    await any_store.tickets.issue_again(walk.leaders[-1], [ticket(seq) for _, seq in found])
     await walk.wind_up()
-    report = assess("run", await any_store.audit())
+    report = assess("run", await any_store.run.audit())
     assert report.ok, report.messages
     assert (report.places["tickets"], report.places["reissue"], report.slots_used) == (0, 0, 0)
 
@@ -141,18 +141,18 @@ async def test_without_payloads_what_was_not_trained_is_generated_again_in_its_o
     await flow.buffer(any_store, team, 6)
     for step, groups in ((0, ["0-0", "0-1"]), (1, ["0-2", "0-3"])):
         await flow.prepare(any_store, team, step, groups)
-    await any_store.commit(team.trainer, 0)
+    await any_store.steps.commit(team.trainer, 0)
     await flow.issue(any_store, team, 2)
     await flow.claim(any_store, "g")
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
     await restore(any_store, tmp_path / "s")
-    state = await any_store.state()
+    state = await any_store.run.state()
     assert state is not None
     assert (state.committed_step, state.prepared_step, state.published_version, state.cursor) == (0, 0, 1, 8)
-    assert await any_store.reissue(9) == [(f"0-{seq}", seq) for seq in range(2, 8)], "0-0 and 0-1 are trained"
+    assert await any_store.tickets.reissue(9) == [(f"0-{seq}", seq) for seq in range(2, 8)], "0-0 and 0-1 are trained"
     audit = await flow.counts(any_store)
     assert (audit["ledger:trained"], audit["outstanding"], audit["slots_used"], audit["reissue"]) == (2, 6, 6, 6)
-    assert await any_store.groups(["0-4", "0-2"]) == []
+    assert await any_store.replay.groups(["0-4", "0-2"]) == []
 
 
 async def test_dead_letters_that_were_put_back_wait_in_their_order_and_later_ones_are_letters_again(
@@ -161,18 +161,18 @@ async def test_dead_letters_that_were_put_back_wait_in_their_order_and_later_one
     team = await flow.start(any_store, slots=12)
     await flow.issue(any_store, team, 12)
     for one in await flow.claim(any_store, "g", 12):
-        await any_store.fail("g", one, "verifier broke", max_attempts=1)
-    letters = {letter.ticket: letter.id for letter in await any_store.dead_letters()}
+        await any_store.tickets.fail("g", one, "verifier broke", max_attempts=1)
+    letters = {letter.ticket: letter.id for letter in await any_store.dead_letters.page()}
     waiting = [f"0-{row}" for row in (11, 2, 10, 9, 0)]
-    await any_store.requeue([letters[name] for name in waiting])
+    await any_store.dead_letters.requeue([letters[name] for name in waiting])
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
-    await any_store.requeue([letters["0-5"]])
+    await any_store.dead_letters.requeue([letters["0-5"]])
     await restore(any_store, tmp_path / "s")
-    assert await any_store.requeued(20) == waiting
-    (answer,) = await any_store.requeue([letters["0-5"]])
+    assert await any_store.tickets.requeued(20) == waiting
+    (answer,) = await any_store.dead_letters.requeue([letters["0-5"]])
     assert (answer.refusal, answer.before) == ("", False)
-    assert await any_store.requeued(20) == [*waiting, "0-5"]
-    report = assess("run", await any_store.audit())
+    assert await any_store.tickets.requeued(20) == [*waiting, "0-5"]
+    report = assess("run", await any_store.run.audit())
     assert report.ok, report.messages
 
 
@@ -183,34 +183,34 @@ async def test_filtered_groups_keep_the_place_they_had_in_a_step_that_is_planned
     (one,) = await flow.claim(any_store, "g")
     await flow.submit(any_store, "g", one)
     await flow.settle(any_store, team, "filtered:zero")
-    await any_store.prepare(team.leader, *flow.plan(0, ["0-0"]), 0, [], gaps_until=1)
-    assert (await any_store.sweep_and_peek(team.leader, 0, 4)).gaps == ()
+    await any_store.steps.prepare(team.leader, *flow.plan(0, ["0-0"]), 0, [], gaps_until=1)
+    assert (await any_store.replay.sweep_and_peek(team.leader, 0, 4)).gaps == ()
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
     await restore(any_store, tmp_path / "s")
-    leader = await any_store.lead("next", 60)
+    leader = await any_store.run.lead("next", 60)
     assert leader is not None
-    assert (await any_store.sweep_and_peek(leader, 0, 4)).gaps == (1,)
+    assert (await any_store.replay.sweep_and_peek(leader, 0, 4)).gaps == (1,)
 
 
 async def test_the_leader_is_held_off_while_a_snapshot_is_taken_and_no_longer(any_store: Store) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)
-    await any_store._call("snapshot_begin", team.trainer, "token", 60_000)
+    await any_store.connection.call("snapshot_begin", team.trainer, "token", 60_000)
     for call in (
-        any_store.sweep_and_peek(team.leader, 0, 1),
+        any_store.replay.sweep_and_peek(team.leader, 0, 1),
         flow.issue(any_store, team, 1),
         flow.prepare(any_store, team, 0, ["0-0"]),
     ):
         with pytest.raises(Busy, match="a snapshot is being taken: try again in a moment"):
             await call
-    assert await any_store._call("snapshot_hold", team.trainer, "token", 60_000) == 1
-    assert await any_store._call("snapshot_end", team.trainer, "another's") == 0
-    assert await any_store._call("snapshot_end", team.trainer, "token") == 1
+    assert await any_store.connection.call("snapshot_hold", team.trainer, "token", 60_000) == 1
+    assert await any_store.connection.call("snapshot_end", team.trainer, "another's") == 0
+    assert await any_store.connection.call("snapshot_end", team.trainer, "token") == 1
     await flow.prepare(any_store, team, 0, ["0-0"])
-    await any_store._call("snapshot_begin", team.trainer, "token", 0)
+    await any_store.connection.call("snapshot_begin", team.trainer, "token", 0)
     assert await flow.issue(any_store, team, 1) == 1, "its maker died: the lease is over"
-    assert await any_store._call("snapshot_hold", team.trainer, "token", 60_000) == 0
-    assert await any_store._call("snapshot_end", team.trainer, "token") == 0
+    assert await any_store.connection.call("snapshot_hold", team.trainer, "token", 60_000) == 0
+    assert await any_store.connection.call("snapshot_end", team.trainer, "token") == 0
 
 
 async def test_a_copy_that_took_longer_than_its_lease_is_made_anew(
@@ -234,29 +234,29 @@ async def test_whoever_belongs_to_the_time_before_is_refused(any_store: Store, t
     await flow.issue(any_store, team, 2)
     (held,) = await flow.claim(any_store, "g")
     trainer = await restore(any_store, tmp_path / "s")
-    for call in (any_store.commit(team.trainer, 0), any_store.sweep_and_peek(team.leader, 0, 1)):
+    for call in (any_store.steps.commit(team.trainer, 0), any_store.replay.sweep_and_peek(team.leader, 0, 1)):
         with pytest.raises(Fenced):
             await call
     assert not await flow.submit(any_store, "g", held), "a submission of before counted"
-    assert await any_store.renew("g", [held]) == {held.entry}
-    assert await any_store.reissue(9) == [], "0-2 and 0-3 were issued later and are not known any more"
-    leader = await any_store.lead("next", 60)
+    assert await any_store.tickets.renew("g", [held]) == {held.entry}
+    assert await any_store.tickets.reissue(9) == [], "0-2 and 0-3 were issued later and are not known any more"
+    leader = await any_store.run.lead("next", 60)
     assert leader is not None
     assert await flow.issue(any_store, flow.Team(leader, trainer), 1) == 1
-    assert (await any_store.claim("g", 0, team.trainer, 60, 1))[1] == [], "weights of before"
-    assert (await any_store.claim("g", 0, trainer, 60, 1))[1] == [], "nothing is published yet"
-    await any_store.publish(trainer, 0)
-    assert [claim.ticket_id for claim in (await any_store.claim("g", 0, trainer, 60, 1))[1]] == ["0-2"]
+    assert (await any_store.tickets.claim("g", 0, team.trainer, 60, 1))[1] == [], "weights of before"
+    assert (await any_store.tickets.claim("g", 0, trainer, 60, 1))[1] == [], "nothing is published yet"
+    await any_store.steps.publish(trainer, 0)
+    assert [claim.ticket_id for claim in (await any_store.tickets.claim("g", 0, trainer, 60, 1))[1]] == ["0-2"]
 
 
 async def test_a_restore_that_is_cut_off_leaves_nothing_to_do_but_to_begin_it_again(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 3)
     await flow.prepare(any_store, team, 0, ["0-0"])
-    await any_store.commit(team.trainer, 0)
+    await any_store.steps.commit(team.trainer, 0)
     await save(any_store, team.trainer, tmp_path / "s", payloads=True)
-    before = await any_store.audit()
-    trainer = await any_store.attach_trainer()
+    before = await any_store.run.audit()
+    trainer = await any_store.run.attach_trainer()
 
     class Killed(Exception):
         pass
@@ -265,17 +265,17 @@ async def test_a_restore_that_is_cut_off_leaves_nothing_to_do_but_to_begin_it_ag
         raise Killed
 
     with pytest.raises(Killed):
-        await any_store.restore(trainer, Snapshot(tmp_path / "s"), True, die)
-    state = await any_store.state()
+        await any_store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, die)
+    state = await any_store.run.state()
     assert state is not None
     assert state.restoring == 0
-    assert await any_store.lead("next", 60) is None
-    assert (await any_store.claim("g", -1, 0, 60, 1))[1] == []
-    for call in (any_store.audit(), any_store.requeue(["1-1"])):
+    assert await any_store.run.lead("next", 60) is None
+    assert (await any_store.tickets.claim("g", -1, 0, 60, 1))[1] == []
+    for call in (any_store.run.audit(), any_store.dead_letters.requeue(["1-1"])):
         with pytest.raises(Busy, match="the run is being taken back to step 0"):
             await call
     await restore(any_store, tmp_path / "s")
-    after = await any_store.audit()
+    after = await any_store.run.audit()
     assert {name: count for name, count in after.items() if name != "unpublished"} == {
         name: count for name, count in before.items() if name != "unpublished"
     } | {"ledger:reissued": 0, "slots_used": 2, "ledger:syncs": 1}
@@ -285,20 +285,20 @@ async def test_a_run_that_is_to_go_back_does_not_end_and_one_that_has_ended_may_
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)
     await flow.prepare(any_store, team, 0, ["0-0"])
-    await any_store.commit(team.trainer, 0)
+    await any_store.steps.commit(team.trainer, 0)
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
-    await any_store.finish("trained 1 of 1 steps")
-    await any_store.request_restore(0)
+    await any_store.run.finish("trained 1 of 1 steps")
+    await any_store.run.request_restore(0)
     with pytest.raises(OutOfOrder, match="the run does not end, it goes back to step 0"):
-        await any_store.finish("trained 1 of 1 steps")
-    state = await any_store.state()
+        await any_store.run.finish("trained 1 of 1 steps")
+    state = await any_store.run.state()
     assert state is not None
     assert (state.restore, state.finished, state.ended) == (0, "", False)
     with pytest.raises(OutOfOrder, match="goes back to step 0"):
-        await any_store.stop("no prompt is left")
+        await any_store.run.stop("no prompt is left")
     await restore(any_store, tmp_path / "s")
-    await any_store.finish("trained 1 of 1 steps")
-    state = await any_store.state()
+    await any_store.run.finish("trained 1 of 1 steps")
+    state = await any_store.run.state()
     assert state is not None
     assert (state.restore, state.finished) == (-1, "trained 1 of 1 steps")
 
@@ -309,9 +309,9 @@ async def test_a_trainer_that_hung_in_a_restore_writes_nothing_into_the_run_of_i
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 3)
     await flow.prepare(any_store, team, 0, ["0-0"])
-    await any_store.commit(team.trainer, 0)
+    await any_store.steps.commit(team.trainer, 0)
     await save(any_store, team.trainer, tmp_path / "s", payloads=True)
-    hung = await any_store.attach_trainer()
+    hung = await any_store.run.attach_trainer()
 
     class Late(Exception):
         pass
@@ -320,15 +320,15 @@ async def test_a_trainer_that_hung_in_a_restore_writes_nothing_into_the_run_of_i
         raise Late
 
     with pytest.raises(Late):
-        await any_store.restore(hung, Snapshot(tmp_path / "s"), True, wake)
+        await any_store.restores.restore(hung, Snapshot(tmp_path / "s"), True, wake)
     await restore(any_store, tmp_path / "s")
     before = await everything(any_store)
     with pytest.raises(Fenced):
-        await any_store._write(hung, 0, [("UNLINK", any_store.keys.replay_order)])
-    state = await any_store.state()
+        await any_store.restores._write(hung, 0, [("UNLINK", any_store.keys.replay_order)])
+    state = await any_store.run.state()
     assert state is not None
     with pytest.raises(OutOfOrder, match="no restore to step 0"):
-        await any_store._write(state.trainer_fence, 0, [("UNLINK", any_store.keys.replay_order)])
+        await any_store.restores._write(state.trainer_fence, 0, [("UNLINK", any_store.keys.replay_order)])
     assert await everything(any_store) == before
 
 
@@ -336,10 +336,10 @@ async def test_a_checkpoint_is_of_one_step_in_weights_and_state(any_store: Store
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 2)
     await flow.prepare(any_store, team, 0, ["0-0"])
-    await any_store.commit(team.trainer, 0)
+    await any_store.steps.commit(team.trainer, 0)
     for step in (-1, 1):
         with pytest.raises(StoreError, match=f"has committed step 0, the weights are those behind step {step}"):
-            await any_store.save_snapshot(team.trainer, step, tmp_path / "s", payloads=True)
+            await any_store.snapshots.save(team.trainer, step, tmp_path / "s", payloads=True)
     assert await flow.issue(any_store, team, 1) == 1, "the leader goes on"
 
 
@@ -348,28 +348,28 @@ async def test_history_after_the_checkpoint_is_forgotten(store: Store, tmp_path:
     await flow.buffer(store, team, 3)
     for step in range(3):
         await flow.prepare(store, team, step, [f"0-{step}"])
-        await store.commit(team.trainer, step)
-        await store.record({"step": float(step), "reward/train/mean": 0.5})
+        await store.steps.commit(team.trainer, step)
+        await store.monitor.record({"step": float(step), "reward/train/mean": 0.5})
         if step == 1:
             await save(store, team.trainer, tmp_path / "s", payloads=True)
     await restore(store, tmp_path / "s")
-    assert [record["step"] for _, record in await store.metrics()] == [0.0, 1.0]
+    assert [record["step"] for _, record in await store.monitor.metrics()] == [0.0, 1.0]
 
 
 async def test_dead_letters_rates_and_drops_come_along(any_store: Store, tmp_path: Path) -> None:
     team = await flow.start(any_store)
     await flow.issue(any_store, team, 2)
     for claim in await flow.claim(any_store, "g", 2):
-        assert await any_store.fail("g", claim, "no reason", 1)
-    letters = await any_store.dead_letters()
+        assert await any_store.tickets.fail("g", claim, "no reason", 1)
+    letters = await any_store.dead_letters.page()
     await any_store.client.hset(any_store.keys.rates, mapping={str(row): f"{row} 0.5 0" for row in range(1000)})  # type: ignore[misc]
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
-    rates = await any_store.rates()
-    await any_store.delete_run()
-    await any_store.create("config", "dataset", 100, 8, TableRules())
+    rates = await any_store.replay.rates()
+    await any_store.restores.delete_run()
+    await any_store.run.create("config", "dataset", 100, 8, TableRules())
     await restore(any_store, tmp_path / "s")
-    assert await any_store.dead_letters() == letters
-    assert await any_store.rates() == rates
+    assert await any_store.dead_letters.page() == letters
+    assert await any_store.replay.rates() == rates
     assert len(rates) == 1000
 
 
@@ -414,6 +414,6 @@ async def test_a_snapshot_is_of_one_instant_while_everybody_works(store: Store, 
     await working
     for path in paths:
         await restore(store, path)
-        report = assess("run", await store.audit())
+        report = assess("run", await store.run.audit())
         assert report.ok, report.messages
         await check_keys(store)

@@ -18,13 +18,13 @@ async def test_a_plan_is_read_back_whole_and_by_rank(any_store: Store) -> None:
     await buffer(any_store, team, 1)
     (group,) = await flow.oldest_groups(any_store, 1)
     step, ranks = plan(0, ["0-0"], [group.header.payload])
-    assert await any_store.plan(0) is None
-    await any_store.prepare(team.leader, step, ranks)
-    assert await any_store.plan(0) == step
-    assert await any_store.rank_plan(0, 0) == ranks[0]
+    assert await any_store.steps.plan(0) is None
+    await any_store.steps.prepare(team.leader, step, ranks)
+    assert await any_store.steps.plan(0) == step
+    assert await any_store.steps.rank_plan(0, 0) == ranks[0]
     with pytest.raises(StoreError, match="step 0 was planned without rank 1: start as many ranks"):
-        await any_store.rank_plan(0, 1)
-    fetched = await any_store.payloads([group.header.payload])
+        await any_store.steps.rank_plan(0, 1)
+    fetched = await any_store.steps.payloads([group.header.payload])
     assert fetched[group.header.payload].lengths.tolist() == [2, 2, 2, 2]
 
 
@@ -42,9 +42,9 @@ async def test_preparing_the_very_same_plan_again_changes_nothing(any_store: Sto
     team = await start(any_store)
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0"])
-    before = await any_store.audit()
+    before = await any_store.run.audit()
     await prepare(any_store, team, 0, ["0-0"])
-    assert await any_store.audit() == before
+    assert await any_store.run.audit() == before
     assert (before["buffered"], before["prepared"]) == (1, 1)
 
 
@@ -57,10 +57,10 @@ async def test_a_wrong_picture_of_the_table_is_refused_as_a_whole(
 ) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
-    before = await any_store.audit()
+    before = await any_store.run.audit()
     with pytest.raises(OutOfOrder, match=why):
         await prepare(any_store, team, 0, groups, oldest_fresh)
-    assert await any_store.audit() == before
+    assert await any_store.run.audit() == before
 
 
 async def test_slots_come_back_with_the_published_version_and_not_before(any_store: Store) -> None:
@@ -68,15 +68,15 @@ async def test_slots_come_back_with_the_published_version_and_not_before(any_sto
     await buffer(any_store, team, 3)
 
     async def slots() -> int:
-        return (await any_store.audit())["slots_used"]
+        return (await any_store.run.audit())["slots_used"]
 
     await prepare(any_store, team, 0, ["0-0", "0-1"])
-    assert await any_store.commit(team.trainer, 0)
+    assert await any_store.steps.commit(team.trainer, 0)
     assert await slots() == 3
-    assert await any_store.publish(team.trainer, 1)
+    assert await any_store.steps.publish(team.trainer, 1)
     assert await slots() == 1
-    assert not await any_store.publish(team.trainer, 1)
-    assert not await any_store.publish(team.trainer, 0)
+    assert not await any_store.steps.publish(team.trainer, 1)
+    assert not await any_store.steps.publish(team.trainer, 0)
     assert await slots() == 1
 
 
@@ -85,25 +85,25 @@ async def test_one_publication_may_cover_several_steps(any_store: Store) -> None
     await buffer(any_store, team, 3)
     for step in range(3):
         await prepare(any_store, team, step, [f"0-{step}"])
-        await any_store.commit(team.trainer, step)
-    assert await any_store.publish(team.trainer, 3)
-    assert (await any_store.audit())["slots_used"] == 0
+        await any_store.steps.commit(team.trainer, step)
+    assert await any_store.steps.publish(team.trainer, 3)
+    assert (await any_store.run.audit())["slots_used"] == 0
 
 
 async def test_committing_twice_is_harmless_and_out_of_order_is_refused(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 2)
     with pytest.raises(OutOfOrder):
-        await any_store.commit(team.trainer, 0)
+        await any_store.steps.commit(team.trainer, 0)
     await prepare(any_store, team, 0, ["0-0"])
     await prepare(any_store, team, 1, ["0-1"])
     with pytest.raises(OutOfOrder):
-        await any_store.commit(team.trainer, 1)
-    assert await any_store.commit(team.trainer, 0)
-    assert not await any_store.commit(team.trainer, 0)
+        await any_store.steps.commit(team.trainer, 1)
+    assert await any_store.steps.commit(team.trainer, 0)
+    assert not await any_store.steps.commit(team.trainer, 0)
     with pytest.raises(OutOfOrder, match="version 2 contains steps that are not committed"):
-        await any_store.publish(team.trainer, 2)
-    audit = await any_store.audit()
+        await any_store.steps.publish(team.trainer, 2)
+    audit = await any_store.run.audit()
     assert (audit["ledger:trained"], audit["prepared"]) == (1, 1)
 
 
@@ -111,12 +111,16 @@ async def test_a_newer_trainer_fences_the_older_off(any_store: Store) -> None:
     team = await start(any_store)
     await buffer(any_store, team, 1)
     await prepare(any_store, team, 0, ["0-0"])
-    new = await any_store.attach_trainer()
+    new = await any_store.run.attach_trainer()
     assert new > team.trainer
-    for call in (any_store.commit(team.trainer, 0), any_store.publish(team.trainer, 1), any_store.checkpointed(team.trainer, 0)):
+    for call in (
+        any_store.steps.commit(team.trainer, 0),
+        any_store.steps.publish(team.trainer, 1),
+        any_store.steps.checkpointed(team.trainer, 0),
+    ):
         with pytest.raises(Fenced, match="superseded"):
             await call
-    assert await any_store.commit(new, 0)
+    assert await any_store.steps.commit(new, 0)
 
 
 async def test_a_group_trains_max_uses_times_and_holds_its_slot_for_the_first(any_store: Store) -> None:
@@ -124,13 +128,13 @@ async def test_a_group_trains_max_uses_times_and_holds_its_slot_for_the_first(an
     await buffer(any_store, team, 2)
     await prepare(any_store, team, 0, ["0-0", "0-1"])
     assert [(g.group, g.uses) for g in await flow.oldest_groups(any_store, 9)] == [("0-0", 1), ("0-1", 1)]
-    await any_store.commit(team.trainer, 0)
-    await any_store.publish(team.trainer, 1)
-    assert (await any_store.audit())["slots_used"] == 0
+    await any_store.steps.commit(team.trainer, 0)
+    await any_store.steps.publish(team.trainer, 1)
+    assert (await any_store.run.audit())["slots_used"] == 0
     await prepare(any_store, team, 1, ["0-0"])
-    assert (await any_store.sweep_and_peek(team.leader, 1, 5)).stale == 1, "0-1 is too old for a second use"
-    await any_store.commit(team.trainer, 1)
-    await any_store.publish(team.trainer, 2)
+    assert (await any_store.replay.sweep_and_peek(team.leader, 1, 5)).stale == 1, "0-1 is too old for a second use"
+    await any_store.steps.commit(team.trainer, 1)
+    await any_store.steps.publish(team.trainer, 2)
     assert await flow.oldest_groups(any_store, 9) == []
     audit = await counts(any_store)
     assert (audit["ledger:trained"], audit.get("ledger:stale", 0), audit.get("slots_used", 0)) == (2, 0, 0)
@@ -148,16 +152,16 @@ async def test_plans_and_payloads_stay_until_a_checkpoint_covers_them(any_store:
     await buffer(any_store, team, 3)
     for step in range(3):
         await prepare(any_store, team, step, [f"0-{step}"])
-        await any_store.commit(team.trainer, step)
-    await any_store.publish(team.trainer, 2)
-    assert await any_store.retire() == 0, "no checkpoint yet"
-    await any_store.checkpointed(team.trainer, 0)
-    assert await any_store.retire() == 1
+        await any_store.steps.commit(team.trainer, step)
+    await any_store.steps.publish(team.trainer, 2)
+    assert await any_store.steps.retire() == 0, "no checkpoint yet"
+    await any_store.steps.checkpointed(team.trainer, 0)
+    assert await any_store.steps.retire() == 1
     assert await keys_of(any_store, "step", "group") == ["group:0-1", "group:0-2", "step:1", "step:2"]
-    await any_store.checkpointed(team.trainer, 2)
-    assert await any_store.retire() == 1, "step 2 is not published"
-    await any_store.publish(team.trainer, 3)
-    assert await any_store.retire() == 1
+    await any_store.steps.checkpointed(team.trainer, 2)
+    assert await any_store.steps.retire() == 1, "step 2 is not published"
+    await any_store.steps.publish(team.trainer, 3)
+    assert await any_store.steps.retire() == 1
     assert await keys_of(any_store, "step", "group", "payload", "departed") == []
 
 
@@ -166,13 +170,13 @@ async def test_a_group_used_twice_outlives_its_first_step(any_store: Store) -> N
     await buffer(any_store, team, 1)
     for step in range(2):
         await prepare(any_store, team, step, ["0-0"])
-        await any_store.commit(team.trainer, step)
-        await any_store.publish(team.trainer, step + 1)
-    await any_store.checkpointed(team.trainer, 0)
-    assert await any_store.retire() == 1
+        await any_store.steps.commit(team.trainer, step)
+        await any_store.steps.publish(team.trainer, step + 1)
+    await any_store.steps.checkpointed(team.trainer, 0)
+    assert await any_store.steps.retire() == 1
     assert len(await keys_of(any_store, "payload")) == 1
-    await any_store.checkpointed(team.trainer, 1)
-    assert await any_store.retire() == 1
+    await any_store.steps.checkpointed(team.trainer, 1)
+    assert await any_store.steps.retire() == 1
     assert await keys_of(any_store, "step", "group", "payload", "replay") == ["replay:state"]
 
 
@@ -186,12 +190,12 @@ async def test_payloads_that_are_gone_or_changed_are_named_all_at_once(any_store
     await any_store.client.set(key, bytes(data))
     await any_store.client.set(any_store.keys.payload(names[2]), codec.seal(b"no message"))
     with pytest.raises(Damaged) as raised:
-        await any_store.payloads(["0-9.1", *names])
+        await any_store.steps.payloads(["0-9.1", *names])
     assert {name: why[:14] for name, why in raised.value.reasons.items()} == {
         "0-9.1": "it is gone fro", names[1]: f"its {len(data)} bytes a"[:14], names[2]: "not a Payload:",
     }  # fmt: skip
-    assert await any_store.payload(names[1]) is None
-    assert await any_store.payloads([]) == {}
+    assert await any_store.inspection.payload(names[1]) is None
+    assert await any_store.steps.payloads([]) == {}
 
 
 async def test_payload_bytes_arrive_as_they_were_sent(any_store: Store) -> None:

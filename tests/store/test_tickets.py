@@ -16,11 +16,11 @@ from tests.support.harness import buried, ticket
 async def test_issue_fills_free_slots_only_and_a_repeated_call_adds_nothing(any_store: Store) -> None:
     team = await start(any_store, slots=3)
     tickets = [ticket(seq) for seq in range(5)]
-    assert await any_store.issue(team.leader, 0, tickets) == 0, "all or none"
-    assert await any_store.issue(team.leader, 0, tickets[:3], b"the order", {"main": b"rows"}) == 3
-    assert await any_store.order() == (b"the order", {"main": b"rows"})
-    assert await any_store.issue(team.leader, 0, tickets) == 0, "the cursor has moved on"
-    assert await any_store.issue(team.leader, 3, tickets[3:]) == 0, "no slot is free"
+    assert await any_store.tickets.issue(team.leader, 0, tickets) == 0, "all or none"
+    assert await any_store.tickets.issue(team.leader, 0, tickets[:3], b"the order", {"main": b"rows"}) == 3
+    assert await any_store.tickets.order() == (b"the order", {"main": b"rows"})
+    assert await any_store.tickets.issue(team.leader, 0, tickets) == 0, "the cursor has moved on"
+    assert await any_store.tickets.issue(team.leader, 3, tickets[3:]) == 0, "no slot is free"
     assert await counts(any_store) == {
         "tickets": 3, "outstanding": 3, "slots_used": 3, "ledger:issued": 3, "ledger:syncs": 1,
     }  # fmt: skip
@@ -28,10 +28,10 @@ async def test_issue_fills_free_slots_only_and_a_repeated_call_adds_nothing(any_
 
 async def test_only_the_leader_issues(any_store: Store) -> None:
     team = await start(any_store)
-    await any_store.step_down("leader-0:boot")
-    assert await any_store.lead("leader-1:boot", 60.0)
+    await any_store.run.step_down("leader-0:boot")
+    assert await any_store.run.lead("leader-1:boot", 60.0)
     with pytest.raises(Fenced):
-        await any_store.issue(team.leader, 0, [ticket(0)])
+        await any_store.tickets.issue(team.leader, 0, [ticket(0)])
 
 
 async def test_a_claim_carries_the_ticket_and_a_growing_fence(any_store: Store) -> None:
@@ -54,11 +54,11 @@ async def test_only_the_published_version_claims(any_store: Store, version: int)
 async def test_nothing_is_claimed_while_paused_or_when_the_run_ends(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 2)
-    await any_store.pause("generator", "a test")
+    await any_store.run.pause("generator", "a test")
     assert await claim(any_store, "a") == []
-    await any_store.resume("generator")
+    await any_store.run.resume("generator")
     assert len(await claim(any_store, "a")) == 1
-    await any_store.finish("done")
+    await any_store.run.finish("done")
     assert await claim(any_store, "a") == []
 
 
@@ -70,11 +70,11 @@ async def test_an_expired_lease_is_claimed_by_another_and_the_late_submission_is
     assert (alive.entry, alive.ticket_id) == (dead.entry, dead.ticket_id)
     assert alive.fence > dead.fence
     assert alive.payload != dead.payload
-    assert await any_store.renew("dead", [dead]) == {dead.entry}
+    assert await any_store.tickets.renew("dead", [dead]) == {dead.entry}
     assert not await submit(any_store, "dead", dead)
     assert await any_store.client.exists(any_store.keys.payload(dead.payload)) == 0, "the refused payload is gone at once"
     assert await submit(any_store, "alive", alive)
-    audit = await any_store.audit()
+    audit = await any_store.run.audit()
     assert (audit["headers"], audit["tickets"], audit["ledger:refused_submits"]) == (1, 0, 1)
 
 
@@ -84,7 +84,7 @@ async def test_a_renewed_lease_does_not_expire(any_store: Store) -> None:
     held = await claim(any_store, "a")
     for _ in range(5):
         await asyncio.sleep(0.05)
-        assert await any_store.renew("a", held) == set()
+        assert await any_store.tickets.renew("a", held) == set()
         assert await claim(any_store, "b", lease_s=0.2) == []
 
 
@@ -94,7 +94,7 @@ async def test_a_repeated_submission_of_the_same_claim_is_accepted_and_stored_on
     (one,) = await claim(any_store, "a")
     assert await submit(any_store, "a", one)
     assert await submit(any_store, "a", one), "as the client does by itself when a reply was lost"
-    audit = await any_store.audit()
+    audit = await any_store.run.audit()
     assert (audit["headers"], audit.get("ledger:refused_submits", 0)) == (1, 0)
     assert await any_store.client.ttl(any_store.keys.payload(one.payload)) == -1
 
@@ -125,7 +125,7 @@ async def test_a_submission_that_cannot_be_encoded_fails_alone(any_store: Store)
     team = await start(any_store)
     await issue(any_store, team, 2)
     good, bad = await claim(any_store, "a", 2)
-    broken = any_store.submit("a", bad, header(bad, rewards=[1j]), payload_bytes(bad), flow.TTL_S)
+    broken = any_store.tickets.submit("a", bad, header(bad, rewards=[1j]), payload_bytes(bad), flow.TTL_S)
     outcomes = await asyncio.gather(submit(any_store, "a", good), broken, return_exceptions=True)
     assert outcomes[0] is True
     assert isinstance(outcomes[1], TypeError)
@@ -136,22 +136,22 @@ async def test_a_released_ticket_is_claimed_at_once_and_does_not_count_as_expire
     await issue(any_store, team, 1)
     for round in range(3):
         (one,) = await claim(any_store, f"g{round % 2}", max_expiries=0)
-        assert await any_store.release(f"g{round % 2}", one)
-        assert not await any_store.release(f"g{round % 2}", one), "not held any more"
-    assert (await any_store.audit())["tickets"] == 1
+        assert await any_store.tickets.release(f"g{round % 2}", one)
+        assert not await any_store.tickets.release(f"g{round % 2}", one), "not held any more"
+    assert (await any_store.run.audit())["tickets"] == 1
 
 
 async def test_the_tokens_so_far_pass_to_the_next_claim_and_go_with_the_submission(any_store: Store) -> None:
     team = await start(any_store)
     await issue(any_store, team, 1)
     (one,) = await claim(any_store, "a")
-    assert await any_store.save_partial("a", one, b"tokens", flow.TTL_S)
-    await any_store.release("a", one)
-    assert not await any_store.save_partial("a", one, b"late", flow.TTL_S)
+    assert await any_store.tickets.save_partial("a", one, b"tokens", flow.TTL_S)
+    await any_store.tickets.release("a", one)
+    assert not await any_store.tickets.save_partial("a", one, b"late", flow.TTL_S)
     (two,) = await claim(any_store, "b")
-    assert await any_store.load_partial(two.ticket_id) == b"tokens"
+    assert await any_store.tickets.load_partial(two.ticket_id) == b"tokens"
     assert await submit(any_store, "b", two)
-    assert await any_store.load_partial(two.ticket_id) is None
+    assert await any_store.tickets.load_partial(two.ticket_id) is None
 
 
 async def test_a_ticket_that_fails_too_often_is_buried_with_its_reason_and_frees_its_slot(any_store: Store) -> None:
@@ -159,8 +159,8 @@ async def test_a_ticket_that_fails_too_often_is_buried_with_its_reason_and_frees
     await issue(any_store, team, 1)
     for attempt in (1, 2, 3):
         (one,) = await claim(any_store, "a")
-        assert await any_store.fail("a", one, f"verifier broke, {attempt}", max_attempts=3) is (attempt == 3)
-        assert not await any_store.fail("a", one, "again", max_attempts=3), "a repeated call has no second effect"
+        assert await any_store.tickets.fail("a", one, f"verifier broke, {attempt}", max_attempts=3) is (attempt == 3)
+        assert not await any_store.tickets.fail("a", one, "again", max_attempts=3), "a repeated call has no second effect"
     assert await buried(any_store) == [("0-0", "verifier broke, 3")]
     assert await counts(any_store) == {"ledger:issued": 1, "ledger:failed": 1, "ledger:syncs": 1}
 
@@ -181,7 +181,7 @@ async def test_a_ticket_that_kills_its_only_generator_again_and_again_is_buried(
     for _ in range(3):
         assert len(await claim(any_store, "a", adopt=True, max_expiries=2)) == 1
     assert await claim(any_store, "a", adopt=True, max_expiries=2) == []
-    assert (await any_store.audit())["ledger:failed"] == 1
+    assert (await any_store.run.audit())["ledger:failed"] == 1
 
 
 async def test_a_restarted_pod_adopts_what_it_held_and_its_old_process_is_fenced_off(any_store: Store) -> None:
@@ -210,7 +210,7 @@ async def test_claims_walk_through_all_expired_leases(any_store: Store) -> None:
     assert len(await claim(any_store, "dead", 50)) == 50
     scan, seen = "0-0", []
     for _ in range(20):
-        scan, claims = await any_store.claim("alive", 0, await flow.trainer_fence(any_store), 0.0, 3, scan)
+        scan, claims = await any_store.tickets.claim("alive", 0, await flow.trainer_fence(any_store), 0.0, 3, scan)
         seen += [c.ticket_id for c in claims]
     assert set(seen) == {f"0-{i}" for i in range(50)}
 
@@ -222,6 +222,6 @@ async def test_corrupt_tickets_reach_the_claimer_without_a_ticket(any_store: Sto
     bad = await claim(any_store, "a", 3)
     assert [(c.ticket_id, c.ticket) for c in bad] == [("0-9", None), ("0-10", None)]
     for one in bad:
-        assert await any_store.fail("a", one, "its bytes are not a ticket", max_attempts=1)
+        assert await any_store.tickets.fail("a", one, "its bytes are not a ticket", max_attempts=1)
     assert [ticket for ticket, _ in await buried(any_store)] == ["0-10", "0-9"]
     assert await counts(any_store) == {"ledger:unknown_tickets": 2, "ledger:syncs": 1}, "nobody issued them: no slot comes free"

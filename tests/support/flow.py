@@ -28,32 +28,34 @@ class Team:
 
 async def start(store: Store, slots: int = 8, steps: int = 100, version: int = 0, table: TableRules | None = None) -> Team:
     """Create a run, lead it, attach a trainer and publish the first version."""
-    await store.create("config", "dataset", steps, slots, table)
-    leader = await store.lead("leader-0:boot", 60.0)
+    await store.run.create("config", "dataset", steps, slots, table)
+    leader = await store.run.lead("leader-0:boot", 60.0)
     assert leader is not None
-    team = Team(leader, await store.attach_trainer())
+    team = Team(leader, await store.run.attach_trainer())
     if version == 0:
-        await store.publish(team.trainer, 0)
+        await store.steps.publish(team.trainer, 0)
     return team
 
 
 async def issue(store: Store, team: Team, count: int) -> int:
     """Issue the next `count` tickets of the run."""
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
-    return await store.issue(team.leader, state.cursor, [ticket(seq) for seq in range(state.cursor, state.cursor + count)])
+    return await store.tickets.issue(
+        team.leader, state.cursor, [ticket(seq) for seq in range(state.cursor, state.cursor + count)]
+    )
 
 
 async def claim(
     store: Store, consumer: str, count: int = 1, version: int = 0, lease_s: float = 60.0, **options: Any
 ) -> list[Claim]:
     """Claim tickets."""
-    return (await store.claim(consumer, version, await trainer_fence(store), lease_s, count, **options))[1]
+    return (await store.tickets.claim(consumer, version, await trainer_fence(store), lease_s, count, **options))[1]
 
 
 async def trainer_fence(store: Store) -> int:
     """Fence of the trainer whose weights are published."""
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     return state.published_by
 
@@ -81,19 +83,19 @@ def header(claim: Claim, oldest: int = 0, **fields: Any) -> Header:
 
 async def submit(store: Store, consumer: str, claim: Claim, oldest: int = 0) -> bool:
     """Submit a finished group."""
-    return await store.submit(consumer, claim, header(claim, oldest), payload_bytes(claim), TTL_S)
+    return await store.tickets.submit(consumer, claim, header(claim, oldest), payload_bytes(claim), TTL_S)
 
 
 async def settle(store: Store, team: Team, action: str = "insert", count: int = 100) -> int:
     """Settle all headers with one action."""
-    items = await store.read_headers(team.leader, count)
+    items = await store.replay.read_headers(team.leader, count)
     settlements = [
         Settlement(item, action, min(item.header.oldest))
         if item.header
         else Settlement(item, f"failed:corrupt header: {item.fault}")
         for item in items
     ]
-    return await store.settle(team.leader, settlements)
+    return await store.replay.settle(team.leader, settlements)
 
 
 def plan(step: int, groups: Sequence[str], payloads: Sequence[str] = ()) -> tuple[StepPlan, list[RankPlan]]:
@@ -104,13 +106,13 @@ def plan(step: int, groups: Sequence[str], payloads: Sequence[str] = ()) -> tupl
 
 async def prepare(store: Store, team: Team, step: int, groups: Sequence[str], oldest_fresh: int = 0) -> None:
     """Prepare a step of these groups."""
-    await store.prepare(team.leader, *plan(step, groups), oldest_fresh, [1.0] * len(groups))
+    await store.steps.prepare(team.leader, *plan(step, groups), oldest_fresh, [1.0] * len(groups))
 
 
 async def buffer(store: Store, team: Team, count: int, oldest: int = 0) -> list[str]:
     """Bring `count` new groups into the replay table; their names."""
     assert await issue(store, team, count) == count
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     claims = await claim(store, "g", count, state.published_version)
     assert len(claims) == count
@@ -122,9 +124,9 @@ async def buffer(store: Store, team: Team, count: int, oldest: int = 0) -> list[
 
 async def counts(store: Store) -> dict[str, int]:
     """The audit without what is zero."""
-    return {name: count for name, count in (await store.audit()).items() if count}
+    return {name: count for name, count in (await store.run.audit()).items() if count}
 
 
 async def oldest_groups(store: Store, count: int) -> list[BufferedGroup]:
     """The first `count` groups of the table in order of issue."""
-    return await store.groups([name.decode() for name in await store.client.zrange(store.keys.replay_order, 0, count - 1)])
+    return await store.replay.groups([name.decode() for name in await store.client.zrange(store.keys.replay_order, 0, count - 1)])

@@ -80,7 +80,7 @@ def ticket(seq: int, prompt: list[int] | None = None, **fields: Any) -> Ticket:
 
 async def buried(store: Store) -> list[tuple[str, str]]:
     """Ticket and reason of every dead letter, the last one first."""
-    return [(letter.ticket, letter.reason) for letter in await store.dead_letters()]
+    return [(letter.ticket, letter.reason) for letter in await store.dead_letters.page()]
 
 
 class PlainTokenizer:

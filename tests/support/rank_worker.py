@@ -22,6 +22,7 @@ import torch
 
 from services.protocol.messages import Payload
 from services.store import Store
+from services.store.connection.base import Connection
 
 Job = tuple[str, dict[str, Any]]
 TIMEOUT_S = 170
@@ -326,14 +327,19 @@ def optimizer_state(policy: Any) -> dict[str, Any]:
 
 
 class SlowStore(Store):
-    """A store whose payloads come `delay_s` late."""
+    """A store whose payloads arrive `delay_s` late."""
 
     delay_s, asked = 0.0, 0
 
-    async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.at_once = self.steps.payloads
+        self.steps.payloads = self._late  # type: ignore[method-assign]
+
+    async def _late(self, names: Sequence[str]) -> dict[str, Payload]:
         self.asked += 1
         await asyncio.sleep(self.delay_s)
-        return await super().payloads(names)
+        return await self.at_once(names)
 
 
 def through_worker(model: Path, url: str, password: str, run: str, steps: int, delay_s: float) -> dict[str, Any]:
@@ -358,7 +364,7 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
             while isinstance(done := worker.train(step), Damaged):
                 damaged.append(str(done))
                 if policy.world.rank == 0:
-                    fence = portal.call(store.attach_trainer())
+                    fence = portal.call(store.run.attach_trainer())
                     assert portal.call(discard_damaged(store, fence, step, done, policy.config)) == 1
                 ranks.gather(None)
             metrics.append(done[1].metrics)
@@ -366,8 +372,8 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
         weights = whole_weights(policy)
         policy = _policy(model, sections)
         for step in range(steps):
-            plan, ours = portal.call(store.plan(step)), portal.call(store.rank_plan(step, policy.world.rank))
-            payloads = portal.call(Store.payloads(store, sorted({sample.payload for row in ours.rows for sample in row})))
+            plan, ours = portal.call(store.steps.plan(step)), portal.call(store.steps.rank_plan(step, policy.world.rank))
+            payloads = portal.call(store.at_once(sorted({sample.payload for row in ours.rows for sample in row})))
             policy.train(batches.build(ours, payloads, vocabulary=policy.vocabulary, row_tokens=128), plan)
         at_once = whole_weights(policy)
     except Broken as error:

@@ -63,7 +63,7 @@ class World:
             service = Service("generator", self.config, self.store, status)
             engine = self.engines[name]
             await engine.start(self.config)
-            await self.store.beat(status, 60)
+            await self.store.fleet.beat(status, 60)
             if follows:
                 shared = (service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
                 lane = self.lanes[name] = EvaluationWorker(*shared)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ class World:
 
         self.portal.call(step())
         report = self.rounds.run(version)
-        self.portal.call(self.store.publish(self.fence, version))
+        self.portal.call(self.store.steps.publish(self.fence, version))
         return report
 
     def versions(self) -> dict[str, int]:
@@ -113,8 +113,8 @@ def open_world(folder: Path, server: RedisServer, *overrides: str, model: torch.
     config = small_config(folder, server, *LIMITS, *overrides)
     portal = Portal()
     store = portal.call(Store.connect(server.url, "rounds", server.password))
-    portal.call(store.create("config", "data", config.run.steps, config.slots))
-    fence = portal.call(store.attach_trainer())
+    portal.call(store.run.create("config", "data", config.run.steps, config.slots))
+    fence = portal.call(store.run.attach_trainer())
     notifications = Notifications()
     model = model or torch.nn.Linear(8, 4)
     sender = make_weight_sender(config, model, 0)
@@ -140,7 +140,7 @@ def open_world(folder: Path, server: RedisServer, *overrides: str, model: torch.
                     await lane.cancel(rollout)
             listening.cancel()
             await asyncio.sleep(0)
-            await store.delete_run()
+            await store.restores.delete_run()
             await store.close()
 
         sender.close_group()

@@ -184,7 +184,7 @@ class Campaign:
     def _watch(self, attempt: int) -> None:
         """Strike when the victim has acknowledged that it applied, others perhaps have not."""
         while True:
-            current, acks = self.world.portal.call(self.world.store.round())
+            current, acks = self.world.portal.call(self.world.store.fleet.round())
             if current is None or current.attempt != attempt:
                 return
             if self._armed("applied", {member: 0 for member, (stage, _) in acks.items() if stage == "applied"}):

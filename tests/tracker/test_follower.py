@@ -94,12 +94,12 @@ def following(store: Store, folder: Path) -> tuple[Follower, asyncio.Event, asyn
 
 async def test_every_record_reaches_the_tracker_once_and_in_order(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     for step in (0, 1, 0, 1, 2, 3, 4):  # a trainer that was killed trains, and records, again
-        await store.record(record(step))
+        await store.monitor.record(record(step))
     await add_round(store, 0)
     made, stopping, task = following(store, tmp_path)
     await wait_until(lambda: recorder.steps == [0, 1, 2, 3, 4])
     for step in (4, 5):
-        await store.record(record(step))
+        await store.monitor.record(record(step))
     await add_round(store, 4)
     stopping.set()  # what was recorded by then still comes
     await task
@@ -111,16 +111,16 @@ async def test_every_record_reaches_the_tracker_once_and_in_order(store: Store, 
 
 async def test_a_run_that_was_taken_back_is_recorded_anew(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     for step in range(5):
-        await store.record(record(step))
+        await store.monitor.record(record(step))
     await add_round(store, 4)
     _, stopping, task = following(store, tmp_path)
     await wait_until(lambda: (recorder.steps, recorder.rounds) == ([0, 1, 2, 3, 4], [4]))
     for step in (2, 3, 3):
-        await store.record(record(step) | {"run/incarnation": 17.0})
+        await store.monitor.record(record(step) | {"run/incarnation": 17.0})
     await wait_until(lambda: recorder.steps[5:] == [2, 3])
     await store.client.xadd(store.keys.evaluations, {"m": msgspec.json.encode(evaluated(2) | {"run/incarnation": 17.0})})
     await wait_until(lambda: recorder.rounds == [4, 2])
-    await store.record(record(4) | {"run/incarnation": 17.0})
+    await store.monitor.record(record(4) | {"run/incarnation": 17.0})
     stopping.set()
     await task
     assert recorder.steps[5:] == [2, 3, 4]
@@ -128,12 +128,12 @@ async def test_a_run_that_was_taken_back_is_recorded_anew(store: Store, recorder
 
 async def test_another_process_takes_up_where_the_last_one_was(store: Store, recorder: Recorder, tmp_path: Path) -> None:
     for step in range(4):
-        await store.record(record(step))
+        await store.monitor.record(record(step))
     _, _, task = following(store, tmp_path)
     await wait_until(lambda: recorder.steps == [0, 1, 2, 3])
     task.cancel()
     await asyncio.wait([task])
-    await store.record(record(4))
+    await store.monitor.record(record(4))
     _, stopping, task = following(store, tmp_path)
     stopping.set()
     await task
@@ -145,14 +145,14 @@ async def test_what_a_tracker_has_not_for_good_is_given_to_the_next_life_again(
 ) -> None:
     recorder.durable = False
     for step in range(4):
-        await store.record(record(step))
+        await store.monitor.record(record(step))
     _, _, task = following(store, tmp_path)
     await wait_until(lambda: recorder.steps == [0, 1, 2, 3])
     task.cancel()
     await asyncio.wait([task])
     recorder.steps = []
     for _ in range(2):
-        await store.record(record(4))
+        await store.monitor.record(record(4))
         _, stopping, task = following(store, tmp_path)
         stopping.set()
         await task
@@ -163,7 +163,7 @@ async def test_a_tracker_that_raises_is_logged_once_and_tried_until_it_works(
     store: Store, recorder: Recorder, tmp_path: Path
 ) -> None:
     recorder.failures = 5
-    await store.record(record(0))
+    await store.monitor.record(record(0))
     with capture_logs() as logs:
         _, stopping, task = following(store, tmp_path)
         await wait_until(lambda: recorder.steps == [0])
@@ -177,7 +177,7 @@ async def test_a_tracker_that_never_works_ends_with_the_run_and_its_records_wait
     store: Store, recorder: Recorder, tmp_path: Path
 ) -> None:
     recorder.failures = 10**9
-    await store.record(record(0))
+    await store.monitor.record(record(0))
     _, stopping, task = following(store, tmp_path)
     await wait_until(lambda: recorder.opened > 2)
     stopping.set()
@@ -193,12 +193,12 @@ async def test_a_slow_tracker_holds_up_neither_its_process_nor_those_who_record(
     store: Store, recorder: Recorder, tmp_path: Path
 ) -> None:
     recorder.slow_s = 1.0
-    await store.record(record(0))
+    await store.monitor.record(record(0))
     _, stopping, task = following(store, tmp_path)
     await wait_until(lambda: recorder.opened)
     began = time.monotonic()
     for step in range(1, 20):
-        await store.record(record(step))
+        await store.monitor.record(record(step))
         await asyncio.sleep(0)
     assert time.monotonic() - began < 0.9
     assert recorder.steps == []
@@ -291,17 +291,17 @@ def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(server: Red
 
     async def in_redis(*records: Record, end: bool = False) -> None:
         store = await Store.connect(server.url, name, server.password)
-        await store.create(digest(config), "data", 6, 8)
+        await store.run.create(digest(config), "data", 6, 8)
         for one in records:
-            await store.record(one)
+            await store.monitor.record(one)
         if end:
             await add_round(store, 6)
-            await store.finish("trained 6 of 6 steps")
+            await store.run.finish("trained 6 of 6 steps")
         await store.close()
 
     async def delete() -> None:
         store = await Store.connect(server.url, name, server.password)
-        await store.delete_run()
+        await store.restores.delete_run()
         await store.close()
 
     pod = Pod(path, tmp_path / "log")

@@ -19,7 +19,9 @@ class Interrupted(TrainLoop):
         plan = SimpleNamespace(step=4, stats={"tokens/gen/total": 7.0}, total_tokens=9, traces=[])
         self.step, self.fence, self.recorded = 3, 1, []
         self.commands: Any = SimpleNamespace(lead=lambda name, step: (plan, Trained({"loss/train/sum": 0.5}, {})))
-        self.store: Any = SimpleNamespace(commit=lambda fence, step: step, record=self.recorded.append)
+        self.store: Any = SimpleNamespace(
+            steps=SimpleNamespace(commit=lambda fence, step: step), monitor=SimpleNamespace(record=self.recorded.append)
+        )
         self.metrics: Any = SimpleNamespace(
             observe=lambda plan, record: None, record_s=SimpleNamespace(observe=lambda seconds: None)
         )

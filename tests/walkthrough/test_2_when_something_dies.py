@@ -16,11 +16,11 @@ async def test_a_generator_dies_and_another_finishes_its_ticket(store: Store) ->
     team = await start(store)
     await issue(store, team, 1)
     (dead,) = await claim(store, "generator-0")
-    await store.save_partial("generator-0", dead, b"tokens so far", ttl_s=60)
+    await store.tickets.save_partial("generator-0", dead, b"tokens so far", ttl_s=60)
 
     (alive,) = await claim(store, "generator-1", lease_s=0.0)  # a lease of no length: every other lease has run out
     assert alive.fence > dead.fence
-    assert await store.load_partial(alive.ticket_id) == b"tokens so far"
+    assert await store.tickets.load_partial(alive.ticket_id) == b"tokens so far"
 
     assert await submit(store, "generator-1", alive)
     assert not await submit(store, "generator-0", dead), "it was not dead after all, but too late: refused, not stored twice"
@@ -30,19 +30,19 @@ async def test_a_generator_dies_and_another_finishes_its_ticket(store: Store) ->
 async def test_a_standby_takes_over_and_the_old_leader_is_fenced_off(store: Store) -> None:
     """Every write of dataprep carries the fencing number of its leadership."""
     team = await start(store)
-    await store.step_down("leader-0:boot")  # or its lease ran out
-    new = await store.lead("leader-1:boot", lease_s=10)
+    await store.run.step_down("leader-0:boot")  # or its lease ran out
+    new = await store.run.lead("leader-1:boot", lease_s=10)
     assert new is not None
     with pytest.raises(Fenced):
-        await store.issue(team.leader, 0, [ticket(0)])
-    assert await store.issue(new, 0, [ticket(0)]) == 1
+        await store.tickets.issue(team.leader, 0, [ticket(0)])
+    assert await store.tickets.issue(new, 0, [ticket(0)]) == 1
 
 
 async def test_a_reply_is_lost_and_the_call_is_made_again(store: Store) -> None:
     """The client repeats calls by itself when a connection breaks, so each must be harmless the second time."""
     team = await start(store)
-    assert await store.issue(team.leader, 0, [ticket(0)]) == 1
-    assert await store.issue(team.leader, 0, [ticket(0)]) == 0
+    assert await store.tickets.issue(team.leader, 0, [ticket(0)]) == 1
+    assert await store.tickets.issue(team.leader, 0, [ticket(0)]) == 0
     (one,) = await claim(store, "g")
     assert await submit(store, "g", one)
     assert await submit(store, "g", one)
@@ -54,10 +54,10 @@ async def test_a_trainer_dies_after_its_commit(store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 1)
     await prepare(store, team, 0, ["0-0"])
-    before = await store.plan(0)
-    assert await store.commit(team.trainer, 0)
-    successor = await store.attach_trainer()
-    assert await store.plan(0) == before
-    assert not await store.commit(successor, 0)
+    before = await store.steps.plan(0)
+    assert await store.steps.commit(team.trainer, 0)
+    successor = await store.run.attach_trainer()
+    assert await store.steps.plan(0) == before
+    assert not await store.steps.commit(successor, 0)
     report = await audit(store)
     assert (report.outcomes["trained"], report.doubled) == (1, 0)

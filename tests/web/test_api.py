@@ -71,8 +71,8 @@ async def test_a_frame_is_the_run_as_it_stands(http: httpx.AsyncClient, store: S
     (before,) = await frames(http, 1)
     assert (before["state"], before["fault"]) == (None, "")
     await start(store)
-    await store.pause("trainer", "me: a look")
-    await store.record(row(0))
+    await store.run.pause("trainer", "me: a look")
+    await store.monitor.record(row(0))
     first, second = await frames(http, 2)
     assert first["state"]["paused"] == {"trainer": "me: a look"}  # type: ignore[index]
     assert (first["steps"]["last"], first["steps"]["count"]) == (0, 1)  # type: ignore[index]
@@ -135,7 +135,7 @@ async def test_series_are_drawn_in_so_many_points_and_follow_a_run_that_was_take
 ) -> None:
     await start(store)
     for step in range(10):
-        await store.record(row(step, reward=None if step == 9 else float(step)))
+        await store.monitor.record(row(step, reward=None if step == 9 else float(step)))
     found = (await http.get("/v1/console/series", params={"points": 5})).json()
     assert found["steps"] == [1, 3, 5, 7, 9]
     assert found["columns"]["reward/train/mean"] == [0.5, 2.5, 4.5, 6.5, 8.0]
@@ -145,7 +145,7 @@ async def test_series_are_drawn_in_so_many_points_and_follow_a_run_that_was_take
         await store.client.xadd(store.keys.evaluations, {"m": body})
     await asyncio.sleep(1.0)  # a look is shared for half a second
     assert [one["eval/version"] for one in (await http.get("/v1/console/evaluations")).json()["rounds"]] == [9, 4]
-    await store.record(row(6, incarnation=2.0, reward=60.0))
+    await store.monitor.record(row(6, incarnation=2.0, reward=60.0))
     await asyncio.sleep(1.0)  # a look is shared for half a second
     again = (await http.get("/v1/console/series")).json()
     assert again["steps"] == list(range(7))
@@ -166,7 +166,7 @@ async def test_who_may_operate_is_asked_of_the_server(http: httpx.AsyncClient, s
         assert (await http.post(path)).status_code in (401, 422), path
     assert (await http.post("/v1/deadletters/requeue", json={"all": True})).status_code == 401
     assert (await http.post("/v1/run/stop", headers=TOKEN, json={"why": "enough"})).status_code == 200
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     assert state.stopping == "enough"
 
@@ -190,7 +190,7 @@ async def test_redis_that_does_not_answer_is_said_and_the_last_look_stays(store:
     async def gone() -> None:
         raise StoreError("Redis went away")
 
-    monkeypatch.setattr(store, "state", gone)
+    monkeypatch.setattr(store.run, "state", gone)
     await asyncio.sleep(1.0)  # a look is shared for half a second
     await watch.look()
     bad = msgspec.json.decode(watch.frame())

@@ -44,13 +44,13 @@ async def bring_in(store: Store, folder: Path) -> str:
     told = header(
         good, lengths=lengths, prompt_tokens=len(prompt), source=MARKUP, generator=CONTROLS, scores={MARKUP: [0.0, 1.0, 0.0, 1.0]}
     )
-    assert await store.submit("g", good, told, codec.encode(payload), 60)
+    assert await store.tickets.submit("g", good, told, codec.encode(payload), 60)
     await settle(store, team)
-    await store.fail("g", failing, MARKUP + CONTROLS, 1)
-    await store.pause("trainer", MARKUP + CONTROLS)
+    await store.tickets.fail("g", failing, MARKUP + CONTROLS, 1)
+    await store.run.pause("trainer", MARKUP + CONTROLS)
     pod = PodStatus("generator", MARKUP, "b00t", MARKUP, 1, "javascript:window.hit=1", MARKUP, 0, 1, {"running": float("inf")})
-    await store.beat(pod, 60.0)
-    await store.record({"step": 0.0, "time_s": 1.0, f"reward/{MARKUP}": 0.5})
+    await store.fleet.beat(pod, 60.0)
+    await store.monitor.record({"step": 0.0, "time_s": 1.0, f"reward/{MARKUP}": 0.5})
     return good.ticket_id
 
 
@@ -86,6 +86,6 @@ def visit(url: str, group: str, letter: str) -> None:
 async def test_hostile_text_is_text(store: Store, server: RedisServer, tmp_path: Path) -> None:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     group = await bring_in(store, tmp_path / "model")
-    letter = (await store.dead_letters())[0].id
+    letter = (await store.dead_letters.page())[0].id
     async with served(config, store) as url:
         await asyncio.to_thread(visit, url, group, letter)

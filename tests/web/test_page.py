@@ -121,10 +121,10 @@ def test_a_checkpoint_and_a_dead_letter_put_back_by_buttons(run: Shown, browser:
         run.wait_for(lambda: run.state().checkpointed_step > before, "a checkpoint")
         go(page, "deadletters")
         page.wait_for_selector(f"main :text('{REASON}')")
-        left = run.ask(lambda store: store.dead_letter_count())
+        left = run.ask(lambda store: store.dead_letters.count())
         page.click("main td button >> nth=0")
         page.wait_for_selector(".said :text('1 put back')")
-        assert run.ask(lambda store: store.dead_letter_count()) == left - 1
+        assert run.ask(lambda store: store.dead_letters.count()) == left - 1
         page.wait_for_function("left => document.querySelectorAll('main tbody tr').length === left", arg=left - 1)
 
 
@@ -185,5 +185,5 @@ def test_grpo_web_shows_a_run_beside_its_own_page_until_it_is_told_to_end(run: S
             assert http.get("/v1/state", headers={"Authorization": ""}).status_code == 401
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-    pods = run.ask(lambda store: store.members(3.0))
+    pods = run.ask(lambda store: store.fleet.members(3.0))
     assert [pod.name for pod in pods if pod.kind == "web"] == ["web-0"], "grpo web is no pod of the run"

@@ -63,7 +63,7 @@ class Shown:
 
     def state(self) -> RunState:
         """The run's state."""
-        state = self.ask(lambda store: store.state())
+        state = self.ask(lambda store: store.run.state())
         assert state is not None
         return state
 
@@ -119,7 +119,7 @@ def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.
         run.wait_for(lambda: (run.folder / "metrics.jsonl").exists(), "a server")
         run.wait_for(lambda: bury(run, 2), "two failures")
         run.wait_for(lambda: run.state().committed_step >= trained, f"step {trained}")
-        run.ask(lambda store: store.request_checkpoint("tests"))
+        run.ask(lambda store: store.run.request_checkpoint("tests"))
         run.wait_for(lambda: run.state().checkpointed_step >= 0, "a checkpoint")
         run.wait_for(lambda: run.kept_step is not None, "a step after it")
         yield run
@@ -140,17 +140,17 @@ def bury(run: Shown, count: int) -> bool:
     async def failed(store: Store) -> int:
         buried = 0
         for _ in range(100):
-            state = await store.state()
+            state = await store.run.state()
             if state is None or buried >= count:
                 break
-            _, claims = await store.claim("script", state.published_version, state.published_by, 30.0, 1)
+            _, claims = await store.tickets.claim("script", state.published_version, state.published_by, 30.0, 1)
             for claim in claims:
-                buried += await store.fail("script", claim, REASON, 1)
+                buried += await store.tickets.fail("script", claim, REASON, 1)
             await asyncio.sleep(0.02)  # the generators are quick
         return buried
 
     run.ask(failed, "generator")
-    return run.ask(lambda store: store.dead_letter_count()) >= count
+    return run.ask(lambda store: store.dead_letters.count()) >= count
 
 
 def pids(run: Shown, pod: str) -> list[int]:

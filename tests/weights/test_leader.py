@@ -70,7 +70,7 @@ def test_a_member_that_never_answers_is_left_out_within_its_deadline(world: Worl
 
 def test_a_member_that_is_gone_is_not_awaited(world: World) -> None:
     alive, gone = world.member("a"), world.member("b", follows=False)
-    world.portal.call(world.store.beat(PodStatus("generator", "b", "next-boot", "here", 2, "", "loading", -1, 0, {}), 60))
+    world.portal.call(world.store.fleet.beat(PodStatus("generator", "b", "next-boot", "here", 2, "", "loading", -1, 0, {}), 60))
     report = world.rounds.run(0)
     assert report.members == (alive,)
     assert gone not in report.members
@@ -84,19 +84,19 @@ def status(name: str, unreached: str = "") -> PodStatus:
 def test_a_member_that_cannot_reach_the_trainer_is_counted_on_again_when_it_says_that_it_can(world: World) -> None:
     alive = world.member("a")
     cut = world.member("b", follows=False)
-    world.portal.call(world.store.beat(status("b", unreached="here:1"), 60))
+    world.portal.call(world.store.fleet.beat(status("b", unreached="here:1"), 60))
     first = world.rounds.run(0)
     assert (first.members, first.attempts) == ((alive,), 1)
     assert world.rounds.catch_up(0) is None, "nor is a latecomer's round tried with it"
     assert cut not in world.gathered
-    world.portal.call(world.store.beat(status("b"), 60))
+    world.portal.call(world.store.fleet.beat(status("b"), 60))
     assert world.rounds.run(1).members == (alive,)
     assert cut in world.gathered
 
 
 def test_when_nobody_can_reach_the_trainer_they_are_asked_again(world: World) -> None:
     member = world.member("a")
-    world.portal.call(world.store.beat(status("a", unreached="here:1"), 60))
+    world.portal.call(world.store.fleet.beat(status("a", unreached="here:1"), 60))
     assert world.rounds.run(0).members == (member,)
 
 
@@ -107,13 +107,13 @@ def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(world: W
         return Round(0, 0, phase, members, 0, "gloo", "127.0.0.1", port, 7, world.fence)
 
     async def unreached() -> str:
-        return next(pod.unreached for pod in await world.store.members(60) if pod.member == member)
+        return next(pod.unreached for pod in await world.store.fleet.members(60) if pod.member == member)
 
     async def acknowledged() -> tuple[str, str] | None:
-        return (await world.store.round())[1].get(member)
+        return (await world.store.fleet.round())[1].get(member)
 
     async def tell(listener: socket.socket) -> None:
-        await world.store.set_round(world.fence, opened("gather", {member: 0}))
+        await world.store.fleet.set_round(world.fence, opened("gather", {member: 0}))
         await wait_until(acknowledged)
         assert await acknowledged() == (
             "failed",
@@ -121,7 +121,7 @@ def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(world: W
         )
         assert await unreached() == f"127.0.0.1:{port}", "its heartbeat said so before it answered"
         listener.listen()
-        await world.store.set_round(world.fence, opened("done", {}))
+        await world.store.fleet.set_round(world.fence, opened("done", {}))
 
         async def again() -> bool:
             return not await unreached()
@@ -333,13 +333,13 @@ def test_a_member_that_declines_costs_no_deadline(world: World) -> None:
 
 def test_an_operators_pause_outlasts_a_round(world: World) -> None:
     world.member("a")
-    world.portal.call(world.store.pause("generator", "a test"))
+    world.portal.call(world.store.run.pause("generator", "a test"))
 
     world.portal.call(wait_until(lambda: not world.engines["a"]._go.is_set()))
     world.rounds.run(0)
     assert world.versions() == {"a": 0}
     assert not world.engines["a"]._go.is_set()
-    world.portal.call(world.store.resume("generator"))
+    world.portal.call(world.store.run.resume("generator"))
 
     world.portal.call(wait_until(world.engines["a"]._go.is_set))
 
@@ -357,7 +357,7 @@ def test_an_engine_that_dies_in_a_pause_ends_its_process(world: World) -> None:
             raise EngineDead("did not answer")
 
     world.member("a", Stuck())
-    world.portal.call(world.store.pause("generator", "a test"))
+    world.portal.call(world.store.run.pause("generator", "a test"))
 
     async def ended() -> bool:
         return any(task.done() and isinstance(task.exception(), Broken) for task in world.tasks["a"])

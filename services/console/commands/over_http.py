@@ -92,7 +92,9 @@ def stop(endpoint: Endpoint, run: str, why: str) -> int:
 async def drain(pod: str, run: str, wait_s: float) -> int:
     """Drain a generator, found by its name in the fleet: it finishes its work, leaves the fleet and exits."""
     async with attach(run) as attached:
-        pods = {status.name: status for status in await attached.store.members(attached.ttl_s) if status.kind == "generator"}
+        pods = {
+            status.name: status for status in await attached.store.fleet.members(attached.ttl_s) if status.kind == "generator"
+        }
         config = attached.config
     if pod not in pods:
         raise ConsoleError(

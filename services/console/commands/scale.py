@@ -23,7 +23,7 @@ async def scale(run: str, redis_url: str, generators: int, why: str) -> int:
             raise ConsoleError(f"run {attached.name} has already finished: {state.finished}", EXIT_CONFIG)
         if refusal := (attached.config.fleet.refusal if attached.config else "") or state.scale.refusal(generators):
             raise ConsoleError(refusal, EXIT_CONFIG)
-        await attached.store.scale_generators(generators, why or f"{getpass.getuser()}, grpo scale")
+        await attached.store.run.scale_generators(generators, why or f"{getpass.getuser()}, grpo scale")
     waits = "; the run waits until there is one" if generators == 0 else ""
     print(f"run {attached.name}: desired generators set to {generators}{waits}{later(attached)}")
     return EXIT_OK

@@ -33,7 +33,7 @@ async def _watch(attached: Attached, steps: int, deadline: float) -> str:
     """Wait for `steps` more steps, or the end. Return how the run ended; empty: it trained the steps."""
     first: int | None = None
     while True:
-        state = await attached.store.state()
+        state = await attached.store.run.state()
         if state is not None:
             first = state.committed_step if first is None else first
             if state.finished or state.committed_step - first >= steps:
@@ -46,7 +46,7 @@ async def _watch(attached: Attached, steps: int, deadline: float) -> str:
 
 async def _why(attached: Attached) -> str:
     """Explain why a run makes no progress."""
-    state = await attached.store.state()
+    state = await attached.store.run.state()
     if state is None:
         return "it does not exist yet: see the log of dataprep"
     if state.paused:

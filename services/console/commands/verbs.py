@@ -26,7 +26,10 @@ async def status(run: str, redis_url: str, as_json: bool) -> int:
         state = await existing(attached)
         members = await fleet(attached.store, attached.ttl_s)
         last = await _last_step(attached)
-        evaluation, evaluated = await attached.store.evaluation(attached.ttl_s), await attached.store.last_evaluation()
+        evaluation, evaluated = (
+            await attached.store.evaluation.state(attached.ttl_s),
+            await attached.store.evaluation.last_record(),
+        )
     if as_json:
         pods = [{**msgspec.to_builtins(member.status), "age_s": round(member.age_s, 3)} for member in members]
         print_json(
@@ -67,7 +70,9 @@ async def pause(run: str, redis_url: str, roles: Sequence[str], mode: PauseMode,
     async with attach(run, redis_url) as attached:
         await existing(attached)
         for role, each in modes.items():
-            await attached.store.pause(role, ": ".join(part for part in (getpass.getuser(), why or "grpo pause") if part), each)
+            await attached.store.run.pause(
+                role, ": ".join(part for part in (getpass.getuser(), why or "grpo pause") if part), each
+            )
         left = await _left(attached, modes, wait_s)
     return concluded(f"run {attached.name}: {', '.join(roles)} paused{later(attached)}", left, wait_s)
 
@@ -77,7 +82,7 @@ async def resume(run: str, redis_url: str, roles: Sequence[str], wait_s: float) 
     async with attach(run, redis_url) as attached:
         await existing(attached)
         for role in roles:
-            await attached.store.resume(role)
+            await attached.store.run.resume(role)
         left = await _left(attached, dict.fromkeys(roles, ""), wait_s)
     return concluded(f"run {attached.name}: {', '.join(roles)} resumed{later(attached)}", left, wait_s)
 
@@ -98,14 +103,14 @@ async def stop(run: str, redis_url: str, why: str) -> int:
         state = await existing(attached)
         if state.finished:
             raise ConsoleError(f"run {attached.name} has already finished: {state.finished}", EXIT_CONFIG)
-        await attached.store.stop(why or f"{getpass.getuser()}, grpo stop")
+        await attached.store.run.stop(why or f"{getpass.getuser()}, grpo stop")
     print(f"run {attached.name}: stop requested: the trainer finishes its step, saves and ends the run{later(attached)}")
     return EXIT_OK
 
 
 async def existing(attached: Attached) -> RunState:
     """Return the run's state. Raise `ConsoleError` when there is none."""
-    state = await attached.store.state()
+    state = await attached.store.run.state()
     if state is None:
         raise ConsoleError(
             f"run {attached.name} does not exist in its Redis: it was never started, or it was deleted", EXIT_CONFIG

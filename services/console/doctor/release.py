@@ -23,8 +23,8 @@ async def services(config: RunConfig) -> AsyncIterator[Finding]:
     try:
         store = await Store.connect(config.redis.url, config.run.name, redis_login(config, "console"))
         try:
-            state = await store.state()
-            pods = sorted(await store.members(config.fleet.ttl_s), key=lambda pod: pod.name)
+            state = await store.run.state()
+            pods = sorted(await store.fleet.members(config.fleet.ttl_s), key=lambda pod: pod.name)
         finally:
             await store.close()
     except StoreError as error:

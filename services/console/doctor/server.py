@@ -83,7 +83,7 @@ async def _ask(config: RunConfig, url: str, login: Login) -> Asked:
     try:
         spread = config.redis.payload_shards
         if spread:
-            await store.check_shards(spread)
+            await store.payloads.check_shards(spread)
         keys = [shard.prefix for shard in shards(config.run.name, spread)] if spread else []
         info = await store.client.info()
         trips = []
@@ -174,7 +174,7 @@ async def _users(config: RunConfig, url: str) -> AsyncIterator[Finding]:
     for kind in here:
         try:
             store = await Store.connect(url, config.run.name, redis_login(config, kind))
-            await store.state()
+            await store.run.state()
             await store.close()
             let_in.append(kind)
         except (StoreError, ConfigError) as error:

@@ -123,17 +123,17 @@ async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) ->
     store = await Store.connect(url, name, login)
     try:
         if fresh:
-            alive = ", ".join(sorted(status.name for status in await store.members(config.fleet.ttl_s)))
+            alive = ", ".join(sorted(status.name for status in await store.fleet.members(config.fleet.ttl_s)))
             if alive:
                 raise ConsoleError(
                     f"run {name!r} in Redis at {url} was not deleted: {alive} sent a heartbeat in the last "
                     f"{config.fleet.ttl_s:g} s; stop them first",
                     EXIT_CONFIG,
                 )
-            await store.delete_run(config.redis.payload_shards)
+            await store.restores.delete_run(config.redis.payload_shards)
         if config.redis.payload_shards:
-            await store.check_shards(config.redis.payload_shards)
-        state = await store.state()
+            await store.payloads.check_shards(config.redis.payload_shards)
+        state = await store.run.state()
         if state is not None and state.config != digest(config):
             raise ConsoleError(
                 f"Redis at {url} holds a run {name!r} with another configuration; choose another run.name, or delete it "
@@ -198,9 +198,9 @@ class _Job:
 
     async def _see_through(self, store: Store, mirror: Mirror, evaluations: Mirror) -> int:
         began = time.monotonic()
-        await store.resumed("")
+        await store.run.resumed("")
         if self.restore is not None:
-            await store.request_restore(self.restore)
+            await store.run.request_restore(self.restore)
         observer = Observer(store, self.config.fleet.ttl_s)
         before = summary.read(self.folder.summary)
         for look in await observer.look_to_the_end():
@@ -241,7 +241,7 @@ class _Job:
             if config.web.port:
                 display.event(f"web console at http://{config.web.host}:{config.web.port}, its token in {config.api.token_file}")
             most = most_generators(config, self.gpus)
-            await observer.store.bound_generators(most)
+            await observer.store.run.bound_generators(most)
             launcher = Launcher(
                 self._plan, config.generator.count, most, observer, mirror, evaluations, display, logs=self.folder.logs,
                 environ=self.environ, lock_fd=self.lock_fd, server=self.server,

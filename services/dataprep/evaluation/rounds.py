@@ -54,7 +54,7 @@ class EvaluationRounds:
         return self._open is None and await self._open_next(fence, state)
 
     async def _look(self, fence: int, state: RunState, now: float) -> bool:
-        seen = await self.store.evaluation(self.config.fleet.ttl_s)
+        seen = await self.store.evaluation.state(self.config.fleet.ttl_s)
         self._fence, self._dealt_with, self._look_at = fence, seen.dealt_with, now + POLL_S
         self._open = seen.round.version if seen.round else None
         if seen.round is None:
@@ -64,7 +64,7 @@ class EvaluationRounds:
             return True
         members = []
         if state.published_version > seen.round.version and not seen.round.volunteers:
-            members = await self.store.members(self.config.fleet.ttl_s)
+            members = await self.store.fleet.members(self.config.fleet.ttl_s)
         if state.published_version < state.steps:
             self._last_since = None
         elif self._last_since is None:
@@ -85,13 +85,13 @@ class EvaluationRounds:
             due = self.given.next_version(due, state.steps)
         if late:
             log.warning("evaluation rounds skipped: their versions passed", last=self._dealt_with, skipped=late)
-            if await self.store.skip_evaluations(fence, self._dealt_with, late):
+            if await self.store.evaluation.skip(fence, self._dealt_with, late):
                 self.metrics.rounds["skipped"].inc(late)
             return True
         assert due is not None
         trace, began = self.tracing.begin(always=True), time.monotonic()
         tickets = self.tickets(due, trace)
-        opened = await self.store.open_evaluation(fence, due, tickets)
+        opened = await self.store.evaluation.open(fence, due, tickets)
         self.tracing.issued([trace], done=opened)
         if opened:
             self._traces = {due: (trace, began)}
@@ -103,7 +103,7 @@ class EvaluationRounds:
         tickets = self.tickets(found.version)
         longest = self.given.max_tokens or self.config.sampling.max_tokens
         try:
-            results = read_results(tickets, await self.store.evaluation_results(), longest, self.config.largest_reward)
+            results = read_results(tickets, await self.store.evaluation.results(), longest, self.config.largest_reward)
         except Unfit as fault:
             await self._abandon(fence, found, str(fault))
             return
@@ -111,13 +111,13 @@ class EvaluationRounds:
             "eval/version": float(found.version), "eval/wall_s": found.wall_s, "time_s": time.time(),
             "run/incarnation": float(incarnation),
         }  # fmt: skip
-        await self.store.report_evaluation(fence, found.version, record)
+        await self.store.evaluation.report(fence, found.version, record)
         self.metrics.complete(record, sum(len(result.rewards) for result in results))
         self._ended(found, "complete")
         log.info("evaluation round complete", **{name: round(value, 4) for name, value in record.items()})
 
     async def _abandon(self, fence: int, found: EvaluationRound, reason: str) -> None:
-        await self.store.abandon_evaluation(fence, found.version, reason)
+        await self.store.evaluation.abandon(fence, found.version, reason)
         self.metrics.rounds["abandoned"].inc()
         self._ended(found, "abandoned")
         log.warning("evaluation round abandoned", version=found.version, done=found.done, total=found.total, reason=reason)

@@ -43,7 +43,7 @@ class Issuer:
 
     async def restore(self, cursor: int) -> None:
         """Take the order up where Redis holds it, which is at prompt number `cursor` of the run."""
-        self.order.restore(*await self.store.order())
+        self.order.restore(*await self.store.tickets.order())
         self._cursor, self.exhausted = cursor, ""
 
     async def issue(self, fence: int, cursor: int, wanted: int, swept: SweptTable) -> int:
@@ -51,14 +51,14 @@ class Issuer:
         if cursor != self._cursor:  # a call whose reply was lost took effect, or the server lost its last one
             await self.restore(cursor)
         count = min(wanted, ISSUE_BATCH)
-        names = await self.store.requeued(min(swept.requeued, count)) if swept.requeued and count > 0 else []
+        names = await self.store.tickets.requeued(min(swept.requeued, count)) if swept.requeued and count > 0 else []
         again, rest = [_pick(name, self.source) for name in names], 0 if self.exhausted else count - len(names)
         rates: dict[int, PassRate] = {}
         if rest > 0 and self._needs_rates and self.order.begins_epoch(rest):
             if 0 <= swept.oldest_outstanding < cursor + count - self.config.slots:
                 rest = 0  # the epoch's rows depend on the reward of this straggler
             else:
-                rates = await self.store.rates()
+                rates = await self.store.replay.rates()
         try:
             draft = self.order.draft(max(rest, 0), cursor, rates, again)
         except Exhausted as reason:
@@ -69,7 +69,7 @@ class Issuer:
             return 0
         issued = 0
         try:
-            issued = await self.store.issue(fence, cursor, tickets, draft.state, draft.epochs, len(again))
+            issued = await self.store.tickets.issue(fence, cursor, tickets, draft.state, draft.epochs, len(again))
         finally:
             self.tracing.issued([ticket.trace for ticket in tickets], done=issued > 0)
         if issued:
@@ -79,11 +79,11 @@ class Issuer:
 
     async def issue_again(self, fence: int) -> int:
         """Issue the next tickets that a restore cut off. Returns how many."""
-        found = await self.store.reissue(ISSUE_BATCH)
+        found = await self.store.tickets.reissue(ISSUE_BATCH)
         tickets = [self.ticket(_pick(name, self.source), seq) for name, seq in found]
         issued = 0
         try:
-            issued = await self.store.issue_again(fence, tickets)
+            issued = await self.store.tickets.issue_again(fence, tickets)
         finally:
             self.tracing.issued([ticket.trace for ticket in tickets], done=issued > 0)
         return issued

@@ -35,7 +35,7 @@ class MemoryGuard:
         if time.monotonic() - self._looked < POLL_S:
             return bool(self.why)
         self._looked = time.monotonic()
-        used, limit = await self._store.memory(self._limit)
+        used, limit = await self._store.run.memory(self._limit)
         if limit and used >= (ROOM if self.why else FULL) * limit:
             if not self.why:
                 log.warning("Redis is nearly full: no prompt is issued until a checkpoint lets it forget", remedy=REMEDY)

@@ -25,6 +25,6 @@ async def sweep(service: Service, loop: Loop) -> None:
         began = time.monotonic()
         state = service.view.state
         if state is not None and state.leader == service.status.member:
-            await service.store.sweep()
+            await service.store.payloads.sweep()
         loop.progress()
         await asyncio.sleep(min(max(PAUSE_S, SHARE * (time.monotonic() - began)), LONGEST_PAUSE_S))

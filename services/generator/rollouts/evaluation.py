@@ -57,7 +57,7 @@ class EvaluationWorker(RolloutWorker):
             return
         version = self.engine.version
         try:
-            admitted = await self.store.volunteer(
+            admitted = await self.store.evaluation.volunteer(
                 self._member, version, self.service.status.trainer_fence, self.config.fleet.ttl_s, given.max_generators,
                 given.min_training_generators,
             )  # fmt: skip
@@ -85,7 +85,7 @@ class EvaluationWorker(RolloutWorker):
         room = self._most - len(self.rollouts)
         if room <= 0:
             return
-        claims = await self.store.claim_evaluation(
+        claims = await self.store.evaluation.claim(
             self._member, version, self.config.generator.lease_s, room, self.config.generator.max_expiries
         )
         for rollout in list(self.rollouts.values()) if claims is None else ():
@@ -106,7 +106,7 @@ class EvaluationWorker(RolloutWorker):
         for rollout in held:
             await self.cancel(rollout)
         if self.version is not None:
-            await self.store.resign(self._member, [rollout.claim for rollout in held])
+            await self.store.evaluation.resign(self._member, [rollout.claim for rollout in held])
             log.info("returns to training", version=self.version)
             self.version = None
             if not self._closed:
@@ -125,11 +125,11 @@ class EvaluationWorker(RolloutWorker):
 
     async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
         """Hand a ticket back, or say that the round cannot be completed."""
-        return await self.store.fail_evaluation(self._member, claim, reason, max_attempts)
+        return await self.store.evaluation.fail(self._member, claim, reason, max_attempts)
 
     async def extend(self, claims: Sequence[Claim]) -> set[str]:
         """Renew leases."""
-        return await self.store.renew_evaluation(self._member, claims, self.config.generator.lease_s)
+        return await self.store.evaluation.renew(self._member, claims, self.config.generator.lease_s)
 
     async def submit(self, rollout: Rollout) -> bool:
         """Generate, score and submit; the tokens stay here."""
@@ -141,7 +141,7 @@ class EvaluationWorker(RolloutWorker):
         )  # fmt: skip
         if fault := mixed(header, ticket.epoch):
             raise GenerationFailed(fault)
-        return await self.submit_with_retry(rollout, lambda: self.store.submit_evaluation(self._member, rollout.claim, header))
+        return await self.submit_with_retry(rollout, lambda: self.store.evaluation.submit(self._member, rollout.claim, header))
 
 
 def mixed(header: Header, version: int) -> str:

@@ -29,11 +29,11 @@ def add_routes(service: Service) -> None:
     store = service.store
 
     async def not_written(step: int) -> list[str]:
-        state = await store.state()
+        state = await store.run.state()
         return [] if state is None or state.checkpointed_step >= step or state.checkpoint_failed else ["trainer"]
 
     async def not_restored() -> list[str]:
-        state = await store.state()
+        state = await store.run.state()
         return [] if state is None or max(state.restore, state.restoring) < 0 else ["trainer"]
 
     @router.get("/checkpoints", dependencies=[service.app.state.reader])
@@ -51,7 +51,7 @@ def add_routes(service: Service) -> None:
         if asked.saved or not wait_s:
             return asked
         await until_none(lambda: not_written(asked.step), wait_s)
-        state = await store.state()
+        state = await store.run.state()
         saved = state is not None and state.checkpointed_step >= asked.step
         return AskedCheckpoint(step=state.checkpointed_step if state and saved else asked.step, saved=saved)
 

@@ -64,7 +64,7 @@ def inspection_router(service: Service) -> APIRouter:
     @router.post("/deadletters/requeue", dependencies=[service.app.state.guard], responses=problems(404, 409))
     async def put_back(which: RequeueRequest) -> RequeueAnswer:
         """Have the tickets of dead letters issued again."""
-        state, answer = await store.state(), await requeue(store, None if which.all else which.ids)
+        state, answer = await store.run.state(), await requeue(store, None if which.all else which.ids)
         if state is not None and state.ended and not answer.requeued:
             raise HTTPException(409, f"the run is over: {state.finished or state.stopping}")
         return answer

@@ -24,13 +24,13 @@ def add_routes(service: Service) -> None:
         return [name for role, mode in modes.items() for name in await not_paused(store, role, mode, ttl_s)]
 
     async def not_ended() -> list[str]:
-        state = await store.state()
+        state = await store.run.state()
         return [] if state is None or state.finished else ["trainer"]
 
     @router.get("/ledger", dependencies=[service.app.state.reader])
     async def ledger() -> dict[str, int]:
         """Counts of every place a ticket can be in, and of every outcome, in one instant."""
-        return await store.audit()
+        return await store.run.audit()
 
     @router.get("/audit", dependencies=[service.app.state.reader], responses=problems(503))
     async def audited() -> AuditReport:
@@ -43,14 +43,14 @@ def add_routes(service: Service) -> None:
         wish = wish or Pause()
         modes = {role: wish.mode if role == "generator" else "keep" for role in ROLES}
         for role in ROLES:
-            await store.pause(role, wish.text, wish.mode if role == "generator" else "keep")
+            await store.run.pause(role, wish.text, wish.mode if role == "generator" else "keep")
         return RunDesire(run=run, desired="paused", waiting_for=await until_none(lambda: not_there(modes), wait_s))
 
     @router.post("/run/resume", dependencies=guard)
     async def resume(wait_s: WaitS = 0.0) -> RunDesire:
         """Let every role go on."""
         for role in ROLES:
-            await store.resume(role)
+            await store.run.resume(role)
         return RunDesire(
             run=run, desired="running", waiting_for=await until_none(lambda: not_there(dict.fromkeys(ROLES, "")), wait_s)
         )
@@ -58,7 +58,7 @@ def add_routes(service: Service) -> None:
     @router.post("/run/stop", dependencies=guard, responses=problems(409))
     async def stop(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
         """End the run after the step that is being trained: checkpoint, export, exit. 409: it goes back to a checkpoint."""
-        await store.stop((reason or Reason()).text)
+        await store.run.stop((reason or Reason()).text)
         return RunDesire(run=run, desired="stopping", waiting_for=await until_none(not_ended, wait_s))
 
     service.app.include_router(router)

@@ -83,13 +83,13 @@ class Buffer(Answer):
 
 async def inspect_buffer(store: Store, sort: Sort = "order", offset: int = 0, limit: int = 20, reverse: bool = False) -> Buffer:
     """The table and its groups `offset` to `offset + limit`. Raises `NotFound` when there are no weights to sort by."""
-    state = await store.table_state()
+    state = await store.inspection.table_state()
     if sort == "weight" and state.weight_sum is None:
         raise NotFound(
             f"the table has no weights to sort by: replay.sampler is {state.sampler!r} and replay.remover {state.remover!r}; "
             "sort by order or version"
         )
-    rows = await store.table_page(sort, offset, min(limit, MAX_PAGE), reverse)
+    rows = await store.inspection.table_page(sort, offset, min(limit, MAX_PAGE), reverse)
     return Buffer(
         size=state.size, capacity=state.capacity, sampler=state.sampler, remover=state.remover, max_uses=state.max_uses,
         weight_sum=state.weight_sum, inserted=state.inserted, drawn=state.drawn, uses=state.uses, next_step=state.next_step,

@@ -83,7 +83,7 @@ async def request_checkpoint_of(store: Store, why: str) -> AskedCheckpoint:
 
     Raises `NotFound` when nothing can come of it.
     """
-    state = await store.state()
+    state = await store.run.state()
     if state is None:
         raise NotFound("the run does not exist yet: nothing is there to be saved")
     step = max(state.committed_step, 0)
@@ -92,7 +92,7 @@ async def request_checkpoint_of(store: Store, why: str) -> AskedCheckpoint:
     if state.finished:
         raise NotFound(f"the run has finished ({state.finished}) without a checkpoint of step {step}: its trainer is gone")
     if not state.checkpoint or state.checkpoint_failed:  # after a failure, to ask again is to have it tried again
-        await store.request_checkpoint(why)
+        await store.run.request_checkpoint(why)
     return AskedCheckpoint(step=step, saved=False)
 
 
@@ -112,9 +112,9 @@ async def request_restore_to(store: Store, root: Path, step: int) -> AskedRestor
         await asyncio.to_thread(restorable, CheckpointFolder(root), step)
     except CheckpointError as error:
         raise NotFound(str(error)) from None
-    if await store.state() is None:
+    if await store.run.state() is None:
         raise NotFound("the run does not exist yet: nothing is there to be taken back")
-    await store.request_restore(step)
+    await store.run.request_restore(step)
     return AskedRestore(step=step)
 
 

@@ -85,9 +85,9 @@ class RequeueAnswer(Answer):
 async def inspect_dead_letters(store: Store, limit: int = 20, before: str = "") -> DeadLetters:
     """The last dead letters, or the last before the entry `before`. Raises `NotFound` for an entry id that is none."""
     limit = min(limit, MAX_PAGE)
-    letters = await store.dead_letters(limit + 1, _entry_id(before) if before else "")
+    letters = await store.dead_letters.page(limit + 1, _entry_id(before) if before else "")
     return DeadLetters(
-        total=await store.dead_letter_count(),
+        total=await store.dead_letters.count(),
         letters=[DeadLetterRow(**_row(letter)) for letter in letters[:limit]],
         next=letters[limit - 1].id if len(letters) > limit else None,
     )
@@ -95,7 +95,7 @@ async def inspect_dead_letters(store: Store, limit: int = 20, before: str = "") 
 
 async def inspect_dead_letter(store: Store, id: str) -> DeadLetterBody:
     """A dead letter with its body. Raises `NotFound`."""
-    letter = await store.dead_letter(_entry_id(id))
+    letter = await store.dead_letters.get(_entry_id(id))
     if letter is None:
         raise NotFound(f"there is no dead letter {id}: it was requeued, or trimmed")
     kind, fields = _decoded(letter.body)
@@ -107,7 +107,7 @@ async def requeue(store: Store, ids: Sequence[str] | None = None, reason: str = 
     """Put dead letters back: those named by `ids`, or without ids those whose reason contains `reason`."""
     if ids is None:
         ids = [letter.id async for letter in _all(store) if reason in letter.reason]
-    answers = await store.requeue(ids)
+    answers = await store.dead_letters.requeue(ids)
     return RequeueAnswer(
         requeued=[_requeue(answer) for answer in answers if not answer.refusal],
         refused=[_requeue(answer) for answer in answers if answer.refusal],
@@ -115,11 +115,11 @@ async def requeue(store: Store, ids: Sequence[str] | None = None, reason: str = 
 
 
 async def _all(store: Store) -> AsyncIterator[DeadLetter]:
-    letters = await store.dead_letters(MAX_PAGE)
+    letters = await store.dead_letters.page(MAX_PAGE)
     while letters:
         for letter in letters:
             yield letter
-        letters = await store.dead_letters(MAX_PAGE, letters[-1].id)
+        letters = await store.dead_letters.page(MAX_PAGE, letters[-1].id)
 
 
 def _requeue(answer: Requeued) -> Requeue:

@@ -113,24 +113,24 @@ async def inspect_group(
     """A group by its ticket, with `limit` of its completions. `kind`: how advantages are computed. Raises `NotFound`."""
     if TICKET_ID.fullmatch(ticket) is None:
         raise NotFound(f"{ticket!r} is not a ticket: they are named <epoch>-<row>, e.g. 0-17")
-    found = await store.whereabouts(ticket)
+    found = await store.inspection.whereabouts(ticket)
     if found.outstanding is not None:
-        issued = await store.issued_ticket(ticket)
+        issued = await store.inspection.issued_ticket(ticket)
         if issued is not None:
             return await asyncio.to_thread(_issued, found, issued, reader)
-        entry = await store.unsettled_header(ticket)
+        entry = await store.inspection.unsettled_header(ticket)
         place = {"place": "moving", "where": "was just settled, or handed on: look again"} if entry is None else _FINISHED
         about = {"group": ticket, "seq": found.outstanding, **place}
         header, payload = (entry.header, entry.payload) if entry else (None, "")
         notes = [entry.fault] if entry and entry.fault else []
     elif found.record is not None:
-        steps = await store.steps_of(ticket, found.kept_steps) if found.record.uses else []
-        about = _settled(found, steps) | {"probability": probability(found.weight, await store.table_state())}
+        steps = await store.inspection.steps_of(ticket, found.kept_steps) if found.record.uses else []
+        about = _settled(found, steps) | {"probability": probability(found.weight, await store.inspection.table_state())}
         header, payload = found.record.header, found.record.payload
         notes = [] if header else ["its header cannot be read"]
     else:
         return Group(group=ticket, **_ended(found))
-    tokens = await store.payload(payload) if payload else None
+    tokens = await store.inspection.payload(payload) if payload else None
     shown = slice(offset, offset + min(limit, MAX_COMPLETIONS))
     return await asyncio.to_thread(_with_tokens, about, header, tokens, notes, reader, kind, shown)
 

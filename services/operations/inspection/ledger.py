@@ -67,9 +67,9 @@ class AuditReport:
 
 async def audit(store: Store) -> AuditReport:
     """Audit a run. Raises `StoreError` when there is none of the name."""
-    if await store.state() is None:
+    if await store.run.state() is None:
         raise StoreError(f"there is no run {store.keys.name!r} on this Redis: check run.name and redis.url")
-    return assess(store.keys.name, await store.audit())
+    return assess(store.keys.name, await store.run.audit())
 
 
 def assess(run: str, counts: Mapping[str, int]) -> AuditReport:

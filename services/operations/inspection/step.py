@@ -106,19 +106,19 @@ class Step(Answer):
 
 async def inspect_step(store: Store, step: int, row_tokens: int | None, offset: int = 0, limit: int = 100) -> Step:
     """A step with `limit` of its groups. `row_tokens`: token budget of a row. Raises `NotFound` when it is not prepared yet."""
-    state = await store.state()
+    state = await store.run.state()
     if state is None:
         raise NotFound(f"there is no run {store.keys.name!r} on this Redis")
     if not 0 <= step <= state.prepared_step:
         last = f"the last is step {state.prepared_step}" if state.prepared_step >= 0 else "none is"
         raise NotFound(f"step {step} is not prepared: {last}")
-    kept = await store.kept_step(step)
-    record = await store.step_record(step) if step <= state.committed_step else None
+    kept = await store.inspection.kept_step(step)
+    record = await store.inspection.step_record(step) if step <= state.committed_step else None
     if kept is None:
-        if step > await store.retired_step():
+        if step > await store.inspection.retired_step():
             raise NotFound(f"the plan of step {step} cannot be read")
         return Step(step=step, state="retired", plan=None, record=record)
-    records = await store.group_records(kept.plan.groups)
+    records = await store.inspection.group_records(kept.plan.groups)
     plan = _plan(kept, records, row_tokens, slice(offset, offset + min(limit, MAX_PAGE)))
     return Step(step=step, state="committed" if step <= state.committed_step else "prepared", plan=plan, record=record)
 

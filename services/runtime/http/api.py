@@ -120,7 +120,7 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
         asked, wish = asked_of(role), wish or Pause()
         if asked != "generator" and wish.mode != "keep":
             raise HTTPException(422, f'mode: "{wish.mode}" is for generators; a {asked} halts between two steps, leave it out')
-        await store.pause(asked, wish.text, wish.mode)
+        await store.run.pause(asked, wish.text, wish.mode)
         waiting_for = await until_none(lambda: not_paused(store, asked, wish.mode, ttl_s), wait_s)
         return Desired(role=asked, paused=True, mode=wish.mode, why=wish.text, waiting_for=waiting_for)
 
@@ -128,7 +128,7 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
     async def resume(role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Let the role go on."""
         asked = asked_of(role)
-        await store.resume(asked)
+        await store.run.resume(asked)
         waiting_for = await until_none(lambda: not_paused(store, asked, "", ttl_s), wait_s)
         return Desired(role=asked, paused=False, mode=None, why="", waiting_for=waiting_for)
 
@@ -136,12 +136,12 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
     async def scale(wish: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
         """Have so many generators from now on; who starts them (`grpo run` on one machine) follows. 409: there is no room,
         or an autoscaler decides."""
-        state = await store.state()
+        state = await store.run.state()
         refusal = service.config.fleet.refusal or (state.scale if state else Scale()).refusal(wish.replicas)
         if refusal := refusal or (state.finished if state else ""):
             raise HTTPException(409, refusal)
         why = Reason(why=wish.why, who=wish.who).text
-        await store.scale_generators(wish.replicas, why)
+        await store.run.scale_generators(wish.replicas, why)
         waiting_for = await until_none(lambda: not_scaled(store, wish.replicas, ttl_s), wait_s)
         return Scaled(replicas=wish.replicas, why=why, waiting_for=waiting_for)
 

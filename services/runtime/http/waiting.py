@@ -39,13 +39,13 @@ async def until_none(look: Callable[[], Awaitable[list[str]]], wait_s: float) ->
 
 async def not_paused(store: Store, role: str, mode: str, ttl_s: float) -> list[str]:
     """Pods of a role that do not pause as asked; with an empty mode: that do not work again."""
-    pods = [pod for pod in await store.members(ttl_s) if pod.kind == role]
+    pods = [pod for pod in await store.fleet.members(ttl_s) if pod.kind == role]
     return sorted(pod.name for pod in pods if pod.paused != mode and (not mode or pod.phase not in BUSY_PHASES))
 
 
 async def not_scaled(store: Store, replicas: int, ttl_s: float) -> list[str]:
     """Generators that are there and not wanted, or a word for those that are missing."""
-    there = sorted(pod.name for pod in await store.members(ttl_s) if pod.kind == "generator" and pod.phase != "draining")
+    there = sorted(pod.name for pod in await store.fleet.members(ttl_s) if pod.kind == "generator" and pod.phase != "draining")
     if len(there) < replicas:
         return [f"{replicas - len(there)} more generators"]
     return there[replicas:]

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.store.connection.base import Connection
+from services.store.calls.facet import Facet
 from services.store.inspection_records import DeadLetter, Requeued
 
 REQUEUED_TOGETHER = 256  # dead letters in one call: some milliseconds of the server's time
 
 
-class DeadLetterCalls(Connection):
+class DeadLetterStream(Facet):
     """Looking at dead letters, and having their tickets issued again."""
 
-    async def dead_letter_count(self) -> int:
+    async def count(self) -> int:
         """How many are kept."""
-        return int(await self._ask(self.client.xlen(self.keys.deadletter)))
+        return int(await self._redis.ask(self._redis.client.xlen(self._keys.deadletter)))
 
-    async def dead_letters(self, count: int = 100, before: str = "") -> list[DeadLetter]:
+    async def page(self, count: int = 100, before: str = "") -> list[DeadLetter]:
         """The last `count` dead letters, or those before the entry `before`; newest first."""
         end = f"({before}" if before else "+"
-        entries = await self._ask(self.client.xrevrange(self.keys.deadletter, end, "-", count))
+        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.deadletter, end, "-", count))
         return [_read(entry, fields) for entry, fields in entries]
 
-    async def dead_letter(self, id: str) -> DeadLetter | None:
+    async def get(self, id: str) -> DeadLetter | None:
         """A dead letter by its entry id, `<ms>-<n>`."""
-        entries = await self._ask(self.client.xrange(self.keys.deadletter, id, id))
+        entries = await self._redis.ask(self._redis.client.xrange(self._keys.deadletter, id, id))
         return _read(*entries[0]) if entries else None
 
     async def requeue(self, ids: Sequence[str]) -> list[Requeued]:
@@ -33,7 +33,7 @@ class DeadLetterCalls(Connection):
         ticket is elsewhere by now, stays, with the reason. Safe to repeat."""
         answers = []
         for first in range(0, len(ids), REQUEUED_TOGETHER):
-            reply = await self._call("requeue", *ids[first : first + REQUEUED_TOGETHER])
+            reply = await self._redis.call("requeue", *ids[first : first + REQUEUED_TOGETHER])
             for i in range(0, len(reply), 4):
                 id, ticket, refusal = (part.decode(errors="replace") for part in reply[i : i + 3])
                 answers.append(Requeued(id, ticket, refusal, bool(reply[i + 3])))

@@ -10,7 +10,7 @@ import msgspec
 
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
-from services.store.connection.base import Connection
+from services.store.calls.facet import Facet
 from services.store.records import Claim, read_claim
 
 
@@ -44,21 +44,21 @@ class EvaluationState:
     round: EvaluationRound | None
 
 
-class EvaluationCalls(Connection):
+class EvaluationCalls(Facet):
     """What the leader opens and closes, and volunteers claim and submit. A member is `PodStatus.member`."""
 
-    async def open_evaluation(self, fence: int, version: int, tickets: Sequence[Ticket]) -> bool:
+    async def open(self, fence: int, version: int, tickets: Sequence[Ticket]) -> bool:
         """Open the round of `version`. False: another is open, or this one was dealt with."""
         args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
-        return bool(await self._call("eval_open", fence, version, *args))
+        return bool(await self._redis.call("eval_open", fence, version, *args))
 
-    async def skip_evaluations(self, fence: int, version: int, rounds: int) -> bool:
+    async def skip(self, fence: int, version: int, rounds: int) -> bool:
         """Count `rounds` rounds up to `version` as skipped. False: that was done before."""
-        return bool(await self._call("eval_skip", fence, version, rounds))
+        return bool(await self._redis.call("eval_skip", fence, version, rounds))
 
-    async def evaluation(self, ttl_s: float) -> EvaluationState:
+    async def state(self, ttl_s: float) -> EvaluationState:
         """Where evaluation stands; a volunteer silent for `ttl_s` is none."""
-        dealt_with, abandoned, *rest = await self._call("eval_look", int(ttl_s * 1000))
+        dealt_with, abandoned, *rest = await self._redis.call("eval_look", int(ttl_s * 1000))
         found = None
         if rest:
             *numbers, fault = rest
@@ -75,55 +75,53 @@ class EvaluationCalls(Connection):
         True: it is to evaluate; False: it is no volunteer.
         """
         args = (member, version, trainer_fence, int(ttl_s * 1000), max_generators, min_training)
-        return bool(await self._call("eval_volunteer", *args))
+        return bool(await self._redis.call("eval_volunteer", *args))
 
     async def resign(self, member: str, claims: Sequence[Claim] = ()) -> None:
         """Hand `claims` back and stay on the version no longer."""
-        await self._call("eval_resign", member, *_pairs(claims))
+        await self._redis.call("eval_resign", member, *_pairs(claims))
 
-    async def claim_evaluation(
-        self, member: str, version: int, lease_s: float, count: int, max_expiries: int
-    ) -> list[Claim] | None:
+    async def claim(self, member: str, version: int, lease_s: float, count: int, max_expiries: int) -> list[Claim] | None:
         """Claim up to `count` tickets of the round of `version`; None when the member has no part in it any more."""
-        still, *reply = await self._call("eval_claim", member, version, int(lease_s * 1000), count, max_expiries)
+        still, *reply = await self._redis.call("eval_claim", member, version, int(lease_s * 1000), count, max_expiries)
         if not still:
             return None
         return [read_claim(reply[i], reply[i + 1], reply[i], reply[i + 2]) for i in range(0, len(reply), 3)]
 
-    async def renew_evaluation(self, member: str, claims: Sequence[Claim], lease_s: float) -> set[str]:
+    async def renew(self, member: str, claims: Sequence[Claim], lease_s: float) -> set[str]:
         """Renew leases; the tickets that are lost."""
-        return {ticket.decode() for ticket in await self._call("eval_renew", member, int(lease_s * 1000), *_pairs(claims))}
+        return {ticket.decode() for ticket in await self._redis.call("eval_renew", member, int(lease_s * 1000), *_pairs(claims))}
 
-    async def submit_evaluation(self, member: str, claim: Claim, header: Header) -> bool:
+    async def submit(self, member: str, claim: Claim, header: Header) -> bool:
         """Submit a result, once. False: the ticket was not held any more."""
-        return bool(await self._call("eval_submit", member, claim.entry, claim.fence, codec.encode(header)))
+        return bool(await self._redis.call("eval_submit", member, claim.entry, claim.fence, codec.encode(header)))
 
-    async def fail_evaluation(self, member: str, claim: Claim, reason: str, max_attempts: int) -> bool:
+    async def fail(self, member: str, claim: Claim, reason: str, max_attempts: int) -> bool:
         """Hand a ticket back after a failure. True: it was one too many, the round cannot be completed."""
-        return int(await self._call("eval_fail", member, claim.entry, claim.fence, max_attempts, reason)) == 1
+        return int(await self._redis.call("eval_fail", member, claim.entry, claim.fence, max_attempts, reason)) == 1
 
-    async def evaluation_results(self) -> dict[str, bytes]:
+    async def results(self) -> dict[str, bytes]:
         """Encoded headers of the open round by ticket."""
-        found = await self._ask(self.client.hgetall(self.keys.evaluation("results")))
+        found = await self._redis.ask(self._redis.client.hgetall(self._keys.evaluation("results")))
         return {ticket.decode(errors="replace"): header for ticket, header in found.items()}
 
-    async def report_evaluation(self, fence: int, version: int, record: dict[str, float]) -> bool:
+    async def report(self, fence: int, version: int, record: dict[str, float]) -> bool:
         """End a complete round: its record joins the reported ones, its keys go. False: it was ended before."""
-        return bool(await self._call("eval_close", fence, version, "", msgspec.json.encode(record)))
+        return bool(await self._redis.call("eval_close", fence, version, "", msgspec.json.encode(record)))
 
-    async def abandon_evaluation(self, fence: int, version: int, reason: str) -> bool:
+    async def abandon(self, fence: int, version: int, reason: str) -> bool:
         """End a round without a report; its keys go. False: it was ended before."""
-        return bool(await self._call("eval_close", fence, version, reason, ""))
+        return bool(await self._redis.call("eval_close", fence, version, reason, ""))
 
-    async def evaluations(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
+    async def records(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Records of complete rounds after an entry id, oldest first."""
         first = after if after == "-" else f"({after}"
-        entries = await self._ask(self.client.xrange(self.keys.evaluations, first, "+", count))
+        entries = await self._redis.ask(self._redis.client.xrange(self._keys.evaluations, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
-    async def last_evaluation(self) -> dict[str, float]:
+    async def last_record(self) -> dict[str, float]:
         """Record of the last complete round; empty: there is none."""
-        entries = await self._ask(self.client.xrevrange(self.keys.evaluations, count=1))
+        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.evaluations, count=1))
         return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
 
 

@@ -7,26 +7,26 @@ from typing import TypeVar
 import msgspec
 
 from services.protocol.messages import PodStatus, Round
-from services.store.connection.base import Connection
+from services.store.calls.facet import Facet
 
 T = TypeVar("T")
 
 
-class FleetCalls(Connection):
+class Fleet(Facet):
     """Heartbeats, rounds and acknowledgements."""
 
     async def beat(self, status: PodStatus, ttl_s: float) -> int:
         """Renew a pod's heartbeat and what it says of itself; how many generators share the training tickets."""
         shares = int(status.kind == "generator" and status.world > 0 and status.phase != "draining")
-        return int(await self._call("beat", status.member, msgspec.json.encode(status), int(ttl_s * 1000), shares))
+        return int(await self._redis.call("beat", status.member, msgspec.json.encode(status), int(ttl_s * 1000), shares))
 
     async def leave(self, status: PodStatus) -> None:
         """A pod leaves the fleet."""
-        await self._call("leave", status.member, status.name)
+        await self._redis.call("leave", status.member, status.name)
 
     async def members(self, ttl_s: float) -> list[PodStatus]:
         """Pods heard of within `ttl_s`."""
-        reply = await self._call("members", int(ttl_s * 1000))
+        reply = await self._redis.call("members", int(ttl_s * 1000))
         found = [_decoded(raw, PodStatus) for raw in reply[1::2]]
         return [status for status in found if status is not None]
 
@@ -34,11 +34,11 @@ class FleetCalls(Connection):
         """Open or advance a weight-sync round."""
         body = msgspec.json.encode(msgspec.structs.replace(round, members={}))
         ranks = [part for member in round.members.items() for part in member]
-        await self._call("round", fence, round.attempt, round.phase, body, *ranks)
+        await self._redis.call("round", fence, round.attempt, round.phase, body, *ranks)
 
     async def round(self) -> tuple[Round | None, dict[str, tuple[str, str]]]:
         """The current round and its acknowledgements: member -> (stage, detail)."""
-        sync, ranks = map(_pairs, await self._send(("HGETALL", self.keys.sync), ("HGETALL", self.keys.sync_ranks)))
+        sync, ranks = map(_pairs, await self._redis.send(("HGETALL", self._keys.sync), ("HGETALL", self._keys.sync_ranks)))
         current = _decoded(sync.get(b"round"), Round)
         if current is None:
             return None, {}
@@ -50,7 +50,7 @@ class FleetCalls(Connection):
     async def round_of(self, member: str, held: Round | None = None) -> Round | None:
         """The current round, with `member` as its only member if it is one; `held` itself while it still is that."""
         mark = f"{held.trainer_fence} {held.attempt} {held.phase}" if held is not None else ""
-        reply = await self._call("round_of", member, mark)
+        reply = await self._redis.call("round_of", member, mark)
         if reply == 1:
             return held
         current = _decoded(reply[0], Round)
@@ -60,7 +60,7 @@ class FleetCalls(Connection):
 
     async def acknowledge(self, member: str, attempt: int, stage: str, detail: str = "") -> bool:
         """Acknowledge a stage of a round. False: the round is over."""
-        return bool(await self._call("acknowledge", member, attempt, stage, detail))
+        return bool(await self._redis.call("acknowledge", member, attempt, stage, detail))
 
 
 def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:

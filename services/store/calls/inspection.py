@@ -13,7 +13,8 @@ import msgspec
 
 from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, StepPlan
-from services.store.calls.payloads import ELSEWHERE, PayloadCalls
+from services.store.calls.facet import Facet
+from services.store.calls.payloads import ELSEWHERE
 from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
 
@@ -23,12 +24,12 @@ READ_TOGETHER = 256  # entries, groups or plans in one request
 NEAR = 100  # metrics records around the place where a step's must be: more than are out of order there
 
 
-class InspectionCalls(PayloadCalls):
+class Inspection(Facet):
     """Reads of what the other parts write."""
 
     async def table_state(self) -> TableState:
         """The replay table as a whole."""
-        keys = self.keys
+        keys = self._keys
         raw, size, prepared = await self._at_once(
             ("HGETALL", keys.replay_state), ("ZCARD", keys.replay_order), ("HGET", keys.run, "prepared_step")
         )
@@ -51,10 +52,14 @@ class InspectionCalls(PayloadCalls):
     async def table_page(self, sort: Sort, offset: int, limit: int, reverse: bool = False) -> list[TableRow]:
         """Groups `offset` to `offset + limit` of the table in order of issue, of their oldest version or of their weight, lowest
         first, or with `reverse` highest first. One that leaves meanwhile is left out."""
-        key = {"order": self.keys.replay_order, "version": self.keys.replay_version, "weight": self.keys.replay_weight}[sort]
-        found = await self._ask(self.client.zrange(key, offset, offset + limit - 1, desc=reverse))
+        key = {
+            "order": self._keys.replay_order,
+            "version": self._keys.replay_version,
+            "weight": self._keys.replay_weight,
+        }[sort]
+        found = await self._redis.ask(self._redis.client.zrange(key, offset, offset + limit - 1, desc=reverse))
         records = await self.group_records([name.decode() for name in found])
-        weights = await self._ask(self.client.zmscore(self.keys.replay_weight, list(records))) if records else []
+        weights = await self._redis.ask(self._redis.client.zmscore(self._keys.replay_weight, list(records))) if records else []
         return [TableRow(record, weight) for record, weight in zip(records.values(), weights, strict=True)]
 
     async def group_records(self, groups: Sequence[str]) -> dict[str, GroupRecord]:
@@ -62,13 +67,13 @@ class InspectionCalls(PayloadCalls):
         found = {}
         for first in range(0, len(groups), READ_TOGETHER):
             names = groups[first : first + READ_TOGETHER]
-            rows = await self._send(*[("HMGET", self.keys.group(name), "header", "payload", "uses") for name in names])
+            rows = await self._redis.send(*[("HMGET", self._keys.group(name), "header", "payload", "uses") for name in names])
             found |= {name: _group(name, *row) for name, row in zip(names, rows, strict=True) if row[0] is not None}
         return found
 
     async def whereabouts(self, ticket: str) -> Whereabouts:
         """Everything that names a ticket of the form `<epoch>-<row>` (findings.TICKET_ID)."""
-        keys, (epoch, row) = self.keys, map(int, ticket.split("-"))
+        keys, (epoch, row) = self._keys, map(int, ticket.split("-"))
         run, outstanding, requeued, group, order, weight, trained, drop = await self._at_once(
             ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),
             ("ZSCORE", keys.outstanding, ticket),
@@ -98,22 +103,22 @@ class InspectionCalls(PayloadCalls):
         steps: list[int] = []
         for first in range(0, len(kept), READ_TOGETHER):
             piece = kept[first : first + READ_TOGETHER]
-            lists = await self._send(*[("HGET", self.keys.step(step), "groups") for step in piece])
+            lists = await self._redis.send(*[("HGET", self._keys.step(step), "groups") for step in piece])
             steps += [step for step, names in zip(piece, lists, strict=True) if group.encode() in (names or b"").split()]
         return steps
 
     async def issued_ticket(self, ticket: str) -> IssuedTicket | None:
         """A ticket that waits for a generator or is with one."""
-        found = await self._find(self.keys.tickets, ticket)
+        found = await self._find(self._keys.tickets, ticket)
         if found is None:
             return None
         entry, fields = found
-        async with self.client.pipeline(transaction=True) as pipe:
-            pipe.hget(self.keys.claims, entry)
-            pipe.xpending_range(self.keys.tickets, "generators", entry, entry, 1)
-            pipe.hget(self.keys.attempts, entry)
-            pipe.hget(self.keys.expiries, entry)
-            claim, pending, attempts, expiries = await self._ask(pipe.execute())
+        async with self._redis.client.pipeline(transaction=True) as pipe:
+            pipe.hget(self._keys.claims, entry)
+            pipe.xpending_range(self._keys.tickets, "generators", entry, entry, 1)
+            pipe.hget(self._keys.attempts, entry)
+            pipe.hget(self._keys.expiries, entry)
+            claim, pending, attempts, expiries = await self._redis.ask(pipe.execute())
         consumer, _, fence = (claim or b"").decode(errors="replace").rpartition("|")
         claimed = read_claim(entry, fence.encode() or b"0", ticket.encode(), fields.get(b"body", b""))
         idle_s = pending[0]["time_since_delivered"] / 1000 if pending else 0.0
@@ -121,14 +126,14 @@ class InspectionCalls(PayloadCalls):
 
     async def unsettled_header(self, ticket: str) -> HeaderEntry | None:
         """The header of a group that was generated and not settled."""
-        found = await self._find(self.keys.headers, ticket)
+        found = await self._find(self._keys.headers, ticket)
         return found and read_header(found[0], [part for pair in found[1].items() for part in pair])
 
     async def payload(self, name: str) -> Payload | None:
         """A payload, or None where there is none that can be read."""
-        raw = await self._ask(self.client.get(self.keys.payload(name)))
+        raw = await self._redis.ask(self._redis.client.get(self._keys.payload(name)))
         if raw == ELSEWHERE:
-            [raw] = await self._sealed([name])
+            [raw] = await self._payloads.sealed([name])
         try:
             return None if raw is None else codec.decode(codec.unseal(raw), Payload)
         except codec.CorruptMessage:
@@ -136,7 +141,7 @@ class InspectionCalls(PayloadCalls):
 
     async def kept_step(self, step: int) -> KeptStep | None:
         """A step that was prepared and is not retired, whole."""
-        raw = await self._ask(self.client.hgetall(self.keys.step(step)))
+        raw = await self._redis.ask(self._redis.client.hgetall(self._keys.step(step)))
         plan = _message(raw.get(b"plan"), StepPlan)
         if plan is None:
             return None
@@ -145,7 +150,7 @@ class InspectionCalls(PayloadCalls):
 
     async def retired_step(self) -> int:
         """The last step whose plan was deleted, as a checkpoint covers it; -1: none."""
-        retired = await self._ask(self.client.hget(self.keys.run, "retired_step"))
+        retired = await self._redis.ask(self._redis.client.hget(self._keys.run, "retired_step"))
         return -1 if retired is None else int(retired)
 
     async def step_record(self, step: int) -> dict[str, float | None] | None:
@@ -155,9 +160,9 @@ class InspectionCalls(PayloadCalls):
         Their place is found by halving time: records follow one another by one step, but for jumps back to a checkpoint, so where
         an entry of at most `step` stands before one beyond it, the former is of `step`, or close to it.
         """
-        stream = self.keys.metrics
-        first = await self._ask(self.client.xrange(stream, count=1))
-        last = await self._ask(self.client.xrevrange(stream, count=NEAR))
+        stream = self._keys.metrics
+        first = await self._redis.ask(self._redis.client.xrange(stream, count=1))
+        last = await self._redis.ask(self._redis.client.xrevrange(stream, count=NEAR))
         if not first:
             return None
         if max(map(_step, last)) <= step:
@@ -165,23 +170,23 @@ class InspectionCalls(PayloadCalls):
         low, high = _ms(first[0]), _ms(last[0])
         while low < high:
             middle = (low + high) // 2
-            after = await self._ask(self.client.xrange(stream, f"{middle}-0", "+", 1))
+            after = await self._redis.ask(self._redis.client.xrange(stream, f"{middle}-0", "+", 1))
             if not after or _step(after[0]) > step:
                 high = middle
             else:
                 low = _ms(after[0]) + 1
-        return _first(await self._ask(self.client.xrevrange(stream, f"{high}", "-", NEAR)), step)
+        return _first(await self._redis.ask(self._redis.client.xrevrange(stream, f"{high}", "-", NEAR)), step)
 
     async def _at_once(self, *commands: tuple[Any, ...]) -> list[Any]:
-        async with self.client.pipeline(transaction=True) as pipe:
+        async with self._redis.client.pipeline(transaction=True) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
-            return await self._ask(pipe.execute())
+            return await self._redis.ask(pipe.execute())
 
     async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
         """The entry of a ticket in a stream that holds as many as there are slots, at most."""
         after = "-"
-        while entries := await self._ask(self.client.xrange(stream, after, "+", READ_TOGETHER)):
+        while entries := await self._redis.ask(self._redis.client.xrange(stream, after, "+", READ_TOGETHER)):
             for entry, fields in entries:
                 if fields.get(b"ticket") == ticket.encode():
                     return entry, fields

@@ -32,26 +32,32 @@ NAMED_TOGETHER = 512  # names in one command
 ANSWER_S = 2.0  # a shard's server that says nothing of itself for so long is away
 
 
-class PayloadCalls(Connection):
+class Payloads:
     """Payloads as they are kept: sealed."""
 
     shards: Sequence[Connection] = ()
     """Where they lie, as far as this process knows; none: with the index."""
 
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    @property
+    def _keys(self) -> Keys:
+        return self._redis.keys
+
     async def close(self) -> None:
-        """Close the connections."""
-        await self._spread(0)
-        await super().close()
+        """Close the connections to the shards."""
+        await self.spread(0)
 
     async def check_shards(self, count: int) -> None:
         """Raises `StoreError` unless payloads can lie in so many shards: their masters are fit for a run."""
-        names = shards(self.keys.name, count)
-        if self._owner is None:
+        names = shards(self._keys.name, count)
+        if self._redis.owner is None:
             raise StoreError(
-                f"redis.payload_shards = {count} needs a Redis Cluster, and Redis at {self.url} is a server alone: set it to "
-                "0, or redis.url to a node of a Cluster"
+                f"redis.payload_shards = {count} needs a Redis Cluster, and Redis at {self._redis.url} is a server alone: set "
+                "it to 0, or redis.url to a node of a Cluster"
             )
-        await asyncio.gather(*(check_server(self.url, self._login, keys.prefix) for keys in names))
+        await asyncio.gather(*(check_server(self._redis.url, self._redis.login, keys.prefix) for keys in names))
 
     async def sweep(self) -> int:
         """Delete what lies in shards and belongs to nobody any more; how many payloads.
@@ -68,7 +74,7 @@ class PayloadCalls(Connection):
         for page in _pages([name for found in await asyncio.gather(*map(self._strays, self.shards)) for name in found]):
             # Whoever may still submit a payload has its claim from before the payload was seen until its name is in the index: in
             # this order nothing slips through. In one request, as one server answers it.
-            claims, known = await self._send(("HGETALL", self.keys.claims), ("MGET", *map(self.keys.payload, page)))
+            claims, known = await self._redis.send(("HGETALL", self._keys.claims), ("MGET", *map(self._keys.payload, page)))
             fences = {claim.rpartition(b"|")[2].decode() for claim in claims[1::2]}
             left += [
                 name for name, held in zip(page, known, strict=True) if held is None and name.rpartition(".")[2] not in fences
@@ -78,14 +84,14 @@ class PayloadCalls(Connection):
     async def _discard(self, names: Sequence[str]) -> None:
         await asyncio.gather(*(self._delete(shard, held) for shard, held in self._parted(names)))
 
-    async def _sealed(self, names: Sequence[str]) -> list[bytes | None]:
+    async def sealed(self, names: Sequence[str]) -> list[bytes | None]:
         """Payloads by name; None: it is gone."""
         if not self.shards:
-            found = await _get(self, names)
+            found = await _get(self._redis, names)
             if ELSEWHERE not in found:
                 return found
-            if not await self._find_shards():
-                raise StoreError(f"payloads of run {self.keys.name!r} lie in shards, and the run does not say in how many")
+            if not await self.find_shards():
+                raise StoreError(f"payloads of run {self._keys.name!r} lie in shards, and the run does not say in how many")
         parted = list(self._parted(names))
         found = await asyncio.gather(*(_get(shard, held) for shard, held in parted))
         payloads = {
@@ -93,55 +99,55 @@ class PayloadCalls(Connection):
         }
         return [payloads[name] for name in names]
 
-    async def _lay(self, payloads: Mapping[str, bytes]) -> None:
+    async def lay(self, payloads: Mapping[str, bytes]) -> None:
         """Write payloads to their shards."""
 
         async def write(shard: Connection, names: Sequence[str]) -> None:
             listed = ("ZADD", shard.keys.payloads, *(part for name in names for part in (0, name)))
             writes = [("SET", shard.keys.payload(name), payloads[name], "NX") for name in names]
-            await shard._send(("MULTI",), listed, *writes, ("EXEC",))
+            await shard.send(("MULTI",), listed, *writes, ("EXEC",))
 
         await asyncio.gather(*(write(shard, names) for shard, names in self._parted(payloads)))
 
-    async def _find_shards(self) -> int:
+    async def find_shards(self) -> int:
         """Look how many there are."""
-        await self._spread(int(await self._ask(self.client.hget(self.keys.run, FIELD)) or 0))
+        await self.spread(int(await self._redis.ask(self._redis.client.hget(self._keys.run, FIELD)) or 0))
         return len(self.shards)
 
-    async def _spread(self, count: int) -> None:
+    async def spread(self, count: int) -> None:
         """There are so many. Clients connect when they are first needed."""
         if count == len(self.shards):
             return
-        if count and self._owner is None:
+        if count and self._redis.owner is None:
             raise StoreError(
-                f"payloads of run {self.keys.name!r} lie in a Redis Cluster, and Redis at {self.url} is a server alone"
+                f"payloads of run {self._keys.name!r} lie in a Redis Cluster, and Redis at {self._redis.url} is a server alone"
             )
-        names = shards(self.keys.name, count) if count else ()
+        names = shards(self._keys.name, count) if count else ()
         former, self.shards = self.shards, [self._shard(number, keys) for number, keys in enumerate(names)]
         for shard in former:
             await shard.close()
 
     def _shard(self, number: int, keys: Keys) -> Connection:
-        assert self._owner is not None
-        client = make_client(self.url, self._login, self._owner.of(keys.prefix))
-        return Connection(client, keys, f"{self.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
+        assert self._redis.owner is not None
+        client = make_client(self._redis.url, self._redis.login, self._redis.owner.of(keys.prefix))
+        return Connection(client, keys, f"{self._redis.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
 
-    async def _delete_shards(self, count: int) -> None:
+    async def delete_shards(self, count: int) -> None:
         """Delete every payload in them; of a run that is gone, and does not say how many, in `count`."""
-        if not await self._find_shards() and self._owner is not None:
-            await self._spread(count)
+        if not await self.find_shards() and self._redis.owner is not None:
+            await self.spread(count)
         await asyncio.gather(*map(self._empty, self.shards))
 
-    async def _info_of_all(self, *sections: str) -> list[dict[str, str]]:
+    async def info_of_all(self, *sections: str) -> list[dict[str, str]]:
         """What the server of the index says of itself, and those of shards; but for one that is away, as most work needs none."""
 
         async def ask(shard: Connection) -> dict[str, str] | None:
             with contextlib.suppress(StoreError, TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
-                    return await shard._info(*sections)
+                    return await shard.info(*sections)
             return None
 
-        said = await asyncio.gather(self._info(*sections), *map(ask, self.shards))
+        said = await asyncio.gather(self._redis.info(*sections), *map(ask, self.shards))
         return [info for info in said if info is not None]
 
     async def _empty(self, shard: Connection) -> None:
@@ -152,14 +158,14 @@ class PayloadCalls(Connection):
         """Payloads that a shard holds and the index does not name."""
         strays: list[str] = []
         async for names in _listed(shard):
-            (known,) = await self._send(("MGET", *map(self.keys.payload, names)))
+            (known,) = await self._redis.send(("MGET", *map(self._keys.payload, names)))
             strays += [name for name, held in zip(names, known, strict=True) if held is None]
         return strays
 
     async def _delete(self, shard: Connection, names: Sequence[str]) -> None:
         for page in _pages(names):
             unlinked = ("UNLINK", *map(shard.keys.payload, page))
-            await shard._send(("MULTI",), unlinked, ("ZREM", shard.keys.payloads, *page), ("EXEC",))
+            await shard.send(("MULTI",), unlinked, ("ZREM", shard.keys.payloads, *page), ("EXEC",))
 
     def _parted(self, names: Iterable[str]) -> Iterable[tuple[Connection, list[str]]]:
         """Names by the shard that they are in."""
@@ -172,7 +178,7 @@ class PayloadCalls(Connection):
 async def _get(server: Connection, names: Sequence[str]) -> list[bytes | None]:
     keys = list(map(server.keys.payload, names))
     pieces = [keys[first : first + FETCHED_TOGETHER] for first in range(0, len(keys), FETCHED_TOGETHER)]
-    return [sealed for found in await server._send(*[("MGET", *piece) for piece in pieces]) for sealed in found]
+    return [sealed for found in await server.send(*[("MGET", *piece) for piece in pieces]) for sealed in found]
 
 
 def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -182,6 +188,6 @@ def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:
 async def _listed(shard: Connection) -> AsyncIterator[list[str]]:
     """The payloads that a shard holds: all that are there from the first page to the last."""
     after = "-"
-    while found := (await shard._send(("ZRANGE", shard.keys.payloads, after, "+", "BYLEX", "LIMIT", 0, NAMED_TOGETHER)))[0]:
+    while found := (await shard.send(("ZRANGE", shard.keys.payloads, after, "+", "BYLEX", "LIMIT", 0, NAMED_TOGETHER)))[0]:
         yield [name.decode() for name in found]
         after = f"({found[-1].decode()}"

@@ -7,18 +7,18 @@ from typing import Any
 
 from services.protocol import codec
 from services.protocol.messages import Header
-from services.store.connection.base import Connection
+from services.store.calls.facet import Facet
 from services.store.records import BufferedGroup, HeaderEntry, PassRate, Settlement, SweptTable, read_header
 
 REWEIGHED_TOGETHER = 1000  # groups in one call
 
 
-class ReplayCalls(Connection):
+class ReplayTable(Facet):
     """Settling headers, and the table they lead to."""
 
     async def read_headers(self, fence: int, count: int) -> list[HeaderEntry]:
         """Headers that are not settled, oldest first."""
-        reply = await self._call("read_headers", fence, count)
+        reply = await self._redis.call("read_headers", fence, count)
         return [read_header(reply[i], reply[i + 1]) for i in range(0, len(reply), 2)]
 
     async def settle(self, fence: int, settlements: Sequence[Settlement]) -> int:
@@ -28,14 +28,14 @@ class ReplayCalls(Connection):
             kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), int(s.rate[2]))
             args += (s.item.entry, s.item.ticket, s.item.payload, s.action, s.oldest, s.item.body)
             args += (float(s.weight), float(s.variate), float(s.victim), *kept)
-        return int(await self._call("settle", fence, *args))
+        return int(await self._redis.call("settle", fence, *args))
 
     async def sweep_and_peek(self, fence: int, oldest_fresh: int, wanted: int, gaps_passed: int = 0) -> SweptTable:
         """Drop groups with a version below `oldest_fresh` as stale, then look: the `wanted` first groups by the sampler, and the
         filtered ones beyond the first `gaps_passed`, as many of them as there are slots."""
         stale = 0
         while True:  # a call drops some hundreds at most
-            counts, uses, gaps, first, weight_sum = await self._call(
+            counts, uses, gaps, first, weight_sum = await self._redis.call(
                 "sweep_and_peek", fence, max(oldest_fresh, 0), wanted, gaps_passed
             )
             named = {counts[i].decode(): int(counts[i + 1]) for i in range(0, len(counts), 2)}
@@ -56,7 +56,7 @@ class ReplayCalls(Connection):
         """Groups of the table by name, in that order; those that are not there are left out."""
         if not names:
             return []
-        rows = await self._send(*[("HMGET", self.keys.group(name), "uses", "header") for name in names])
+        rows = await self._redis.send(*[("HMGET", self._keys.group(name), "uses", "header") for name in names])
         return [
             BufferedGroup(name, int(uses), codec.decode(header, Header))
             for name, (uses, header) in zip(names, rows, strict=True)
@@ -70,23 +70,23 @@ class ReplayCalls(Connection):
         """
         pairs = [(group, float(weight)) for group, weight in weights.items()]
         pieces = [pairs[i : i + REWEIGHED_TOGETHER] for i in range(0, len(pairs), REWEIGHED_TOGETHER)]
-        calls = [self._function("reweigh", fence, *(part for pair in piece for part in pair)) for piece in pieces]
-        return sum(map(int, await self._send(*calls))) if calls else 0
+        calls = [self._redis.function("reweigh", fence, *(part for pair in piece for part in pair)) for piece in pieces]
+        return sum(map(int, await self._redis.send(*calls))) if calls else 0
 
     async def rescale(self, fence: int, base: int, new_base: int, factor: float) -> int:
         """Multiply all weights by `factor`, once, as weights by recency come to be relative to `new_base`."""
-        return int(await self._call("rescale", fence, base, new_base, float(factor)))
+        return int(await self._redis.call("rescale", fence, base, new_base, float(factor)))
 
     async def recency_base(self) -> int:
         """Policy version that weights by recency are relative to."""
-        return int(await self._ask(self.client.hget(self.keys.replay_state, "base")) or 0)
+        return int(await self._redis.ask(self._redis.client.hget(self._keys.replay_state, "base")) or 0)
 
     async def pass_over(self, fence: int, gaps_until: int) -> None:
         """Forget filtered groups up to an issue sequence: their step had nothing to train on."""
-        await self._call("pass_over", fence, gaps_until)
+        await self._redis.call("pass_over", fence, gaps_until)
 
     async def rates(self) -> dict[int, PassRate]:
         """Dataset row -> the settled group of it that counts, where pass rates are kept."""
-        raw = await self._ask(self.client.hgetall(self.keys.rates))
+        raw = await self._redis.ask(self._redis.client.hgetall(self._keys.rates))
         parted = ((int(row), value.split(b" ")) for row, value in raw.items())
         return {row: PassRate(int(seq), float(rate)) for row, (seq, rate, _) in parted}

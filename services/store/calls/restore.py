@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from services.store.calls.payloads import ELSEWHERE, FIELD, PayloadCalls
+from services.store.calls.facet import Facet
+from services.store.calls.payloads import ELSEWHERE, FIELD
 from services.store.connection.base import facts
 from services.store.snapshot_format import (
     Groups,
@@ -38,7 +39,7 @@ Command = tuple[Any, ...]
 Write = Callable[[Sequence[Command]], Awaitable[None]]
 
 
-class RestoreCalls(PayloadCalls):
+class Restores(Facet):
     """The way back to a snapshot."""
 
     async def restore(self, fence: int, snapshot: Snapshot, keep_plans: bool, alive: Callable[[], None]) -> None:
@@ -48,41 +49,41 @@ class RestoreCalls(PayloadCalls):
         Raises `Fenced`, `StoreError`, `SnapshotError`; then the next trainer has to begin it again.
         """
         head = snapshot.head
-        await self._spread(int(head.run.get(FIELD, 0)))
-        await self._call("restore_begin", fence, head.step)
+        await self._payloads.spread(int(head.run.get(FIELD, 0)))
+        await self._redis.call("restore_begin", fence, head.step)
         write = partial(self._write, fence, head.step)
         await self._delete_all_but(KEPT, write)
-        await self.sweep()  # makes room for what comes back
+        await self._payloads.sweep()  # makes room for what comes back
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
-        if self.shards:
+        if self._payloads.shards:
             target = replace(target, plans={step: renamed_plan(plan, fence) for step, plan in target.plans.items()})
         pieces = snapshot.pieces()
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             alive()
-            if isinstance(piece, Groups) and target.whole and self.shards:
+            if isinstance(piece, Groups) and target.whole and self._payloads.shards:
                 await self._put_in_shards([renamed(group, fence) for group in piece.groups], write)
             else:
                 await write(self._commands(piece, target))
         await write(self._commands_of_head(head, target))
-        await write([("ZADD", self.keys.requeued, place, name) for place, name in enumerate(head.requeued)])
+        await write([("ZADD", self._keys.requeued, place, name) for place, name in enumerate(head.requeued)])
         departed = head.departed if target.whole else []
         for first in range(0, len(departed), 1000):  # cut to what was there before, as a call may be sent twice
-            cut = ("LTRIM", self.keys.departed, 0, first - 1) if first else ("DEL", self.keys.departed)
-            await write([cut, ("RPUSH", self.keys.departed, *departed[first : first + 1000])])
+            cut = ("LTRIM", self._keys.departed, 0, first - 1) if first else ("DEL", self._keys.departed)
+            await write([cut, ("RPUSH", self._keys.departed, *departed[first : first + 1000])])
         for stream, key, last in (
-            (self.keys.metrics, "step", head.step),
-            (self.keys.evaluations, "eval/version", head.step + 1),
+            (self._keys.metrics, "step", head.step),
+            (self._keys.evaluations, "eval/version", head.step + 1),
         ):
             await self._forget_after(stream, key, last, write)
         fields = [part for item in target.fields.items() for part in item]
-        await self._call("restore_end", fence, head.step, *fields)
+        await self._redis.call("restore_end", fence, head.step, *fields)
 
     async def _put_in_shards(self, groups: Sequence[SnapshotGroup], write: Write) -> None:
         """Groups of new names. The index names their payloads before they are there, or a sweep would take them."""
         payloads = {group.fields["payload"].decode(): group.payload for group in groups if group.payload is not None}
         named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
         await write([command for group in named for command in self._put(group)])
-        await self._lay(payloads)
+        await self._payloads.lay(payloads)
 
     async def _write(self, fence: int, step: int, commands: Sequence[Command]) -> None:
         """Write while the run is being restored to `step` by the trainer with this fence. Raises `Fenced` when it is not."""
@@ -90,28 +91,28 @@ class RestoreCalls(PayloadCalls):
         for command in commands:
             args += (len(command), *command)
             if len(args) > WORDS:
-                await self._call("restore_write", fence, step, *args)
+                await self._redis.call("restore_write", fence, step, *args)
                 args = []
         if args:
-            await self._call("restore_write", fence, step, *args)
+            await self._redis.call("restore_write", fence, step, *args)
 
     async def delete_run(self, payload_shards: int = 0) -> None:
         """Delete every key of the run; those in shards first, as the run says where they are. `payload_shards`: how many, if it
         does not say so any more."""
-        await self._delete_shards(payload_shards)
+        await self._payloads.delete_shards(payload_shards)
 
         async def write(commands: Sequence[Command]) -> None:
-            await self._send(*commands)
+            await self._redis.send(*commands)
 
         await self._delete_all_but((), write)
 
     async def _delete_all_but(self, kept: Iterable[str], write: Write) -> None:
-        names = {f"{self.keys.prefix}:{name}".encode() for name in kept}
-        pattern = f"{self.keys.prefix.replace('{', '[{]').replace('}', '[}]')}:*"
+        names = {f"{self._keys.prefix}:{name}".encode() for name in kept}
+        pattern = f"{self._keys.prefix.replace('{', '[{]').replace('}', '[}]')}:*"
         cursor, asked = 0, ""
         while True:
-            _, info, (after, found) = await self._send(
-                self._at_owner, ("INFO", "server"), ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            _, info, (after, found) = await self._redis.send(
+                self._redis.at_owner, ("INFO", "server"), ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             )
             server = facts(info)["run_id"]
             if cursor and server != asked:  # another one, or started anew: the cursor means nothing to it
@@ -128,17 +129,17 @@ class RestoreCalls(PayloadCalls):
             case Groups(groups):
                 return [command for group in groups for command in self._put(group)] if target.whole else []
             case Letters(entries):
-                return [("XADD", self.keys.deadletter, entry, *_flat(fields)) for entry, fields in entries]
+                return [("XADD", self._keys.deadletter, entry, *_flat(fields)) for entry, fields in entries]
             case Rows("rates", fields):
-                return [("HSET", self.keys.rates, *_flat(fields))]
+                return [("HSET", self._keys.rates, *_flat(fields))]
             case Rows(_, fields):  # drops, read a moment later than the tickets: one that is under way was not dropped
                 fields = {name: said for name, said in fields.items() if name not in target.reissue}
                 times = [part for name, said in fields.items() for part in (said.split()[0], name)]
-                drops = self.keys.drops
+                drops = self._keys.drops
                 return [("HSET", drops, *_flat(fields)), ("ZADD", f"{drops}:order", *times)] if fields else []
 
     def _put(self, group: SnapshotGroup) -> list[tuple[Any, ...]]:
-        keys = self.keys
+        keys = self._keys
         commands: list[tuple[Any, ...]] = [("HSET", keys.group(group.name), *_flat(group.fields))]
         if group.payload is not None:
             commands.append(("SET", keys.payload(group.fields["payload"].decode()), group.payload))
@@ -153,7 +154,7 @@ class RestoreCalls(PayloadCalls):
         return commands
 
     def _commands_of_head(self, head: Head, target: Restoration) -> list[Command]:
-        keys = self.keys
+        keys = self._keys
         commands: list[Command] = [("HSET", keys.step(step), *_flat(plan)) for step, plan in target.plans.items()]
         commands += [("SET", keys.trained(epoch), bits) for epoch, bits in head.trained.items()]
         hashes = [(keys.order, head.order), (keys.replay_state, target.table), (keys.ledger, target.ledger)]
@@ -166,7 +167,7 @@ class RestoreCalls(PayloadCalls):
     async def _forget_after(self, stream: str, key: str, last: int, write: Write) -> None:
         """Delete the entries of a history that is to be written anew: those numbered by `key` after `last`."""
         before = "+"
-        while entries := await self._ask(self.client.xrevrange(stream, before, "-", TOGETHER)):
+        while entries := await self._redis.ask(self._redis.client.xrevrange(stream, before, "-", TOGETHER)):
             gone = [entry for entry, fields in entries if msgspec.json.decode(fields[b"m"])[key] > last]
             await write([("XDEL", stream, *gone)] if gone else [])
             before = f"({entries[-1][0].decode()}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.protocol.errors import StoreError
-from services.store.calls.payloads import PayloadCalls
+from services.store.calls.facet import Facet
 from services.store.snapshot_format import LAYOUT, Groups, Head, Letters, Rows, SnapshotGroup, Writer
 
 LEASE_S = 10.0  # the leader goes on so long after whoever copies has died
@@ -25,24 +25,24 @@ ATTEMPTS = 5
 ROWS = ("rates", "drops")
 
 
-class SnapshotCalls(PayloadCalls):
+class SnapshotWriter(Facet):
     """Snapshots of a run."""
 
-    async def save_snapshot(self, fence: int, step: int, path: Path, payloads: bool) -> None:
+    async def save(self, fence: int, step: int, path: Path, payloads: bool) -> None:
         """Write a snapshot of the run behind `step`, with the tokens of all groups if `payloads`. Raises `StoreError`, `OSError`.
 
         The leader is held off meanwhile: some 35 µs a group, with payloads some 110 µs.
         """
         for _ in range(ATTEMPTS):
             token = secrets.token_hex(8)
-            found = await self._call("snapshot_begin", fence, token, int(1000 * LEASE_S))
+            found = await self._redis.call("snapshot_begin", fence, token, int(1000 * LEASE_S))
             try:
                 committed = int(_texts(found[0])["committed_step"])
                 if committed != step:
                     raise StoreError(f"Redis has committed step {committed}, the weights are those behind step {step}")
                 held = await self._copy(fence, token, found, path, payloads)
             finally:
-                held_to_the_end = bool(await self._call("snapshot_end", fence, token))
+                held_to_the_end = bool(await self._redis.call("snapshot_end", fence, token))
             if held and held_to_the_end:
                 return
         raise StoreError(f"no snapshot could be taken within {LEASE_S:g} s between two signs of life, {ATTEMPTS} times")
@@ -59,7 +59,7 @@ class SnapshotCalls(PayloadCalls):
                 if time.monotonic() - held < HOLD_S:
                     continue
                 held = time.monotonic()
-                if not await self._call("snapshot_hold", fence, token, int(1000 * LEASE_S)):
+                if not await self._redis.call("snapshot_hold", fence, token, int(1000 * LEASE_S)):
                     return False
         finally:
             await asyncio.to_thread(writer.close)
@@ -69,12 +69,12 @@ class SnapshotCalls(PayloadCalls):
         run, ledger = _texts(found[0]), _texts(found[1])
         committed, prepared = int(run["committed_step"]), int(run["prepared_step"])
         epochs, steps = range(int(run["last_epoch"]) + 1), range(committed + 1, prepared + 1)
-        order, table = await self._send(("HGETALL", self.keys.order), ("HGETALL", self.keys.replay_state))
-        gaps, departed = await self._send(
-            ("ZRANGE", self.keys.replay_gaps, 0, -1, "WITHSCORES"), ("LRANGE", self.keys.departed, 0, -1)
+        order, table = await self._redis.send(("HGETALL", self._keys.order), ("HGETALL", self._keys.replay_state))
+        gaps, departed = await self._redis.send(
+            ("ZRANGE", self._keys.replay_gaps, 0, -1, "WITHSCORES"), ("LRANGE", self._keys.departed, 0, -1)
         )
-        trained = await self._send(*[("GET", self.keys.trained(epoch)) for epoch in epochs]) if epochs else []
-        plans = await self._send(*[("HGETALL", self.keys.step(step)) for step in steps]) if steps else []
+        trained = await self._redis.send(*[("GET", self._keys.trained(epoch)) for epoch in epochs]) if epochs else []
+        plans = await self._redis.send(*[("HGETALL", self._keys.step(step)) for step in steps]) if steps else []
         needed = {step: _fields(plan) for step, plan in zip(steps, plans, strict=True)}
         drawn = {name for plan in needed.values() for name in plan["groups"].split()}
         return Head(
@@ -89,11 +89,11 @@ class SnapshotCalls(PayloadCalls):
         async for names in self._names(head):
             yield Groups(await self._groups(names, head.whole))
         for key in ROWS:
-            async for fields in self._scan(f"{self.keys.prefix}:{key}"):
+            async for fields in self._scan(f"{self._keys.prefix}:{key}"):
                 yield Rows(key, fields)
         after = "-"
         while last_letter:
-            entries = await self._ask(self.client.xrange(self.keys.deadletter, after, last_letter, TOGETHER))
+            entries = await self._redis.ask(self._redis.client.xrange(self._keys.deadletter, after, last_letter, TOGETHER))
             if not entries:
                 break
             yield Letters([(entry.decode(), {k.decode(): v for k, v in fields.items()}) for entry, fields in entries])
@@ -106,7 +106,7 @@ class SnapshotCalls(PayloadCalls):
         planned = {
             name.decode() for plan in head.plans.values() for field in ("groups", "departed") for name in plan[field].split()
         }
-        while found := await self._ask(self.client.zrange(self.keys.replay_order, first, first + together - 1)):
+        while found := await self._redis.ask(self._redis.client.zrange(self._keys.replay_order, first, first + together - 1)):
             names = [name.decode() for name in found]
             seen |= planned.intersection(names)
             first += len(names)
@@ -116,17 +116,24 @@ class SnapshotCalls(PayloadCalls):
             yield left[at : at + together]
 
     async def _groups(self, names: Sequence[str], whole: bool) -> list[SnapshotGroup]:
-        scored = [self.keys.replay_version, self.keys.replay_weight, self.keys.replay_clock, self.keys.replay_idle]
-        scores = await self._send(*[("ZMSCORE", key, *names) for key in scored])
+        scored = [
+            self._keys.replay_version,
+            self._keys.replay_weight,
+            self._keys.replay_clock,
+            self._keys.replay_idle,
+        ]
+        scores = await self._redis.send(*[("ZMSCORE", key, *names) for key in scored])
         if whole:
-            fields = [_fields(found) for found in await self._send(*[("HGETALL", self.keys.group(name)) for name in names])]
+            fields = [
+                _fields(found) for found in await self._redis.send(*[("HGETALL", self._keys.group(name)) for name in names])
+            ]
         else:
-            counted = await self._send(*[("HMGET", self.keys.group(name), "seq", "uses") for name in names])
+            counted = await self._redis.send(*[("HMGET", self._keys.group(name), "seq", "uses") for name in names])
             fields = [{"seq": seq, "uses": uses} if uses else {} for seq, uses in counted]
         present = [i for i in range(len(names)) if fields[i]]
         payloads: dict[int, bytes | None] = {}
         if whole and present:
-            bodies = await self._sealed([fields[i]["payload"].decode() for i in present])
+            bodies = await self._payloads.sealed([fields[i]["payload"].decode() for i in present])
             payloads = dict(zip(present, bodies, strict=True))
         return [
             SnapshotGroup(
@@ -139,7 +146,7 @@ class SnapshotCalls(PayloadCalls):
     async def _scan(self, key: str) -> AsyncIterator[dict[str, bytes]]:
         cursor = 0
         while True:
-            cursor, found = await self._ask(self.client.hscan(key, cursor, count=TOGETHER))
+            cursor, found = await self._redis.ask(self._redis.client.hscan(key, cursor, count=TOGETHER))
             if found:
                 yield {name.decode(): value for name, value in found.items()}
             if cursor == 0:

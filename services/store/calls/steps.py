@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
 from services.protocol.messages import Payload, RankPlan, StepPlan
-from services.store.calls.payloads import FETCHED_TOGETHER, PayloadCalls
+from services.store.calls.facet import Facet
+from services.store.calls.payloads import FETCHED_TOGETHER
 
 REQUESTS_UNDER_WAY = 2  # requests under way at a time: the server works on one while the client does on the other
 
 
-class StepCalls(PayloadCalls):
+class Steps(Facet):
     """What dataprep prepares and the trainer commits, publishes and checkpoints."""
 
     async def prepare(
@@ -32,30 +33,30 @@ class StepCalls(PayloadCalls):
         """
         given = " ".join(repr(float(variate)) for variate in variates)
         args = [" ".join(plan.groups), given, gaps_until, codec.encode(plan), *map(codec.encode, ranks)]
-        await self._call("prepare", fence, plan.step, max(oldest_fresh, 0), *args)
+        await self._redis.call("prepare", fence, plan.step, max(oldest_fresh, 0), *args)
 
     async def plan(self, step: int) -> StepPlan | None:
         """The plan of a step, or None when it is not prepared or already retired."""
-        raw = await self._ask(self.client.hget(self.keys.step(step), "plan"))
+        raw = await self._redis.ask(self._redis.client.hget(self._keys.step(step), "plan"))
         return None if raw is None else codec.decode(raw, StepPlan)
 
     async def rank_plan(self, step: int, rank: int) -> RankPlan:
         """The rows of one rank."""
-        raw = await self._ask(self.client.hget(self.keys.step(step), f"rank:{rank}"))
+        raw = await self._redis.ask(self._redis.client.hget(self._keys.step(step), f"rank:{rank}"))
         if raw is None:
             raise StoreError(f"step {step} was planned without rank {rank}: start as many ranks as trainer.ranks says")
         return codec.decode(raw, RankPlan)
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Payloads by name. Raises `Damaged`, which names all that are missing or cannot be read."""
-        together = FETCHED_TOGETHER * (len(self.shards) or 1)  # in one request, to each server
+        together = FETCHED_TOGETHER * (len(self._payloads.shards) or 1)  # in one request, to each server
         pieces = [names[i : i + together] for i in range(0, len(names), together)]
         fetched: dict[str, Payload] = {}
         damaged: dict[str, str] = {}
 
         async def fetch(first: int) -> None:
             for piece in pieces[first::REQUESTS_UNDER_WAY]:
-                for name, data in zip(piece, await self._sealed(piece), strict=True):
+                for name, data in zip(piece, await self._payloads.sealed(piece), strict=True):
                     try:
                         if data is None:
                             raise codec.CorruptMessage(
@@ -73,7 +74,7 @@ class StepCalls(PayloadCalls):
 
     async def commit(self, fence: int, step: int) -> bool:
         """Count a step as trained. False: it was committed before. Raises `OutOfOrder`, `Fenced`."""
-        return bool(await self._call("commit", fence, step))
+        return bool(await self._redis.call("commit", fence, step))
 
     async def discard_damaged(
         self,
@@ -91,19 +92,19 @@ class StepCalls(PayloadCalls):
         args: list[str | bytes | int] = [part for pair in reasons.items() for part in pair]
         for plan, ranks in steps:
             args += (plan.step, codec.encode(plan), len(ranks), *map(codec.encode, ranks))
-        return int(await self._call("discard_damaged", fence, first, prepared, len(reasons), *args))
+        return int(await self._redis.call("discard_damaged", fence, first, prepared, len(reasons), *args))
 
     async def publish(self, fence: int, version: int) -> bool:
         """The fleet holds `version`; the slots of its steps come free. False: it was published before."""
-        return bool(await self._call("publish", fence, version))
+        return bool(await self._redis.call("publish", fence, version))
 
     async def checkpointed(self, fence: int, step: int) -> None:
         """A checkpoint holds every step up to and including `step`."""
-        await self._call("checkpointed", fence, step)
+        await self._redis.call("checkpointed", fence, step)
 
     async def retire(self) -> int:
         """Delete plans and payloads that a checkpoint covers. Returns how many steps were retired."""
         retired = 0
-        while await self._call("retire"):
+        while await self._redis.call("retire"):
             retired += 1
         return retired

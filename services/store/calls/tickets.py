@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import redis.asyncio as aioredis
-
 from services.protocol import codec
 from services.protocol.errors import StoreError
-from services.protocol.keys import Keys
 from services.protocol.messages import Header, Ticket
-from services.store.calls.payloads import ELSEWHERE, PayloadCalls
+from services.store.calls.facet import Facet
+from services.store.calls.payloads import ELSEWHERE, Payloads
+from services.store.connection.base import Connection
 from services.store.connection.batching import Batcher
 from services.store.records import Claim, read_claim
 
@@ -28,11 +27,11 @@ class _Submission(NamedTuple):
     args: tuple[Any, ...]  # of the function that commits it
 
 
-class TicketCalls(PayloadCalls):
+class Tickets(Facet):
     """What dataprep issues and generators claim, renew, hand back and submit."""
 
-    def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
-        super().__init__(client, keys, url)
+    def __init__(self, connection: Connection, payloads: Payloads) -> None:
+        super().__init__(connection, payloads)
         self._submissions = Batcher(self._submit, SUBMITTED_TOGETHER, REQUESTS_UNDER_WAY)
 
     async def issue(
@@ -52,26 +51,28 @@ class TicketCalls(PayloadCalls):
         args: list[Any] = [part for item in (epochs or {}).items() for part in item]
         for ticket in tickets:
             args += (ticket.id, codec.encode(ticket))
-        return int(await self._call("issue", fence, cursor, order, requeued, len(epochs or {}), *args))
+        return int(await self._redis.call("issue", fence, cursor, order, requeued, len(epochs or {}), *args))
 
     async def order(self) -> tuple[bytes, dict[str, bytes]]:
         """The prompt order as `issue` last left it: its state, and the rows of each source's epoch. Empty before the first."""
-        raw = {name.decode(): value for name, value in (await self._ask(self.client.hgetall(self.keys.order))).items()}
+        raw = {
+            name.decode(): value for name, value in (await self._redis.ask(self._redis.client.hgetall(self._keys.order))).items()
+        }
         return raw.pop("state", b""), {name.removeprefix("rows:"): rows for name, rows in raw.items()}
 
     async def issue_again(self, fence: int, tickets: Sequence[Ticket]) -> int:
         """Issue tickets that a restore cut off, under their old sequence. Returns how many were not issued again before."""
         args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
-        return int(await self._call("issue_again", fence, *args))
+        return int(await self._redis.call("issue_again", fence, *args))
 
     async def reissue(self, count: int) -> list[tuple[str, int]]:
         """The first tickets that a restore cut off and that were not issued again, with their issue sequence."""
-        found = await self._ask(self.client.zrange(self.keys.reissue, 0, count - 1, withscores=True))
+        found = await self._redis.ask(self._redis.client.zrange(self._keys.reissue, 0, count - 1, withscores=True))
         return [(name.decode(), int(seq)) for name, seq in found]
 
     async def requeued(self, count: int) -> list[str]:
         """The first tickets that wait to be issued again."""
-        return [name.decode() for name in await self._ask(self.client.zrange(self.keys.requeued, 0, count - 1))]
+        return [name.decode() for name in await self._redis.ask(self._redis.client.zrange(self._keys.requeued, 0, count - 1))]
 
     async def claim(
         self,
@@ -88,7 +89,7 @@ class TicketCalls(PayloadCalls):
 
         Returns the next scan position and the claims.
         """
-        reply = await self._call(
+        reply = await self._redis.call(
             "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries
         )
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
@@ -97,16 +98,16 @@ class TicketCalls(PayloadCalls):
     async def renew(self, consumer: str, claims: Sequence[Claim]) -> set[str]:
         """Renew leases; the entries that are lost."""
         args = [part for claim in claims for part in (claim.entry, claim.fence)]
-        return {entry.decode() for entry in await self._call("renew", consumer, *args)}
+        return {entry.decode() for entry in await self._redis.call("renew", consumer, *args)}
 
     async def release(self, consumer: str, claim: Claim, tokens: int = 0) -> bool:
         """Hand a ticket back; another pod may claim it at once. `tokens`: how many were saved of it, for the ledger."""
-        return bool(await self._call("release", consumer, claim.entry, claim.fence, tokens))
+        return bool(await self._redis.call("release", consumer, claim.entry, claim.fence, tokens))
 
     async def fail(self, consumer: str, claim: Claim, reason: str, max_attempts: int) -> bool:
         """Hand a ticket back after a failure, or bury it (True) after `max_attempts` of them."""
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, reason)
-        return int(await self._call("fail", *args)) == 1
+        return int(await self._redis.call("fail", *args)) == 1
 
     async def submit(self, consumer: str, claim: Claim, header: Header, payload: bytes, ttl_s: int) -> bool:
         """Write the payload, then commit it with its header. False: the ticket was not held any more, nothing is stored.
@@ -123,19 +124,19 @@ class TicketCalls(PayloadCalls):
         return bool(accepted)
 
     async def _submit(self, groups: Sequence[_Submission]) -> list[int]:
-        if shards := self.shards:
-            await self._lay({group.payload: group.sealed for group in groups})
+        if shards := self._payloads.shards:
+            await self._payloads.lay({group.payload: group.sealed for group in groups})
         writes = [
-            ("SET", self.keys.payload(group.payload), ELSEWHERE if shards else group.sealed, "EX", group.ttl_s, "NX")
+            ("SET", self._keys.payload(group.payload), ELSEWHERE if shards else group.sealed, "EX", group.ttl_s, "NX")
             for group in groups
         ]
         args = [arg for group in groups for arg in group.args]
-        return (await self._send(*writes, self._function("submit", *args)))[-1]
+        return (await self._redis.send(*writes, self._redis.function("submit", *args)))[-1]
 
     async def save_partial(self, consumer: str, claim: Claim, data: bytes, ttl_s: int) -> bool:
         """Save the tokens so far of a ticket. False: it was not held any more."""
-        return bool(await self._call("save_partial", consumer, claim.entry, claim.fence, claim.ticket_id, ttl_s, data))
+        return bool(await self._redis.call("save_partial", consumer, claim.entry, claim.fence, claim.ticket_id, ttl_s, data))
 
     async def load_partial(self, ticket: str) -> bytes | None:
         """The tokens so far of a ticket that somebody began."""
-        return await self._ask(self.client.get(self.keys.partial(ticket)))
+        return await self._redis.ask(self._redis.client.get(self._keys.partial(ticket)))

@@ -27,8 +27,8 @@ class Connection:
         self.client = client
         self.keys = keys
         self.url = url
-        self._login = Login()
-        self._owner: SlotOwner | None = None  # of the run's slot; None: the server is no node of a Cluster
+        self.login = Login()
+        self.owner: SlotOwner | None = None  # of the run's slot; None: the server is no node of a Cluster
         self._fast = FastConnection.beside(client)
         self._plain = plain_client(client) if self._fast is None else None
         self._library, code = library()
@@ -44,7 +44,7 @@ class Connection:
         keys = Keys(run)
         owner = await check_server(url, login, keys.prefix)
         store = cls(make_client(url, login, owner), keys, url)
-        store._login, store._owner = login, owner
+        store.login, store.owner = login, owner
         try:
             [loaded] = await store._exchange([store._load])
             store._check_load(loaded)
@@ -64,21 +64,21 @@ class Connection:
         if isinstance(reply, RedisError) and "already exists" not in str(reply) and not _no_right(reply):
             raise explain(self.url, reply) from None
 
-    async def _ask(self, reply: Awaitable[Any]) -> Any:
+    async def ask(self, reply: Awaitable[Any]) -> Any:
         """Await a plain command; its errors become the store's."""
         try:
             return await reply
         except RedisError as error:
             raise explain(self.url, error) from None
 
-    async def _call(self, function: str, *args: Any) -> Any:
+    async def call(self, function: str, *args: Any) -> Any:
         """Call a function of the library."""
-        return (await self._send(self._function(function, *args)))[0]
+        return (await self.send(self.function(function, *args)))[0]
 
-    def _function(self, name: str, *args: Any) -> tuple[Any, ...]:
+    def function(self, name: str, *args: Any) -> tuple[Any, ...]:
         return ("FCALL", f"{self._library}_{name}", 1, self.keys.prefix, *args)
 
-    async def _send(self, *commands: tuple[Any, ...]) -> list[Any]:
+    async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Send commands in one go; their replies. Raises what the first refused one means."""
         replies = await self._exchange(commands)
         if any(_no_function(reply) for reply in replies):
@@ -97,21 +97,21 @@ class Connection:
     async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The replies to commands on one connection, an error among them as a value."""
         if self._plain is not None:
-            return await self._ask(_replies(self._plain, commands))
+            return await self.ask(_replies(self._plain, commands))
         assert self._fast is not None
-        return await self._ask(self._fast.ask(commands))
+        return await self.ask(self._fast.ask(commands))
 
     @property
-    def _at_owner(self) -> tuple[Any, ...]:
+    def at_owner(self) -> tuple[Any, ...]:
         """To go along with commands that have no key, which any node of a Cluster would answer.
 
         This one the owner of the run's slot does alone and, as the key never exists, not while the slot moves.
         """
         return ("HLEN", self.keys.prefix)
 
-    async def _info(self, *sections: str) -> dict[str, str]:
+    async def info(self, *sections: str) -> dict[str, str]:
         """What the run's server says of itself."""
-        _, text = await self._send(self._at_owner, ("INFO", *sections))
+        _, text = await self.send(self.at_owner, ("INFO", *sections))
         return facts(text)
 
     def _refusal(self, error: Exception) -> Exception:

@@ -48,7 +48,7 @@ class Recovery:
 
     def state(self) -> RunState:
         """The run's state. Raises `Broken` when Redis knows it no more: dataprep makes it again, the next trainer restores it."""
-        state = self.call(self.store.state())
+        state = self.call(self.store.run.state())
         if state is None:
             raise Broken(f"run {self.config.run.name!r} vanished from Redis")
         return state
@@ -61,20 +61,20 @@ class Recovery:
             how = self._settle(state, step)
         except (Broken, Fatal):
             if state.restore >= 0 and not self._superseded():
-                self.call(self.store.request_restore(None))  # else every new process would fail at it
+                self.call(self.store.run.request_restore(None))  # else every new process would fail at it
             raise
-        self.call(self.store.resumed(how))
+        self.call(self.store.run.resumed(how))
         log.info(how or "new run")
         state = self.state()
         if step > state.checkpointed_step:  # its writer died before it told Redis
-            self.call(self.store.checkpointed(self._fence, step))
-            self.call(self.store.retire())
+            self.call(self.store.steps.checkpointed(self._fence, step))
+            self.call(self.store.steps.retire())
         return step, state
 
     def _settle(self, state: RunState, step: int) -> str:
         """Attach, or restore the checkpoint of `step`, which was loaded; how and why, or empty for a new run."""
         behind = range(step + 1, state.prepared_step + 1)
-        plans = [plan for plan in (self.call(self.store.plan(number)) for number in behind) if plan is not None]
+        plans = [plan for plan in (self.call(self.store.steps.plan(number)) for number in behind) if plan is not None]
         try:
             way = resume.choose(state, step, plans, self.config)
         except resume.NoWay as error:
@@ -111,15 +111,15 @@ class Recovery:
             raise Broken(SUPERSEDED)
         lost = range(state.committed_step + 1, step + 1)
         for number in lost:
-            plan = self.call(self.store.plan(number))
+            plan = self.call(self.store.steps.plan(number))
             if plan is None or plan != self._plans.get(number):
                 raise Broken(f"Redis lost step {number}, which was trained: starting over from the last checkpoint")
         for number in lost:
-            self.call(self.store.commit(self._fence, number))
+            self.call(self.store.steps.commit(self._fence, number))
             log.warning("Redis had lost a commit, which was repeated", step=number)
         unknown = state.published_version < self._published or state.published_by != self._fence
         if self._published == step + 1 and unknown:
-            self.call(self.store.publish(self._fence, self._published))
+            self.call(self.store.steps.publish(self._fence, self._published))
             log.warning("Redis had lost a publication, which was repeated", version=self._published)
         return self.state() if lost else state
 
@@ -136,7 +136,7 @@ class Recovery:
                 if (then := snapshot.head.run[name]) != now:
                     raise SnapshotError(f"its {name} is {then}, this run's {now}: choose another run.name")
             keep = all(resume.trainable(plan["plan"], self.config) for plan in snapshot.head.plans.values())
-            self.call(self.store.restore(self._fence, snapshot, keep, self._progress))
+            self.call(self.store.restores.restore(self._fence, snapshot, keep, self._progress))
         except SnapshotError as error:
             raise Fatal(f"the run cannot be taken back to step {saved.step}: {error}") from error
 
@@ -151,7 +151,7 @@ class Recovery:
         """Write dataprep's state behind `step` into a checkpoint."""
         path, started = folder / SNAPSHOT, time.monotonic()
         try:
-            self.call(self.store.save_snapshot(self._fence, step, path, self.config.checkpoint.save_replay_buffer))
+            self.call(self.store.snapshots.save(self._fence, step, path, self.config.checkpoint.save_replay_buffer))
         except StoreError as error:
             raise FolderError(f"{path} was not written: {error}") from error
         log.info("snapshot written", bytes=path.stat().st_size, seconds=round(time.monotonic() - started, 3))

@@ -49,7 +49,7 @@ class Saving:
 
     def relieve(self, step: int) -> None:
         """Save early when Redis is nearly full, so that it may forget; then not again before it was emptier for once."""
-        used, limit = self._call(self._store.memory(self._config.redis.max_memory_mib << 20))
+        used, limit = self._call(self._store.run.memory(self._config.redis.max_memory_mib << 20))
         if not limit or used < EARLY * limit:
             self._relieved = -1
         elif self._relieved < 0 and step > self.last:
@@ -63,7 +63,7 @@ class Saving:
             return
         self._heeded = state.checkpoint
         if step == self.last:
-            self._call(self._store.checkpointed(self._fence, step))
+            self._call(self._store.steps.checkpointed(self._fence, step))
         else:
             self.save(step, must=False)
 
@@ -78,7 +78,7 @@ class Saving:
         started = time.monotonic()
         if problem := cast(str, self._commands.lead("save", step)):
             self.failed += 1
-            self._call(self._store.checkpoint_failed(f"step {step}, attempt {self.failed}: {problem}", self._fence))
+            self._call(self._store.run.checkpoint_failed(f"step {step}, attempt {self.failed}: {problem}", self._fence))
             if must:
                 raise Broken(problem)
             log.warning("checkpoint not written", step=step, last=self.last, failed=self.failed, why=problem)
@@ -86,5 +86,5 @@ class Saving:
         log.info("checkpoint written", step=step, seconds=round(time.monotonic() - started, 3))
         self.last, self.failed = step, 0
         self._recovery.saved()
-        self._call(self._store.checkpointed(self._fence, step))
-        self._call(self._store.retire())
+        self._call(self._store.steps.checkpointed(self._fence, step))
+        self._call(self._store.steps.retire())

@@ -1,4 +1,4 @@
-"""What is measured of the tokens of a row."""
+"""Statistics of the tokens of a row."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ MAXIMA = ("logprob_gap", "advantage", "negative_advantage")
 def measure(
     tokens: Tokens, config: Loss, term: PolicyTerm, correction: Correction, loss: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`SUMS` and `MAXIMA` by name, float64 scalars: over the tokens, and of the row's `loss`. Without a reference KLs are 0."""
+    """Return `SUMS` and `MAXIMA` by name, float64 scalars, over the tokens, with the row's `loss`. Without a reference, KLs are
+    0.
+    """
     ratio = tokens.ratio()
-    # What the step started from; where mu stands in for it, theta is the nearest there is.
+    # The policy at the start of the step. Where mu stands in for it, theta is the closest approximation.
     start = tokens.logprobs if config.from_behaviour else tokens.old
     gap = (tokens.behaviour - start).abs()
     nothing = torch.zeros_like(ratio)

@@ -1,4 +1,4 @@
-"""What a policy loss is given and what it returns."""
+"""What a policy loss takes and returns."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound of |theta - old| before exp, as verl has it: e^20 = 4.9e8. Where `old` is what a generator said, this is how much more
-than others its tokens may weigh in the gradient; with e^40 a few of them make its norm infinite in float32."""
+"""Bound of |theta - old| before exp, as in verl: e^20 = 4.9e8. Where `old` is a generator's logprob, it limits how much more than
+others its tokens can weigh in the gradient; with e^40 a few such tokens make the gradient norm infinite in float32.
+"""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Response tokens of one row that are in the loss; R = their number, all tensors are [R], logprobs float32."""
+    """Response tokens of one row that are in the loss; R = their number. All tensors are [R], logprobs float32."""
 
-    logprobs: Tensor  # theta, carries the gradient
+    logprobs: Tensor  # theta; carries the gradient
     old: Tensor  # no gradient
-    behaviour: Tensor  # mu; NaN or infinite: the token is excluded
+    behaviour: Tensor  # mu; a token with NaN or infinity is excluded
     reference: Tensor | None  # ref; None only with kl_beta = 0
     advantages: Tensor
     weights: Tensor  # importance weight of the token's group
     shares: Tensor  # factor that makes the sum a mean of means (denominators.py); 1 for token means
-    entropy: Tensor  # carries a gradient only where there is an entropy bonus
-    samples: Tensor  # int64, which response of the row a token belongs to
+    entropy: Tensor  # carries a gradient only if there is an entropy bonus
+    samples: Tensor  # int64, the response of the row that a token belongs to
 
     def only(self, mask: Tensor) -> Tokens:
-        """Those tokens where `mask` [R] is true."""
+        """Return the tokens where `mask` [R] is true."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen: dict[str, Any] = {name: None if column is None else column[mask] for name, column in columns.items()}
         return Tokens(**chosen)
 
     def ratio(self) -> Tensor:
-        """r = exp(theta - old), [R]."""
+        """Return r = exp(theta - old), [R]."""
         return bounded(self.logprobs - self.old).exp()
 
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """What a policy loss returns, [R] each. Clipped: the ratio is past that bound and the advantage would take it farther."""
+    """What a policy loss returns, [R] each. Clipped: the ratio is past that bound and the advantage would push it further."""
 
     loss: Tensor
     clipped_low: Tensor  # bool
@@ -48,14 +49,14 @@ class PolicyTerm:
 
 
 def bounded(difference: Tensor) -> Tensor:
-    """A log-ratio that exp can take."""
+    """Clamp a log-ratio to a range that exp can represent."""
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def response_mean(values: Tensor, samples: Tensor) -> Tensor:
-    """At each token [R] the mean of `values` [R] over the tokens of its response, `samples` [R]. Differentiable.
+    """Return at each token [R] the mean of `values` [R] over the tokens of its response, `samples` [R]. Differentiable.
 
-    Summed in float64: a response has tens of thousands of tokens, whose mean decides over all of them.
+    Sums in float64: a response has tens of thousands of tokens, and their mean affects all of them.
     """
     if not len(samples):
         return values

@@ -1,11 +1,11 @@
 """Block-diagonal causal attention over packed rows, for Hugging Face models through transformers' attention registry.
 
-Guarantees: a response attends to its prompt and to itself, and to nothing else. Responses of one group share a prompt that lies
-in the row once: what is linear in tokens is done once for it, and each response sees its keys and values. FlashAttention's
-variable-length kernel does that by `cu_seqlens`; without it each prompt with its response becomes one entry of a padded batch,
-so that tokens of two responses never meet in one product. They are batched by length (powers of two), so padding at most
-doubles the work. Memory is linear in the tokens of sequences, in a plan at most twice a row's budget (planning/packing.py): there
-is no T x T mask, and a sliding window is worked off in blocks of queries.
+Guarantees: a response attends to its prompt and to itself, and to nothing else. Responses of one group share a prompt that is
+stored in the row once: work that is linear in tokens is done once for it, and each response sees its keys and values.
+FlashAttention's variable-length kernel does that with `cu_seqlens`. Without it, each prompt with its response becomes one entry
+of a padded batch, so that tokens of two responses never meet in one product. Batches are formed by length (powers of two), so
+padding at most doubles the work. Memory is linear in the tokens of sequences, which in a plan is at most twice a row's budget
+(planning/packing.py): there is no T x T mask, and a sliding window is computed in blocks of queries.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ NAME = "packed"
 """Name under which transformers knows the function, for `attn_implementation`."""
 
 SMALLEST_BLOCK = 128
-"""Queries of a sliding window that are worked off at a time, at least: fewer would be many small products."""
+"""Minimum number of queries of a sliding window that are computed at a time: with fewer there would be many small products."""
 
 
 class UnsupportedModel(ValueError):
-    """The model does something in attention or behind its output matrix that packed training does not do."""
+    """The model has a feature in attention or after its output matrix that packed training does not support."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Tokens of the row, and where they are laid out: places in the flattened batches of `Packing.shapes`, end to end."""
+    """Maps tokens of the row to their places in the flattened batches of `Packing.shapes`, concatenated."""
 
     tokens: Tensor  # [m] int64
     slots: Tensor  # [m] int64
 
     def to(self, device: torch.device) -> Places:
-        """The same on `device`."""
+        """Copy to `device`."""
         return Places(self.tokens.to(device), self.slots.to(device))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a row of T tokens lie. A sequence is a prompt with a response; n of them.
+    """Where the sequences of a row of T tokens are. A sequence is a prompt with a response; there are n of them.
 
-    The row holds each sequence's own tokens one after the other: the first of a group owns the prompt, too. S = tokens of all
-    sequences, shared prompts counted each time.
+    The row holds each sequence's own tokens one after the other; the first sequence of a group also owns the prompt. S = tokens
+    of all sequences, with shared prompts counted each time.
     """
 
-    own: Tensor  # [n + 1] int32, from 0 to T: where own tokens begin and end
-    whole: Tensor  # [n + 1] int32, from 0 to S: the same of whole sequences laid end to end
-    sequences: Tensor  # [S] int64: the token of the row at each place of those
+    own: Tensor  # [n + 1] int32, from 0 to T: boundaries of each sequence's own tokens
+    whole: Tensor  # [n + 1] int32, from 0 to S: boundaries of whole sequences, concatenated
+    sequences: Tensor  # [S] int64: the token of the row at each place of the concatenated sequences
     longest_own: int
     longest: int
     shapes: tuple[tuple[int, int], ...]  # count and length of padded batches of similar length
@@ -62,8 +62,10 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: Sequence[int], prompts: Sequence[tuple[int, int]] | None = None) -> Packing:
-        """Of sequences with so many tokens of their own (each >= 1), end to end, after prompts that lie elsewhere in the row:
-        from where, and how many tokens (0: it has its prompt itself)."""
+        """Build the packing of sequences with `lengths` own tokens each (>= 1), concatenated.
+
+        `prompts` gives, for each, the start and length of a prompt elsewhere in the row (length 0: the sequence owns its prompt).
+        """
         sizes = torch.tensor(lengths)
         begins, before = torch.tensor(prompts or [(0, 0)] * len(lengths)).T
         whole, ends = sizes + before, sizes.cumsum(0)
@@ -86,20 +88,20 @@ class Packing:
         )
 
     def longer(self, tokens: int) -> Packing:
-        """With a sequence of so many tokens more at the end of the row."""
+        """Return the packing with another sequence of `tokens` tokens at the end of the row."""
         before = self.whole.diff() - self.own.diff()
         begins = self.sequences[self.whole[:-1].long()]
         prompts = [*zip(begins.tolist(), before.tolist(), strict=True), (0, 0)]
         return Packing.of([*self.own.diff().tolist(), tokens], prompts).to(self.own.device)
 
     def to(self, device: torch.device) -> Packing:
-        """The same on `device`."""
+        """Copy to `device`."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return Packing(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
 
 
 def _batches(sizes: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """Where each of n sequences begins, [n], in padded batches by powers of two; their shapes."""
+    """Return where each of n sequences begins, [n], in padded batches by powers of two, and the shapes of those batches."""
     exponents = torch.tensor([(size - 1).bit_length() for size in sizes.tolist()])
     begins, shapes, end = torch.empty_like(sizes), [], 0
     for exponent in exponents.unique():
@@ -126,13 +128,14 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed row. query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads, D].
+    """Compute the attention of one packed row. query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads,
+    D].
 
-    Positions, caches and the like, which transformers passes along, have no meaning here.
+    Positions, caches and other arguments that transformers passes are ignored.
     """
     if softcap is not None or s_aux is not None or dropout:
         raise UnsupportedModel(
-            f"{type(module).__name__} uses softcap, sinks or dropout in attention, which packed rows do not have"
+            f"{type(module).__name__} uses softcap, sinks or dropout in attention, which packed rows do not support"
         )
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and importlib.util.find_spec("flash_attn"):
@@ -141,10 +144,10 @@ def packed_attention(
 
 
 class _Lay(torch.autograd.Function):
-    """Lays tokens out in their places, zeros elsewhere; `shared` ones as well, which have more than one.
+    """Lays tokens out in their places, with zeros elsewhere. `shared` tokens have several places.
 
-    The gradient of the owned ones moves back the same way; that of `index_select` would be added up, token by token, as only
-    that of shared ones has to be. Those are many, so they add up in float32 at least.
+    The gradient of owned tokens moves back the same way; `index_select` would add it up token by token, which only shared tokens
+    need. Shared tokens have many contributions, so they are summed in float32 or wider.
     """
 
     @staticmethod
@@ -163,7 +166,7 @@ class _Lay(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens of the row in the order of sequences, [S, ...] of [T, ...]."""
+    """Gathers the tokens of the row in the order of sequences, [S, ...] from [T, ...]."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, sequences: Tensor) -> Tensor:
@@ -177,7 +180,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _added(to: Tensor, gradients: Tensor, places: Tensor) -> Tensor:
-    """`to` with `gradients` added at `places`, of which one may come often."""
+    """Return `to` with `gradients` added at `places`, which may repeat."""
     wide = torch.promote_types(to.dtype, torch.float32)
     return to.to(wide).index_add_(0, places, gradients.to(wide)).to(to.dtype)
 
@@ -187,8 +190,11 @@ def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
-    """Attention of every batch of sequences, [T, heads, D]. Padding is zeros, behind the end of each; the queries of prompts that
-    others own are zeros, too, and what comes of them is not taken."""
+    """Compute the attention of every batch of sequences, [T, heads, D].
+
+    Padding is zeros after the end of each sequence. The queries of prompts that others own are zeros too, and their output is
+    dropped.
+    """
     sizes = [count * length for count, length in packing.shapes]
     shared = packing.shared if len(packing.shared.tokens) else None
 
@@ -211,9 +217,11 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | 
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int, grouped: bool) -> Tensor:
-    """Causal attention to the last `window` places, all [count, heads, length, D]; a block of queries gets the keys it needs."""
+    """Compute causal attention to the last `window` places, all [count, heads, length, D], giving each block of queries its
+    keys.
+    """
     length, block = q.shape[2], max(window, SMALLEST_BLOCK)
-    masks: dict[tuple[int, int], Tensor] = {}  # shared, as every call keeps its mask for backward
+    masks: dict[tuple[int, int], Tensor] = {}  # shared, because every call keeps its mask for backward
     outputs = []
     for start in range(0, length, block):
         end, first = min(start + block, length), max(0, start - window + 1)
@@ -246,7 +254,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | N
         packing.longest_own,
         packing.longest,
         softmax_scale=scaling,
-        causal=True,  # the last query sees the last key, so own tokens stand behind their prompt
+        causal=True,  # the last query sees the last key, so own tokens follow their prompt
         window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

@@ -1,9 +1,9 @@
-"""The trained model as a Hugging Face folder.
+"""Writes the trained model as a Hugging Face folder.
 
-Guarantees: the folder appears whole, with `manifest.json` as its completion marker, or not at all; the marker names run, step
-and the SHA-256 of every file, and `atomic_folders.check` compares them; tied matrices are stored once; it loads with
-`from_pretrained`, samples by default as the run did, and serves in vLLM as it stands. Adapters are merged into it, and lie
-beside in peft's own format, for use on `model.path`.
+Guarantees: the folder appears complete, with `manifest.json` as its completion marker, or not at all; the marker names the run,
+the step and the SHA-256 of every file, which `atomic_folders.check` compares; tied matrices are stored once; the folder loads
+with `from_pretrained`, samples by default as the run did, and serves in vLLM unchanged. Adapters are merged into the model. They
+are also stored next to it in peft's own format, for use on top of `model.path`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from services.trainer import ranks
 from services.trainer.model import lora
 
 ADAPTER = "adapter"
-"""Folder inside an export with its adapters."""
+"""Folder inside an export that holds its adapters."""
 
 
 def write(module: Any, config: RunConfig, step: int, folder: Path, rank: int, zero_stage: int) -> None:
     """Write `module`, trained up to and including `step`, with tokenizer and sampling defaults to `folder`, replacing it.
 
-    Collective; rank 0 writes. Under ZeRO-3 one parameter at a time is gathered; rank 0 holds all of them in host memory, adapted
-    ones twice. Raises `FolderError` on every rank.
+    Collective; rank 0 writes. Under ZeRO-3 parameters are gathered one at a time. Rank 0 holds all of them in host memory, and
+    adapted ones twice. Raises `FolderError` on every rank.
     """
     state = whole_state(module, zero_stage, keep=rank == 0)
     ranks.agree(save(module, state, config, step, folder) if rank == 0 else "", FolderError)
 
 
 def whole_state(module: nn.Module, zero_stage: int, keep: bool) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer, whole, on the CPU, by name. Collective under ZeRO-3; {} where not `keep`.
+    """Return every parameter and persistent buffer, whole, on the CPU, by name, or {} unless `keep`. Collective under ZeRO-3.
 
-    Names of one tied parameter share one tensor.
+    The names of one tied parameter share one tensor.
     """
     copies: dict[int, Tensor] = {}
     for parameter in module.parameters():  # each once, tied or not
@@ -57,7 +57,7 @@ def whole_state(module: nn.Module, zero_stage: int, keep: bool) -> dict[str, Ten
 
 
 def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, folder: Path) -> str:
-    """Write the whole `state` of `module`; why that failed, or empty."""
+    """Write the whole `state` of `module`. Returns why that failed, or an empty string."""
     try:
         partial = atomic_folders.begin(folder)
         module.save_pretrained(partial, state_dict=lora.merged_state(state, config.lora))
@@ -77,13 +77,15 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
         return str(error)
     except OSError as error:
         return atomic_folders.explain(folder, error)
-    except ValueError as error:  # transformers refuses defaults that contradict each other
-        return f"{folder} was not written: {error}"
+    except ValueError as error:  # transformers rejects defaults that contradict each other
+        return f"cannot write {folder}: {error}"
     return ""
 
 
 def _generation_config(module: Any, tokenizer: Any, sampling: Sampling) -> GenerationConfig:
-    """The model's own defaults, with the run's sampling laid over them and the tokenizer's special tokens where it has none."""
+    """Return the model's own defaults, overridden by the run's sampling, with the tokenizer's special tokens where the model has
+    none.
+    """
     own = module.generation_config.to_dict() if module.generation_config is not None else {}
     missing = {
         name: value

@@ -1,8 +1,8 @@
-"""Logprobs and entropy of response tokens from hidden states and the output matrix.
+"""Logprobs and entropy of response tokens, from hidden states and the output matrix.
 
-Guarantees: logits exist for `chunk` tokens at a time, in forward and in backward, never for a whole row; log-softmax is
-float32 whatever the weights are; memory beside the inputs is O(chunk * vocabulary), and a float32 copy of the matrix
-where the product is asked for in float32.
+Guarantees: logits exist for `chunk` tokens at a time, in forward and in backward, never for a whole row; log-softmax is float32
+whatever the dtype of the weights; memory in addition to the inputs is O(chunk * vocabulary), plus a float32 copy of the matrix if
+the product is requested in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps only hidden states and the per-token log-normaliser; backward makes each chunk's logits again."""
+    """Keeps only hidden states and the per-token log-normaliser; backward recomputes the logits of each chunk."""
 
     @staticmethod
     def forward(
@@ -43,14 +43,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for_logprobs = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs
         hidden_gradient = torch.empty_like(hidden)
         matrix = weight.float() if ctx.fp32 else weight
-        weight_gradient: Tensor | None = None  # of a frozen matrix
+        weight_gradient: Tensor | None = None  # stays None for a frozen matrix
         if ctx.needs_input_grad[1]:
-            # float32, so that the sum over chunks does not depend on how many there are when weights are bfloat16
+            # float32, so that the sum over chunks does not depend on the number of chunks when weights are bfloat16
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p = _logits(hidden[part], matrix, ctx.temperature).sub_(normaliser[part, None])
-            # In place, and the entropy's part only where it has a gradient: passes over [c, V] cost as much as the products.
+            # In place, and with the entropy's part only if it has a gradient: passes over [c, V] cost as much as the products.
             if for_entropy is None:
                 gradient = log_p.exp_().mul_(-for_logprobs[part, None])
             else:
@@ -64,7 +64,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if weight_gradient is None:
                 continue
             if matrix.dtype == torch.float32:
-                weight_gradient.addmm_(gradient.T, hidden[part].float())  # no second [V, H]
+                weight_gradient.addmm_(gradient.T, hidden[part].float())  # avoids a second [V, H]
             else:
                 weight_gradient += gradient.T @ hidden[part]
         whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
@@ -72,17 +72,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, matrix: Tensor, temperature: float) -> Tensor:
-    """[c, V] float32, a tensor of its own that the caller may change; the product is of the matrix's type."""
+    """Return logits, [c, V] float32, as a new tensor that the caller may change; the product has the matrix's dtype."""
     return (hidden.to(matrix.dtype) @ matrix.T).float().div_(temperature)
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target and entropy of its distribution at `temperature`, two [R] float32.
+    """Return the logprob of each target and the entropy of its distribution at `temperature`, two [R] float32.
 
-    hidden [R, H] predicts targets [R] int64; weight [V, H]. Both results are differentiable. `fp32`: logits are a product in
-    float32 of bfloat16 states and weights, for which a copy of the matrix is made, once in forward and once in backward.
+    hidden [R, H] predicts targets [R] int64; weight [V, H]. Both results are differentiable. With `fp32`, logits are a float32
+    product of bfloat16 states and weights, for which the matrix is copied once in forward and once in backward.
     """
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, fp32)  # pyright: ignore[reportReturnType]
 
@@ -90,7 +90,7 @@ def token_logprobs(
 class LogprobHead(nn.Linear):
     """An output matrix that returns logprobs instead of logits. It takes over the parameter, tied or not.
 
-    Being a module, its one call per row is where ZeRO-3 gathers the matrix, whatever the number of chunks.
+    Because it is a module that is called once per row, ZeRO-3 gathers the matrix once per row, whatever the number of chunks.
     """
 
     def __init__(self, head: nn.Linear, fp32: bool) -> None:
@@ -103,5 +103,5 @@ class LogprobHead(nn.Linear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """As `token_logprobs`."""
+        """Compute `token_logprobs` with this matrix."""
         return token_logprobs(hidden, self.weight, targets, temperature, chunk, self.fp32)

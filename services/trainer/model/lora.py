@@ -1,10 +1,11 @@
-"""Low-rank adapters: what is trained where `lora.rank` is above 0, and what others see of it.
+"""Low-rank adapters: what is trained when `lora.rank` is above 0, and how they look to the rest of the system.
 
-Guarantees: the model's own weights are frozen and never written to; adapters are float32 whatever the model is, since their
-steps are far smaller than what bfloat16 resolves; whoever asks for a weight by its Hugging Face name gets W + scale B A,
-computed in float32 and rounded once, so that nobody else knows of adapters.
+Guarantees: the model's own weights are frozen and never written to; adapters are float32 whatever the model's dtype, since their
+steps are far smaller than what bfloat16 resolves; a weight requested by its Hugging Face name is W + scale B A, computed in
+float32 and rounded once, so the rest of the system does not know about adapters.
 
-Hu et al. 2021, "LoRA", section 4.1: A is drawn and B is zero, so the adapted model begins as the model. Layers are peft's.
+Hu et al. 2021, "LoRA", section 4.1: A is random and B is zero, so the adapted model starts out equal to the model. The layers are
+peft's.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from services.config import ConfigError
 from services.config.training import Lora
 
 ADAPTER = "default"
-"""peft's name for the one adapter of a layer."""
+"""peft's name for the only adapter of a layer."""
 
 MATRICES = tuple(f".lora_{matrix}.{ADAPTER}.weight" for matrix in "AB")
-"""How names of adapters end, behind that of their layer: A [rank, in] and B [out, rank]."""
+"""Suffixes of the names of adapters, after the name of their layer: A [rank, in] and B [out, rank]."""
 
 OWN = ".base_layer."
-"""What peft puts into the names of an adapted layer's own weights."""
+"""Part that peft inserts into the names of an adapted layer's own weights."""
 
 
 def attach(model: Any, options: Lora, path: str) -> None:
-    """Freeze `model`, loaded from `path`, and give its linear layers adapters. Raises `ConfigError` for a target it lacks."""
+    """Freeze `model`, loaded from `path`, and add adapters to its linear layers. Raises `ConfigError` for a target it does not
+    have.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = {name.rpartition(".")[2] for name, layer in model.base_model.named_modules() if isinstance(layer, nn.Linear)}
     unknown = sorted(set(options.targets) - layers)
     if unknown or not layers:
         raise ConfigError(
-            f"lora.targets names {unknown}, and model.path = {path!r} has linear layers {sorted(layers)}: choose among them"
+            f"lora.targets names {unknown}, which model.path = {path!r} does not have: choose among its linear layers {sorted(layers)}"
         )
     settings = LoraConfig(
         r=options.rank,
@@ -53,7 +56,7 @@ def attach(model: Any, options: Lora, path: str) -> None:
 
 
 class Unadapted:
-    """An adapted policy, called as if it had no adapters: a frozen reference that costs no second model."""
+    """Calls an adapted policy as if it had no adapters: a frozen reference that needs no second model."""
 
     def __init__(self, policy: nn.Module) -> None:
         from peft.tuners.lora import LoraLayer
@@ -62,7 +65,9 @@ class Unadapted:
         self._layers = [layer for layer in policy.modules() if isinstance(layer, LoraLayer)]
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """As the policy. Adapters are computed and count nothing: ZeRO-3 fetches weights in the order of earlier calls."""
+        """Call the policy with adapters scaled to zero. They are still computed: ZeRO-3 fetches weights in the order of earlier
+        calls.
+        """
         self._scale(0.0)
         try:
             return self._policy(*arguments)
@@ -75,7 +80,7 @@ class Unadapted:
 
 
 def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Names of the model's weights, as Hugging Face has them, and of the parameters each is made of: itself, or W, A and B."""
+    """Map each Hugging Face weight name to the parameters the weight is made of: itself, or W, A and B."""
     known = set(names)
     found: dict[str, tuple[str, ...]] = {}
     for name in names:
@@ -89,7 +94,9 @@ def sources(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 @torch.no_grad()
 def merged(parts: Sequence[Tensor], options: Lora) -> Tensor:
-    """The weight made of `parts`, named by `sources`: a tensor of its own where there is an adapter, else the one part itself."""
+    """Return the weight made of `parts`, named by `sources`: a new tensor where there is an adapter, otherwise the one part
+    itself.
+    """
     if len(parts) == 1:
         return parts[0].detach()
     weight, a, b = parts
@@ -97,12 +104,12 @@ def merged(parts: Sequence[Tensor], options: Lora) -> Tensor:
 
 
 def merged_state(state: Mapping[str, Tensor], options: Lora) -> dict[str, Tensor]:
-    """The model's weights under their Hugging Face names, from those of the adapted model."""
+    """Return the model's weights under their Hugging Face names, from those of the adapted model."""
     return {name: merged([state[part] for part in parts], options) for name, parts in sources(state).items()}
 
 
 def save(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapters in `state` as peft does, for `PeftModel.from_pretrained`. Raises `OSError`."""
+    """Write the adapters in `state` in peft's format, for `PeftModel.from_pretrained`. Raises `OSError`."""
     from safetensors.torch import save_file
 
     folder.mkdir()

@@ -1,6 +1,6 @@
-"""The policy's network: a Hugging Face causal language model that answers with logprobs.
+"""The policy's network: a Hugging Face causal language model that returns logprobs.
 
-Guarantees: a model whose numbers packed training would get wrong is refused when it is loaded, with the reason.
+Guarantees: a model that packed training would compute incorrectly is rejected on loading, with the reason.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from services.trainer.model.logprobs import LogprobHead
 from services.trainer.model.sequence import Team
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types that our attention function serves; recurrent ones would carry state from one response into the next."""
+"""Layer types that our attention function supports. Recurrent layers would carry state from one response into the next."""
 
 LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Configuration keys of models that change logits behind the output matrix."""
+"""Configuration keys of models that change logits after the output matrix."""
 
 
 class Scorer(nn.Module):
-    """`model` and the call that scores one packed row; this is the module DeepSpeed wraps."""
+    """Holds `model` and scores one packed row per call; this is the module that DeepSpeed wraps."""
 
     def __init__(self, model: Any, temperature: float, chunk: int, team: Team | None = None) -> None:
         super().__init__()
@@ -36,9 +36,10 @@ class Scorer(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logprob of each target and entropy of its distribution, two [R] float32; arguments as in `batches.Row`.
+        """Return the logprob of each target and the entropy of its distribution, two [R] float32; arguments as in
+        `batches.PackedRow`.
 
-        With a team, of the whole row on every rank of it. Collective then.
+        With a team, both cover the whole row on every rank of the team, and the call is collective.
         """
         if self.team is None:
             return self._score(input_ids, positions, packing, predictors, targets)
@@ -63,7 +64,7 @@ def load(
     team: Team | None = None,
     adapters: Lora | None = None,
 ) -> Scorer:
-    """Load `model.path` in `model.dtype` on the CPU, ready for packed rows: without dropout, with adapters if any."""
+    """Load `model.path` in `model.dtype` on the CPU, ready for packed rows: without dropout, with adapters if configured."""
     try:
         attention = NAME if team is None else team.register(AutoConfig.from_pretrained(config.path).get_text_config())
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -88,12 +89,12 @@ def load(
 def _check(model: Any, path: str) -> None:
     config, name = model.config, f"model.path = {path!r} ({type(model).__name__})"
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} does not take its attention from transformers' registry")
+        raise UnsupportedModel(f"{name} does not use transformers' attention registry")
     others = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
     if others:
         raise UnsupportedModel(f"{name} has layers of type {sorted(others)}; supported: {sorted(SUPPORTED_LAYERS)}")
     for key in LOGIT_SCALES:
         if getattr(config, key, None) not in (None, 1, 1.0):
-            raise UnsupportedModel(f"{name} sets {key}, which logprobs would ignore")
+            raise UnsupportedModel(f"{name} sets {key}, which packed logprobs do not apply")
     if not isinstance(getattr(model, "lm_head", None), nn.Linear) or model.lm_head.bias is not None:
         raise UnsupportedModel(f"{name} has no bias-free linear output layer `lm_head`")

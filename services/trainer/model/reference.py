@@ -1,9 +1,9 @@
-"""The reference policy: the model of `model.path`, frozen, or a running average of the policy that begins there.
+"""The reference policy: the model of `model.path`, either frozen or as a running average of the policy that starts there.
 
-With adapters it is the policy without them, and no second model is loaded.
+With adapters, the reference is the policy without them, and no second model is loaded.
 
-Guarantees: the average is kept in float32 whatever the weights are, so that small steps are not rounded away; under ZeRO-3
-every rank averages the shard it holds, and nothing is gathered; what `save` wrote is put back to the bit.
+Guarantees: the average is kept in float32 whatever the dtype of the weights, so that small steps are not rounded away; under
+ZeRO-3 every rank averages the shard it holds and nothing is gathered; `load` restores what `save` wrote bit for bit.
 
 reference <- (1 - alpha) x reference + alpha x policy is the average of Polyak and Juditsky (1992) with exponential weights.
 """
@@ -30,14 +30,14 @@ from services.trainer.step import deepspeed_engine as engine
 logger = logging.getLogger(__name__)
 
 AVERAGE = "reference"
-"""What its files are called, and what lies in them."""
+"""Stem of the names of its files, and the kind under which they store the average."""
 
 
 class ReferencePolicy:
-    """The reference of one rank. `module` is called as the policy's engine is."""
+    """Holds the reference of one rank. Call `module` as you call the policy's engine."""
 
     def __init__(self, config: RunConfig, load: Callable[[], Scorer], policy: Any, world: World) -> None:
-        """`load` loads the model anew; `policy` is DeepSpeed's engine."""
+        """`load` loads a new copy of the model; `policy` is DeepSpeed's engine."""
         self._path, self._rank = config.model.path, world.rank
         self._average: PolyakAverage | None = None
         if config.lora.rank:
@@ -49,26 +49,27 @@ class ReferencePolicy:
             self._average = PolyakAverage(scorer, policy.module, config.reference, world)
 
     def after(self, step: int) -> None:
-        """Take in the policy after training step `step`."""
+        """Update the average with the policy after training step `step`."""
         if self._average is not None:
             self._average.after(step)
 
     def save(self, folder: Path) -> None:
-        """Write an average; a frozen reference is `model.path`, and not written. Raises `StateError`."""
+        """Write the average. A frozen reference is `model.path` itself and is not written. Raises `StateError`."""
         if self._average is not None:
             self._average.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Put back what `save` wrote, with any number of ranks. Raises `StateError`.
+        """Restore what `save` wrote, with any number of ranks. Raises `StateError`.
 
-        An average of which the folder knows nothing, as it was written without one, stays at `model.path`, with a warning.
+        If the folder has no average, because it was written without one, the average starts at `model.path` and a warning is
+        logged.
         """
         if self._average is None:
             return
         if any(folder.glob(f"{AVERAGE}-*.pt")):
             self._average.load(Archive(folder, AVERAGE))
         elif self._rank == 0:
-            logger.warning('%s has no average of reference.kind = "polyak": it begins at model.path = %r', folder, self._path)
+            logger.warning('%s has no average of reference.kind = "polyak": starting it from model.path = %r', folder, self._path)
 
 
 class PolyakAverage:
@@ -82,7 +83,7 @@ class PolyakAverage:
 
     @torch.no_grad()
     def after(self, step: int) -> None:
-        """Take in the weights after training step `step` (from 0), if it is one of every `reference.every_steps`."""
+        """Update the average after training step `step` (from 0), once every `reference.every_steps`."""
         if (step + 1) % self._options.every_steps:
             return
         for name, average in self._average.items():
@@ -90,7 +91,7 @@ class PolyakAverage:
         self._show()
 
     def save(self, folder: Path) -> None:
-        """Write what this rank holds; of what all ranks hold, each writes a share. Raises `StateError`."""
+        """Write what this rank holds. Where all ranks hold the same, each writes a share. Raises `StateError`."""
         mine = self._average.keys()
         if not self._sharded:
             sizes = {name: average.numel() for name, average in self._average.items()}
@@ -99,13 +100,13 @@ class PolyakAverage:
         archive.write(folder / f"{AVERAGE}-{self._world.rank}.pt", held)
 
     def load(self, saved: Archive) -> None:
-        """Put back what `save` wrote, with any number of ranks. Raises `StateError`."""
+        """Restore what `save` wrote, with any number of ranks. Raises `StateError`."""
         for name, average in self._average.items():
             saved.copy(AVERAGE, self._piece(name), average.view(-1))
         self._show()
 
     def _piece(self, name: str) -> Piece:
-        """What this rank holds of a parameter, without ZeRO-3's padding."""
+        """Return what this rank holds of a parameter, without ZeRO-3's padding."""
         parameter: Any = self._reference[name]
         if not self._sharded:
             return archive.whole(name, parameter)
@@ -118,7 +119,7 @@ class PolyakAverage:
 
     @torch.no_grad()
     def _show(self) -> None:
-        """Make the module's weights those of the average, rounded to their type."""
+        """Set the module's weights to the average, rounded to their dtype."""
         for name, parameter in self._reference.items():
             held = _held(parameter)
             if held.data_ptr() != self._average[name].data_ptr():  # float32 weights are the average itself
@@ -128,12 +129,12 @@ class PolyakAverage:
 
 
 def _held(parameter: Any) -> Tensor:
-    """What this rank holds of a parameter: its shard under ZeRO-3, else all of it."""
+    """Return what this rank holds of a parameter: its shard under ZeRO-3, otherwise all of it."""
     return parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data
 
 
 def _forget(parameter: Any) -> None:
-    """Drop a gathered copy of a parameter (ZeRO-3 keeps small ones), which its new shards have made stale."""
+    """Drop a gathered copy of a parameter (ZeRO-3 keeps small ones), which the new shards have made stale."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     if parameter.ds_status == ZeroParamStatus.AVAILABLE:

@@ -1,9 +1,9 @@
-"""Sequence parallelism: a team of ranks shares each row, every rank a slice of its tokens (DeepSpeed Ulysses).
+"""Sequence parallelism: a team of ranks shares each row, and every rank has a slice of its tokens (DeepSpeed Ulysses).
 
-Guarantees: loss and gradient are those of one rank with the whole row. In attention the team exchanges slices for heads, so
-that each rank sees all tokens of its heads; logprobs are joined again, so that every rank computes the loss of the whole row
-and sequence-level quantities need no care. Backward, a rank takes the gradient of its own slice; the sum over all ranks, which
-training takes anyway, is the row's.
+Guarantees: loss and gradient are those of one rank with the whole row. In attention the team exchanges slices for heads, so that
+each rank sees all tokens of its heads. Logprobs are joined afterwards, so every rank computes the loss of the whole row and
+sequence-level quantities need no special handling. In backward, a rank takes the gradient of its own slice; the sum over all
+ranks, which training takes anyway, is the gradient of the row.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses". Waits for: the other ranks of the team, in every forward and backward.
 """
@@ -27,29 +27,29 @@ NAME = "packed_ulysses"
 
 @dataclass(frozen=True)
 class Slice:
-    """One rank's part of a row. t = its tokens, r = its response tokens; arguments as in `batches.Row`."""
+    """One rank's part of a row. t = its tokens, r = its response tokens; arguments as in `batches.PackedRow`."""
 
     input_ids: Tensor  # [t]
     positions: Tensor  # [t]
-    packing: Packing  # of the whole row, with its padding as one more response
+    packing: Packing  # of the whole row, with its padding as an additional response
     predictors: Tensor  # [r], into t
     targets: Tensor  # [r]
     counts: list[int]  # r of every rank of the team
-    order: Tensor  # [R]: where each of the row's is among those of all slices, end to end
+    order: Tensor  # [R]: index of each token of the row among those of all slices, concatenated
 
 
 class Team:
-    """The ranks that share rows with this one: `size` ranks in a row, of which this is number `rank`."""
+    """The ranks that share rows with this one: `size` consecutive ranks, of which this is number `rank`."""
 
     def __init__(self, size: int, world_rank: int, world_size: int) -> None:
         self.size, self.rank = size, world_rank % size
-        for first in range(0, world_size, size):  # every rank takes part in making every group
+        for first in range(0, world_size, size):  # every rank must take part in creating every group
             group = dist.new_group(list(range(first, first + size)))
             if first <= world_rank < first + size:
                 self.group = group
 
     def register(self, config: Any) -> str:
-        """Make the exchange known to transformers, for a model of this text configuration; its name."""
+        """Register the exchange with transformers for a model of this text configuration. Returns its name."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         heads = config.num_attention_heads
@@ -67,14 +67,14 @@ class Team:
         return NAME
 
     def cut(self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor) -> Slice:
-        """This rank's slice of a row. Slices are equally long; what is missing at the end is a response of padding."""
+        """Cut this rank's slice out of a row. Slices have equal length; padding at the end counts as a response."""
         tokens = len(input_ids)
         length = -(-tokens // self.size)
         missing = length * self.size - tokens
         if missing:
             packing = packing.longer(missing)
             input_ids, positions = F.pad(input_ids, (0, missing)), F.pad(positions, (0, missing))
-        owners = predictors // length  # they do not rise: the first tokens of a group's responses have one predictor
+        owners = predictors // length  # not ascending: the first tokens of a group's responses share a predictor
         mine, part = owners == self.rank, slice(self.rank * length, (self.rank + 1) * length)
         return Slice(
             input_ids[part],
@@ -87,13 +87,13 @@ class Team:
         )
 
     def join(self, values: Tensor, part: Slice) -> Tensor:
-        """Values [r] of every slice in the order of the row, [R]. Collective."""
+        """Join the values [r] of all slices in the order of the row, [R]. Collective."""
         joined: Tensor = _Join.apply(values, part.counts, self)  # pyright: ignore[reportAssignmentType]
         return joined[part.order]
 
 
 class _Join(torch.autograd.Function):
-    """All ranks go on to compute the same loss, so the gradient of a slice is its part of any rank's: nothing is summed."""
+    """Joins values. All ranks then compute the same loss, so a slice's gradient is its part of any rank's: nothing is summed."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, counts: list[int], team: Team) -> Tensor:

@@ -36,21 +36,21 @@ async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged
     0 when a step was prepared meanwhile: then whoever meets the damage again asks again.
     """
     reasons = {group_of(name): f"payload {name}: {why}" for name, why in damaged.reasons.items()}
-    state = await store.state()
+    state = await store.run.state()
     if state is None:
         raise StoreError("the run vanished from Redis")
     steps: list[tuple[StepPlan, list[RankPlan]]] = []
     later: Counter[str] = Counter()  # in how many steps from here on a group is
     for step in range(state.prepared_step, first - 1, -1):
-        if (plan := await store.plan(step)) is None:
+        if (plan := await store.steps.plan(step)) is None:
             continue
         later.update(plan.groups)
         if not reasons.keys().isdisjoint(plan.groups):
-            ranks = [await store.rank_plan(step, rank) for rank in range(plan.ranks)]
+            ranks = [await store.steps.rank_plan(step, rank) for rank in range(plan.ranks)]
             plan, ranks = without(plan, ranks, reasons.keys(), config.loss)
             steps.append((recounted(plan, ranks, await _as_drawn(store, plan, later), config), ranks))
     try:
-        buried = await store.discard_damaged(fence, first, state.prepared_step, reasons, steps)
+        buried = await store.steps.discard_damaged(fence, first, state.prepared_step, reasons, steps)
     except OutOfOrder:
         return 0
     if not buried:
@@ -94,7 +94,7 @@ def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[Buffere
 
 async def _as_drawn(store: Store, plan: StepPlan, later: Mapping[str, int]) -> list[BufferedGroup]:
     """The groups of a step with the uses they had before it; `later`: in how many steps from this one on each is."""
-    return [replace(group, uses=group.uses - later[group.group]) for group in await store.groups(plan.groups)]
+    return [replace(group, uses=group.uses - later[group.group]) for group in await store.replay.groups(plan.groups)]
 
 
 def _denominator(samples: Sequence[Sample], loss: Loss) -> float:

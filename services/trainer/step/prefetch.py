@@ -125,18 +125,18 @@ class Prefetch:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):  # wait_for of Python 3.11 may swallow a cancellation
                         await due.wait()
-        ours = await self._store.rank_plan(step, self._rank)
+        ours = await self._store.steps.rank_plan(step, self._rank)
         groups = set(plan.groups)
         names = sorted({sample.payload for row in ours.rows for sample in row})
         if strays := [name for name in names if name.rpartition(".")[0] not in groups]:
             raise PlanMismatch(f"rank {self._rank} is to train on {strays[0]}, which is of no group of step {step}")
-        payloads = await self._store.payloads(names)
+        payloads = await self._store.steps.payloads(names)
         rows = await asyncio.to_thread(self._build, ours, payloads)
         return Fetched(plan, rows, time.perf_counter() - started)
 
     async def _plan(self, step: int) -> StepPlan:
         """The plan of a prepared step. Raises `StoreError`."""
-        plan = await self._store.plan(step)
+        plan = await self._store.steps.plan(step)
         if plan is None:
             raise StoreError(f"the plan of step {step} is gone from Redis, though no checkpoint covers it")
         if plan.step != step:

@@ -241,7 +241,7 @@ def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
 async def forget(server: RedisServer, run: str) -> None:
     """Leave the shared server as it was."""
     store = await Store.connect(server.url, run, server.password)
-    await store.delete_run()
+    await store.restores.delete_run()
     await store.close()
 
 

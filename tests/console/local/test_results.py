@@ -84,11 +84,11 @@ def test_evaluation_rounds_of_what_was_undone_go_though_no_round_takes_their_pla
 
 async def test_an_observer_passes_every_entry_on_once(store: Store) -> None:
     for step in range(BATCH + 5):
-        await store.record({"step": float(step)})
+        await store.monitor.record({"step": float(step)})
     observer = Observer(store, ttl_s=5.0)
     looks = await observer.look_to_the_end()
     assert [len(look.records) for look in looks] == [BATCH, 5]
-    await store.record({"step": BATCH + 5.0})
+    await store.monitor.record({"step": BATCH + 5.0})
     look = await observer.look()
     assert look is not None
     assert look.records == [{"step": BATCH + 5.0}]

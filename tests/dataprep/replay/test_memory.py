@@ -17,12 +17,12 @@ async def test_a_nearly_full_server_holds_prompts_back_until_it_has_room_again(
 ) -> None:
     monkeypatch.setattr(memory, "POLL_S", 0.0)
     assert not await MemoryGuard(small_config(tmp_path), store).full(), "a server without a limit is never full"
-    used, limit = await store.memory(7)
+    used, limit = await store.run.memory(7)
     assert (used > 2**19, limit) == (True, 7)
     guard = MemoryGuard(small_config(tmp_path, None, "redis.max_memory_mib=100"), store)
     seen: list[bool] = []
     for share in (0.5, 0.89, 0.9, 0.86, 0.84, 0.89):
-        monkeypatch.setattr(guard, "_limit", int((await store.memory())[0] / share))
+        monkeypatch.setattr(guard, "_limit", int((await store.run.memory())[0] / share))
         seen.append(await guard.full())
     assert seen == [False, False, True, True, False, False]
     monkeypatch.setattr(guard, "_limit", 2**20)

@@ -84,14 +84,14 @@ class Work:
                 tasks.create_task(self._generate(store, f"g{number}"))
 
     async def _listen(self) -> None:
-        async for _ in self._leader.listen():
+        async for _ in self._leader.monitor.listen():
             self.heard += 1
 
     async def _issue(self) -> None:
         while self._busy:
-            state = await self._leader.state()
+            state = await self._leader.run.state()
             assert state is not None
-            await self._leader.issue(self._team.leader, state.cursor, [ticket(state.cursor + i) for i in range(4)])
+            await self._leader.tickets.issue(self._team.leader, state.cursor, [ticket(state.cursor + i) for i in range(4)])
             await asyncio.sleep(0.01)
 
     async def _generate(self, store: Store, name: str) -> None:
@@ -117,11 +117,11 @@ async def test_a_run_goes_where_its_slot_goes(cluster: RedisCluster) -> None:
             await stack.enter_async_context(store_at(cluster, cluster.third, kind))
             for kind in ("dataprep", "trainer", "generator", "generator")
         ]
-        await leader.create("config", "dataset", 100, 100_000)
-        fence = await leader.lead("leader", 600)
+        await leader.run.create("config", "dataset", 100, 100_000)
+        fence = await leader.run.lead("leader", 600)
         assert fence is not None
-        team = flow.Team(fence, await trainer.attach_trainer())
-        await trainer.publish(team.trainer, 0)
+        team = flow.Team(fence, await trainer.run.attach_trainer())
+        await trainer.steps.publish(team.trainer, 0)
         work = Work(leader, [one, two], team)
 
         await work.amid(lambda: cluster.fail_over(cluster.replica))
@@ -129,7 +129,7 @@ async def test_a_run_goes_where_its_slot_goes(cluster: RedisCluster) -> None:
         assert moved > 20
         acknowledged = list(work.submitted)
         await work.amid(lambda: cluster.move_slot(cluster.other, cluster.replica, lambda: None))
-        assert set(acknowledged) <= {item.ticket for item in await leader.read_headers(team.leader, 100_000)}
+        assert set(acknowledged) <= {item.ticket for item in await leader.replay.read_headers(team.leader, 100_000)}
 
         def kill() -> None:
             cluster.replica.kill()
@@ -138,15 +138,15 @@ async def test_a_run_goes_where_its_slot_goes(cluster: RedisCluster) -> None:
         await work.amid(kill)
         await work.stop()
         assert (await audit(leader)).messages == ()
-        items = await leader.read_headers(team.leader, 100_000)
+        items = await leader.replay.read_headers(team.leader, 100_000)
         names = [item.ticket for item in items]
         assert len(names) == len(set(names)), "no group was stored twice"
         assert set(acknowledged) <= set(names) <= set(work.submitted)
         for item in items:
-            assert (await leader.payloads([item.payload]))[item.payload].tokens.size > 0
+            assert (await leader.steps.payloads([item.payload]))[item.payload].tokens.size > 0
 
     async with store_at(cluster, cluster.third) as admin:
-        await admin.delete_run()
+        await admin.restores.delete_run()
         assert cluster.call(cluster.owner, "CLUSTER", "COUNTKEYSINSLOT", cluster.slot) == 0
 
 
@@ -165,20 +165,20 @@ async def test_a_cluster_over_tls(tmp_path: Path) -> None:
     certificates = make_certificates(tmp_path)
     with redis_cluster(tmp_path, "redis-server", RUN, certificates) as cluster:
         async with store_at(cluster, cluster.third) as store:
-            await store.create("config", "dataset", 100, 8, payload_shards=3)
+            await store.run.create("config", "dataset", 100, 8, payload_shards=3)
             team = await flow.start(store)
             first, *others = await flow.buffer(store, team, 3)
             await asyncio.to_thread(cluster.fail_over, cluster.replica)
             assert await flow.buffer(store, team, 2)
             await asyncio.to_thread(cluster.move_slot, cluster.replica, cluster.other, lambda: None)
-            assert (await store.whereabouts(first)).ticket == first
-            records = await store.group_records([first, *others])
-            assert len(await store.payloads([record.payload for record in records.values()])) == 3
+            assert (await store.inspection.whereabouts(first)).ticket == first
+            records = await store.inspection.group_records([first, *others])
+            assert len(await store.steps.payloads([record.payload for record in records.values()])) == 3
             assert await flow.issue(store, team, 1) == 1
-            assert await store.issued_ticket("0-5") is not None
+            assert await store.inspection.issued_ticket("0-5") is not None
             assert (await audit(store)).messages == ()
-            await store.delete_run()
-            assert await store.state() is None
+            await store.restores.delete_run()
+            assert await store.run.state() is None
 
 
 @pytest.mark.parametrize("program", SERVERS)

@@ -128,7 +128,7 @@ async def test_a_user_who_may_not_see_the_settings_can_still_work(any_server: Re
         admin.execute_command("ACL", "SETUSER", "tenant", "on", ">secret", "~*", "&*", "+@all", "-config")
         try:
             store = await Store.connect(any_server.url.replace("//", "//tenant:secret@"), RUN)
-            assert await store.state() is None
+            assert await store.run.state() is None
             await store.close()
         finally:
             admin.acl_deluser("tenant")
@@ -147,12 +147,12 @@ async def test_a_full_server_says_so_and_still_lets_work_drain(any_store: Store,
             await flow.submit(any_store, "g", one)
         with pytest.raises(StoreError, match="is full"):
             await flow.issue(any_store, team, 1)
-        assert await any_store.release("g", two)
+        assert await any_store.tickets.release("g", two)
         await flow.prepare(any_store, team, 0, [group.group])
-        assert await any_store.commit(team.trainer, 0)
-        assert await any_store.publish(team.trainer, 1)
-        await any_store.checkpointed(team.trainer, 0)
-        assert await any_store.retire() == 1
+        assert await any_store.steps.commit(team.trainer, 0)
+        assert await any_store.steps.publish(team.trainer, 1)
+        await any_store.steps.checkpointed(team.trainer, 0)
+        assert await any_store.steps.retire() == 1
     finally:
         await any_store.client.config_set("maxmemory", "0")
     assert await flow.submit(any_store, "g", one), "the claim is still held"
@@ -166,7 +166,7 @@ async def test_functions_come_back_by_themselves(any_store: Store) -> None:
     (one,) = await flow.claim(any_store, "g")
     await any_store.client.execute_command("FUNCTION", "FLUSH")
     assert await flow.submit(any_store, "g", one)
-    assert (await any_store.audit())["headers"] == 1
+    assert (await any_store.run.audit())["headers"] == 1
 
 
 async def test_an_audit_of_no_run_says_so(any_store: Store) -> None:
@@ -193,9 +193,9 @@ async def test_work_goes_on_through_kills_of_the_server_and_nothing_is_lost(dura
 
     async def issue_tickets() -> None:
         while busy:
-            state = await store.state()
+            state = await store.run.state()
             assert state is not None
-            await store.issue(team.leader, state.cursor, [ticket(seq) for seq in range(state.cursor, state.cursor + 4)])
+            await store.tickets.issue(team.leader, state.cursor, [ticket(seq) for seq in range(state.cursor, state.cursor + 4)])
             await asyncio.sleep(0.01)
 
     async def generate(name: str) -> None:
@@ -217,12 +217,12 @@ async def test_work_goes_on_through_kills_of_the_server_and_nothing_is_lost(dura
 
     report = await audit(store)
     assert report.messages == ()
-    items = [item.ticket for item in await store.read_headers(team.leader, 100_000)]
+    items = [item.ticket for item in await store.replay.read_headers(team.leader, 100_000)]
     assert len(items) == len(set(items)), "no group was stored twice"
     assert sorted(submitted) == sorted(items), "what was acknowledged is there, and nothing else"
     assert len(items) > 20
-    for item in await store.read_headers(team.leader, 100_000):
-        assert (await store.payloads([item.payload]))[item.payload].tokens.size > 0
+    for item in await store.replay.read_headers(team.leader, 100_000):
+        assert (await store.steps.payloads([item.payload]))[item.payload].tokens.size > 0
     await store.close()
 
 
@@ -231,10 +231,10 @@ async def test_a_server_that_stays_away_is_an_error_in_the_end(tmp_path: Path, m
     server = RedisServer(tmp_path)
     server.start()
     store = await Store.connect(server.url, RUN, server.password)
-    await store.create("config", "data", 1, 1)
+    await store.run.create("config", "data", 1, 1)
     server.kill()
     started = time.monotonic()
-    calls = (store.state(), store.audit(), store.order(), store.groups(["0-1"]))
+    calls = (store.run.state(), store.run.audit(), store.tickets.order(), store.replay.groups(["0-1"]))
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(outcome, StoreError) and "cannot be reached" in str(outcome) for outcome in outcomes), outcomes
     assert time.monotonic() - started < 5

@@ -24,7 +24,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, OutOfMemoryEr
 
 from services.console.local.redis_server import RedisServer
 from services.store import Store
-from services.store.connection.base import _replies
+from services.store.connection.base import Connection, _replies
 from services.store.connection.client import Login, make_client
 from services.store.connection.fast_connection import APART_BYTES, BUFFER_BYTES, PIECES, VANISHED, FastConnection
 from tests.support import flow
@@ -250,7 +250,7 @@ async def life_of_groups(store: Store) -> None:
     claims = await flow.claim(store, "g", 3)
     assert all(await asyncio.gather(*(flow.submit(store, "g", one) for one in claims)))
     assert await flow.settle(store, team) == 3
-    fetched = await store.payloads([one.payload for one in claims])
+    fetched = await store.steps.payloads([one.payload for one in claims])
     assert {name: int(payload.tokens[0]) for name, payload in fetched.items()} == {
         one.payload: one.fence % 1000 for one in claims
     }
@@ -274,17 +274,17 @@ async def replies_are_as_a_wire_s(store: Store, server: RedisServer) -> None:
 
 
 def plain(store: Store) -> aioredis.Redis:
-    assert store._plain is not None
-    return store._plain
+    assert store.connection._plain is not None
+    return store.connection._plain
 
 
 async def test_over_tls_the_store_works_without_a_wire(server: RedisServer, tmp_path: Path) -> None:
     async with tls_proxy(server.port, tmp_path) as url:
         store = await Store.connect(url, f"t-{uuid.uuid4().hex[:12]}", server.password)
-        assert store._fast is None
+        assert store.connection._fast is None
         await life_of_groups(store)
         await replies_are_as_a_wire_s(store, server)
-        await store.delete_run()
+        await store.restores.delete_run()
         await store.close()
 
 
@@ -293,8 +293,8 @@ def test_there_is_no_wire_to_a_unix_socket() -> None:
 
 
 async def test_a_store_over_tcp_has_a_wire_that_it_shares_by_client(any_store: Store) -> None:
-    assert any_store._fast is not None
-    assert Store(any_store.client, any_store.keys)._fast is any_store._fast
+    assert any_store.connection._fast is not None
+    assert Store(Connection(any_store.client, any_store.keys)).connection._fast is any_store.connection._fast
     await life_of_groups(any_store)
 
 

@@ -63,7 +63,7 @@ class Bench:
 
     async def reweigh(self, weights: Sequence[float] | np.ndarray) -> None:
         """New weights for all groups."""
-        await self.store.reweigh(self.team.trainer, {f"0-{i}": float(w) for i, w in enumerate(weights)})
+        await self.store.replay.reweigh(self.team.trainer, {f"0-{i}": float(w) for i, w in enumerate(weights)})
 
 
 def loaded_as() -> tuple[str, str]:

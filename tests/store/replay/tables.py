@@ -56,7 +56,7 @@ async def begin(store: Store, sampler: str, remover: str = "fifo", capacity: int
 async def arrive(store: Store, team: flow.Team, oldest: Sequence[int]) -> list[str]:
     """Finished groups whose headers wait, one of each oldest version; their names."""
     assert await flow.issue(store, team, len(oldest)) == len(oldest)
-    state = await store.state()
+    state = await store.run.state()
     assert state is not None
     claims = await flow.claim(store, "g", len(oldest), state.published_version)
     assert all(await asyncio.gather(*(flow.submit(store, "g", claim, old) for claim, old in zip(claims, oldest, strict=True))))
@@ -65,8 +65,10 @@ async def arrive(store: Store, team: flow.Team, oldest: Sequence[int]) -> list[s
 
 async def settle(store: Store, team: flow.Team, entries: Sequence[Entry]) -> int:
     """Insert the groups whose headers wait, the first entry for the oldest ticket among them."""
-    items = sorted(await store.read_headers(team.leader, len(entries)), key=lambda item: item.header.seq if item.header else -1)
-    return await store.settle(
+    items = sorted(
+        await store.replay.read_headers(team.leader, len(entries)), key=lambda item: item.header.seq if item.header else -1
+    )
+    return await store.replay.settle(
         team.leader,
         [
             Settlement(item, "insert", min(item.header.oldest), entry.weight, entry.variate, entry.victim)
@@ -88,10 +90,10 @@ async def fill(store: Store, team: flow.Team, entries: Sequence[Entry]) -> list[
 
 async def draw(store: Store, team: flow.Team, count: int, variates: Sequence[float] | None = None) -> list[str]:
     """The next step, of what the sampler draws."""
-    drawn = [group for group, _ in (await store.sweep_and_peek(team.leader, 0, count)).first]
-    state = await store.state()
+    drawn = [group for group, _ in (await store.replay.sweep_and_peek(team.leader, 0, count)).first]
+    state = await store.run.state()
     assert state is not None
-    await store.prepare(team.leader, *flow.plan(state.prepared_step + 1, drawn), 0, variates or [1.0] * len(drawn))
+    await store.steps.prepare(team.leader, *flow.plan(state.prepared_step + 1, drawn), 0, variates or [1.0] * len(drawn))
     return drawn
 
 

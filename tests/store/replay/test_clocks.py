@@ -28,9 +28,9 @@ async def test_recency_halves_the_chance_of_a_group_with_every_half_life_also_af
         statistic, _ = p_of(counts, len(drawn) * np.array([1, 2, 4, 8]) / 15)
         assert statistic < 16.3, (counts, statistic)  # 0.001 of three degrees of freedom
         factor = replay.recency_weight(base - new_base, config)
-        assert await bench.store.rescale(bench.team.leader, base, new_base, factor) in (0, 100)
+        assert await bench.store.replay.rescale(bench.team.leader, base, new_base, factor) in (0, 100)
     before = await tables.read(bench.store)
-    assert await bench.store.rescale(bench.team.leader, base, new_base, 0.5) == 0, "as after a lost reply"
+    assert await bench.store.replay.rescale(bench.team.leader, base, new_base, 0.5) == 0, "as after a lost reply"
     assert await tables.read(bench.store) == before
     tables.check(before, 100_000, "prioritized", "fifo")
 
@@ -38,7 +38,7 @@ async def test_recency_halves_the_chance_of_a_group_with_every_half_life_also_af
 async def test_what_rescaling_makes_too_light_is_drawn_last(bench: Bench) -> None:
     await bench.insert([1.0, 1.0, 1e-6])
     for base in range(40):
-        assert await bench.store.rescale(bench.team.leader, base, base + 1, 2.0**-30) == 3
+        assert await bench.store.replay.rescale(bench.team.leader, base, base + 1, 2.0**-30) == 3
         tables.check(await tables.read(bench.store), 3, "prioritized", "fifo")
     table = await tables.read(bench.store)
     assert table.weight == {"0-0": 0.0, "0-1": 0.0, "0-2": 0.0}
@@ -58,7 +58,7 @@ async def test_clocks_tell_heavy_groups_apart_after_a_long_time_of_light_ones(be
         await bench.reweigh(light)
     await fill(bench.store, bench.team, [Entry(1e9, 1.0), Entry(1e9, 0.5), Entry(1e9, 2.0)])
     await bench.reweigh([*light, 1e9, 1e9, 1e9])
-    first = (await bench.store.sweep_and_peek(bench.team.leader, 0, 3)).first
+    first = (await bench.store.replay.sweep_and_peek(bench.team.leader, 0, 3)).first
     assert [name for name, _ in first] == ["0-11", "0-10", "0-12"]
 
 
@@ -79,13 +79,13 @@ async def test_the_sum_of_weights_is_exact_when_a_heavy_group_has_left(bench: Be
     for i in (2, 3, 4):
         await bench.reweigh([0.0 if 2 <= j <= i else w for j, w in enumerate(weights)])
         rest = math.fsum(w for j, w in enumerate(weights) if not 2 <= j <= i)
-        assert math.isclose((await bench.store.sweep_and_peek(bench.team.leader, 0, 1)).weight_sum, rest, rel_tol=1e-12)
+        assert math.isclose((await bench.store.replay.sweep_and_peek(bench.team.leader, 0, 1)).weight_sum, rest, rel_tol=1e-12)
 
 
 async def _two_and_two_that_wait(bench: Bench) -> list[Settlement]:
     await bench.insert([1.0, 2.0])
     await tables.arrive(bench.store, bench.team, [0, 0])
-    items = await bench.store.read_headers(bench.team.leader, 2)
+    items = await bench.store.replay.read_headers(bench.team.leader, 2)
     return [Settlement(item, "insert") for item in items if item.header]
 
 
@@ -96,9 +96,9 @@ async def test_a_group_of_a_bad_weight_is_refused_with_its_batch_and_the_table_g
     good, other = await _two_and_two_that_wait(bench)
     before = await tables.read(store)
     with pytest.raises(StoreError, match=f"of group {other.item.ticket} is not in 0..1e9"):
-        await store.settle(team.leader, [good, dataclasses.replace(other, weight=bad)])
+        await store.replay.settle(team.leader, [good, dataclasses.replace(other, weight=bad)])
     assert await tables.read(store) == before
-    assert await store.settle(team.leader, [good, other]) == 2
+    assert await store.replay.settle(team.leader, [good, other]) == 2
     assert set((await bench.draws(200)).ravel()) == {0, 1, 2, 3}
 
 
@@ -108,7 +108,7 @@ async def test_new_weights_are_refused_as_a_whole_for_a_bad_one_and_the_table_go
     await bench.insert([1.0, 2.0])
     before = await tables.read(store)
     with pytest.raises(StoreError, match=r"of group 0-1 is not in 0\.\.1e9"):
-        await store._call("reweigh", team.trainer, "0-0", "7", "0-1", bad)
+        await store.connection.call("reweigh", team.trainer, "0-0", "7", "0-1", bad)
     assert await tables.read(store) == before
-    assert await store.reweigh(team.trainer, {"0-0": 7.0}) == 1
+    assert await store.replay.reweigh(team.trainer, {"0-0": 7.0}) == 1
     assert set((await bench.draws(200)).ravel()) == {0, 1}

@@ -109,10 +109,10 @@ async def test_draws_by_survey_and_prepare_match_too(store: Store) -> None:
     uses: Counter[str] = Counter()
     first, second, expected = np.zeros(50), np.zeros(50), np.zeros(50)
     for step in range(steps):
-        drawn = [name for name, _ in (await store.sweep_and_peek(team.leader, 0, 2)).first]
+        drawn = [name for name, _ in (await store.replay.sweep_and_peek(team.leader, 0, 2)).first]
         uses.update(drawn)
         variates = [replay.exponential(1, name, uses[name]) for name in drawn]
-        await store.prepare(team.leader, *flow.plan(step, drawn), 0, variates)
+        await store.steps.prepare(team.leader, *flow.plan(step, drawn), 0, variates)
         one, other = (int(name[2:]) for name in drawn)
         first[one] += 1
         second[other] += 1

@@ -30,9 +30,9 @@ async def test_headers_come_back_until_they_are_settled(any_store: Store) -> Non
     team = await start(any_store)
     payloads = await finished(any_store, team, 3)
     for _ in range(2):  # a leader that dies between reading and settling loses nothing
-        items = await any_store.read_headers(team.leader, 2)
+        items = await any_store.replay.read_headers(team.leader, 2)
         assert [item.payload for item in items] == payloads[:2]
-    assert [item.payload for item in await any_store.read_headers(team.leader, 5)] == payloads
+    assert [item.payload for item in await any_store.replay.read_headers(team.leader, 5)] == payloads
 
 
 async def test_inserted_groups_stand_in_order_of_issue_whatever_the_order_of_arrival(any_store: Store) -> None:
@@ -44,18 +44,18 @@ async def test_inserted_groups_stand_in_order_of_issue_whatever_the_order_of_arr
     table = await flow.oldest_groups(any_store, 10)
     assert [(g.group, g.uses, g.header.ticket) for g in table] == [(f"0-{i}", 0, f"0-{i}") for i in range(3)]
     assert [g.group for g in await flow.oldest_groups(any_store, 2)] == ["0-0", "0-1"]
-    assert (await any_store.sweep_and_peek(team.leader, 0, 5)).oldest_outstanding == -1
+    assert (await any_store.replay.sweep_and_peek(team.leader, 0, 5)).oldest_outstanding == -1
 
 
 async def test_a_repeated_settlement_changes_nothing(any_store: Store) -> None:
     team = await start(any_store)
     await finished(any_store, team, 2)
-    items = await any_store.read_headers(team.leader, 10)
+    items = await any_store.replay.read_headers(team.leader, 10)
     settlements = [Settlement(item, "stale") for item in items]
-    assert await any_store.settle(team.leader, settlements) == 2
-    before = await any_store.audit()
-    assert await any_store.settle(team.leader, settlements) == 0
-    assert await any_store.audit() == before
+    assert await any_store.replay.settle(team.leader, settlements) == 2
+    before = await any_store.run.audit()
+    assert await any_store.replay.settle(team.leader, settlements) == 0
+    assert await any_store.run.audit() == before
     assert (before["slots_used"], before["ledger:stale"]) == (0, 2)
 
 
@@ -75,7 +75,7 @@ async def test_a_full_table_evicts_its_oldest_groups(any_store: Store) -> None:
     for _ in range(4):
         await finished(any_store, team, 3)
         await settle(any_store, team)
-        assert (await any_store.audit())["buffered"] <= 4
+        assert (await any_store.run.audit())["buffered"] <= 4
     assert [g.group for g in await flow.oldest_groups(any_store, 100)] == ["0-8", "0-9", "0-10", "0-11"]
     assert await counts(any_store) == {
         "buffered": 4, "slots_used": 4, "ledger:issued": 12, "ledger:evicted": 8, "ledger:syncs": 1,
@@ -101,14 +101,14 @@ async def test_corrupt_and_contradicting_headers_are_seen_as_such(any_store: Sto
     await issue(any_store, team, 3)
     a, b, c = await claim(any_store, "g", 3)
     for one, wrong in ((a, {"ticket": "0-7"}), (b, {"payload": "0-1.1"})):
-        assert await any_store.submit("g", one, header(one, **wrong), payload_bytes(one), flow.TTL_S)
+        assert await any_store.tickets.submit("g", one, header(one, **wrong), payload_bytes(one), flow.TTL_S)
     await any_store.client.xadd(any_store.keys.headers, {"ticket": "0-2", "payload": c.payload, "body": b"\xc1"})
-    items = await any_store.read_headers(team.leader, 10)
+    items = await any_store.replay.read_headers(team.leader, 10)
     assert [item.header for item in items] == [None] * 3
     assert "names ticket 0-7" in items[0].fault
     assert "payload 0-1.1" in items[1].fault
     assert await settle(any_store, team) == 3
-    audit = await any_store.audit()
+    audit = await any_store.run.audit()
     assert (audit["ledger:failed"], audit["slots_used"]) == (3, 0)
 
 
@@ -124,29 +124,31 @@ async def test_a_header_of_a_ticket_that_nobody_issued_becomes_a_dead_letter(any
 async def test_a_superseded_leader_neither_reads_nor_settles(any_store: Store) -> None:
     team = await start(any_store)
     await finished(any_store, team, 1)
-    items = await any_store.read_headers(team.leader, 1)
-    await any_store.step_down("leader-0:boot")
-    new = await any_store.lead("leader-1:boot", 60.0)
+    items = await any_store.replay.read_headers(team.leader, 1)
+    await any_store.run.step_down("leader-0:boot")
+    new = await any_store.run.lead("leader-1:boot", 60.0)
     assert new is not None
     with pytest.raises(Fenced):
-        await any_store.settle(team.leader, [Settlement(items[0], "stale")])
+        await any_store.replay.settle(team.leader, [Settlement(items[0], "stale")])
     with pytest.raises(Fenced):
-        await any_store.read_headers(team.leader, 1)
-    assert [item.entry for item in await any_store.read_headers(new, 1)] == [items[0].entry], "its successor finds the header"
+        await any_store.replay.read_headers(team.leader, 1)
+    assert [item.entry for item in await any_store.replay.read_headers(new, 1)] == [items[0].entry], (
+        "its successor finds the header"
+    )
 
 
 async def test_groups_that_became_stale_are_dropped_at_the_next_look_once(any_store: Store) -> None:
     team = await start(any_store)
     for version in (0, 1, 2):
         await buffer(any_store, team, 1, oldest=version)
-    look = await any_store.sweep_and_peek(team.leader, 2, 5)
+    look = await any_store.replay.sweep_and_peek(team.leader, 2, 5)
     assert (look.stale, look.size, look.first) == (2, 1, (("0-2", 2),))
-    assert (await any_store.sweep_and_peek(team.leader, 2, 5)).stale == 0, "as after a lost reply"
+    assert (await any_store.replay.sweep_and_peek(team.leader, 2, 5)).stale == 0, "as after a lost reply"
     assert await counts(any_store) == {
         "buffered": 1, "slots_used": 1, "ledger:issued": 3, "ledger:stale": 2, "ledger:syncs": 1,
     }  # fmt: skip
     assert await stored(any_store) == 1
-    await any_store.step_down("leader-0:boot")
-    assert await any_store.lead("leader-1:boot", 60.0)
+    await any_store.run.step_down("leader-0:boot")
+    assert await any_store.run.lead("leader-1:boot", 60.0)
     with pytest.raises(Fenced):
-        await any_store.sweep_and_peek(team.leader, 9, 5)
+        await any_store.replay.sweep_and_peek(team.leader, 9, 5)

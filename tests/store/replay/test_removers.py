@@ -25,14 +25,14 @@ async def test_of_three_times_its_capacity_a_table_keeps_as_many_as_it_holds(sto
     versions = [dice.randint(0, 5) for _ in range(3 * CAPACITY)]
     await tables.arrive(store, team, versions)
     drawn: list[str] = []
-    items = await store.read_headers(team.leader, 3 * CAPACITY)
+    items = await store.replay.read_headers(team.leader, 3 * CAPACITY)
     dice.shuffle(items)  # the order of issue is not that of arrival
     for size, item in enumerate(items, 1):
         assert item.header is not None
         seq, oldest = item.header.seq, min(item.header.oldest)
         entry = Entry(dice.choice([0.0, 0.5, 2.0, 9.0]), dice.expovariate(1), dice.random(), oldest)
         settlement = Settlement(item, "insert", oldest, entry.weight, entry.variate, entry.victim)
-        assert await store.settle(team.leader, [settlement]) == 1
+        assert await store.replay.settle(team.leader, [settlement]) == 1
         model.insert(item.ticket, seq, entry)
         table = await tables.read(store)
         assert len(table.order) == min(size, CAPACITY)
@@ -55,9 +55,9 @@ async def test_a_group_that_comes_again_replaces_what_was_there(any_store: Store
     before = await tables.read(any_store)
     assert before.uses == {0: 2, 1: 1}
     for again in ("0-0", "0-1"):
-        state = await any_store.state()
+        state = await any_store.run.state()
         assert state is not None
-        await any_store.issue(team.leader, state.cursor, [ticket(state.cursor, id=again, index=int(again[2:]))])
+        await any_store.tickets.issue(team.leader, state.cursor, [ticket(state.cursor, id=again, index=int(again[2:]))])
         (claim,) = await flow.claim(any_store, "g")
         assert await flow.submit(any_store, "g", claim, oldest=7)
         assert await tables.settle(any_store, team, [Entry(5.0, 1.0)]) == 1
@@ -74,7 +74,7 @@ async def test_a_survey_leaves_nothing_stale_however_much_there_is(store: Store)
     team = await begin(store, "uniform")
     await fill(store, team, [Entry(variate=i, oldest=0) for i in range(1, 701)])
     fresh = await fill(store, team, [Entry(variate=2000.0, oldest=1)])
-    look = await store.sweep_and_peek(team.leader, 1, 4)
+    look = await store.replay.sweep_and_peek(team.leader, 1, 4)
     assert (look.stale, look.size, [name for name, _ in look.first]) == (700, 1, fresh)
     assert (await tables.read(store)).audit["ledger:stale"] == 700
 
@@ -87,7 +87,7 @@ async def test_gaps_are_told_as_far_as_there_are_slots(store: Store) -> None:
         for claim in await flow.claim(store, "g", 3):
             assert await flow.submit(store, "g", claim)
         assert await flow.settle(store, team, "filtered:zero") == 3
-    assert (await store.sweep_and_peek(team.leader, 0, 2)).gaps == (0, 1, 2, 3, 4, 5)
-    assert (await store.sweep_and_peek(team.leader, 0, 2, 5)).gaps == (5, 6, 7, 8)
-    await store.pass_over(team.leader, 6)
-    assert (await store.sweep_and_peek(team.leader, 0, 2)).gaps == (7, 8)
+    assert (await store.replay.sweep_and_peek(team.leader, 0, 2)).gaps == (0, 1, 2, 3, 4, 5)
+    assert (await store.replay.sweep_and_peek(team.leader, 0, 2, 5)).gaps == (5, 6, 7, 8)
+    await store.replay.pass_over(team.leader, 6)
+    assert (await store.replay.sweep_and_peek(team.leader, 0, 2)).gaps == (7, 8)

@@ -47,7 +47,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store.keys = Keys(f"t-{uuid.uuid4().hex[:12]}")
+        self.store.connection.keys = Keys(f"t-{uuid.uuid4().hex[:12]}")
         self.version = 0  # of the fleet
         self.waiting: dict[str, int] = {}  # groups whose headers wait, and their oldest versions
         self.base = 0
@@ -82,7 +82,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), count=st.integers(1, 6), again=twice)
     def settle(self, data: st.DataObject, count: int, again: bool) -> None:
-        items = self.call(self.store.read_headers(self.team.leader, count))
+        items = self.call(self.store.replay.read_headers(self.team.leader, count))
         assert len(items) == min(count, len(self.waiting))
         settlements = []
         for item in items:
@@ -94,12 +94,12 @@ class TableMachine(RuleBasedStateMachine):
                 self.model.insert(name, seq, entry)
             else:
                 self.model.drops[name] = action
-        assert self.calls(lambda: self.store.settle(self.team.leader, settlements), again) == len(items)
+        assert self.calls(lambda: self.store.replay.settle(self.team.leader, settlements), again) == len(items)
 
     @rule(age=st.integers(0, 3), wanted=st.integers(1, 4), again=twice)
     def look(self, age: int, wanted: int, again: bool) -> None:
         """A leader that looks, and does no more: what is stale has left."""
-        sweep_and_peek = self.calls(lambda: self.store.sweep_and_peek(self.team.leader, self.version - age, wanted), again)
+        sweep_and_peek = self.calls(lambda: self.store.replay.sweep_and_peek(self.team.leader, self.version - age, wanted), again)
         assert sweep_and_peek.stale == self.model.sweep(self.version - age)
         self.model.check_first([name for name, _ in sweep_and_peek.first], wanted)
         assert sweep_and_peek.size == len(self.model.groups)
@@ -107,7 +107,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule(data=st.data(), age=st.integers(1, 3), wanted=st.integers(1, 4), again=twice)
     def step(self, data: st.DataObject, age: int, wanted: int, again: bool) -> None:
         """A step is drawn; sometimes the trainer has changed a weight since the leader looked."""
-        sweep_and_peek = self.call(self.store.sweep_and_peek(self.team.leader, self.version - age, wanted))
+        sweep_and_peek = self.call(self.store.replay.sweep_and_peek(self.team.leader, self.version - age, wanted))
         self.model.sweep(self.version - age)
         drawn = [name for name, _ in sweep_and_peek.first]
         self.model.check_first(drawn, wanted)
@@ -119,7 +119,7 @@ class TableMachine(RuleBasedStateMachine):
         plan = flow.plan(len(self.model.steps), drawn)
         fits = self.model.fits(drawn) if self.model.clocked else True
         try:
-            self.calls(lambda: self.store.prepare(self.team.leader, *plan, self.version - age, given), again)
+            self.calls(lambda: self.store.steps.prepare(self.team.leader, *plan, self.version - age, given), again)
         except OutOfOrder:
             assert not fits
         else:
@@ -146,21 +146,21 @@ class TableMachine(RuleBasedStateMachine):
             case _:
                 if not self.model.clocked:
                     return
-                drawn = [name for name, _ in self.call(self.store.sweep_and_peek(self.team.leader, 0, 2)).first]
+                drawn = [name for name, _ in self.call(self.store.replay.sweep_and_peek(self.team.leader, 0, 2)).first]
                 plan = flow.plan(len(self.model.steps), drawn)
                 with pytest.raises(StoreError, match="variates"):
-                    self.call(self.store.prepare(self.team.leader, *plan, 0, [1.0] * (len(drawn) - 1)))
+                    self.call(self.store.steps.prepare(self.team.leader, *plan, 0, [1.0] * (len(drawn) - 1)))
                 return
         plan = flow.plan(len(self.model.steps), drawn)
         with pytest.raises(OutOfOrder):
-            self.call(self.store.prepare(self.team.leader, *plan, oldest_fresh, [1.0] * len(drawn)))
+            self.call(self.store.steps.prepare(self.team.leader, *plan, oldest_fresh, [1.0] * len(drawn)))
 
     @precondition(lambda self: self.model.groups)
     @rule(data=st.data(), again=twice)
     def reweigh(self, data: st.DataObject, again: bool) -> None:
         names = data.draw(st.lists(st.sampled_from(sorted(self.model.groups)), min_size=1, unique=True))
         new = {name: data.draw(weights) for name in names}
-        there = self.calls(lambda: self.store.reweigh(self.team.trainer, new | {"0-999999": 1.0}), again)
+        there = self.calls(lambda: self.store.replay.reweigh(self.team.trainer, new | {"0-999999": 1.0}), again)
         assert there == (len(new) if self.model.weighted else 0)
         for name, weight in new.items() if self.model.weighted else ():
             self.model.reweigh(name, weight)
@@ -172,11 +172,11 @@ class TableMachine(RuleBasedStateMachine):
         names = data.draw(st.lists(st.sampled_from(sorted(self.model.groups)), min_size=1, unique=True))
         new = dict.fromkeys(names, 5.0) | {names[-1]: bad}
         with pytest.raises(StoreError, match=f"of group {names[-1]} is not in"):
-            self.call(self.store.reweigh(self.team.trainer, new))
+            self.call(self.store.replay.reweigh(self.team.trainer, new))
 
     @rule(factor=st.sampled_from([2.0**-16, 0.5, 1e-3]), again=twice)
     def rescale(self, factor: float, again: bool) -> None:
-        self.calls(lambda: self.store.rescale(self.team.leader, self.base, self.base + 16, factor), again)
+        self.calls(lambda: self.store.replay.rescale(self.team.leader, self.base, self.base + 16, factor), again)
         self.base += 16
         if self.model.weighted:
             self.model.rescale(factor)
@@ -187,26 +187,26 @@ class TableMachine(RuleBasedStateMachine):
         self.catch_up(again, checkpoint)
 
     def catch_up(self, again: bool, checkpoint: bool) -> None:
-        state = self.call(self.store.state())
+        state = self.call(self.store.run.state())
         for step in range(state.committed_step + 1, state.prepared_step + 1):
-            self.calls(lambda step=step: self.store.commit(self.team.trainer, step), again)
+            self.calls(lambda step=step: self.store.steps.commit(self.team.trainer, step), again)
         self.version = state.prepared_step + 1
-        self.calls(lambda: self.store.publish(self.team.trainer, self.version), again)
+        self.calls(lambda: self.store.steps.publish(self.team.trainer, self.version), again)
         if checkpoint and self.version:
-            self.call(self.store.checkpointed(self.team.trainer, state.prepared_step))
-            self.calls(self.store.retire, again)
+            self.call(self.store.steps.checkpointed(self.team.trainer, state.prepared_step))
+            self.calls(self.store.steps.retire, again)
             self.model.retire(self.version)
             self.check_keys()
 
     @rule()
     def change_leader(self) -> None:
-        self.call(self.store.step_down(f"leader-{len(self.leaders) - 1}:boot"))
-        self.leaders.append(self.call(self.store.lead(f"leader-{len(self.leaders)}:boot", 60.0)))
+        self.call(self.store.run.step_down(f"leader-{len(self.leaders) - 1}:boot"))
+        self.leaders.append(self.call(self.store.run.lead(f"leader-{len(self.leaders)}:boot", 60.0)))
         self.team = flow.Team(self.leaders[-1], self.trainers[-1])
 
     @rule()
     def change_trainer(self) -> None:
-        self.trainers.append(self.call(self.store.attach_trainer()))
+        self.trainers.append(self.call(self.store.run.attach_trainer()))
         self.team = flow.Team(self.leaders[-1], self.trainers[-1])
 
     @precondition(lambda self: len(self.leaders) > 1)
@@ -214,13 +214,13 @@ class TableMachine(RuleBasedStateMachine):
     def superseded_leader(self, data: st.DataObject) -> None:
         """One who led before goes on with what it had in mind."""
         fence = data.draw(st.sampled_from(self.leaders[:-1]))
-        items = self.call(self.store.read_headers(self.team.leader, 3))
+        items = self.call(self.store.replay.read_headers(self.team.leader, 3))
         drawn = sorted(self.model.groups)[:1]
         for late in (
-            self.store.settle(fence, [Settlement(item, "insert") for item in items]),
-            self.store.sweep_and_peek(fence, self.version + 1, 3),
-            self.store.prepare(fence, *flow.plan(len(self.model.steps), drawn), 0, [1.0] * len(drawn)),
-            self.store.rescale(fence, self.base, self.base + 1, 0.5),
+            self.store.replay.settle(fence, [Settlement(item, "insert") for item in items]),
+            self.store.replay.sweep_and_peek(fence, self.version + 1, 3),
+            self.store.steps.prepare(fence, *flow.plan(len(self.model.steps), drawn), 0, [1.0] * len(drawn)),
+            self.store.replay.rescale(fence, self.base, self.base + 1, 0.5),
         ):
             with pytest.raises(Fenced):
                 self.call(late)
@@ -229,7 +229,10 @@ class TableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def superseded_trainer(self, data: st.DataObject) -> None:
         fence = data.draw(st.sampled_from(self.trainers[:-1]))
-        for late in (self.store.reweigh(fence, {min(self.model.groups): 9.0}), self.store.commit(fence, len(self.model.steps))):
+        for late in (
+            self.store.replay.reweigh(fence, {min(self.model.groups): 9.0}),
+            self.store.steps.commit(fence, len(self.model.steps)),
+        ):
             with pytest.raises(Fenced):
                 self.call(late)
 
@@ -262,20 +265,20 @@ class TableMachine(RuleBasedStateMachine):
         """Everything left is trained, every step is covered by a checkpoint: nothing stays but counters."""
         if not hasattr(self, "model"):
             return
-        items = self.call(self.store.read_headers(self.team.leader, 1000))
-        self.call(self.store.settle(self.team.leader, [Settlement(item, "filtered:zero") for item in items]))
+        items = self.call(self.store.replay.read_headers(self.team.leader, 1000))
+        self.call(self.store.replay.settle(self.team.leader, [Settlement(item, "filtered:zero") for item in items]))
         self.model.drops |= dict.fromkeys(self.waiting, "filtered:zero")
         self.waiting = {}
         while self.model.groups if self.model.max_uses else any(not group.uses for group in self.model.groups.values()):
             drawn = self.call(tables.draw(self.store, self.team, len(self.model.groups)))
             self.model.prepare(drawn, [1.0] * len(drawn))
         if not self.model.max_uses:
-            self.call(self.store.sweep_and_peek(self.team.leader, self.version + 1, 1))
+            self.call(self.store.replay.sweep_and_peek(self.team.leader, self.version + 1, 1))
             self.model.sweep(self.version + 1)
         self.catch_up(False, True)
         self.same_as_the_model()
         self.check_keys()
-        self.call(self.store.delete_run())
+        self.call(self.store.restores.delete_run())
 
 
 def run_machine(server: RedisServer, sampler: str) -> None:

@@ -42,11 +42,11 @@ async def trained(store: Store, folder: Path, steps: int) -> tuple[Trainer, flow
     trainer = Trainer(store, team.trainer, folder)
     for step in range(steps):
         await flow.prepare(store, team, step, [f"0-{step}"])
-        await store.commit(team.trainer, step)
-        plan = await store.plan(step)
+        await store.steps.commit(team.trainer, step)
+        plan = await store.steps.plan(step)
         assert isinstance(plan, StepPlan)
         trainer.recovery.trained(plan)
-    await store.publish(team.trainer, steps)
+    await store.steps.publish(team.trainer, steps)
     trainer.recovery.published(steps)
     return trainer, team
 
@@ -63,17 +63,17 @@ async def test_commits_and_the_publication_that_redis_lost_are_repeated(store: S
     await store.client.hset(store.keys.ledger, "trained", 0)  # type: ignore[misc]
     state = await trainer.stay_in_step(2)
     assert state.committed_step == 2
-    assert (await store.state()).published_version == 3  # type: ignore[union-attr]
+    assert (await store.run.state()).published_version == 3  # type: ignore[union-attr]
 
 
 async def test_a_publication_alone_that_redis_lost_is_repeated(store: Store, tmp_path: Path) -> None:
     trainer, team = await trained(store, tmp_path, 2)
     await lose(store, published_version=1)
     await trainer.stay_in_step(1)
-    assert (await store.state()).published_version == 2  # type: ignore[union-attr]
+    assert (await store.run.state()).published_version == 2  # type: ignore[union-attr]
     await lose(store, published_by=1)
     await trainer.stay_in_step(1)
-    assert (await store.state()).published_by == team.trainer  # type: ignore[union-attr]
+    assert (await store.run.state()).published_by == team.trainer  # type: ignore[union-attr]
 
 
 async def test_a_step_whose_plan_is_gone_or_another_sends_the_trainer_back(store: Store, tmp_path: Path) -> None:
@@ -90,14 +90,14 @@ async def test_a_step_whose_plan_is_gone_or_another_sends_the_trainer_back(store
 async def test_another_trainer_or_a_wish_to_go_back_ends_this_one(store: Store, tmp_path: Path) -> None:
     trainer, _ = await trained(store, tmp_path, 1)
     await trainer.stay_in_step(0)
-    await store.request_restore(0)
+    await store.run.request_restore(0)
     with pytest.raises(Broken, match="the run goes back to step 0: starting over from there"):
         await trainer.stay_in_step(0)
-    await store.request_restore(None)
-    await store.attach_trainer()
+    await store.run.request_restore(None)
+    await store.run.attach_trainer()
     with pytest.raises(Broken, match="another trainer has taken the run over"):
         await trainer.stay_in_step(0)
-    await store.delete_run()
+    await store.restores.delete_run()
     with pytest.raises(Broken, match="vanished from Redis"):
         await trainer.stay_in_step(0)
 
@@ -107,12 +107,12 @@ async def test_a_superseded_trainer_leaves_checkpoints_and_wishes_to_its_success
     owner = trainer.checkpoints.owner
     assert owner.fence == team.trainer
     assert await asyncio.to_thread(owner.superseded) == ""
-    successor = Trainer(store, await store.attach_trainer(), tmp_path)
+    successor = Trainer(store, await store.run.attach_trainer(), tmp_path)
     assert "another trainer has taken" in await asyncio.to_thread(owner.superseded)
-    await store.request_restore(0)
+    await store.run.request_restore(0)
     for one, left in ((trainer, 0), (successor, -1)):
         with pytest.raises(Broken, match="cannot restore 0"):
             await asyncio.to_thread(one.recovery.take_up)
-        assert (await store.state()).restore == left  # type: ignore[union-attr]
-    await store.delete_run()
+        assert (await store.run.state()).restore == left  # type: ignore[union-attr]
+    await store.restores.delete_run()
     assert "vanished" in await asyncio.to_thread(owner.superseded)

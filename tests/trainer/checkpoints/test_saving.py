@@ -21,10 +21,8 @@ class Noted:
     def __init__(self, folder: Path, problem: str = "") -> None:
         self.problem, self.did, self.memory, self.committed = problem, list[str](), (50 * MIB, 0), -1
         store: Any = SimpleNamespace(
-            checkpointed=lambda fence, step: self.did.append(f"whole {step}"),
-            checkpoint_failed=lambda why, fence: self.did.append(why),
-            retire=lambda: None,
-            memory=lambda limit: self.memory,
+            steps=SimpleNamespace(checkpointed=lambda fence, step: self.did.append(f"whole {step}"), retire=lambda: None),
+            run=SimpleNamespace(checkpoint_failed=lambda why, fence: self.did.append(why), memory=lambda limit: self.memory),
         )
         commands: Any = SimpleNamespace(lead=self._lead)
         config = small_config(folder, None, "run.steps=20", "checkpoint.every_steps=4")

@@ -71,19 +71,21 @@ async def test_statistics_are_those_of_the_groups_that_are_left(store: Store) ->
     for number, one in enumerate(claims):
         rewards, lengths = [number / 4, 1.0, 0.0, 1.0], [number + 1, 2, 3, 40 * number + 4]
         header = flow.header(one, rewards=rewards, lengths=lengths, scores={"exact": rewards} if number else {})
-        assert await store.submit("g", one, header, flow.payload_bytes(one), flow.TTL_S)
+        assert await store.tickets.submit("g", one, header, flow.payload_bytes(one), flow.TTL_S)
     await flow.settle(store, team)
     names, lost, expected = [one.ticket_id for one in claims], claims[2], []
     sweep_and_peek = replace(
-        await store.sweep_and_peek(team.leader, 0, 3), weights=dict(zip(names, (1.0, 2.0, 3.0), strict=True)), weight_sum=6.0
+        await store.replay.sweep_and_peek(team.leader, 0, 3),
+        weights=dict(zip(names, (1.0, 2.0, 3.0), strict=True)),
+        weight_sum=6.0,
     )
     for step in range(2):
-        groups, made = await store.groups(names), GeneratedStats(config.largest_rewards)
-        await store.prepare(team.leader, *make_step(step, groups, sweep_and_peek, made, config), 0)
+        groups, made = await store.replay.groups(names), GeneratedStats(config.largest_rewards)
+        await store.steps.prepare(team.leader, *make_step(step, groups, sweep_and_peek, made, config), 0)
         expected.append(make_step(step, groups[:2], sweep_and_peek, made, config)[0].stats)
     assert await discard_damaged(store, team.trainer, 0, Damaged({lost.payload: "it is gone"}), config) == 1
     for step in range(2):
-        plan = await store.plan(step)
+        plan = await store.steps.plan(step)
         assert plan is not None
         assert plan.stats["replay/train/uses_mean"] == step
         assert plan.stats == pytest.approx(expected[step] | {DAMAGED: 1.0}, abs=1e-12)
@@ -93,6 +95,6 @@ async def test_statistics_are_those_of_the_groups_that_are_left(store: Store) ->
         )
         == 2
     )
-    assert (plan := await store.plan(1)) is not None
+    assert (plan := await store.steps.plan(1)) is not None
     assert {name for name in plan.stats if "/train" in name} == {DAMAGED}
     assert plan.stats[DAMAGED] == 3

@@ -52,18 +52,18 @@ async def make_run(server: RedisServer, name: str, steps: int = STEPS) -> None:
             payload, lengths=np.full(flow.GROUP_SIZE, 2, np.int32), tokens=np.resize(payload.tokens, 8)
         )
         data = codec.encode(msgspec.structs.replace(fixed, logprobs=np.resize(payload.logprobs, 8)))
-        assert await store.submit("g", one, flow.header(one), data, flow.TTL_S)
+        assert await store.tickets.submit("g", one, flow.header(one), data, flow.TTL_S)
     await flow.settle(store, team)
     for step in range(steps):
         mine = claims[GROUPS * step : GROUPS * (step + 1)]
         plan, ranks = plan_of(step, [one.ticket_id for one in mine], [one.payload for one in mine])
-        await store.prepare(team.leader, plan, ranks)
+        await store.steps.prepare(team.leader, plan, ranks)
     await store.close()
 
 
 async def drop_run(server: RedisServer, name: str) -> None:
     store = await Store.connect(server.url, name, server.password)
-    await store.delete_run()
+    await store.restores.delete_run()
     await store.close()
 
 
@@ -86,8 +86,8 @@ class Rig:
 
     def at_once(self, step: int) -> list[PackedRow]:
         """The rows of a step, without any prefetch."""
-        plan = self.portal.call(self.store.rank_plan(step, 1))
-        return self.build(plan, self.portal.call(Store.payloads(self.store, sorted({s.payload for r in plan.rows for s in r}))))
+        plan = self.portal.call(self.store.steps.rank_plan(step, 1))
+        return self.build(plan, self.portal.call(self.store.at_once(sorted({s.payload for r in plan.rows for s in r}))))
 
     def redis(self, command: str, *args: Any) -> Any:
         return self.portal.call(self.store.client.execute_command(command, *args))
@@ -280,9 +280,9 @@ def test_ranks_train_prefetched_steps_as_they_train_others(server: RedisServer, 
 async def _damage_payloads_of_rank_1(server: RedisServer, name: str) -> None:
     """One of step 2 is gone; one of step 3 is sealed by a generator that made up its behaviour logprobs."""
     store = await Store.connect(server.url, name, server.password)
-    lost, made_up = [(await store.rank_plan(step, 1)).rows[0][0].payload for step in (2, 3)]
+    lost, made_up = [(await store.steps.rank_plan(step, 1)).rows[0][0].payload for step in (2, 3)]
     await store.client.delete(store.keys.payload(lost))
-    payload = (await store.payloads([made_up]))[made_up]
+    payload = (await store.steps.payloads([made_up]))[made_up]
     absurd = msgspec.structs.replace(payload, logprobs=np.full_like(payload.logprobs, 3e38))
     await store.client.set(store.keys.payload(made_up), codec.seal(codec.encode(absurd)))
     await store.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.store.calls.payloads import PayloadCalls
+from services.store.calls.facet import Facet
 from services.store.calls.run import fullest
 
 METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
@@ -33,29 +33,29 @@ class Server:
     persists: bool  # the last write to its append-only file went well, or it keeps none; of all of them
 
 
-class ConsoleCalls(PayloadCalls):
+class Monitor(Facet):
     """Reads that change nothing, and `record`."""
 
     async def record(self, metrics: dict[str, float]) -> None:
         """Append the metrics of a step to the capped stream."""
-        await self._send(("XADD", self.keys.metrics, "MAXLEN", "~", METRICS_KEPT, "*", "m", msgspec.json.encode(metrics)))
+        await self._redis.send(("XADD", self._keys.metrics, "MAXLEN", "~", METRICS_KEPT, "*", "m", msgspec.json.encode(metrics)))
 
     async def metrics(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Entries of the metrics stream after an entry id, oldest first."""
         first = after if after == "-" else f"({after}"
-        entries = await self._ask(self.client.xrange(self.keys.metrics, first, "+", count))
+        entries = await self._redis.ask(self._redis.client.xrange(self._keys.metrics, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
     async def last_recorded_step(self) -> int:
         """The last step in the metrics stream; -1: there is none."""
-        entries = await self._ask(self.client.xrevrange(self.keys.metrics, count=1))
+        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.metrics, count=1))
         return int(msgspec.json.decode(entries[0][1][b"m"])["step"]) if entries else -1
 
-    async def look(self) -> Sizes:
+    async def sizes(self) -> Sizes:
         """Sizes of the run, each read by a short command of its own."""
-        claimed, first, groups, letters, (seconds, micros) = await self._send(
-            ("HLEN", self.keys.claims), ("XRANGE", self.keys.tickets, "-", "+", "COUNT", 1), ("ZCARD", self.keys.replay_order),
-            ("XLEN", self.keys.deadletter), ("TIME",),
+        claimed, first, groups, letters, (seconds, micros) = await self._redis.send(
+            ("HLEN", self._keys.claims), ("XRANGE", self._keys.tickets, "-", "+", "COUNT", 1), ("ZCARD", self._keys.replay_order),
+            ("XLEN", self._keys.deadletter), ("TIME",),
         )  # fmt: skip
         issued_s = int(first[0][0].decode().partition("-")[0]) / 1e3 if first else 0.0
         age_s = max(0.0, int(seconds) + int(micros) / 1e6 - issued_s) if first else 0.0
@@ -63,19 +63,19 @@ class ConsoleCalls(PayloadCalls):
 
     async def server(self, limit: int = 0) -> Server:
         """How the server is, or of several the fullest and the busiest; `limit`: bytes that each may use, 0: its own."""
-        said = await self._info_of_all("memory", "clients", "persistence")
+        said = await self._payloads.info_of_all("memory", "clients", "persistence")
         clients = max(int(info["connected_clients"]) for info in said)
         return Server(*fullest(said, limit), clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
 
     async def listen(self, few: bool = True) -> AsyncIterator[str]:
         """Topics that changed, as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, those that
         no generator waits for, as `headers` and `acks`. A hint, never the truth."""
-        async with self.client.pubsub(ignore_subscribe_messages=True) as channel:
-            await self._ask(
-                channel.psubscribe(self.keys.notifications) if few else channel.subscribe(self.keys.notifications_for_all)
+        async with self._redis.client.pubsub(ignore_subscribe_messages=True) as channel:
+            await self._redis.ask(
+                channel.psubscribe(self._keys.notifications) if few else channel.subscribe(self._keys.notifications_for_all)
             )
             yield "connected"
             while True:
-                message = await self._ask(channel.get_message(timeout=1.0))
+                message = await self._redis.ask(channel.get_message(timeout=1.0))
                 if message:
                     yield message["data"].decode()
