@@ -88,8 +88,8 @@ class Api(Section):
     """File with the bearer token required for mutating calls. Empty: the environment variable GRPO_API_TOKEN. `grpo run`
     generates one."""
     read_token_file: str = ""
-    """File with a bearer token for read-only calls. Empty: the environment variable GRPO_API_READ_TOKEN. If neither is set, reading
-    needs no token. `grpo run` generates one."""
+    """File with a bearer token for read-only calls. Empty: the environment variable GRPO_API_READ_TOKEN. If neither is set,
+    reading needs no token. `grpo run` generates one."""
     certificate_file: str = ""
     """PEM file of the certificate chain with which the endpoints serve TLS. Empty: they serve plain HTTP."""
     key_file: str = ""
@@ -151,7 +151,7 @@ class RunConfig(Section):
     evaluation: Evaluation = Evaluation()
     """Evaluation rounds during training."""
     tracking: Tracking = Tracking()
-    """Experiment trackers in addition to the run's own files."""
+    """Experiment trackers besides the run's own files."""
     tracing: Tracing = Tracing()
     """OpenTelemetry traces of groups."""
     fleet: Fleet = Fleet()

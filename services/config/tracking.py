@@ -1,4 +1,4 @@
-"""Experiment trackers in addition to the run's own files (docs/metrics.md). They follow the run from outside and never block it."""
+"""Experiment trackers besides the run's own files (docs/metrics.md). They follow the run from outside and never block it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tracking(Section):
     wandb: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,128}$")
     """Weights & Biases project. Empty: none."""
     wandb_mode: Literal["offline", "online"] = "offline"
-    """`offline` writes to run.dir/run.name/tracking/wandb, for `wandb sync`. `online` uploads; it needs an API key and a network."""
+    """`offline` writes to run.dir/run.name/tracking/wandb, for `wandb sync`. `online` uploads and needs an API key."""
 
     @property
     def trackers(self) -> tuple[str, ...]:

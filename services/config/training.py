@@ -35,7 +35,7 @@ class Replay(Section):
     capacity: int = Field(default=100_000, ge=1)
     """Maximum number of groups in the table."""
     max_uses: int = Field(default=1, ge=0)
-    """Number of steps that may train on a group before it leaves the table. 0: until it is stale; requires `samples_per_insert`."""
+    """Steps that may train on a group before it leaves the table. 0: until it is stale; requires `samples_per_insert`."""
     min_size: int = Field(default=1, ge=1)
     """Minimum number of groups in the table for a step to be drawn."""
     samples_per_insert: float = Field(default=0.0, ge=0)
@@ -43,8 +43,8 @@ class Replay(Section):
     error_buffer: float = Field(default=0.0, ge=0)
     """Draws by which that ratio may be missed in either direction. 0: the smallest number that can never block a run."""
     priority: Literal["advantage", "reward", "recency", "trainer"] = "advantage"
-    """Priority for `prioritized` and `lowest_priority`: sum of |A|, sum of rewards, age, or (`trainer`) sum of |A| until the group
-    is first trained on, then |A| times the share of its tokens that are not clipped: an estimate of what is left to learn."""
+    """Priority for `prioritized` and `lowest_priority`: sum of |A|, sum of rewards, age, or (`trainer`) sum of |A| until the
+    group is first trained on, then |A| times the share of its tokens that are not clipped, to estimate what is left to learn."""
     priority_exponent: float = Field(default=1.0, ge=0, le=4)
     """Weight = priority ** exponent. 0: all groups weigh the same."""
     recency_half_life: float = Field(default=1.0, gt=0)
@@ -73,7 +73,7 @@ class Advantage(Section):
     """Advantages over the full group (formulas: docs/semantics.md)."""
 
     kind: Literal["centered", "standard", "maxrl", "rloo"] = "standard"
-    """`centered`: r - mean; `standard`: that divided by the population std; `maxrl`: divided by the mean; `rloo`: leave-one-out."""
+    """`centered`: r - mean; `standard`: that over the population std; `maxrl`: that over the mean; `rloo`: leave one out."""
     mask_truncated: bool = False
     """Do not train on completions that hit `sampling.max_tokens`. They still count in the group's statistics."""
 
@@ -118,7 +118,7 @@ class Optimizer(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices, including adapters. Vectors (norms, biases) and the embedding, tied or not, are exempt."""
+    """Decoupled weight decay of matrices, including adapters. Norms, biases and the embedding, tied or not, are exempt."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Global norm to which gradients are clipped."""
     warmup_steps: int = Field(default=0, ge=0)

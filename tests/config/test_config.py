@@ -108,7 +108,7 @@ def test_an_unknown_key_of_a_source_is_compared_with_what_that_source_knows(file
 def test_the_old_key_of_the_only_source_is_refused_with_what_to_write_instead(file: Path) -> None:
     file.write_text(SMALLEST.replace("[[data.sources]]", "[data.source]"))
     for message in (fault(file), fault(file, "data.source.path=x")):
-        assert "data.source is a list now, data.sources: write [[data.sources]] for [data.source]" in message
+        assert "data.source is now a list, data.sources: write [[data.sources]] for [data.source]" in message
 
 
 def test_the_largest_reward_is_that_of_the_source_s_own_verifiers(file: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
         ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
         ("run.name=a b", "run.name = 'a b': string should match pattern"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: input should be a finite number"),
-        ("loss.policy=ppo", "loss.policy = 'ppo': is none of grpo, dapo"),
+        ("loss.policy=ppo", "loss.policy = 'ppo': must be one of grpo, dapo"),
         ("verifiers=[]", "verifiers = []: list should have at least 1 item"),
         ("data.sources.0.kind=csv", "'jsonl', 'parquet', 'reasoning_gym'"),
         ("steps", "override 'steps' is not of the form section.key=value"),
@@ -145,7 +145,7 @@ def test_a_wrong_value_names_key_value_and_what_is_expected(file: Path, override
 def test_all_faults_are_named_at_once(file: Path) -> None:
     file.write_text("[run]\nsteps = 0\n[fleet]\nttl = 3\n")
     message = fault(file)
-    for part in ("run.steps = 0", "fleet.ttl = 3", "model is required; add it", "data is required", "verifiers is required"):
+    for part in ("run.steps = 0", "fleet.ttl = 3", "section [model]", "section [data]", "section [[verifiers]]"):
         assert part in message
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
         (["fleet.ttl_s=2", "fleet.heartbeat_s=1"], "fleet.ttl_s = 2.0 must be more than twice fleet.heartbeat_s = 1.0"),
         (["trainer.offload=true"], "trainer.offload needs trainer.zero_stage 1, 2 or 3"),
-        (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.ranks = 3 cannot be split into teams"),
+        (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.ranks = 3 cannot be divided into teams"),
         (["model.fp32_head=true", "model.dtype=float32"], 'model.fp32_head = True has no effect with model.dtype = "float32"'),
         (["reference.kind=none"], 'loss.kl_beta = 0.05 needs a reference policy, but reference.kind = "none": set "frozen"'),
         (["reference.kind=polyak", "loss.kl_beta=0"], "reference.kind = 'polyak' has no effect with loss.kl_beta = 0"),
@@ -181,29 +181,29 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         ),
         (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "leaves no step of run.steps = 100"),
         (["trainer.mini_batches=17"], "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16"),
-        (["verifiers.0.kind=reasoning_gym"], 'scores prompts of kind "reasoning_gym", and source "main" is "jsonl"'),
+        (["verifiers.0.kind=reasoning_gym"], 'only scores prompts of kind "reasoning_gym", but source "main" is "jsonl"'),
         (["verifiers.0.kind=regex"], 'kind "regex" needs `pattern`'),
-        (["verifiers.0.extract=(open"], "is not a regular expression"),
+        (["verifiers.0.extract=(open"], "is not a valid regular expression"),
         (["verifiers.0.extract=open"], "has no group; put the part that is the answer in parentheses"),
-        (["verifiers.0.pattern=("], "is not a regular expression"),
+        (["verifiers.0.pattern=("], "is not a valid regular expression"),
         (["data.sources.0.answer_pattern=####.+"], "has no group"),
         (["data.sources=[]"], "data.sources = []: list should have at least 1 item"),
         (["data.sources.0.name=a b"], "data.sources.0.name = 'a b': string should match pattern"),
         (["data.sources.0.weight=0"], "data.sources.0.weight = 0: input should be greater than 0"),
         (["data.curriculum=easy_first"], "data.curriculum = 'easy_first': string should match pattern"),
-        ([f"data.sources=[{ROWS}, {ROWS}]"], 'two prompt sources have name = "main": give each a name of its own'),
-        (['verifiers.0.sources=["other"]'], 'verifiers.0.sources names "other", which is no prompt source; there are: main'),
+        ([f"data.sources=[{ROWS}, {ROWS}]"], 'two prompt sources have name = "main": give each source its own name'),
+        (['verifiers.0.sources=["other"]'], 'verifiers.0.sources names "other", which is not a prompt source; choose from: main'),
         (
             [f'data.sources=[{ROWS}, {{name="b", {ROWS[1:]}]', 'verifiers.0.sources=["b"]'],
             'no verifier scores the prompt source "main": add it to the `sources` of one',
         ),
         (
             [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym"}, {kind="exact"}]'],
-            'source "main" is "jsonl": use "math", "exact" or "regex", or leave it out of verifiers.0.sources',
+            'source "main" is "jsonl": use "math", "exact" or "regex", or leave the source out of verifiers.0.sources',
         ),
         (
             ["filters.exclude_pass_rate=0.9", "verifiers.0.weight=-1"],
-            'filters.exclude_pass_rate = 0.9 has no meaning for the prompt source "main", whose largest reward is 0',
+            'filters.exclude_pass_rate = 0.9 is meaningless for the prompt source "main", whose largest reward is 0',
         ),
     ],
 )

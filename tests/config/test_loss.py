@@ -12,7 +12,7 @@ from services.config.loss import CLIPS, POLICIES, Loss
 CHANGED = {"clip_low": "0.1", "clip_high": "0.3", "divergence": "kl", "divergence_bound": "0.2"}
 CENTERED = ["loss.policy=dr_grpo", "advantage.kind=centered", "loss.denominator=constant", "loss.denominator_tokens=4096"]
 MU = 'with loss.old = "behaviour"'
-OFF = "whose ratio is to the generators' policy already, so that the correction is 1: remove it"
+OFF = "whose ratio already starts from the generators' policy, so that the correction is 1: remove it"
 
 
 def configured(folder: Path, *overrides: str) -> RunConfig:
@@ -37,9 +37,9 @@ def test_a_key_that_the_policy_loss_does_not_read_is_refused_and_the_others_are_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["loss.policy=ppo"], "loss.policy = 'ppo': is none of grpo, dapo, dr_grpo, cispo, gspo, reinforce, dppo; write one of"),
-        (["loss.policy=mine.losses"], "or package.module:function for your own"),
-        (["loss.policy=dr_grpo"], 'set both, and loss.denominator_tokens to what a mini-batch is to be divided by'),
+        (["loss.policy=ppo"], "loss.policy = 'ppo': must be one of grpo, dapo, dr_grpo, cispo, gspo, reinforce, dppo, or"),
+        (["loss.policy=mine.losses"], "or package.module:function for a custom loss"),
+        (["loss.policy=dr_grpo"], 'set both, and set loss.denominator_tokens to the divisor of a mini-batch'),
         ([*CENTERED, "advantage.kind=standard"], 'not "standard" and "constant": set both'),
         ([*CENTERED, "loss.denominator_tokens=0"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
         (["loss.denominator_tokens=9"], 'loss.denominator_tokens = 9 has no effect with loss.denominator = "token"'),
@@ -47,8 +47,8 @@ def test_a_key_that_the_policy_loss_does_not_read_is_refused_and_the_others_are_
         (["loss.old=behaviour", "loss.correction_upper=3"], f'loss.correction_upper = 3.0 has no effect {MU}, {OFF}'),
         (["loss.old=behaviour", "loss.correction_token_mask=[0.5,2]"], f"correction_token_mask = [0.5, 2.0] has no effect {MU}"),
         (["loss.policy=dppo", "loss.correction_variation_mask=0.1"], f'has no effect with loss.policy = "dppo", {OFF}'),
-        (["loss.correction_token_mask=[2.0]"], "loss.correction_token_mask = [2.0]: two bounds are expected"),
-        (["loss.correction_sequence_mask=[1.5,2.0]"], "the lower at most 1 and the upper at least 1, e.g. [0.5, 2.0]; or none"),
+        (["loss.correction_token_mask=[2.0]"], "loss.correction_token_mask = [2.0]: must be empty or two bounds"),
+        (["loss.correction_sequence_mask=[1.5,2.0]"], "the lower at most 1 and the upper at least 1, e.g. [0.5, 2.0]"),
         (["loss.entropy_coefficient=-1"], "loss.entropy_coefficient = -1: input should be greater than or equal to 0"),
     ],
 )  # fmt: skip

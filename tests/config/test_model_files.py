@@ -56,7 +56,7 @@ def test_sequence_parallelism_needs_heads_to_share_out(width: int, fits: bool, t
     if fits:
         check_model(_config(tmp_path, width))
     else:
-        with pytest.raises(ConfigError, match=rf"trainer\.sequence_parallel = {width} cannot share out the 8 attention heads"):
+        with pytest.raises(ConfigError, match=rf"trainer\.sequence_parallel = {width} cannot divide the 8 attention heads"):
             check_model(_config(tmp_path, width))
 
 
@@ -73,5 +73,5 @@ def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_not_there_is_not_judged(tmp_path: Path) -> None:
     check_model(_config(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         check_model(_config(tmp_path))

@@ -33,7 +33,7 @@ def test_every_sampler_goes_with_every_remover(tmp_path: Path, sampler: str, rem
         (["replay.samples_per_insert=0.5"], "samples_per_insert = 0.5 would generate groups that no step trains on"),
         (["replay.samples_per_insert=2"], "samples_per_insert = 2.0 cannot be reached with replay.max_uses = 1"),
         (["replay.error_buffer=9"], "replay.error_buffer = 9.0 has no effect without replay.samples_per_insert"),
-        (["replay.samples_per_insert=1", "replay.error_buffer=8"], "set at least 8.5 (half of"),
+        (["replay.samples_per_insert=1", "replay.error_buffer=8"], "set at least 8.5, which is (admission."),
         (["replay.min_size=33"], "replay.min_size = 33 cannot be reached: the table holds replay.capacity = 100000 groups"),
         (["replay.capacity=20", "replay.min_size=21"], "replay.min_size = 21 cannot be reached"),
         (

@@ -34,8 +34,8 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("verifiers.0.extract='(.)'", ["verifiers.0.kind=math"], 'with kind = "math": use "exact"', ["verifiers.0.kind=exact"]),
     ("verifiers.0.pattern=x", [], 'with kind = "exact": use "regex"', ["verifiers.0.kind=regex"]),
     ("admission.overtake_deadline_s=5", ["admission.overtake=drop"], 'with admission.overtake = "drop"', []),
-    ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which waits for no ticket', []),
-    ("admission.overtake=drop", [UNIFORM], 'with replay.sampler = "uniform", which waits for no ticket', []),
+    ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
+    ("admission.overtake=drop", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
     ("filters.active_sampling_bound=3", [], "without filters.zero_std or advantage.mask_truncated", [ZERO_STD]),
     ("filters.active_sampling=false", [], "without filters.zero_std or", ["advantage.mask_truncated=true"]),
     ("filters.active_sampling_bound=3", [ZERO_STD, SHORT], "with filters.active_sampling = false", [ZERO_STD]),
@@ -46,7 +46,7 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=filesystem"]),
     ("sync.drain_deadline_s=3", [], 'with sync.in_flight = "keep"', ["sync.in_flight=drain"]),
     ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
-    ("tracing.share=0.5", [], "without tracing.endpoint: set that", ["tracing.endpoint='http://h:1'"]),
+    ("tracing.share=0.5", [], "without tracing.endpoint: set tracing.endpoint", ["tracing.endpoint='http://h:1'"]),
 ]
 """A key and its value; with what nothing reads it; what is said of that; with what it is read."""
 
@@ -59,7 +59,7 @@ def test_a_key_that_nothing_reads_is_refused_and_its_remedy_helps(
         configured(tmp_path, *beside, given)
     key, value = given.split("=", 1)
     assert re.search(
-        rf"{re.escape(key)} = .+ has no effect {re.escape(why)}.*, or remove it, or set its default, ", str(caught.value)
+        rf"{re.escape(key)} = .+ has no effect {re.escape(why)}.*, or remove it, or set it to its default, ", str(caught.value)
     ), value
     config = configured(tmp_path, *cure, given)
     (tmp_path / "resolved.toml").write_text(to_toml(config))
@@ -85,7 +85,7 @@ def test_the_remedy_can_be_followed_from_the_command_line(tmp_path: Path) -> Non
     given = ("loss.kl_estimator=k1_weighted", "loss.kl_beta=0")
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *given)
-    assert str(caught.value).endswith("with loss.kl_beta = 0: raise that, or remove it, or set its default, 'k3'")
+    assert str(caught.value).endswith("with loss.kl_beta = 0: raise loss.kl_beta, or remove it, or set it to its default, 'k3'")
     assert configured(tmp_path, *given, "loss.kl_estimator=k3") == configured(tmp_path, "loss.kl_beta=0")
 
 

@@ -236,7 +236,7 @@ def test_a_tracker_that_cannot_work_is_refused_before_the_run(tmp_path: Path, mo
     home.write_text("machine api.wandb.ai login user password k\n")
     home.chmod(0o600)
     tracking.check_tracking(online, {"NETRC": str(home)})
-    with pytest.raises(ConfigError, match=r"wandb_mode = 'online' has no effect without a project: set tracking\.wandb"):
+    with pytest.raises(ConfigError, match=r"wandb_mode = 'online' has no effect without tracking\.wandb: set"):
         small_config(tmp_path, None, "tracking.wandb_mode=online")
     with pytest.raises(ConfigError, match=r"tracking\.wandb = 'a b'"):
         small_config(tmp_path, None, "tracking.wandb=a b")
