@@ -116,7 +116,7 @@ class Client:
         return self._ask("GET", "/v1/audit", AuditReport)
 
     def buffer(self, sort: Sort = "order", reverse: bool = False, offset: int = 0, limit: int = 100) -> Buffer:
-        """Return the state of the replay buffer and a page of its groups. Served by dataprep."""
+        """Return the state of the replay table and a page of its groups. Served by dataprep."""
         page = {"sort": sort, "reverse": reverse, "offset": offset, "limit": limit}
         return self._ask("GET", "/v1/buffer", Buffer, parameters=page)
 
@@ -185,9 +185,7 @@ class Client:
         try:
             answer = self._http.request(method, path, json=body, params=given, timeout=limit_s, extensions=self._extensions)
         except httpx.TransportError as error:
-            raise ApiError(
-                f"{self.url} is unreachable ({error}): check that the service runs and that the address is right"
-            ) from None
+            raise ApiError(f"{self.url} cannot be reached ({error}): check its address and that the service is running") from None
         if answer.is_success or answer.status_code == wrong:
             return answer
         raise ApiError(f"{self.url}{path}: {_detail(answer)}", answer.status_code)

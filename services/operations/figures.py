@@ -1,4 +1,4 @@
-"""Numbers as people read them, and what is worked out from the steps' metrics for them. Pure."""
+"""Formats numbers for people, and computes figures from the steps' metrics. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ REWARD = "reward/train/mean"
 LAG_MEAN, LAG_MAX = "staleness/trained/mean", "staleness/trained/max"
 GENERATED, TRAINED = "throughput/generated/tokens_per_s", "throughput/trained/tokens_per_s"
 LENGTH, STEP_S = "length/train/mean", "time/step_s"
-NOTHING = "–"  # shown where a value is missing
-RECENT_STEPS = 20  # steps that the time left is judged by
+NOTHING = "–"  # shown for a missing value
+RECENT_STEPS = 20  # steps from which the time left is estimated
 
 
 def number(row: Mapping[str, float], key: str, form: str = ".2f") -> str:
-    """A value of a step in Python's format `form`, or a dash where it is missing."""
+    """Format a value of a step with Python's format `form`; return a dash if it is missing."""
     value = row.get(key)
     return NOTHING if value is None else format(value, form)
 
 
 def duration(seconds: float | None) -> str:
-    """4.2 s, 3:07 or 2:03:07."""
+    """Format a duration as 4.2 s, 3:07 or 2:03:07."""
     if seconds is None:
         return NOTHING
     if seconds < 10:
@@ -33,7 +33,7 @@ def duration(seconds: float | None) -> str:
 
 
 def left_s(rows: Sequence[Mapping[str, float]], steps: int) -> float | None:
-    """Seconds to the last step at the pace of the last `RECENT_STEPS`; None before two steps are known."""
+    """Estimate the seconds to the last step from the last `RECENT_STEPS`; None before two steps are known."""
     times = [row["time_s"] for row in rows[-RECENT_STEPS - 1 :] if "time_s" in row]
     if len(times) < 2:
         return None
@@ -41,9 +41,9 @@ def left_s(rows: Sequence[Mapping[str, float]], steps: int) -> float | None:
 
 
 def average_rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
-    """Mean of a rate over the run's time: each step counts by the time since the one before.
+    """Return the mean of a rate over the run's time, each step weighted by the time since the previous one.
 
-    A pause of the run (a stop overnight) would drown the rest, so no step counts more than ten times the median.
+    A long pause, such as a stop overnight, would dominate the mean, so a weight is at most ten times the median.
     """
     spans = [
         (later["time_s"] - earlier["time_s"], later[key]) for earlier, later in pairwise(rows) if {key, "time_s"} <= later.keys()
@@ -57,14 +57,14 @@ def average_rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
 
 
 def evaluation_line(record: Mapping[str, float]) -> str:
-    """An evaluation round in one line: pass@k of every source."""
+    """Return an evaluation round as one line: pass@k of every source."""
     passed = [(key.removeprefix("eval/"), value) for key, value in sorted(record.items()) if "/pass@" in key]
     shown = "  ".join(f"{name.replace('/', ' ')} {value:.3f}" for name, value in passed if not name.startswith("all/"))
     return f"evaluation of version {record['eval/version']:.0f}: {shown}  took {duration(record.get('eval/wall_s'))}"
 
 
 def step_line(row: Mapping[str, float], steps: int, left: float | None) -> str:
-    """A step in one line, for a log or a pipe."""
+    """Return a step as one line, for a log or a pipe."""
     return (
         f"step {int(row['step']) + 1}/{steps}  reward {number(row, REWARD, '.3f')}  "
         f"lag {number(row, LAG_MEAN)} (max {number(row, LAG_MAX, '.0f')})  generated {number(row, GENERATED, ',.0f')} tok/s  "

@@ -1,8 +1,8 @@
-"""The records of a run as they stand: each number once, whatever was trained again or taken back.
+"""The records of a run, each number once, even if steps were trained again after a restore.
 
-Guarantees: a number has the first record of it that was made in the run's last life; when the run was taken back to a checkpoint,
-what it records anew takes the place of what it had recorded from there on. Evaluation rounds follow the steps: one of a version
-that the new life makes anew is gone, whether the new life evaluates that version or not.
+Guarantees: for each number it keeps the first record of the run's last incarnation. After a restore to a checkpoint, new records
+replace all earlier ones from that step on. Evaluation rounds follow the steps: a round of a policy version that the new
+incarnation replaces is removed, even if the new incarnation does not evaluate that version.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar
 
 INCARNATION = "run/incarnation"
 STEP, EVALUATED = "step", "eval/version"
-"""What numbers the records of training steps, and of evaluation rounds."""
+"""Keys that number the records of training steps, and of evaluation rounds."""
 
 T = TypeVar("T")
 
 
 class History(Generic[T]):
-    """Records, numbered by `key`, of which `keep` is kept."""
+    """Records numbered by `key`. `keep` selects what is kept of each record."""
 
     def __init__(self, key: str, keep: Callable[[Mapping[str, float]], T]) -> None:
         self.key, self._keep = key, keep
@@ -28,16 +28,16 @@ class History(Generic[T]):
         self._first: dict[float, int] = {}  # incarnation -> its first number
 
     def begin(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Take in rows that stand already."""
+        """Load rows that were kept before."""
         for row in rows:
             self._put(int(row[self.key]), row)
             self.incarnation = max(self.incarnation, row.get(INCARNATION, 0.0))
 
     def add(self, record: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Take in a record: whether it is new, and whether others from its number on were forgotten for it."""
+        """Add a record. Return whether it is new, and whether it removed others from its number on."""
         number, incarnation, forgot = int(record[self.key]), record.get(INCARNATION, 0.0), False
         if incarnation < self.incarnation:
-            return False, False  # a late word of what was undone
+            return False, False  # a late record of an undone incarnation
         if incarnation > self.incarnation:
             self.incarnation = incarnation
             forgot = self._forget([held for held in self.rows if held >= number])
@@ -47,9 +47,9 @@ class History(Generic[T]):
         return True, forgot
 
     def outlive(self, steps: History[Any]) -> bool:
-        """Forget the policy versions here that `steps` made anew; whether there were any.
+        """Remove the policy versions that `steps` has replaced. Return whether there were any.
 
-        A life that begins at step s goes on from version s of an earlier one; later versions are its own.
+        An incarnation that begins at step s starts from version s of an earlier one; later versions are its own.
         """
         begun = steps._first.items()
         return self._forget(

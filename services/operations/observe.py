@@ -1,7 +1,7 @@
-"""What the console sees of a run: one consistent-enough look at a time.
+"""Reads the state of a run for the console, one poll at a time. A poll is only roughly consistent.
 
-Guarantees: a look that fails leaves the last one in place and says so; metrics are passed on in order, each entry once.
-Waits for: Redis, `LOOK_LIMIT_S` at most. Unblocks: the supervisor and the screen, which read `Observer.look`.
+Guarantees: a poll that fails keeps the last result and sets `fault`; metrics are passed on in order, each entry once.
+Waits for: Redis, at most `LOOK_LIMIT_S`. Unblocks: the supervisor and the screen, which read `Observer.look`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from services.store import RunState, Store
 
 LOOK_EVERY_S = 0.5
 LOOK_LIMIT_S = 5.0
-BATCH = 1000  # entries of the metrics stream a look takes in
+BATCH = 1000  # entries of the metrics stream read by one poll
 
 
 @dataclass(frozen=True)
 class Member:
-    """A pod and how long ago it was heard of."""
+    """A pod, and the age of its last heartbeat."""
 
     status: PodStatus
     age_s: float
@@ -32,36 +32,36 @@ class Member:
 
 @dataclass(frozen=True)
 class Look:
-    """The run at one moment."""
+    """The result of one poll of the run."""
 
-    at: float = float("-inf")  # monotonic seconds before the look was begun
+    at: float = float("-inf")  # monotonic seconds just before the poll began
     state: RunState | None = None
     members: list[Member] = field(default_factory=list)
-    records: list[dict[str, float]] = field(default_factory=list)  # metrics that are new since the last look
-    evaluations: list[dict[str, float]] = field(default_factory=list)  # complete rounds that are new since the last look
+    records: list[dict[str, float]] = field(default_factory=list)  # metrics recorded since the last poll
+    evaluations: list[dict[str, float]] = field(default_factory=list)  # rounds completed since the last poll
 
     @property
     def finished(self) -> str:
-        """How the run ended, or empty."""
+        """How the run ended; empty: it has not."""
         return self.state.finished if self.state else ""
 
     @property
     def committed_step(self) -> int:
-        """The last step committed, -1: none."""
+        """The last committed step; -1: none."""
         return self.state.committed_step if self.state else -1
 
 
 class Observer:
-    """Looks at a run through its store."""
+    """Polls a run through its store."""
 
     def __init__(self, store: Store, ttl_s: float) -> None:
         self.store, self._ttl_s = store, ttl_s
         self.last = Look()
-        self.fault = ""  # why the last look failed, or empty
+        self.fault = ""  # why the last poll failed, or empty
         self._after = self._evaluated = "-"
 
     async def look(self) -> Look | None:
-        """Look now. None, with `fault` set, when Redis does not answer."""
+        """Poll now. Return None, with `fault` set, if Redis does not respond."""
         begun = time.monotonic()
         try:
             async with asyncio.timeout(LOOK_LIMIT_S):
@@ -70,7 +70,7 @@ class Observer:
                 entries = await self.store.monitor.metrics(self._after, BATCH)
                 rounds = await self.store.evaluation.records(self._evaluated, BATCH)
         except (StoreError, RedisError, OSError, TimeoutError) as error:
-            self.fault = str(error) or "no answer"
+            self.fault = str(error) or "no response"
             return None
         self.fault = ""
         if entries:
@@ -81,7 +81,7 @@ class Observer:
         return self.last
 
     async def look_to_the_end(self) -> list[Look]:
-        """Look until no entry of the metrics stream is left."""
+        """Poll until the metrics stream has no more entries."""
         looks = []
         while (look := await self.look()) is not None:
             looks.append(look)
@@ -91,7 +91,7 @@ class Observer:
 
 
 async def fleet(store: Store, ttl_s: float) -> list[Member]:
-    """Pods heard of within `ttl_s`, by name, and how long ago."""
+    """Return the pods with a heartbeat within `ttl_s`, by name, with its age."""
     statuses = await store.fleet.members(ttl_s)
     seconds, microseconds = await store.client.time()
     scores: Any = await store.client.zrange(store.keys.fleet, 0, -1, withscores=True)

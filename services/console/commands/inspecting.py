@@ -30,7 +30,7 @@ def buffer(
     offset: Offset = 0,
     as_json: Json = False,
 ) -> int:
-    """Show the replay buffer: how full it is, how it is sampled, and its groups."""
+    """Show the replay table: how full it is, how it is sampled, and its groups."""
     from services.console.inspect import verbs as inspect_verbs
 
     return finish(inspect_verbs.buffer(run, redis_url, sort, reverse, offset, limit, as_json))

@@ -24,7 +24,7 @@ HEX_SHOWN = 512  # digits of a body that cannot be decoded; --json shows all
 
 
 def buffer_table(found: Buffer) -> RenderableType:
-    """Return the buffer's figures, and one row per group."""
+    """Return the table's figures, and one row per group."""
     by = "" if found.sort == "order" else f", by {found.sort}"
     facts = [
         ("groups", f"{found.size:,} of {found.capacity:,}"),

@@ -39,7 +39,7 @@ async def _looking(run: str, redis_url: str) -> AsyncIterator[Attached]:
 
 
 async def buffer(run: str, redis_url: str, sort: Sort, reverse: bool, offset: int, limit: int, as_json: bool) -> int:
-    """Show the replay buffer and a page of its groups."""
+    """Show the replay table and a page of its groups."""
     async with _looking(run, redis_url) as attached:
         found = await inspect_buffer(attached.store, sort, offset, limit, reverse)
     _show(found, tables.buffer_table(found), as_json)

@@ -1,1 +1,1 @@
-"""Endpoints that more than one kind of service has: dataprep or the trainer, and the web console."""
+"""Endpoints that several kinds of service share: dataprep or the trainer, and the web console."""

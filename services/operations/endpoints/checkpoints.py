@@ -1,4 +1,4 @@
-"""Endpoints of the run's checkpoints, which lie in its folder. The trainer has them, and the web console."""
+"""Endpoints for the checkpoints in the run's folder. The trainer and the web console serve them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.runtime.service import Service
 
 
 def add_routes(service: Service) -> None:
-    """Add them to the service's app."""
+    """Add the endpoints to the service's app."""
     router = APIRouter(prefix="/v1", tags=["checkpoints"])
     root = service.folder / "checkpoints"
 
@@ -38,14 +38,14 @@ def add_routes(service: Service) -> None:
 
     @router.get("/checkpoints", dependencies=[service.app.state.reader])
     async def checkpoints() -> CheckpointList:
-        """Checkpoints in the run's folder. Damage inside files is not looked for: `grpo checkpoints --verify` does."""
+        """List the checkpoints in the run's folder. `grpo checkpoints --verify` also finds damaged files."""
         return await asyncio.to_thread(inspect_checkpoints, service.config, root)
 
     @router.post("/checkpoint", dependencies=[service.app.state.guard], responses=problems(404))
     async def checkpoint(reason: Reason | None = None, wait_s: WaitS = 0.0) -> AskedCheckpoint:
-        """Write a checkpoint as soon as no step is being trained. Asked again before it is written, it is the same one.
+        """Write a checkpoint as soon as no step is in training. Repeated requests before then result in one checkpoint.
 
-        With `wait_s` the answer comes when it is written, could not be, or the time is over: `saved` says which.
+        With `wait_s`, the response is sent when the checkpoint is written, has failed, or the time is over; see `saved`.
         """
         asked = await request_checkpoint_of(store, (reason or Reason()).text)
         if asked.saved or not wait_s:
@@ -57,9 +57,9 @@ def add_routes(service: Service) -> None:
 
     @router.post("/restore", dependencies=[service.app.state.guard], responses=problems(404))
     async def restore(step: Annotated[int, Query(ge=0, le=2**31)], wait_s: WaitS = 0.0) -> AskedRestore:
-        """Take the run back to the checkpoint of a step. What came after is trained anew.
+        """Restore the run to the checkpoint of a step. Later steps are trained again.
 
-        The trainer starts again for it, so this process may end before it can say that the run is back.
+        The trainer restarts for this, so this process may exit before it can confirm the restore.
         """
         asked = await request_restore_to(store, root, step)
         await until_none(not_restored, wait_s)

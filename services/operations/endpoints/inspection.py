@@ -1,4 +1,4 @@
-"""Endpoints for looking into the run: its replay table, groups, steps and dead letters (docs/inspect.md)."""
+"""Endpoints that inspect the run: its replay table, groups, steps and dead letters (docs/inspect.md)."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ from services.runtime.http.problems import problems
 from services.runtime.service import Service
 from services.store.calls.inspection import Sort
 
-Offset = Annotated[int, Query(ge=0, le=2**31, description="Entries to pass over.")]
-Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries of the page.")]
+Offset = Annotated[int, Query(ge=0, le=2**31, description="Entries to skip.")]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries per page.")]
 Completions = Annotated[int, Query(ge=1, le=MAX_COMPLETIONS, description="Completions to show.")]
 
 
 def inspection_router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Return the router of these endpoints."""
     router = APIRouter(prefix="/v1", tags=["inspection"], dependencies=[service.app.state.reader])
     config, store = service.config, service.store
     reader = TextReader(config.model.path)
 
     @router.get("/buffer", responses=problems(404))
     async def buffer(sort: Sort = "order", reverse: bool = False, offset: Offset = 0, limit: Limit = 100) -> Buffer:
-        """The replay table and a page of its groups."""
+        """Return the state of the replay table and a page of its groups."""
         return await inspect_buffer(store, sort, offset, limit, reverse)
 
     @router.get("/groups/{id}", responses=problems(404))
     async def group(id: str, offset: Offset = 0, limit: Completions = 16) -> Group:
-        """A group: where it is, and a page of its completions as text."""
+        """Return where a group is, and a page of its completions as text."""
         return await inspect_group(store, id, reader, config.advantage.kind, offset, limit)
 
     @router.get("/steps/{n}", responses=problems(404))
     async def step(n: Annotated[int, Path(ge=0, le=2**31)], offset: Offset = 0, limit: Limit = 100) -> Step:
-        """A step's plan and a page of its groups; of a retired one its metrics."""
+        """Return a step's plan and a page of its groups or, once the step is retired, its metrics."""
         return await inspect_step(store, n, config.trainer.row_tokens, offset, limit)
 
     @router.get("/deadletters", responses=problems(404))
     async def dead_letters(before: str = "", limit: Limit = 100) -> DeadLetters:
-        """What failed for good, the last first. `before`: `next` of the page before."""
+        """List the dead letters, newest first. `before`: the previous page's `next`."""
         return await inspect_dead_letters(store, limit, before)
 
     @router.get("/deadletters/{id}", responses=problems(404))
     async def dead_letter(id: str) -> DeadLetterBody:
-        """A dead letter with its body."""
+        """Return a dead letter with its body."""
         return await inspect_dead_letter(store, id)
 
     @router.post("/deadletters/requeue", dependencies=[service.app.state.guard], responses=problems(404, 409))
     async def put_back(which: RequeueRequest) -> RequeueAnswer:
-        """Have the tickets of dead letters issued again."""
+        """Requeue the tickets of dead letters."""
         state, answer = await store.run.state(), await requeue(store, None if which.all else which.ids)
         if state is not None and state.ended and not answer.requeued:
             raise HTTPException(409, f"the run is over: {state.finished or state.stopping}")

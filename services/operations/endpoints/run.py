@@ -1,4 +1,4 @@
-"""Endpoints of the run as a whole: its ledger, pause, resume and stop; and what is in it (inspection.py)."""
+"""Endpoints for the run as a whole: its ledger, pause, resume and stop, and those of inspection.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.runtime.service import Service
 
 
 def add_routes(service: Service) -> None:
-    """Add them to the service's app."""
+    """Add the endpoints to the service's app."""
     router = APIRouter(prefix="/v1", tags=["run"])
     guard = [service.app.state.guard]
     run = service.config.run.name
@@ -29,17 +29,17 @@ def add_routes(service: Service) -> None:
 
     @router.get("/ledger", dependencies=[service.app.state.reader])
     async def ledger() -> dict[str, int]:
-        """Counts of every place a ticket can be in, and of every outcome, in one instant."""
+        """Count the tickets in each place and with each outcome, at one instant."""
         return await store.run.audit()
 
     @router.get("/audit", dependencies=[service.app.state.reader], responses=problems(503))
     async def audited() -> AuditReport:
-        """The ledger judged: what is lost, doubled or leaks. 503: there is no run yet."""
+        """Audit the ledger for lost or duplicated tickets and leaked slots. 503: the run does not exist yet."""
         return await audit(store)
 
     @router.post("/run/pause", dependencies=guard)
     async def pause(wish: Pause | None = None, wait_s: WaitS = 0.0) -> RunDesire:
-        """Pause every role: generators in the mode asked for, the others between two steps."""
+        """Pause every role: generators in the given mode, the others between two steps."""
         wish = wish or Pause()
         modes = {role: wish.mode if role == "generator" else "keep" for role in ROLES}
         for role in ROLES:
@@ -48,7 +48,7 @@ def add_routes(service: Service) -> None:
 
     @router.post("/run/resume", dependencies=guard)
     async def resume(wait_s: WaitS = 0.0) -> RunDesire:
-        """Let every role go on."""
+        """Resume every role."""
         for role in ROLES:
             await store.run.resume(role)
         return RunDesire(
@@ -57,7 +57,7 @@ def add_routes(service: Service) -> None:
 
     @router.post("/run/stop", dependencies=guard, responses=problems(409))
     async def stop(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
-        """End the run after the step that is being trained: checkpoint, export, exit. 409: it goes back to a checkpoint."""
+        """End the run after the step in training: checkpoint, export, exit. 409: the run is being restored."""
         await store.run.stop((reason or Reason()).text)
         return RunDesire(run=run, desired="stopping", waiting_for=await until_none(not_ended, wait_s))
 

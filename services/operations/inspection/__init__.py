@@ -1,6 +1,6 @@
-"""What a run has in it, as answers for people: of `grpo inspect`, which reads Redis itself, and of dataprep's endpoints.
+"""The contents of a run, as answers for people: for `grpo inspect`, which reads Redis directly, and for dataprep's endpoints.
 
-Guarantees: looking changes nothing; a page has `MAX_PAGE` entries at most; what is not there raises `NotFound`, which says why.
+Guarantees: inspecting changes nothing; a page has at most `MAX_PAGE` entries; anything missing raises `NotFound` with the reason.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ MAX_PAGE = 500
 
 
 class Answer(BaseModel):
-    """What every answer shares: fixed values, whose docstrings document the endpoints."""
+    """Base of all answers. Its fields are immutable, and their docstrings document the endpoints."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)

@@ -1,4 +1,4 @@
-"""The replay table: as a whole, and a page of its groups."""
+"""Reads the state of the replay table and a page of its groups."""
 
 from __future__ import annotations
 
@@ -15,74 +15,74 @@ class BufferGroup(Answer):
     """A group in the table."""
 
     group: str
-    """Its ticket, `<epoch>-<row>`."""
+    """Ticket of the group, `<epoch>-<row>`."""
     uses: int
-    """Steps that have drawn it."""
+    """Number of steps that have sampled it."""
     weight: float | None
-    """Sampling weight, where the table has weights."""
+    """Sampling weight, if the table has weights."""
     probability: float | None
-    """Weight over the sum of weights, where the sampler draws by them."""
+    """Weight divided by the sum of weights, if the sampler uses weights."""
     readable: bool = True
-    """False: its header is no header; the fields below are missing."""
+    """False: the header is damaged, and the fields below are missing."""
     seq: int | None = None
-    """Place in the order of issue, from 0."""
+    """Position in the order of issue, from 0."""
     oldest: int | None = None
-    """Oldest policy version of a token."""
+    """Oldest policy version among its tokens."""
     newest: int | None = None
-    """Newest policy version of a token."""
+    """Newest policy version among its tokens."""
     lag: int | None = None
-    """Step that is prepared next, minus oldest version."""
+    """Next step to prepare, minus the oldest version."""
     reward_mean: float | None = None
     """Mean reward of its completions."""
     reward_std: float | None = None
-    """Population standard deviation of their rewards."""
+    """Population standard deviation of its rewards."""
     length_min: int | None = None
-    """Tokens of the shortest completion."""
+    """Tokens in the shortest completion."""
     length_mean: float | None = None
-    """Mean tokens of a completion."""
+    """Mean tokens per completion."""
     length_max: int | None = None
-    """Tokens of the longest completion."""
+    """Tokens in the longest completion."""
     source: str | None = None
     """Name of the prompt source."""
     generator: str | None = None
-    """Pod that made it."""
+    """Pod that generated it."""
 
 
 class Buffer(Answer):
-    """The replay table and a page of its groups."""
+    """State of the replay table and a page of its groups."""
 
     size: int
     """Groups in the table."""
     capacity: int
-    """Most groups there may be."""
+    """Maximum number of groups."""
     sampler: str
-    """How groups are drawn."""
+    """How groups are sampled."""
     remover: str
-    """What leaves a full table."""
+    """How groups are evicted from a full table."""
     max_uses: int
-    """Draws after which a group leaves; 0: no bound."""
+    """Number of uses after which a group is removed; 0: no limit."""
     weight_sum: float | None
-    """Sum of the weights, where there are weights."""
+    """Sum of the weights, if the table has weights."""
     inserted: int
-    """Groups that ever entered."""
+    """Total number of groups inserted."""
     drawn: int
-    """Draws ever made."""
+    """Total number of groups sampled."""
     uses: dict[int, int]
-    """Times drawn -> groups of the table."""
+    """Number of uses -> number of groups in the table."""
     next_step: int
-    """The step that is prepared next; lags are against it."""
+    """Next step to prepare; lags are relative to it."""
     sort: Sort
-    """What the groups are sorted by: `order` of issue, oldest `version`, or sampling `weight`."""
+    """Sort key of the groups: `order` of issue, oldest `version`, or sampling `weight`."""
     reverse: bool
     """Whether the highest come first."""
     offset: int
-    """Groups before the page."""
+    """Number of groups before the page."""
     groups: list[BufferGroup]
-    """The page."""
+    """Groups of the page."""
 
 
 async def inspect_buffer(store: Store, sort: Sort = "order", offset: int = 0, limit: int = 20, reverse: bool = False) -> Buffer:
-    """The table and its groups `offset` to `offset + limit`. Raises `NotFound` when there are no weights to sort by."""
+    """Return the table and its groups `offset` to `offset + limit`. Raise `NotFound` when there are no weights to sort by."""
     state = await store.inspection.table_state()
     if sort == "weight" and state.weight_sum is None:
         raise NotFound(
@@ -98,7 +98,7 @@ async def inspect_buffer(store: Store, sort: Sort = "order", offset: int = 0, li
 
 
 def probability(weight: float | None, state: TableState) -> float | None:
-    """Share of the next draw, where the sampler draws by weight. Groups of weight 0 are drawn when no others are left."""
+    """Return a group's share of the next draw if the sampler uses weights. Weight 0 is drawn only when nothing else is left."""
     if weight is None or state.sampler != "prioritized" or not state.weight_sum:
         return None
     return weight / state.weight_sum

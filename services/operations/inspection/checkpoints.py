@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from its folder alone."""
+"""Lists the checkpoints of a run from its folder, and requests checkpoints and restores."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from services.store.snapshot_format import Snapshot, SnapshotError
 
 
 class CheckpointEntry(Answer):
-    """A checkpoint, or what is left of one."""
+    """A checkpoint, complete or not."""
 
     step: int
-    """The last training step in it; its weights are version step + 1."""
+    """Last training step in it; its weights are version step + 1."""
     complete: bool
-    """False: it is being written, or was left half-written; nothing takes it up."""
+    """False: it is being written, or was left half-written, and is never loaded."""
     latest: bool
-    """Whether a trainer that starts now takes it up."""
+    """Whether a trainer that starts now loads it."""
     bytes: int
     """Size of its files."""
     written_s: float
-    """When it was written, Unix seconds; 0: unknown."""
+    """Time of writing, Unix seconds; 0: unknown."""
     ranks: int
-    """Trainer ranks that wrote it; any number can take it up."""
+    """Number of trainer ranks that wrote it; any number can load it."""
     zero_stage: int
-    """ZeRO stage they had; any can take it up."""
+    """ZeRO stage of those ranks; any stage can load it."""
     kept_until: int | None
-    """Step whose checkpoint takes its place, if none is asked for before; null: it is kept when the run has ended."""
+    """Step whose checkpoint replaces it, unless others are requested before; null: it is kept after the run ends."""
     problem: str
-    """Why it cannot be taken up, or empty; damage is found only where every byte is compared."""
+    """Why it cannot be loaded, or empty; damaged files are found only by `grpo checkpoints --verify`."""
 
 
 class CheckpointList(Answer):
     """The checkpoints of a run, oldest step first."""
 
     folder: str
-    """Where they lie."""
+    """Folder of the checkpoints."""
     keep: int
-    """How many are kept."""
+    """Number of checkpoints kept (`checkpoint.keep`)."""
     checkpoints: list[CheckpointEntry]
-    """Complete ones and others."""
+    """Checkpoints, complete or not."""
 
 
 class AskedRestore(Answer):
-    """What becomes of a wish to go back to a checkpoint."""
+    """Response to a request to restore a checkpoint."""
 
     step: int
-    """The step it is of. The trainer starts anew and goes on behind it."""
+    """Step of the checkpoint. The trainer restarts and continues after it."""
 
 
 class AskedCheckpoint(Answer):
-    """What becomes of a wish for a checkpoint."""
+    """Response to a request for a checkpoint."""
 
     step: int
-    """The step it is of; while it is not written, the first it can be of: a step that is being trained is trained to its end."""
+    """Step of the checkpoint; until it is written, the earliest possible one, because a step in training is finished first."""
     saved: bool
-    """Whether it is written already."""
+    """Whether it is already written."""
 
 
 def inspect_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> CheckpointList:
-    """The checkpoints under `root`; `verify` reads and compares every byte of them."""
+    """List the checkpoints under `root`. `verify` reads every file and verifies every byte."""
     folder = CheckpointFolder(root)
     complete, named = folder.complete(), folder.named()
     latest = next((one for one in complete if one.folder.name == named), complete[-1] if complete else None)
@@ -79,25 +79,25 @@ def inspect_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> 
 
 
 async def request_checkpoint_of(store: Store, why: str) -> AskedCheckpoint:
-    """Have the trainer write a checkpoint of what is committed; one wish at a time.
+    """Request a checkpoint of the committed steps; there is at most one open request.
 
-    Raises `NotFound` when nothing can come of it.
+    Raise `NotFound` when the trainer cannot write it.
     """
     state = await store.run.state()
     if state is None:
-        raise NotFound("the run does not exist yet: nothing is there to be saved")
+        raise NotFound("the run does not exist yet: there is nothing to save")
     step = max(state.committed_step, 0)
     if state.checkpointed_step >= step:
         return AskedCheckpoint(step=state.checkpointed_step, saved=True)
     if state.finished:
-        raise NotFound(f"the run has finished ({state.finished}) without a checkpoint of step {step}: its trainer is gone")
-    if not state.checkpoint or state.checkpoint_failed:  # after a failure, to ask again is to have it tried again
+        raise NotFound(f"the run has finished ({state.finished}) without a checkpoint of step {step}: its trainer has exited")
+    if not state.checkpoint or state.checkpoint_failed:  # after a failure, a new request makes the trainer try again
         await store.run.request_checkpoint(why)
     return AskedCheckpoint(step=step, saved=False)
 
 
 def restorable(checkpoints: CheckpointFolder, step: int) -> Saved:
-    """The checkpoint of `step`, if a run can be taken back to it. Raises `CheckpointError`."""
+    """Return the checkpoint of `step`. Raise `CheckpointError` when a run cannot be restored to it."""
     saved = checkpoints.at(step)
     try:
         Snapshot(saved.folder / SNAPSHOT)
@@ -107,21 +107,21 @@ def restorable(checkpoints: CheckpointFolder, step: int) -> Saved:
 
 
 async def request_restore_to(store: Store, root: Path, step: int) -> AskedRestore:
-    """Have the run go back to the checkpoint of `step`. Raises `NotFound` where there is no whole one, or no run."""
+    """Request a restore to the checkpoint of `step`. Raise `NotFound` when there is no complete one, or no run."""
     try:
         await asyncio.to_thread(restorable, CheckpointFolder(root), step)
     except CheckpointError as error:
         raise NotFound(str(error)) from None
     if await store.run.state() is None:
-        raise NotFound("the run does not exist yet: nothing is there to be taken back")
+        raise NotFound("the run does not exist yet: there is nothing to restore")
     await store.run.request_restore(step)
     return AskedRestore(step=step)
 
 
 def kept_until(config: RunConfig, written: Iterable[int], latest: int) -> dict[int, int]:
-    """Which of the checkpoints of the steps `written`, in order of writing, will be deleted or written anew -> after which step.
+    """Map each checkpoint that will be deleted or rewritten to the step after which that happens.
 
-    The run goes on behind the step `latest`.
+    `written`: the steps of the checkpoints, in order of writing. `latest`: the step after which the run continues.
     """
     every, last = config.checkpoint.every_steps, config.run.steps - 1
     until, held = dict[int, int](), list(written)

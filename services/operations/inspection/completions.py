@@ -1,6 +1,6 @@
-"""Prompt and completions of a group, with what was made of them.
+"""Reads the prompt and completions of a group, with scores and advantages.
 
-Guarantees: a header or payload that does not fit is shown as far as it does, and never an error.
+Guarantees: a damaged header or payload never raises; it is shown as far as it can be read.
 """
 
 from __future__ import annotations
@@ -15,66 +15,66 @@ from services.operations.inspection import Answer
 from services.operations.inspection.text import TextReader
 from services.protocol.messages import Header, Payload
 
-MAX_COMPLETIONS = 64  # of one answer
+MAX_COMPLETIONS = 64  # per answer
 
 T = TypeVar("T")
 
 
 class Passage(Answer):
-    """Some tokens, as text where there is a tokenizer for them."""
+    """Tokens, as text if the tokenizer is available."""
 
     tokens: int
-    """How many."""
+    """Number of tokens."""
     text: str | None
-    """What they say, special tokens included."""
+    """The decoded text, including special tokens."""
     token_ids: list[int] | None
-    """The tokens themselves, where there is no text."""
+    """The token ids, if there is no text."""
 
 
 class VersionSpan(Answer):
-    """Tokens that one policy version sampled."""
+    """A span of tokens sampled by one policy version."""
 
     version: int
     start: int
-    """First token, from 0."""
+    """First token of the span, from 0."""
     end: int
-    """First token after them."""
+    """First token after the span."""
 
 
 class Completion(Answer):
-    """One completion of a group. A value that its header does not have is null."""
+    """One completion of a group. Values missing from its header are null."""
 
     index: int
-    """Place in the group."""
+    """Position in the group."""
     length: int | None
-    """Tokens, by the header."""
+    """Number of tokens, according to the header."""
     reward: float | None
     """Weighted sum of the scores."""
     scores: dict[str, float | None]
     """Verifier -> unweighted score, 0..1."""
     advantage: float | None
-    """By `advantage.kind`, over the whole group; null without the run's configuration."""
+    """Advantage by `advantage.kind`, over the whole group; null without the run's configuration."""
     truncated: bool | None
-    """Whether it hit `sampling.max_tokens`."""
+    """Whether it reached `sampling.max_tokens`."""
     oldest: int | None
-    """Oldest policy version of a token."""
+    """Oldest policy version among its tokens."""
     newest: int | None
-    """Newest policy version of a token."""
+    """Newest policy version among its tokens."""
     tool_tokens: int | None
-    """Tokens that the policy did not sample."""
+    """Tokens not sampled by the policy."""
     spans: list[VersionSpan]
-    """Who sampled which tokens."""
+    """Policy versions that sampled its tokens."""
     passage: Passage | None
-    """Its tokens; null when they are gone."""
+    """Its tokens; null when they are deleted."""
 
 
 def read_completions(
     header: Header, payload: Payload | None, reader: TextReader, kind: Kind | None, shown: slice
 ) -> tuple[Passage | None, list[Completion], list[str]]:
-    """The prompt, the completions `shown`, and what is missing or does not fit. `kind`: how advantages are computed."""
+    """Return the prompt, the completions `shown`, and notes on missing or damaged data. `kind`: how to compute advantages."""
     ends = None if payload is None else _ends(payload, len(header.lengths))
     if payload is None or ends is None:
-        prompt, note = None, ["its tokens are gone" if payload is None else "its tokens do not fit its header"]
+        prompt, note = None, ["its tokens are deleted" if payload is None else "its tokens do not match its header"]
     else:
         prompt, note = read_passage(payload.prompt.tolist(), reader), notes_on_text(reader)
     given, why = _advantages(header, kind)
@@ -98,18 +98,18 @@ def read_completions(
 
 
 def read_passage(tokens: list[int], reader: TextReader) -> Passage:
-    """Tokens as text, or as they are."""
+    """Return tokens as text or, without a tokenizer, as ids."""
     text = reader.text(tokens)
     return Passage(tokens=len(tokens), text=text, token_ids=tokens if text is None else None)
 
 
 def notes_on_text(reader: TextReader) -> list[str]:
-    """Why there is no text, if so."""
-    return [f"token ids, not text: {reader.why_not}"] if reader.why_not else []
+    """Return why there is no text; empty if there is."""
+    return [f"token ids instead of text: {reader.why_not}"] if reader.why_not else []
 
 
 def _ends(payload: Payload, n: int) -> np.ndarray | None:
-    """[n + 1] where completions begin and end, or None where the payload is not of n completions."""
+    """Return the offsets [n + 1] at which completions begin and end, or None if the payload does not hold n completions."""
     columns = payload.prompt, payload.lengths, payload.tokens
     if any(column.ndim != 1 or column.dtype.kind != "i" for column in columns):
         return None
@@ -122,9 +122,9 @@ def _ends(payload: Payload, n: int) -> np.ndarray | None:
 
 
 def _advantages(header: Header, kind: Kind | None) -> tuple[list[float], list[str]]:
-    """Advantages [n] by `kind`, or none and why."""
+    """Return the advantages [n] by `kind`, or none and the reason."""
     if kind is None:
-        return [], ["no advantages: the run's folder is not here, and with it advantage.kind"]
+        return [], ["no advantages: the run's folder, which holds advantage.kind, is not on this machine"]
     if not header.rewards:
         return [], ["no advantages: its header has no rewards"]
     try:
@@ -134,5 +134,5 @@ def _advantages(header: Header, kind: Kind | None) -> tuple[list[float], list[st
 
 
 def _at(column: Sequence[T], i: int) -> T | None:
-    """An entry of a column that may be too short: a header that was not settled yet is not checked."""
+    """Return an entry of a column, which may be too short: headers are validated only when they are settled."""
     return column[i] if i < len(column) else None

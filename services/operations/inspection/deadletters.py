@@ -1,4 +1,4 @@
-"""Dead letters: a page of them, one with all that is in it, and putting them back."""
+"""Lists dead letters, reads one with its body, and requeues them."""
 
 from __future__ import annotations
 
@@ -18,72 +18,72 @@ from services.store import Store
 from services.store.inspection_records import DeadLetter, Requeued
 
 ENTRY_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}", re.ASCII)
-LAST_S = 253_402_300_799  # of the year 9999: a foreign entry may have any id
+LAST_S = 253_402_300_799  # end of the year 9999: an entry written by another program may have any id
 
 
 class DeadLetterRow(Answer):
-    """What failed for good."""
+    """A ticket that failed permanently."""
 
     id: str
-    """Entry of the stream; `requeue` takes it."""
+    """Id of the stream entry, as `requeue` takes it."""
     at: datetime.datetime
-    """When, by the clock of Redis."""
+    """Time of the failure, by the clock of Redis."""
     ticket: str
-    """Its ticket, as whoever sent it wrote it."""
+    """Ticket, as its sender wrote it."""
     reason: str
-    """Why it failed."""
+    """Reason for the failure."""
     failed: bool
-    """Whether the ledger counts it as failed; False: nobody had issued its ticket, and it cannot be requeued."""
+    """Whether the ledger counts it as failed. False: its ticket was never issued, so it cannot be requeued."""
 
 
 class DeadLetters(Answer):
-    """A page of dead letters, the last one first."""
+    """A page of dead letters, newest first."""
 
     total: int
-    """Dead letters kept; past some 10,000 the oldest go."""
+    """Number of dead letters kept; beyond about 10,000 the oldest are deleted."""
     letters: list[DeadLetterRow]
-    """The page."""
+    """Dead letters of the page."""
     next: str | None
-    """Where the next page begins: its `before`."""
+    """`before` of the next page; null: this is the last page."""
 
 
 class DeadLetterBody(DeadLetterRow):
-    """A dead letter with what was in it."""
+    """A dead letter with its body."""
 
     body_bytes: int
     """Size of the body."""
     kind: str
-    """What the body is: `ticket`, `header` or `bytes`."""
+    """Type of the body: `ticket`, `header` or `bytes`."""
     fields: dict[str, Any] | None
-    """Fields of the ticket or header (services/protocol/messages.py); numbers that are not finite are null."""
+    """Fields of the ticket or header (services/protocol/messages.py); non-finite numbers are null."""
     hex: str | None
-    """The body as hexadecimal digits, where it is neither."""
+    """The body as hexadecimal digits, if it is neither a ticket nor a header."""
 
 
 class Requeue(Answer):
-    """What became of a dead letter that was to be put back."""
+    """The result of requeueing a dead letter."""
 
     id: str
-    """Entry of the stream."""
+    """Id of the stream entry."""
     ticket: str
-    """Its ticket, or empty when there is no such dead letter."""
+    """Ticket; empty when there is no such dead letter."""
     why_not: str
-    """Why it was left as it is; empty: its ticket was put back, to be issued again."""
+    """Why it was not requeued; empty: its ticket will be issued again."""
     before: bool
-    """Whether it was put back by an earlier call, whose answer may have been lost; known of the last 10,000."""
+    """Whether an earlier call, whose response may have been lost, requeued it; known for the last 10,000."""
 
 
 class RequeueAnswer(Answer):
-    """What was put back, and what was not."""
+    """The dead letters that were requeued, and those that were not."""
 
     requeued: list[Requeue]
-    """Dead letters that were put back, now or before."""
+    """Dead letters that were requeued, by this call or an earlier one."""
     refused: list[Requeue]
-    """Dead letters that stay, with the reason."""
+    """Dead letters that were not requeued, with the reason."""
 
 
 async def inspect_dead_letters(store: Store, limit: int = 20, before: str = "") -> DeadLetters:
-    """The last dead letters, or the last before the entry `before`. Raises `NotFound` for an entry id that is none."""
+    """Return the newest dead letters, or the newest older than the entry `before`. Raise `NotFound` for an invalid id."""
     limit = min(limit, MAX_PAGE)
     letters = await store.dead_letters.page(limit + 1, _entry_id(before) if before else "")
     return DeadLetters(
@@ -94,17 +94,17 @@ async def inspect_dead_letters(store: Store, limit: int = 20, before: str = "") 
 
 
 async def inspect_dead_letter(store: Store, id: str) -> DeadLetterBody:
-    """A dead letter with its body. Raises `NotFound`."""
+    """Return a dead letter with its body. Raise `NotFound` when there is none."""
     letter = await store.dead_letters.get(_entry_id(id))
     if letter is None:
-        raise NotFound(f"there is no dead letter {id}: it was requeued, or trimmed")
+        raise NotFound(f"there is no dead letter {id}: it was requeued or trimmed")
     kind, fields = _decoded(letter.body)
     hexadecimal = letter.body.hex() if fields is None else None
     return DeadLetterBody(**_row(letter), body_bytes=len(letter.body), kind=kind, fields=fields, hex=hexadecimal)
 
 
 async def requeue(store: Store, ids: Sequence[str] | None = None, reason: str = "") -> RequeueAnswer:
-    """Put dead letters back: those named by `ids`, or without ids those whose reason contains `reason`."""
+    """Requeue the dead letters with these `ids` or, without ids, those whose reason contains `reason`."""
     if ids is None:
         ids = [letter.id async for letter in _all(store) if reason in letter.reason]
     answers = await store.dead_letters.requeue(ids)
@@ -133,12 +133,12 @@ def _row(letter: DeadLetter) -> dict[str, Any]:
 
 def _entry_id(text: str) -> str:
     if ENTRY_ID.fullmatch(text) is None:
-        raise NotFound(f"{text!r} is not the id of a dead letter: ids look like 1790000000000-0, see the list of dead letters")
+        raise NotFound(f"{text!r} is not the id of a dead letter: give one like 1790000000000-0 from the list of dead letters")
     return text
 
 
 def _decoded(body: bytes) -> tuple[str, dict[str, Any] | None]:
-    """A body can be one of the two at most: their fields differ in type."""
+    """Decode a body as a ticket or a header. At most one of them fits, because their fields differ in type."""
     for kind, type in (("ticket", Ticket), ("header", Header)):
         try:
             message = codec.decode(body, type)

@@ -1,7 +1,7 @@
-"""One group: where its ticket is now, and its prompt and completions with what was made of them.
+"""Reads one group: where its ticket is now, and its prompt and completions with scores and advantages.
 
-Guarantees: a ticket that was ever issued is found where it is, or the answer says how it ended; after that it is forgotten only
-when 10,000 others were dropped since. Bytes that do not fit together are said to be so, and shown as far as they do.
+Guarantees: for every ticket ever issued, the answer says where it is or how it ended. A dropped ticket is forgotten only after
+10,000 more were dropped. Damaged data is reported in a note, and shown as far as it can be read.
 """
 
 from __future__ import annotations
@@ -35,91 +35,92 @@ class Holder(Answer):
     """The generator that holds a ticket."""
 
     consumer: str
-    """Pod."""
+    """Name of the pod."""
     fence: int
     """Number of the claim."""
     idle_s: float
-    """Since the lease was last renewed; past `generator.lease_s` others may claim the ticket."""
+    """Seconds since the lease was renewed; after `generator.lease_s`, other pods may claim the ticket."""
 
 
 class PlannedStep(Answer):
-    """A kept step that trains on the group."""
+    """A step that trains on the group and whose plan is still kept."""
 
     step: int
     committed: bool
-    """Whether it was trained."""
+    """Whether the step has been trained."""
 
 
 class Group(Answer):
     """A group and where it is."""
 
     group: str
-    """Its ticket, `<epoch>-<row>`."""
+    """Ticket of the group, `<epoch>-<row>`."""
     place: Place
-    """Where it is. `waiting`: for a generator. `generating`. `finished`: to be settled. `moving`: changed its place during the
-    look. `requeued`: taken from the dead letters, to be issued again. `replay`: in the table. `drawn`: left the table after use,
-    kept for its steps. `trained`, `failed`, `dropped`: its outcome."""
+    """Where it is. `waiting`: issued, not yet claimed. `generating`: claimed by a generator. `finished`: generated, not yet
+    settled. `moving`: it changed place while it was read. `requeued`: taken from the dead letters, to be issued again. `replay`:
+    in the replay table. `drawn`: removed from the table after use, kept for its steps. `trained`, `failed`, `dropped`: its
+    outcome."""
     where: str
-    """The same as a sentence."""
+    """The place, in words."""
     seq: int | None = None
-    """Place in the order of issue, from 0."""
+    """Position in the order of issue, from 0."""
     holder: Holder | None = None
-    """Who generates it."""
+    """Generator that holds its claim."""
     attempts: int = 0
-    """Failures reported while it is generated."""
+    """Failures reported during its generation."""
     expiries: int = 0
-    """Leases that ran out while it is generated."""
+    """Leases expired during its generation."""
     outcome: str | None = None
     """How it ended: `trained`, `failed`, `stale`, `evicted` or `filtered:<why>`."""
     ended_at: datetime.datetime | None = None
     """When it was dropped or failed."""
     dead_letter: str | None = None
-    """Its dead letter."""
+    """Id of its dead letter."""
     steps: list[PlannedStep] = []
-    """Kept steps that train on it."""
+    """Steps that train on it and whose plans are still kept."""
     trained: bool = False
-    """Whether its prompt was trained."""
+    """Whether it has been trained on."""
     uses: int | None = None
-    """Steps that have drawn it."""
+    """Number of steps that have sampled it."""
     weight: float | None = None
     """Sampling weight, while it is in a table with weights."""
     probability: float | None = None
-    """Weight over the sum of weights, where the sampler draws by them."""
+    """Weight divided by the sum of weights, if the sampler uses weights."""
     source: str | None = None
     """Name of the prompt source."""
     generator: str | None = None
-    """Pod that made it."""
+    """Pod that generated it."""
     generate_s: float | None = None
     """Seconds from claim to last token."""
     score_s: float | None = None
-    """Seconds that the verifiers took."""
+    """Seconds spent in verifiers."""
     answer: str | None = None
-    """Gold answer, while its ticket is still there."""
+    """Gold answer, while its ticket still exists."""
     prompt: Passage | None = None
-    """The prompt; null when its tokens are gone."""
+    """Prompt; null when its tokens are deleted."""
     size: int = 0
-    """Completions there are."""
+    """Number of completions."""
     offset: int = 0
-    """Completions before those shown."""
+    """Number of completions before the page."""
     completions: list[Completion] = []
-    """Those asked for."""
+    """Completions of the page."""
     notes: list[str] = []
-    """What is missing or does not fit, and why."""
+    """Notes on missing or damaged data."""
 
 
 async def inspect_group(
     store: Store, ticket: str, reader: TextReader, kind: Kind | None, offset: int = 0, limit: int = 16
 ) -> Group:
-    """A group by its ticket, with `limit` of its completions. `kind`: how advantages are computed. Raises `NotFound`."""
+    """Return a group by its ticket, with `limit` completions. `kind`: how to compute advantages. Raise `NotFound`."""
     if TICKET_ID.fullmatch(ticket) is None:
-        raise NotFound(f"{ticket!r} is not a ticket: they are named <epoch>-<row>, e.g. 0-17")
+        raise NotFound(f"{ticket!r} is not a ticket: give <epoch>-<row>, e.g. 0-17")
     found = await store.inspection.whereabouts(ticket)
     if found.outstanding is not None:
         issued = await store.inspection.issued_ticket(ticket)
         if issued is not None:
             return await asyncio.to_thread(_issued, found, issued, reader)
         entry = await store.inspection.unsettled_header(ticket)
-        place = {"place": "moving", "where": "was just settled, or handed on: look again"} if entry is None else _FINISHED
+        place = {"place": "moving", "where": "changing place: try again"} if entry is None else _FINISHED
         about = {"group": ticket, "seq": found.outstanding, **place}
         header, payload = (entry.header, entry.payload) if entry else (None, "")
         notes = [entry.fault] if entry and entry.fault else []
@@ -127,7 +128,7 @@ async def inspect_group(
         steps = await store.inspection.steps_of(ticket, found.kept_steps) if found.record.uses else []
         about = _settled(found, steps) | {"probability": probability(found.weight, await store.inspection.table_state())}
         header, payload = found.record.header, found.record.payload
-        notes = [] if header else ["its header cannot be read"]
+        notes = [] if header else ["unreadable header"]
     else:
         return Group(group=ticket, **_ended(found))
     tokens = await store.inspection.payload(payload) if payload else None
@@ -135,7 +136,7 @@ async def inspect_group(
     return await asyncio.to_thread(_with_tokens, about, header, tokens, notes, reader, kind, shown)
 
 
-_FINISHED = {"place": "finished", "where": "generated, waits to be settled by dataprep"}
+_FINISHED = {"place": "finished", "where": "generated, waiting for dataprep to settle it"}
 
 
 def _issued(found: Whereabouts, issued: IssuedTicket, reader: TextReader) -> Group:
@@ -144,7 +145,7 @@ def _issued(found: Whereabouts, issued: IssuedTicket, reader: TextReader) -> Gro
     return Group(
         group=found.ticket,
         place="generating" if holder else "waiting",
-        where=f"being generated by {holder.consumer}" if holder else "issued, waits for a generator",
+        where=f"being generated by {holder.consumer}" if holder else "issued, waiting for a generator",
         seq=found.outstanding,
         holder=holder,
         attempts=issued.attempts,
@@ -153,7 +154,7 @@ def _issued(found: Whereabouts, issued: IssuedTicket, reader: TextReader) -> Gro
         answer=ticket.answer if ticket else None,
         prompt=read_passage(ticket.prompt, reader) if ticket else None,
         size=ticket.group_size if ticket else 0,
-        notes=notes_on_text(reader) if ticket else ["the ticket cannot be read"],
+        notes=notes_on_text(reader) if ticket else ["unreadable ticket"],
     )
 
 
@@ -164,7 +165,7 @@ def _settled(found: Whereabouts, steps: Sequence[int]) -> dict[str, Any]:
     return {
         "group": found.ticket,
         "place": "replay" if found.in_table else "drawn",
-        "where": "in the replay table" if found.in_table else "left the replay table after use; kept for its steps",
+        "where": "in the replay table" if found.in_table else "removed from the replay table after use, kept for its steps",
         "steps": planned,
         "trained": found.trained,
         "outcome": "trained" if found.trained else None,
@@ -174,19 +175,19 @@ def _settled(found: Whereabouts, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _ended(found: Whereabouts) -> dict[str, Any]:
-    """A ticket without a group: it waits to be issued again, or has its outcome."""
+    """Describe a ticket without a group: it is requeued, or has an outcome."""
     if found.requeued:
-        return {"place": "requeued", "where": "taken from the dead letters, waits to be issued again"}
+        return {"place": "requeued", "where": "requeued from the dead letters, to be issued again"}
     if found.trained:
         return {
             "place": "trained",
-            "where": "trained, in a step that a checkpoint covers: plan and tokens are deleted",
+            "where": "trained; its plan and tokens were deleted after a checkpoint",
             "trained": True,
             "outcome": "trained",
         }
     if found.drop is None:
         raise NotFound(
-            f"nothing is known of ticket {found.ticket}: it was not issued yet, or it was dropped and 10,000 others were since"
+            f"unknown ticket {found.ticket}: it was not issued yet, or it was dropped and 10,000 others have been since"
         )
     drop = found.drop
     at = datetime.datetime.fromtimestamp(drop.at_s, datetime.UTC)
@@ -204,10 +205,10 @@ def _ended(found: Whereabouts) -> dict[str, Any]:
 _WHY = {
     "stale": "older than admission.max_staleness allows",
     "evicted": "evicted from a full replay table before it was trained",
-    "filtered:zero": "every completion earned 0, so there is nothing to learn from it",
-    "filtered:solved": "every completion earned the largest reward, so there is nothing to learn from it",
-    "filtered:nonzero": "every completion earned the same, so there is nothing to learn from it",
-    "filtered:all_truncated": "every completion hit sampling.max_tokens and is masked",
+    "filtered:zero": "every completion has reward 0, so there is nothing to learn from it",
+    "filtered:solved": "every completion has the largest reward, so there is nothing to learn from it",
+    "filtered:nonzero": "every completion has the same reward, so there is nothing to learn from it",
+    "filtered:all_truncated": "every completion reached sampling.max_tokens and is masked",
 }
 
 
@@ -220,7 +221,7 @@ def _with_tokens(
     kind: Kind | None,
     shown: slice,
 ) -> Group:
-    """The group with header and tokens, as far as they can be read."""
+    """Return the group with header and tokens, as far as they can be read."""
     if header is None:
         return Group(**about, notes=notes)
     prompt, completions, more = read_completions(header, payload, reader, kind, shown)

@@ -1,7 +1,7 @@
-"""The audit of a run: is every ticket that was issued somewhere, in exactly one place, and trained once at most?
+"""Audits a run: every issued ticket must be in exactly one place, and trained at most once.
 
-Guarantees: all counts are of one instant (one Redis Function), so it may be asked of a run at work as well as of a finished
-one; it reads only.
+Guarantees: all counts are taken at one instant (one Redis Function), so a live run can be audited as well as a finished one; an
+audit only reads.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from services.store import Store
 
 PLACES = {
     "tickets": "waiting or being generated",
-    "headers": "generated, not settled",
-    "buffered": "in the replay table, never trained",
+    "headers": "generated, not yet settled",
+    "buffered": "in the replay table, not yet trained",
     "prepared": "in prepared steps, not yet trained",
-    "requeued": "dead letters put back, to be issued again",
-    "reissue": "cut off by a restore, to be issued again",
+    "requeued": "requeued dead letters, to be issued again",
+    "reissue": "interrupted by a restore, to be issued again",
 }
 OUTCOMES = {
     "trained": "trained",
-    "stale": "dropped as too old",
+    "stale": "dropped as stale",
     "evicted": "evicted from a full table",
     "failed": "dead letters",
 }
@@ -32,48 +32,48 @@ FILTERED = "filtered"
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What became of every ticket. `places` and `outcomes` add up to `issued` when nothing is lost."""
+    """Counts of all tickets. `places` and `outcomes` add up to `issued` when no ticket is lost."""
 
     run: str
     issued: int
     places: dict[str, int]
     outcomes: dict[str, int]
     lost: int
-    """Issued and nowhere to be found; below 0: more groups than were issued."""
+    """Tickets issued but not found anywhere; negative: more groups exist than were issued."""
     doubled: int
     """Dataset rows that were trained twice in one epoch."""
     slots_used: int
     slots_expected: int
-    """Slots that the tickets on their way must hold."""
+    """Slots that the tickets in flight should hold."""
     refused_submits: int
-    """Submissions that came after another pod had taken the ticket over; no fault."""
+    """Submissions refused because another pod had taken over the ticket; not an error."""
     messages: tuple[str, ...]
-    """What is wrong, one line each; empty when all is well."""
+    """Problems found, one line each; empty: none."""
 
     @property
     def slots_ok(self) -> bool:
-        """Whether exactly the tickets on their way hold slots."""
+        """Whether exactly the tickets in flight hold slots."""
         return self.slots_used == self.slots_expected
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the audit found no problem."""
         return not self.messages
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain values, fit for JSON."""
+        """Return the report as plain values for JSON."""
         return {**asdict(self), "messages": list(self.messages), "slots_ok": self.slots_ok, "ok": self.ok}
 
 
 async def audit(store: Store) -> AuditReport:
-    """Audit a run. Raises `StoreError` when there is none of the name."""
+    """Audit a run. Raise `StoreError` when it does not exist."""
     if await store.run.state() is None:
         raise StoreError(f"there is no run {store.keys.name!r} on this Redis: check run.name and redis.url")
     return assess(store.keys.name, await store.run.audit())
 
 
 def assess(run: str, counts: Mapping[str, int]) -> AuditReport:
-    """The report of counts that were taken in one instant."""
+    """Return the report on counts taken at one instant."""
     ledger = {name.removeprefix("ledger:"): count for name, count in counts.items() if name.startswith("ledger:")}
     places = {name: counts[name] for name in PLACES}
     outcomes = {name: ledger.get(name, 0) for name in OUTCOMES}
@@ -100,14 +100,16 @@ def _faults(report: AuditReport, outstanding: int, ledger: Mapping[str, int]) ->
     if report.lost > 0:
         faults.append(f"{report.lost} of {report.issued} issued tickets are lost")
     if report.lost < 0:
-        faults.append(f"{-report.lost} more groups exist than the {report.issued} that were issued")
+        faults.append(f"{-report.lost} more groups exist than the {report.issued} issued")
     if report.doubled:
         faults.append(f"{report.doubled} prompts were trained twice in one epoch")
     if not report.slots_ok:
-        faults.append(f"{report.slots_used} slots are in use, by {report.slots_expected} tickets on their way")
+        faults.append(f"{report.slots_used} slots are in use for {report.slots_expected} tickets in flight")
     held = report.places["tickets"] + report.places["headers"] + report.places["reissue"]
     if held != outstanding:
-        faults.append(f"there are {held} entries for {outstanding} tickets that are issued and not settled")
+        faults.append(f"there are {held} entries for {outstanding} tickets issued and not settled")
     if strange := ledger.get("unknown_tickets", 0) + ledger.get("unknown_headers", 0):
-        faults.append(f"{strange} messages came of tickets that nobody issued: does another program write to this run's keys?")
+        faults.append(
+            f"{strange} messages belong to tickets that were never issued: another program may write to this run's keys"
+        )
     return faults

@@ -1,4 +1,4 @@
-"""One step: what its plan trains on and how that is laid out; of a step whose plan is deleted, its metrics."""
+"""Reads one step: the groups of its plan and how they are packed or, once the plan is deleted, its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.store.inspection_records import GroupRecord, KeptStep
 
 
 class Spread(Answer):
-    """Least, mean and largest of some numbers."""
+    """Minimum, mean and maximum of some numbers."""
 
     min: float
     mean: float
@@ -24,17 +24,17 @@ class StepGroup(Answer):
     """A group that the step trains on."""
 
     group: str
-    """Its ticket, `<epoch>-<row>`."""
+    """Ticket of the group, `<epoch>-<row>`."""
     fresh: bool
-    """True: it trains for the first time; False: it is replayed."""
+    """True: it is trained on for the first time; False: it is replayed."""
     uses: int | None
-    """Steps that have drawn it so far, this one and later ones included; null: it is gone."""
+    """Number of steps that have sampled it so far, including this one and later ones; null: the group is deleted."""
     oldest: int | None
-    """Oldest policy version of a token."""
+    """Oldest policy version among its tokens."""
     newest: int | None
-    """Newest policy version of a token."""
+    """Newest policy version among its tokens."""
     lag: int | None
-    """Step minus oldest version."""
+    """Step minus the oldest version."""
     weight: float | None
     """Importance weight: factor of its tokens' loss."""
     advantage: Spread | None
@@ -42,7 +42,7 @@ class StepGroup(Answer):
     responses: int
     """Completions in the plan."""
     masked: int
-    """Completions of which no token is in the loss."""
+    """Completions without any token in the loss."""
     trained_tokens: int
     """Response tokens in the loss."""
 
@@ -52,42 +52,42 @@ class RankRows(Answer):
 
     rank: int
     rows: int
-    """Rows, empty ones included."""
+    """Number of rows, including empty ones."""
     empty: int
     """Rows without a response."""
     responses: int
     """Responses in all rows."""
     tokens: int
-    """Tokens in all rows, a prompt once a row, of the groups that are still there."""
+    """Tokens in all rows, of groups that still exist; a prompt counts once per row."""
     fill: float | None
-    """Share of the token budget that rows with a response use; null without the run's configuration."""
+    """Share of the token budget used by rows with a response; null without the run's configuration."""
 
 
 class Plan(Answer):
     """The plan of a step."""
 
     size: int
-    """Groups."""
+    """Number of groups."""
     fresh: int
-    """Groups that train for the first time."""
+    """Groups trained on for the first time."""
     mini_batch_rows: list[int]
     """Rows of each mini-batch, on every rank."""
     denominators: list[float]
-    """What the loss of each mini-batch is divided by."""
+    """Divisor of the loss of each mini-batch."""
     response_tokens: int
     """Response tokens in the loss."""
     total_tokens: int
-    """Tokens of all responses, each with its prompt, though a row holds a prompt once."""
+    """Tokens of all responses, each counted with its prompt, although a row holds a prompt only once."""
     advantage: Spread | None
     """Advantages of all completions."""
     weight: Spread | None
     """Importance weights of all completions."""
     ranks: list[RankRows]
-    """How rows are filled, by rank."""
+    """Rows of each rank."""
     offset: int
-    """Groups before the page."""
+    """Number of groups before the page."""
     groups: list[StepGroup]
-    """The page of groups, in the plan's order."""
+    """Groups of the page, in the plan's order."""
     stats: dict[str, float]
     """Metrics of its data (docs/metrics.md)."""
 
@@ -97,21 +97,21 @@ class Step(Answer):
 
     step: int
     state: Literal["prepared", "committed", "retired"]
-    """`prepared`: planned, not yet trained. `committed`: trained. `retired`: a checkpoint covers it and its plan is deleted."""
+    """`prepared`: planned, not yet trained. `committed`: trained. `retired`: its plan was deleted after a checkpoint."""
     plan: Plan | None
-    """Its plan; null when it is retired."""
+    """Plan of the step; null when it is retired."""
     record: dict[str, float | None] | None
-    """Its metrics record (docs/metrics.md), once it was trained, if the stream still has it."""
+    """Metrics record of the step (docs/metrics.md), once it is trained, if the stream still holds it."""
 
 
 async def inspect_step(store: Store, step: int, row_tokens: int | None, offset: int = 0, limit: int = 100) -> Step:
-    """A step with `limit` of its groups. `row_tokens`: token budget of a row. Raises `NotFound` when it is not prepared yet."""
+    """Return a step with `limit` of its groups. `row_tokens`: token budget of a row. Raise `NotFound` before it is prepared."""
     state = await store.run.state()
     if state is None:
         raise NotFound(f"there is no run {store.keys.name!r} on this Redis")
     if not 0 <= step <= state.prepared_step:
-        last = f"the last is step {state.prepared_step}" if state.prepared_step >= 0 else "none is"
-        raise NotFound(f"step {step} is not prepared: {last}")
+        last = f"the last one is step {state.prepared_step}" if state.prepared_step >= 0 else "no step is"
+        raise NotFound(f"step {step} is not prepared yet: {last}")
     kept = await store.inspection.kept_step(step)
     record = await store.inspection.step_record(step) if step <= state.committed_step else None
     if kept is None:
@@ -148,7 +148,7 @@ def _plan(kept: KeptStep, records: Mapping[str, GroupRecord], row_tokens: int | 
 
 
 def _group_of(sample: Sample) -> str:
-    """A payload is named `<group>.<fence>`."""
+    """Return the group of a sample, from its payload's name `<group>.<fence>`."""
     return sample.payload.rpartition(".")[0]
 
 
@@ -180,7 +180,7 @@ def _rows(rank: int, rows: list[list[Sample]], records: Mapping[str, GroupRecord
 
 
 def _tokens(row: list[Sample], records: Mapping[str, GroupRecord]) -> int:
-    """Of the row: a prompt lies in it once for all responses of its group."""
+    """Count the tokens of a row, which holds a prompt once for all responses of its group."""
     prompts: dict[str, int] = {}
     responses = 0
     for sample in row:

@@ -1,6 +1,6 @@
-"""Tokens as text, where the model's tokenizer is at hand.
+"""Decodes tokens to text, if the model's tokenizer is available.
 
-Guarantees: nothing is downloaded; without a tokenizer there is no text, and a reason.
+Guarantees: it downloads nothing; without a tokenizer it gives the reason instead of text.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 
 class TextReader:
-    """Reads tokens with the tokenizer of `model.path`; None: the run's configuration is not at hand."""
+    """Decodes tokens with the tokenizer of `model.path`; None: the run's configuration is not available."""
 
     def __init__(self, model_path: str | None) -> None:
         self._model_path = model_path
 
     @property
     def why_not(self) -> str:
-        """Why there is no text, or empty."""
+        """Why there is no text; empty: there is."""
         return self._loaded[1]
 
     def text(self, tokens: Sequence[int]) -> str | None:
-        """The text of tokens, special ones included; None without a tokenizer, and for tokens that are none of its."""
+        """Return the text of tokens, including special ones; None without a tokenizer, or for ids outside its vocabulary."""
         tokenizer = self._loaded[0]
         if tokenizer is None or (len(tokens) and not 0 <= min(tokens) <= max(tokens) < tokenizer.get_vocab_size()):
             return None
@@ -32,7 +32,7 @@ class TextReader:
     @cached_property
     def _loaded(self) -> tuple[Any, str]:
         if self._model_path is None:
-            return None, "the run's folder is not here, and with it the model's tokenizer"
+            return None, "the run's folder, which names the model's tokenizer, is not on this machine"
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -42,12 +42,12 @@ class TextReader:
             return None, f"model.path = {self._model_path!r} has no tokenizer.json on this machine"
         try:
             return Tokenizer.from_file(str(file)), ""
-        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        except Exception as error:  # the library raises bare Exception for any problem with the file
             return None, f"{file} is not a tokenizer: {error}"
 
 
 def _file(model_path: str) -> Path | None:
-    """`tokenizer.json` of a folder, or of a hub name whose files were downloaded before."""
+    """Return `tokenizer.json` of a folder, or of a Hub model that is already in the cache."""
     file = Path(model_path) / "tokenizer.json"
     if file.is_file():
         return file
