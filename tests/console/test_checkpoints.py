@@ -60,7 +60,7 @@ def test_listed_with_what_matters(run: Path, capsys: pytest.CaptureFixture[str])
     assert "left half-written" in found[11]["problem"]
     assert main(["checkpoints", str(run)]) == 0
     table = " ".join(capsys.readouterr().out.split())
-    assert "of which 2 are kept" in table
+    assert "(checkpoint.keep = 2)" in table
     assert "latest, complete" in table
 
 

@@ -72,7 +72,7 @@ def test_help_is_quick(command: str) -> None:
 def test_help_without_arguments_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     code, output, _ = grpo(capsys)
     assert code == 0
-    assert "130 stopped before its end" in " ".join(output.split())
+    assert "130 stopped early" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

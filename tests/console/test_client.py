@@ -59,7 +59,7 @@ def test_every_endpoint_by_its_method(served: dict[str, str]) -> None:
         assert data.dead_letter(letter.id).ticket == letter.ticket
         assert [one.id for one in data.requeue([letter.id]).requeued] == [letter.id]
         assert data.requeue("all").requeued == []
-        with pytest.raises(ApiError, match="nothing is known of ticket 0-99") as refused:
+        with pytest.raises(ApiError, match="unknown ticket 0-99") as refused:
             data.group("0-99")
         assert refused.value.status == 404
     with Client(served["trainer"], OPERATE) as trainer:

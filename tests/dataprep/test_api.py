@@ -71,7 +71,7 @@ async def test_a_group_is_shown_with_its_text_and_its_place(http: httpx.AsyncCli
     assert (found["place"], found["size"], len(found["completions"])) == ("replay", 4, 2)
     assert [one["advantage"] for one in found["completions"]] == pytest.approx([-1.0, 1.0])
     assert found["prompt"]["text"] == "<|end|><|system|>"  # tokens 1 and 2 of the tiny tokenizer
-    assert is_problem(await http.get("/v1/groups/0-9"), 404, "nothing is known of ticket 0-9")
+    assert is_problem(await http.get("/v1/groups/0-9"), 404, "unknown ticket 0-9")
     assert is_problem(await http.get("/v1/groups/nine"), 404, "is not a ticket")
     assert is_problem(await http.get("/v1/groups/0-0", params={"limit": 65}), 422, "limit")
 
@@ -83,7 +83,7 @@ async def test_a_step_is_shown_or_said_not_to_be_there(http: httpx.AsyncClient, 
     found = (await http.get("/v1/steps/0", params={"limit": 1, "offset": 1})).json()
     assert (found["state"], found["plan"]["size"], found["record"]) == ("prepared", 2, None)
     assert [group["group"] for group in found["plan"]["groups"]] == ["0-1"]
-    assert is_problem(await http.get("/v1/steps/1"), 404, "step 1 is not prepared: the last is step 0")
+    assert is_problem(await http.get("/v1/steps/1"), 404, "step 1 is not prepared yet: the last one is step 0")
     for none in ("minus", "-1", "99999999999999999999"):
         assert is_problem(await http.get(f"/v1/steps/{none}"), 422, "n")
 

@@ -27,7 +27,7 @@ def test_a_tracker_that_cannot_run_does_not_end_the_run(tmp_path: Path) -> None:
     assert steps(run) == list(range(8))
     assert log(run, "tracker-0").count("no disk") == 1
     off = grpo("run", file, "run.steps=8", "generator.count=1")  # the same run, with or without
-    assert (off.returncode, "has finished" in off.stdout) == (0, True)
+    assert (off.returncode, "has already finished" in off.stdout) == (0, True)
 
 
 def test_a_missing_package_ends_the_command_before_the_run(tmp_path: Path) -> None:

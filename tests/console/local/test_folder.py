@@ -41,7 +41,7 @@ def test_another_run_of_the_name_is_refused_with_what_differs(tmp_path: Path) ->
     folder = RunFolder.of(config)
     folder.write(resolve(config, folder))
     other = resolve(small_config(tmp_path, None, "sampling.group_size=8", "run.seed=3"), folder)
-    with pytest.raises(ConsoleError, match=r"run.seed is 0 there, 3 here; sampling.group_size is 4 there, 8 here.*--fresh"):
+    with pytest.raises(ConsoleError, match=r"run.seed is 0 there and 3 here; sampling.group_size is 4 there and 8 here.*--fresh"):
         folder.check(other)
     folder.config.write_text("[run]\nsteps = 'many'\n")
     with pytest.raises(ConsoleError, match=r"cannot read.*--fresh"):
@@ -66,7 +66,11 @@ def test_only_a_run_is_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "url", "message"),
     [
-        ("redis.password_file=secret", "", r"redis\.password_file = 'secret' has no effect without redis\.url, .* or remove it"),
+        (
+            "redis.password_file=secret",
+            "",
+            r"redis\.password_file = 'secret' has no effect without redis\.url, .* or remove the key",
+        ),
         ("redis.users_dir=users", "", r"redis\.users_dir = 'users' has no effect without redis\.url"),
         ("redis.ca_file=ca.pem", "", r"redis\.ca_file = 'ca\.pem' has no effect without redis\.url"),
         ("redis.payload_shards=3", "", r"redis\.payload_shards = 3 has no effect without redis\.url"),

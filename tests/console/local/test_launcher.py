@@ -57,10 +57,10 @@ def test_a_run_goes_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
     assert stat.S_IMODE((run / "redis" / "password").stat().st_mode) == 0o600
 
     again = grpo("run", file, "run.steps=12", "generator.count=2", "trainer.ranks=2")
-    assert (again.returncode, "has finished" in again.stdout) == (0, True)
+    assert (again.returncode, "has already finished" in again.stdout) == (0, True)
     other = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2")
     assert other.returncode == 2
-    assert "run.steps is 12 there, 13 here" in other.stderr
+    assert "run.steps is 12 there and 13 here" in other.stderr
     assert "--fresh" in other.stderr
     assert main(["audit", str(run)]) == 0
     assert processes_of(run) == {}
