@@ -144,7 +144,7 @@ def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> 
         assert "name a certificate and its key" in told["error"]
         put(after, folder)
         assert [reached(after), reached(before), reached(after)] == [True, False, True]
-        assert [entry["event"] for entry in logs[1:]] == ["the certificate was renewed"]
+        assert [entry["event"] for entry in logs[1:]] == ["certificate renewed"]
         assert kept.ready().ready, "the connection from before goes on"
 
 
@@ -159,6 +159,6 @@ async def test_a_certificate_without_its_key_is_an_error_with_its_remedy(
     files = {"certificate_file": str(certificates.certificate), "key_file": str(certificates.authority)}
     config = config.model_copy(update={"api": config.api.model_copy(update=files)})
     service = Service("trainer", config, store, PodStatus("trainer", "t", "b", "here", 1, "", "ready", 0, 0, {}))
-    with pytest.raises(ConfigError, match=r"cannot be used .* name a certificate and its key"):
+    with pytest.raises(ConfigError, match=r"cannot be used .* set them to a certificate and its key"):
         async with serve(service, ApiTokens("operate")):
             pass

@@ -144,7 +144,7 @@ async def test_metrics_are_prometheus_text(http: httpx.AsyncClient) -> None:
 async def test_a_taken_port_is_an_error_with_its_remedy(service: Service, http: httpx.AsyncClient) -> None:
     taken = service.config.api.model_copy(update={"port": http.base_url.port})
     other = Service("generator", service.config.model_copy(update={"api": taken}), service.store, service.status)
-    with pytest.raises(ConfigError, match=rf"api.port = {http.base_url.port} .* choose another, or 0"):
+    with pytest.raises(ConfigError, match=rf"api.port = {http.base_url.port}: .* choose another port, or 0"):
         async with serve(other, ApiTokens("test-token")):
             pass
 

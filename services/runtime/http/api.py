@@ -1,8 +1,8 @@
-"""The REST endpoints every service has (docs/design.md, section 9).
+"""The REST endpoints of every service (docs/design.md, section 9).
 
-Guarantees: reading needs the scope `read` where there is a token for it, changing needs `operate` (guard.py); errors have one
-shape (problems.py); every call may be repeated without a second effect; liveness means that every loop made progress within its
-limit, readiness that the pod would do work now.
+Guarantees: reading needs the scope `read` if there is a token for it, and changing needs `operate` (authorization.py). Errors
+have one shape (problems.py). Every call is idempotent. Liveness means that every loop made progress within its limit; readiness
+means that the pod can do work now.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ ADDRESS_ENV = "GRPO_ADDRESS"
 
 
 def make_app(service: Service, tokens: ApiTokens) -> FastAPI:
-    """The common endpoints; a service adds its own to `service.app`, with `app.state.guard` on mutating ones and
-    `app.state.reader` on the others."""
+    """Return the app with the common endpoints.
+
+    A service adds its own to `service.app`, with `app.state.guard` on those that change something and `app.state.reader` on the
+    others.
+    """
     app = FastAPI(
         title=f"grpo {service.kind}", version="1", docs_url="/docs", redoc_url=None,
-        description="Endpoints of a service of a run. Every call may be repeated: what is so already stays so.",
+        description="Endpoints of a service of a run. Every call is idempotent and may be repeated.",
     )  # fmt: skip
     app.state.tokens = tokens
     app.state.guard, app.state.reader = token_guard(tokens, "operate"), token_guard(tokens, "read")
@@ -66,7 +69,7 @@ def _health(service: Service) -> APIRouter:
 
     @router.get("/health/live", response_model=Live, responses={503: {"model": Live}})
     async def live(response: Response) -> Live:
-        """Whether every loop of this pod made progress within its limit; 503: one did not, and the pod is to be restarted."""
+        """Check whether every loop of this pod made progress within its limit. 503: one did not; restart the pod."""
         loops = {
             loop.name: LoopHealth(
                 alive=loop.alive, silent_s=round(loop.silent_s, 3), failures=loop.failures,
@@ -80,14 +83,14 @@ def _health(service: Service) -> APIRouter:
 
     @router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
     async def ready(response: Response) -> Ready:
-        """Whether the pod would do work now; 503: it would not, and says what it waits for."""
+        """Check whether the pod can do work now. 503: it cannot, and the response says what it waits for."""
         why_not = service.ready()
         response.status_code = 503 if why_not else 200
         return Ready(ready=not why_not, phase=service.status.phase, why_not=why_not)
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:
-        """Everything the pod counts, in Prometheus' text format (docs/operating.md)."""
+        """Return the pod's metrics in Prometheus text format (docs/operating.md)."""
         service.metrics.show(not service.ready(), service.loops, service.tracing.counts)
         text = exposition(service.registry, run=service.config.run.name, pod=service.status.name)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
@@ -103,12 +106,12 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
         if role is not None:
             return role
         if service.kind not in ROLES:
-            raise HTTPException(422, f"a {service.kind} is not paused: give the role, one of {', '.join(ROLES)}")
+            raise HTTPException(422, f"a {service.kind} cannot be paused: give role, one of {', '.join(ROLES)}")
         return service.kind  # type: ignore[return-value]
 
     @router.get("/state", dependencies=[reader])
     async def state() -> State:
-        """This pod, and the run: where it stands, and what is desired of it, by whom and why."""
+        """Return the state of this pod and of the run, including its desired state, who requested it and why."""
         run = await service.view.refresh()
         status = service.status
         pod = PodState(**{name: getattr(status, name) for name in status.__struct_fields__})
@@ -116,17 +119,19 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
 
     @router.post("/pause", dependencies=[guard])
     async def pause(wish: Pause | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
-        """Pause this service's role, or another, until resumed; pods that start later stay paused too."""
+        """Pause this service's role, or another, until it is resumed. Pods that start later are paused too."""
         asked, wish = asked_of(role), wish or Pause()
         if asked != "generator" and wish.mode != "keep":
-            raise HTTPException(422, f'mode: "{wish.mode}" is for generators; a {asked} halts between two steps, leave it out')
+            raise HTTPException(
+                422, f'mode: "{wish.mode}" applies to generators only; {asked} pauses between two steps: remove it'
+            )
         await store.run.pause(asked, wish.text, wish.mode)
         waiting_for = await until_none(lambda: not_paused(store, asked, wish.mode, ttl_s), wait_s)
         return Desired(role=asked, paused=True, mode=wish.mode, why=wish.text, waiting_for=waiting_for)
 
     @router.post("/resume", dependencies=[guard])
     async def resume(role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
-        """Let the role go on."""
+        """Resume this service's role, or another."""
         asked = asked_of(role)
         await store.run.resume(asked)
         waiting_for = await until_none(lambda: not_paused(store, asked, "", ttl_s), wait_s)
@@ -134,8 +139,10 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
 
     @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
     async def scale(wish: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
-        """Have so many generators from now on; who starts them (`grpo run` on one machine) follows. 409: there is no room,
-        or an autoscaler decides."""
+        """Set the number of generators, which `grpo run` or the cluster then applies.
+
+        409: there are too few GPUs, or an autoscaler sets the number.
+        """
         state = await store.run.state()
         refusal = service.config.fleet.refusal or (state.scale if state else Scale()).refusal(wish.replicas)
         if refusal := refusal or (state.finished if state else ""):
@@ -149,7 +156,7 @@ def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
 
 
 def _shown(host: str) -> str:
-    """The address that others reach this pod by: on a cluster, where nobody knows its host name, GRPO_ADDRESS."""
+    """Return the address at which others reach this pod: GRPO_ADDRESS on a cluster, where its host name does not resolve."""
     if host not in ("0.0.0.0", "::"):
         return host
     address = os.environ.get(ADDRESS_ENV) or socket.gethostname()
@@ -157,7 +164,7 @@ def _shown(host: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the service."""
+    """A server that leaves signal handling to the service."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -166,7 +173,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve(service: Service, tokens: ApiTokens) -> AsyncIterator[str]:
-    """Serve the endpoints beside the loops; yields the URL under which the pod is reached."""
+    """Serve the endpoints while the loops run. Yield the URL of the pod."""
     given = service.config.api
     host, port = given.host, given.port
     certificate = Certificate(given) if given.certificate_file else None
@@ -175,7 +182,7 @@ async def serve(service: Service, tokens: ApiTokens) -> AsyncIterator[str]:
     except OSError as error:
         section = "web" if service.kind == "web" else "api"
         raise ConfigError(
-            f"{section}.port = {port} on {host} cannot be listened on ({error.strerror}): choose another, or 0 for a free one"
+            f"{section}.port = {port}: cannot listen on {host} ({error.strerror}); choose another port, or 0 for a free one"
         ) from None
     app = make_app(service, tokens)
     service.app = app

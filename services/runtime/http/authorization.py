@@ -1,7 +1,7 @@
-"""Who may call an endpoint: bearer tokens with the scopes `read` and `operate`, and how large a request may be.
+"""Authorizes requests by bearer tokens with the scopes `read` and `operate`, and limits their size.
 
-Guarantees: whoever may operate may read; tokens are compared in constant time, each of them whatever the others say, and are
-in no log; a body is never read beyond `BODY_LIMIT_BYTES`. Health and metrics are open, as probes and scrapers have no token.
+Guarantees: a token that may operate may also read. All tokens are compared, each in constant time, and none is logged. A body is
+never read beyond `BODY_LIMIT_BYTES`. Health and metrics need no token, because probes and scrapers have none.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from services.runtime.http.credentials import ApiTokens
 from services.runtime.http.problems import problem
 
 BODY_LIMIT_BYTES = 64 * 1024
-BEARER = HTTPBearer(auto_error=False, description="A token of the run: `read` may look, `operate` may do everything.")
+BEARER = HTTPBearer(auto_error=False, description="A token of the run. Scope `read` allows reading; `operate` allows everything.")
 # at module level: FastAPI resolves annotations by the module's names
 
 Scope = Literal["", "read", "operate"]
 
 
 def scope_of(tokens: ApiTokens, given: str) -> Scope:
-    """What the bearer of a token may do; empty: nothing."""
+    """Return the scope of a token; empty: the token is unknown."""
     operates = hmac.compare_digest(given.encode(), tokens.operate.encode())
     reads = hmac.compare_digest(given.encode(), tokens.read.encode())
     return "operate" if operates else "read" if reads and tokens.read else ""
 
 
 def token_guard(tokens: ApiTokens, needed: Literal["read", "operate"]) -> Any:
-    """A dependency that lets only those through who may do what is needed; without a read token everybody may read."""
+    """Return a dependency that admits only requests with the needed scope. Without a read token, reading needs none."""
 
     def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
         if needed == "read" and not tokens.read:
@@ -38,11 +38,11 @@ def token_guard(tokens: ApiTokens, needed: Literal["read", "operate"]) -> Any:
         scope = scope_of(tokens, given.credentials) if given else ""
         if not scope:
             raise HTTPException(
-                401, f"this call needs a bearer token of the run that may {needed}", {"WWW-Authenticate": "Bearer"}
+                401, f'this call needs a bearer token of the run with scope "{needed}"', {"WWW-Authenticate": "Bearer"}
             )
         if needed == "operate" and scope != "operate":
             raise HTTPException(
-                403, "this token may look, and change nothing: use the one of api.token_file",
+                403, "this token is read-only: use the one in api.token_file",
                 {"WWW-Authenticate": 'Bearer error="insufficient_scope", scope="operate"'},
             )  # fmt: skip
 
@@ -50,8 +50,8 @@ def token_guard(tokens: ApiTokens, needed: Literal["read", "operate"]) -> Any:
 
 
 async def limit_body(request: Request, call_next: Any) -> Response:
-    """A middleware that refuses bodies that are too long, or do not say how long they are."""
+    """Refuse requests whose body is too long, or has no Content-Length. This is a middleware."""
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or int(length) > BODY_LIMIT_BYTES or "transfer-encoding" in request.headers:
-        return problem(413, f"bodies are at most {BODY_LIMIT_BYTES} bytes, with a Content-Length")
+        return problem(413, f"the body must have a Content-Length of at most {BODY_LIMIT_BYTES} bytes")
     return await call_next(request)

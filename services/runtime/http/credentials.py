@@ -1,4 +1,4 @@
-"""Secrets come from files or the environment, never from the configuration itself, and are never logged."""
+"""Reads secrets from files or the environment, never from the configuration itself. Secrets are never logged."""
 
 from __future__ import annotations
 
@@ -17,44 +17,46 @@ REDIS_PASSWORD_ENV = "GRPO_REDIS_PASSWORD"
 
 @dataclass(frozen=True)
 class ApiTokens:
-    """Bearer tokens of the endpoints, by scope. `operate` may do all that `read` may."""
+    """Bearer tokens of the endpoints, by scope. `operate` includes `read`."""
 
     operate: str = field(repr=False)
     read: str = field(default="", repr=False)
-    """Empty: everybody may look."""
+    """Empty: reading needs no token."""
 
 
 def api_tokens(config: RunConfig) -> ApiTokens:
-    """The bearer tokens. No token for mutating calls is an error, not an open door; so is one that both scopes share."""
+    """Return the bearer tokens. Raise `ConfigError` if there is no operate token, or if both scopes share one."""
     operate = _read("api.token_file", config.api.token_file, API_TOKEN_ENV)
     if not operate:
         raise ConfigError(f"no API token: set api.token_file or the environment variable {API_TOKEN_ENV}")
     read = _read("api.read_token_file", config.api.read_token_file, API_READ_TOKEN_ENV)
     if config.api.read_token_file and not read:
         raise ConfigError(
-            f"api.read_token_file = {config.api.read_token_file!r} is empty: write a token into it, or remove the key and "
-            "everybody may look"
+            f"api.read_token_file = {config.api.read_token_file!r} is empty: write a token into it, or remove the key to "
+            "allow reading without a token"
         )
     if read == operate:
         raise ConfigError(
-            "the token of api.read_token_file is that of api.token_file, so whoever may look may operate: change one"
+            "api.read_token_file and api.token_file hold the same token, so every reader could operate the run: change one"
         )
     return ApiTokens(operate, read)
 
 
 def redis_login(config: RunConfig, kind: str) -> Login:
-    """How a service of this kind proves itself to Redis: as the user of its kind where there are users."""
+    """Return the Redis login of this kind of service: its own user if redis.users_dir is set."""
     if not config.redis.users_dir:
         return Login(redis_password(config) or "", ca_file=config.redis.ca_file)
     path = Path(config.redis.users_dir) / kind
     password = _read(f"redis.users_dir = {config.redis.users_dir!r}: its file {kind}", str(path), "")
     if not password:
-        raise ConfigError(f"redis.users_dir: {path} is empty: write the password of the user {user_name(config.run.name, kind)}")
+        raise ConfigError(
+            f"redis.users_dir: {path} is empty: write into it the password of the user {user_name(config.run.name, kind)}"
+        )
     return Login(password, user_name(config.run.name, kind), config.redis.ca_file)
 
 
 def redis_password(config: RunConfig) -> str | None:
-    """The password of Redis, or None."""
+    """Return the Redis password, or None."""
     return _read("redis.password_file", config.redis.password_file, REDIS_PASSWORD_ENV) or None
 
 

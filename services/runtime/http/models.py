@@ -1,4 +1,4 @@
-"""What the endpoints take and give, beside what people look at (inspection/): for the services, and for those who call them."""
+"""Request and response models of the endpoints, for services and clients. Those of inspections are in operations/inspection/."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from services.store.records import PauseMode, RunState
 
 ROLES = ("generator", "dataprep", "trainer")
 Role = Literal["generator", "dataprep", "trainer"]
-WHY = Field(default="", max_length=200, description="Why, kept with the desired state.")
-WHO = Field(default="", max_length=100, description="Who wants it, kept with the desired state.")
+WHY = Field(default="", max_length=200, description="Reason, recorded with the desired state.")
+WHO = Field(default="", max_length=100, description="Who makes the request, recorded with the desired state.")
 
 
 class Reason(BaseModel):
-    """Who does something, and why; kept with the desired state."""
+    """Who makes a request, and why. Both are recorded with the desired state."""
 
     why: str = WHY
     who: str = WHO
 
     @property
     def text(self) -> str:
-        """Both in one line."""
+        """Both in one line; `REST` if both are empty."""
         return ": ".join(part for part in (self.who, self.why) if part) or "REST"
 
 
 class Pause(Reason):
-    """How to pause, who wants it, and why."""
+    """How to pause, who requests it, and why."""
 
     mode: PauseMode = Field(
         default="keep",
-        description="What becomes of requests of generators: `keep` freezes them, `drain` lets them finish, `abort` ends them "
-        "and hands their tickets back with the tokens made so far.",
+        description="What generators do with requests in flight: `keep` freezes them, `drain` finishes them, `abort` ends them "
+        "and hands their tickets back with the tokens generated so far.",
     )
 
 
@@ -46,24 +46,24 @@ class LoopHealth(BaseModel):
 
 
 class Live(BaseModel):
-    """Liveness: every loop made progress within its limit."""
+    """Liveness: whether every loop made progress within its limit."""
 
     alive: bool
     loops: dict[str, LoopHealth]
 
 
 class Ready(BaseModel):
-    """Readiness: the pod would do work now."""
+    """Readiness: whether the pod can do work now."""
 
     ready: bool
     phase: str
-    """Where the pod is on its way: starting, loading, unsynced, ready, draining and the like."""
+    """Phase of the pod, such as starting, loading, unsynced, ready or draining."""
     why_not: str
-    """What it waits for; empty: for nothing."""
+    """What the pod waits for; empty: nothing."""
 
 
 class PodState(BaseModel):
-    """What a pod says of itself with every heartbeat."""
+    """What a pod reports about itself with every heartbeat."""
 
     kind: str
     name: str
@@ -81,7 +81,7 @@ class PodState(BaseModel):
 
 
 class State(BaseModel):
-    """This pod, and the run as it sees it."""
+    """State of this pod, and of the run as the pod sees it."""
 
     run: str
     pod: PodState
@@ -89,7 +89,7 @@ class State(BaseModel):
 
 
 class ScaleRequest(BaseModel):
-    """How many generators the run is wanted to have; 0: it waits until there are some again."""
+    """Desired number of generators. 0: the run waits until there is one."""
 
     replicas: int = Field(ge=0, le=2**31)
     why: str = WHY
@@ -97,12 +97,12 @@ class ScaleRequest(BaseModel):
 
 
 class Scaled(BaseModel):
-    """How many generators are wanted after a call."""
+    """Desired number of generators after a call."""
 
     replicas: int
     why: str
     waiting_for: list[str]
-    """Who was still to come or to go when the answer was given."""
+    """Generators still missing or still running at the time of the response."""
 
 
 class Desired(BaseModel):
@@ -113,30 +113,30 @@ class Desired(BaseModel):
     mode: PauseMode | None
     why: str
     waiting_for: list[str]
-    """Pods that had not followed yet when the answer was given; see `wait_s`."""
+    """Pods that had not complied at the time of the response; see `wait_s`."""
 
 
 class RunDesire(BaseModel):
-    """What was asked of the run as a whole."""
+    """Desired state of the run as a whole."""
 
     run: str
     desired: Literal["paused", "running", "stopping"]
     waiting_for: list[str]
-    """Pods that had not followed yet when the answer was given; see `wait_s`."""
+    """Pods that had not complied at the time of the response; see `wait_s`."""
 
 
 class Draining(BaseModel):
-    """Answer to a drain: how many tickets are still under way."""
+    """Response to a drain, with the number of tickets still in flight."""
 
     draining: bool
     rollouts: int
 
 
-MAX_REQUEUED = 1000  # ids of one call
+MAX_REQUEUED = 1000  # ids per call
 
 
 class RequeueRequest(BaseModel):
-    """Which dead letters to put back: some, or all."""
+    """Dead letters to requeue: some, or all."""
 
     model_config = ConfigDict(extra="forbid")
 

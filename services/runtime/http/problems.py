@@ -1,7 +1,7 @@
-"""Errors of the endpoints, in one shape: RFC 9457, application/problem+json.
+"""Errors of the endpoints, all in one shape: RFC 9457, application/problem+json.
 
-Guarantees: every answer with a status of 400 or more is a `Problem`, those of the framework and of our own bugs too (health
-answers apart, which say what is wrong in their own words); the OpenAPI document says which each endpoint may give.
+Guarantees: every response with status 400 or above is a `Problem`, including those of the framework and of our own bugs. The
+only exceptions are health endpoints, which have their own models. The OpenAPI document lists the errors of each endpoint.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ class Problem(BaseModel):
 
     type: str = "about:blank"
     title: str
-    """The meaning of the status."""
+    """Meaning of the status."""
     status: int
     detail: str
-    """What is wrong with this request, or with what it asks for."""
+    """What is wrong with this request."""
 
 
 _MEANINGS = {
-    400: "The request is not HTTP that can be read.",
-    401: "No token, or none that is known, was given where one is needed.",
-    403: "The token may look, and change nothing.",
-    404: "There is no such thing in the run.",
-    405: "There is no such method here.",
-    409: "The state of the run does not allow it.",
-    413: "The body is too long, or does not say how long it is.",
-    422: "A parameter or the body is not as described.",
-    503: "Redis does not answer, or the run is being copied or taken back: try again.",
+    400: "The request is malformed.",
+    401: "The token is missing or unknown.",
+    403: "The token is read-only.",
+    404: "The run has no such item.",
+    405: "The method is not allowed here.",
+    409: "The state of the run does not allow this request.",
+    413: "The body is too long or has no Content-Length.",
+    422: "A parameter or the body is invalid.",
+    503: "Redis does not respond, or the run is being copied or restored: try again.",
 }
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error answer."""
+    """Return an error response."""
     body = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)
     return JSONResponse(body.model_dump(), status, headers, media_type=MEDIA_TYPE)
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """`responses` of an endpoint that may give these errors, beyond those that all endpoints of its kind may."""
+    """Return the `responses` of an endpoint with these errors, in addition to those common to all endpoints of its kind."""
     return {status: {"model": Problem, "description": _MEANINGS[status]} for status in statuses}
 
 
 def install(app: FastAPI) -> None:
-    """Have the app answer errors so, and document them."""
+    """Make the app respond to errors in this shape, and document them."""
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(NotFound, _on_not_found)
@@ -93,11 +93,11 @@ async def _on_store_error(_: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error("request failed", method=request.method, path=request.url.path, exc_info=error)
-    return problem(500, f"this is a fault of the service, its log says more: {type(error).__name__}")
+    return problem(500, f"internal error ({type(error).__name__}): see the log of the service")
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document: what FastAPI makes of the endpoints, with the errors that every one of a kind may give."""
+    """Return FastAPI's OpenAPI document, with the errors common to all endpoints of a kind added."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
@@ -124,6 +124,6 @@ def _complete(operation: dict[str, Any], method: str, guarded: bool) -> None:
 
 
 def _is_problem(answer: dict[str, Any]) -> bool:
-    """Whether an error is answered as all are; a health endpoint says in its own words what is wrong."""
+    """Return whether an error response is a `Problem`; health endpoints have their own models."""
     schemas = [content.get("schema", {}).get("$ref", "") for content in answer.get("content", {}).values()]
     return all(schema.rpartition("/")[2] in ("", "Problem", "HTTPValidationError") for schema in schemas)
