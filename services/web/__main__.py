@@ -1,4 +1,4 @@
-"""Start the web console as a pod of a run. It goes on when the run is over, until it is told to end."""
+"""Starts the web console as a pod of a run. It keeps running after the run has ended, until it is stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.runtime.loops import Loop
 
 
 async def show_run(given: Arguments) -> None:
-    """The whole life of the pod."""
+    """Run the pod from start to end."""
     from services.web.serving import add_console, at_its_port
 
     async with open_service("web", at_its_port(given.config), given.name) as service:

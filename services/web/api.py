@@ -1,4 +1,4 @@
-"""What the page asks for beyond the endpoints that other services have too: live figures, what its charts draw, and who it is."""
+"""Endpoints that only the web console has: live figures, chart data, and the scope of the caller's token."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from services.web.watch import Watch
 
 
 class StepMetricsEntry(BaseModel):
-    """A step of the list."""
+    """Metrics of one step."""
 
     step: int
     metrics: dict[str, float | None]
 
 
 class Steps(BaseModel):
-    """A page of the steps that were trained, the last one first."""
+    """A page of the trained steps, newest first."""
 
     total: int
     steps: list[StepMetricsEntry]
     next: int | None
-    """Where the next page begins: its `before`."""
+    """`before` of the next page; null: this is the last page."""
 
 
 class Series(BaseModel):
-    """What charts draw: columns as long as `steps`."""
+    """Data of the charts: one column per metric, each as long as `steps`."""
 
     revision: float
-    """Changes when steps were taken back: what was drawn before does not stand any more."""
+    """Changes when steps are undone by a restore, which makes earlier charts invalid."""
     steps: list[int]
     columns: dict[str, list[float | None]]
 
 
 class Rounds(BaseModel):
-    """Evaluation rounds, the last one first."""
+    """Evaluation rounds, newest first."""
 
     rounds: list[dict[str, float | None]]
 
 
 class Bearer(BaseModel):
-    """Who asks."""
+    """Scope of the caller's token."""
 
     scope: Scope
 
 
 class About(BaseModel):
-    """What does not change while the page is open."""
+    """Facts that do not change while the page is open."""
 
     run: str
     facts: dict[str, Any]
@@ -67,22 +67,22 @@ class About(BaseModel):
 
 
 def console_router(service: Service, watch: Watch) -> APIRouter:
-    """The endpoints."""
+    """Return the router of these endpoints."""
     router = APIRouter(prefix="/v1/console", tags=["console"], dependencies=[service.app.state.reader])
 
     @router.get("/about")
     async def about() -> About:
-        """The run's name, the keys of its configuration that figures are read against, and the words of the ledger."""
+        """Return the run's name, the configuration keys that give figures their context, and the labels of the ledger."""
         return About(run=service.config.run.name, facts=_facts(service.config), places=PLACES, outcomes=OUTCOMES)
 
     @router.get("/live", response_class=EventResponse, status_code=200)
     async def live() -> Response:
-        """Server-sent events: `frame`, the run as it stands, once a second; `bye`, the last one, when the server ends."""
+        """Stream server-sent events: `frame`, the state of the run, once a second; `bye`, the last one, at server shutdown."""
         return EventResponse(_subscribe(watch.feed))
 
     @router.get("/series")
     async def charted(points: Annotated[int, Query(ge=1, le=series.MOST_POINTS)] = 400) -> Series:
-        """The charted metrics of all steps, in so many points at most."""
+        """Return the charted metrics of all steps, in at most `points` points."""
         await watch.look()
         steps, columns = await asyncio.to_thread(series.drawn, dict(watch.steps.rows), points)
         return Series(revision=watch.steps.incarnation, steps=steps, columns=columns)
@@ -91,7 +91,7 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
     async def steps(
         before: Annotated[int, Query(ge=0, le=2**31)] = 2**31, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50
     ) -> Steps:
-        """Steps before `before`, the last one first."""
+        """List the steps before `before`, newest first."""
         await watch.look()
         found = sorted((step for step in watch.steps.rows if step < before), reverse=True)
         page = [StepMetricsEntry(step=step, metrics=_named(watch.steps.rows[step])) for step in found[:limit]]
@@ -99,14 +99,14 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
 
     @router.get("/evaluations")
     async def evaluations(limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100) -> Rounds:
-        """Evaluation rounds that were completed, the last one first."""
+        """List the completed evaluation rounds, newest first."""
         await watch.look()
         found = [watch.rounds.rows[version] for version in sorted(watch.rounds.rows, reverse=True)[:limit]]
         return Rounds(rounds=found)
 
     @router.get("/scope")
     async def scope(given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> Bearer:
-        """What the bearer of the token that came along may do. 401: nothing, where reading needs a token."""
+        """Return the scope of the request's token. 401: the token is unknown, and reading needs one."""
         return Bearer(scope=scope_of(service.app.state.tokens, given.credentials) if given else "")
 
     return router
@@ -124,7 +124,7 @@ def _named(row: Any) -> dict[str, float | None]:
 
 
 def _facts(config: RunConfig) -> dict[str, Any]:
-    """Keys that figures are read against, as `section.key`."""
+    """Return the configuration keys that give figures their context, as `section.key`."""
     admission, evaluation = config.admission, config.evaluation
     return msgspec.to_builtins(
         {

@@ -1,8 +1,8 @@
-"""Live figures to every page that is open: one frame at a time, the same bytes for all.
+"""Sends live figures to every open page: one frame at a time, the same bytes for all.
 
-Guarantees: a frame is a whole picture, so a page that is slow misses frames and nothing else; nothing is queued for it. One that
-takes nothing for `TAKE_LIMIT_S` is dropped. There are `MAX_WATCHERS` at most.
-Waits for: the next frame. Unblocked by: `publish`, at least once a second while the run is looked at, and `close`.
+Guarantees: each frame is complete, so a slow page only misses frames, and nothing is queued for it. A page that receives nothing
+for `TAKE_LIMIT_S` is disconnected. There are at most `MAX_WATCHERS` pages.
+Waits for: the next frame. Unblocked by: `publish`, at least once a second while a page is open, and `close`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from starlette.types import Message, Send
 
 log = structlog.get_logger()
 
-MAX_WATCHERS = 100  # pages open at a time; each costs a socket and, once a second, a frame
-TAKE_LIMIT_S = 10.0  # a page that is alive takes a frame of some kilobytes in much less
+MAX_WATCHERS = 100  # pages open at once; each costs a socket and one frame a second
+TAKE_LIMIT_S = 10.0  # a live page receives a frame of a few kilobytes in much less
 
 
 class Full(Exception):
-    """So many pages are open already."""
+    """Too many pages are open."""
 
 
 class Feed:
-    """The last frame, and who waits for the next."""
+    """Holds the last frame and the number of watchers."""
 
     def __init__(self) -> None:
         self.watchers = 0
@@ -33,27 +33,27 @@ class Feed:
         self._changed = asyncio.Condition()
 
     async def publish(self, name: str, body: bytes) -> None:
-        """Give a frame to everybody: an event `name` with the JSON `body`."""
+        """Send a frame to all watchers: an event `name` with the JSON `body`."""
         async with self._changed:
             self._frame = b"event: %s\ndata: %s\n\n" % (name.encode(), body)
             self._number += 1
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """End every watcher, after the frame that was published last."""
+        """End every stream after the frame published last."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     async def watched(self) -> None:
-        """Wait until somebody watches, or the feed is closed."""
+        """Wait until there is a watcher or the feed is closed."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.watchers > 0 or self._closed)
 
     def subscribe(self) -> AsyncIterator[bytes]:
-        """Frames from the next one on. Raises `Full`."""
+        """Return the frames from the next one on. Raise `Full` when too many pages are open."""
         if self.watchers >= MAX_WATCHERS:
-            raise Full(f"{self.watchers} pages are open already: close one")
+            raise Full(f"{self.watchers} pages are already open: close one")
         return self._frames()
 
     async def _frames(self) -> AsyncIterator[bytes]:
@@ -61,7 +61,7 @@ class Feed:
         try:
             async with self._changed:
                 seen = self._number
-                self._changed.notify_all()  # somebody watches
+                self._changed.notify_all()  # there is a watcher
             while True:
                 async with self._changed:
                     await self._changed.wait_for(lambda seen=seen: self._number > seen or self._closed)
@@ -74,7 +74,7 @@ class Feed:
 
 
 class EventResponse(StreamingResponse):
-    """Server-sent events, to a client that takes them."""
+    """A response of server-sent events, which ends when the client stops receiving."""
 
     media_type = "text/event-stream"
 
@@ -82,7 +82,7 @@ class EventResponse(StreamingResponse):
         super().__init__(frames, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def stream_response(self, send: Send) -> None:
-        """Send frames; end when one is not taken in time."""
+        """Send frames; end when one is not received in time."""
 
         async def within_limit(message: Message) -> None:
             async with asyncio.timeout(TAKE_LIMIT_S):
@@ -91,4 +91,4 @@ class EventResponse(StreamingResponse):
         try:
             await super().stream_response(within_limit)
         except TimeoutError:
-            log.warning("a page was dropped: it took no frame", limit_s=TAKE_LIMIT_S)
+            log.warning("page disconnected: it received no frame in time", limit_s=TAKE_LIMIT_S)

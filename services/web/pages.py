@@ -1,7 +1,7 @@
-"""The page's own files: plain modules and style sheets, served from here alone.
+"""Serves the files of the page: plain modules and style sheets.
 
-Guarantees: a browser runs no script but these files, loads nothing from elsewhere, and makes no markup of strings (the
-content security policy says so, trusted types included).
+Guarantees: through the content security policy with trusted types, the browser runs only these scripts, loads nothing from other
+servers, and never turns strings into markup.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # a browser asks whether its copy is still the one
+    "Cache-Control": "no-cache",  # the browser checks whether its copy is current
 }
 
 
 class Pages(StaticFiles):
-    """The files, each with the headers above; `/` is the page."""
+    """Serves the files with the headers above; `/` is the page."""
 
     def __init__(self) -> None:
         super().__init__(directory=STATIC, html=True)
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file, or the 404 that the app makes a problem of."""
+        """Return a file, or a 404 that the app turns into a `Problem`."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response

@@ -1,7 +1,7 @@
-"""The metrics that the page draws: one row of numbers a step, drawn in as many points as a chart has room for. Pure.
+"""Prepares the charted metrics: one row of numbers per step, reduced to the number of points that a chart can show. Pure.
 
-Guarantees: a value that is missing or not finite is None; of many steps in one point the mean is shown, but of a metric that is
-itself a largest value the largest.
+Guarantees: a missing or non-finite value is None. A point for several steps shows their mean or, for a metric that is itself a
+maximum, their maximum.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ CHARTED = (
     "gradient/train/norm", "replay/buffer/groups", "fleet/generators", "time/step_s", "time/train_s", "time/sync_s",
     "time/transfer_s", "sync/attempts", "checkpoint/failed",
 )  # fmt: skip
-"""Metrics that are kept of every step (docs/metrics.md): some 200 bytes a step in memory."""
+"""Metrics kept of every step (docs/metrics.md): about 200 bytes per step in memory."""
 LARGEST = frozenset({"staleness/trained/max", "sync/attempts", "checkpoint/failed"})
 MOST_POINTS = 2000
 
 
 def keep(record: Mapping[str, Any]) -> array[float]:
-    """The charted metrics of a step's record; NaN where there is none."""
+    """Return the charted metrics of a step's record; NaN for missing ones."""
     values = (record.get(key) for key in CHARTED)
     return array("d", (math.nan if value is None else float(value) for value in values))
 
 
 def plain(row: Iterable[float]) -> list[float | None]:
-    """Numbers as JSON has them."""
+    """Return numbers for JSON, with None for non-finite ones."""
     return [value if math.isfinite(value) else None for value in row]
 
 
 def drawn(rows: Mapping[int, array[float]], points: int) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Steps and columns of `points` points at most; a point of several steps stands at the last of them."""
+    """Return steps and columns with at most `points` points. A point for several steps is placed at the last of them."""
     steps = sorted(rows)
     if not steps:
         return [], {key: [] for key in CHARTED}
@@ -45,7 +45,7 @@ def drawn(rows: Mapping[int, array[float]], points: int) -> tuple[list[int], dic
     table = np.frombuffer(b"".join(rows[step] for step in steps)).reshape(len(steps), len(CHARTED))  # [steps, metrics]
     table = np.pad(table, ((0, -len(steps) % width), (0, 0)), constant_values=np.nan).reshape(-1, width, len(CHARTED))
     known = np.isfinite(table)
-    with np.errstate(invalid="ignore"):  # of none the mean is 0 / 0, and the largest is none
+    with np.errstate(invalid="ignore"):  # a point without values has the mean 0 / 0 and no maximum
         mean = np.where(known, table, 0.0).sum(1) / known.sum(1)
     largest = np.where(known, table, -np.inf).max(1)
     shown = np.where([key in LARGEST for key in CHARTED], largest, mean)

@@ -1,6 +1,7 @@
-"""The console of a run, served: as a pod of its own (`python -m services.web`), or for as long as `grpo web` runs.
+"""Serves the web console of a run: as a separate pod (`python -m services.web`), or while `grpo web` runs.
 
-Guarantees: looking changes nothing in the run; what changes it goes through the guarded endpoints that other services have too.
+Guarantees: viewing the console changes nothing in the run; all changes go through the same guarded endpoints that other services
+have.
 Waits for: the signal to end. Unblocked by: SIGTERM or Ctrl-C, within `END_S`.
 """
 
@@ -25,16 +26,16 @@ from services.web.api import console_router
 from services.web.pages import Pages
 from services.web.watch import Watch
 
-END_S = 5.0  # for the last look and the last frame
+END_S = 5.0  # for the last poll and the last frame
 
 
 def at_its_port(config: RunConfig) -> RunConfig:
-    """The configuration of a pod whose endpoints are where the page is to be."""
+    """Return the configuration of a pod that serves its endpoints at the page's host and port."""
     return config.model_copy(update={"api": config.api.model_copy(update={"host": config.web.host, "port": config.web.port})})
 
 
 def add_console(service: Service) -> Watch:
-    """Add the page and all it asks for to a service's app."""
+    """Add the page and its endpoints to a service's app."""
     watch = Watch(service.store, service.config.fleet.ttl_s)
     run.add_routes(service)
     checkpoints.add_routes(service)
@@ -44,7 +45,7 @@ def add_console(service: Service) -> Watch:
 
 
 async def show(config: RunConfig, store: Store, say: Callable[[str], None], until: asyncio.Event) -> None:
-    """Serve the console of a run until `until`, without being one of its pods; `say` is told the address."""
+    """Serve the console of a run until `until` is set, without joining its fleet. `say` receives the address."""
     config = at_its_port(config)
     status = PodStatus(
         kind="web", name="web", boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="", phase="ready",

@@ -1,7 +1,7 @@
-"""Looks at the run for everybody who watches it: once a second, and not at all while nobody does.
+"""Polls the run for all open pages: once a second, and not at all while no page is open.
 
-Guarantees: one look at a time, whoever asks; a look that fails leaves the last one in place and says since when.
-Waits for: Redis, `LOOK_LIMIT_S` at most, and somebody to watch. Unblocks: the pages, through the feed.
+Guarantees: there is one poll at a time, whatever triggers it; a poll that fails keeps the last result and its time.
+Waits for: Redis, at most `LOOK_LIMIT_S`, and an open page. Unblocks: the pages, through the feed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from services.web import series
 from services.web.feed import Feed
 
 LOOK_EVERY_S = 1.0
-LOOP_LIMIT_S = 30.0  # of one round of the loop: several times what its looks may take
-PODS_SHOWN = 250  # of a frame, some 100 KB
-RECENT = 21  # steps that the time left is judged by
+LOOP_LIMIT_S = 30.0  # for one iteration of the loop: several times the limit of its polls
+PODS_SHOWN = 250  # per frame, about 100 KB
+RECENT = 21  # steps from which the time left is estimated
 _TIME = series.CHARTED.index("time_s")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is looked at beside the observer's look."""
+    """What is polled in addition to the observer's `Look`."""
 
     evaluation: EvaluationState | None = None
     round: Round | None = None
@@ -47,7 +47,7 @@ class Seen:
 
 
 class Watch:
-    """The run as last seen, and the feed of it."""
+    """Holds the run as last polled, and its feed."""
 
     def __init__(self, store: Store, ttl_s: float) -> None:
         self.feed = Feed()
@@ -60,8 +60,8 @@ class Watch:
         self._looked = float("-inf")
 
     async def follow(self, stopping: asyncio.Event, loop: Loop) -> None:
-        """Look while somebody watches, until told to stop; then once more, so that pages know how it stood."""
-        loop.limit_s = float("inf")  # silence is no fault while nobody watches
+        """Poll while a page is open, until `stopping` is set; then poll once more, so that pages show the final state."""
+        loop.limit_s = float("inf")  # while no page is open, the loop need not make progress
         while not stopping.is_set():
             await self._wait(stopping)
             loop.progress()
@@ -87,7 +87,7 @@ class Watch:
             await end_tasks(tasks)
 
     async def look(self) -> None:
-        """Look now, unless that was done half a look ago."""
+        """Poll now, unless the last poll was less than half an interval ago."""
         async with self._once:
             if time.monotonic() - self._looked < LOOK_EVERY_S / 2:
                 return
@@ -101,7 +101,7 @@ class Watch:
                         self._seen = Seen(evaluation, round, acknowledged, await self._store.dead_letters.count())
                         self._looked_at = time.time()
             except (StoreError, RedisError, OSError, TimeoutError) as error:
-                self._fault = str(error) or "no answer"
+                self._fault = str(error) or "no response"
             for look in looks:
                 for record in look.records:
                     self.steps.add(record)
@@ -111,7 +111,7 @@ class Watch:
             self._looked = time.monotonic()
 
     def frame(self) -> bytes:
-        """The run as last seen, as JSON."""
+        """Return the run as last polled, as JSON."""
         state, last = self._observer.last.state, next(reversed(self.steps.rows), -1)
         return msgspec.json.encode(
             {
@@ -145,13 +145,13 @@ class Watch:
 
 
 def _state(state: RunState) -> dict[str, Any]:
-    """The run's state without what only programs compare."""
+    """Return the run's state without the fields that only programs compare."""
     fields = {name: value for name, value in vars(state).items() if name not in ("dataset", "config")}
     return {**fields, "checkpoint": state.checkpoint.partition(" ")[2], "ended": state.ended}
 
 
 def _fleet(members: list[Member]) -> dict[str, Any]:
-    """The pods, the first `PODS_SHOWN` of them one by one."""
+    """Return figures on all pods, and details of the first `PODS_SHOWN`."""
     phases = Counter((member.status.kind, member.status.phase) for member in members)
     versions = Counter(member.status.version for member in members if member.status.kind == "generator")
     rate = sum(member.status.gauges.get("tokens_per_s", 0.0) for member in members)

@@ -84,7 +84,7 @@ def test_without_a_token_nothing_can_be_done_and_a_wrong_one_is_refused(run: Sho
         for path in ("", "fleet", "deadletters", "checkpoints"):
             go(page, path)
             buttons = page.eval_on_selector_all("button", "all => all.map(one => one.innerText)")
-            assert not re.search(r"Pause|Scale|Stop|Put|Write|Checkpoint", " ".join(buttons)), path
+            assert not re.search(r"Pause|Scale|Stop|Requeue|Restore|Write|Checkpoint", " ".join(buttons)), path
         unlock(page, "wrong")
         page.wait_for_selector("dialog .refusal:has-text('token')")
         assert page.query_selector("header .buttons") is None
@@ -116,14 +116,14 @@ def test_a_checkpoint_and_a_dead_letter_put_back_by_buttons(run: Shown, browser:
         unlock(page, run.token)
         before = run.state().checkpointed_step
         go(page, "checkpoints")
-        page.click("text=Write one now")
+        page.click("text=Write now")
         page.wait_for_selector(".said :text('heckpoint')")
         run.wait_for(lambda: run.state().checkpointed_step > before, "a checkpoint")
         go(page, "deadletters")
         page.wait_for_selector(f"main :text('{REASON}')")
         left = run.ask(lambda store: store.dead_letters.count())
         page.click("main td button >> nth=0")
-        page.wait_for_selector(".said :text('1 put back')")
+        page.wait_for_selector(".said :text('1 requeued')")
         assert run.ask(lambda store: store.dead_letters.count()) == left - 1
         page.wait_for_function("left => document.querySelectorAll('main tbody tr').length === left", arg=left - 1)
 
@@ -135,7 +135,7 @@ def test_figures_are_live_and_come_back_when_the_server_does(run: Shown, browser
         page.wait_for_function("first => document.querySelector('header .progress').innerText !== first", arg=first)
         kill(run, "web-0")
         page.wait_for_selector("header .badge:has-text('disconnected')")
-        page.wait_for_selector(".banner:has-text('Trying again')")
+        page.wait_for_selector(".banner:has-text('Retrying')")
         page.wait_for_selector("header .badge:has-text('running')")
         assert page.query_selector(".banner") is None
 
@@ -153,7 +153,7 @@ def test_the_keyboard_reaches_everything_and_one_sees_where_it_is(run: Shown, br
             assert focus[1:] == ["solid", "2px"], focus
             seen.append(focus[0])
             page.keyboard.press("Tab")
-        assert seen[0] == "To the content"
+        assert seen[0] == "Skip to content"
         assert {"Operate …", "Dark", "Overview", "Ledger", "Evaluation", "REST"} <= set(seen)
         page.focus("nav a[href='#/ledger']")
         page.keyboard.press("Enter")

@@ -1,12 +1,12 @@
-// What an operator can do from the page. Each is an endpoint that other services have too; all need a token that may operate.
+// The actions of an operator. Each calls an endpoint that other services have too, and needs a token with scope operate.
 import { act, lock, session, unlock } from "./api.js";
 import { askFor, perform } from "./dialog.js";
 import { html } from "./vendor/htm-preact.js";
 import { useStore } from "./state.js";
 
 const ROLES = ["generator", "dataprep", "trainer"];
-const MODES = [["keep", "stays where it is"], ["drain", "comes to its end"], ["abort", "is handed back"]];
-const WHY = { name: "why", label: "Why", help: "Kept with the run; others see it.", most: 200 };
+const MODES = [["keep", "keep: freeze them"], ["drain", "drain: finish them"], ["abort", "abort: hand them back"]];
+const WHY = { name: "why", label: "Reason", help: "Recorded with the run and visible to others.", most: 200 };
 const because = (why) => why || "web console";
 
 const named = (roles) => (roles.length === ROLES.length ? "all roles" : roles.join(", "));
@@ -14,10 +14,10 @@ const named = (roles) => (roles.length === ROLES.length ? "all roles" : roles.jo
 export const pause = () =>
   askFor({
     title: "Pause the run",
-    text: "Work that is under way is kept. Pods that start meanwhile stay paused too.",
+    text: "No work is lost. Pods that start while the run is paused are paused too.",
     fields: [
-      { name: "role", label: "Who", value: "all", options: [["all", "all roles"], ...ROLES.map((role) => [role, role])] },
-      { name: "mode", label: "What generators have under way", value: "keep", options: MODES },
+      { name: "role", label: "Services", value: "all", options: [["all", "all roles"], ...ROLES.map((role) => [role, role])] },
+      { name: "mode", label: "Requests in flight on generators", value: "keep", options: MODES },
       WHY,
     ],
     submit: "Pause",
@@ -31,62 +31,62 @@ export const pause = () =>
 export const resume = (roles) =>
   perform(async () => {
     for (const role of roles) await act(`v1/resume?role=${encodeURIComponent(role)}`);
-    return `May go on: ${named(roles)}.`;
+    return `Resumed: ${named(roles)}.`;
   });
 
 export const scale = (there, most) =>
   askFor({
     title: "Number of generators",
-    text: "New ones join the next weight sync. The last ones finish what they do, or hand it back, and end.",
+    text: "New generators join the next weight sync. Surplus generators finish or hand back their work, and exit.",
     fields: [
       {
         name: "replicas", label: "Generators", kind: "number", min: 0, value: String(there), required: true,
-        help: `0: the run waits until there are some again.${most === null ? "" : ` There is room for ${most}.`}`,
+        help: `0: the run waits until there is one.${most === null ? "" : ` The GPUs allow up to ${most}.`}`,
       },
       WHY,
     ],
     submit: "Scale",
     run: async ({ replicas, why }) => {
       const wish = await act("v1/fleet/generators", { replicas: Number(replicas), why: because(why) });
-      return `${wish.replicas} generators are wanted from now on.`;
+      return `Desired generators set to ${wish.replicas}.`;
     },
   });
 
 export const checkpoint = () =>
   perform(async () => {
     const asked = await act("v1/checkpoint", { why: "web console" });
-    return asked.saved ? `The checkpoint of step ${asked.step} is written already.` : `A checkpoint of step ${asked.step}, or the one being trained, will be written.`;
+    return asked.saved ? `The checkpoint of step ${asked.step} is already written.` : `Checkpoint requested, of step ${asked.step} or the step in training.`;
   });
 
 export const restore = (step) =>
   askFor({
-    title: `Go back to the checkpoint of step ${step}`,
-    text: `Steps after ${step} are trained anew, with the same prompts in the same order. The trainer starts again for it.`,
-    submit: `Go back to step ${step}`,
+    title: `Restore the checkpoint of step ${step}`,
+    text: `Steps after ${step} are trained again, on the same prompts in the same order. The trainer restarts.`,
+    submit: `Restore step ${step}`,
     danger: true,
     run: async () => {
       await act(`v1/restore?step=${step}`);
-      return `The run goes back to step ${step}.`;
+      return `Restore to step ${step} requested.`;
     },
   });
 
 export const stop = () =>
   askFor({
-    title: "End the run for good",
-    text: "The trainer finishes its step, saves and ends the run. To go on later, press Ctrl-C in grpo run instead.",
+    title: "End the run permanently",
+    text: "The trainer finishes its step, saves and ends the run. To resume later, press Ctrl-C in grpo run instead.",
     fields: [WHY],
     submit: "End the run",
     danger: true,
     run: async ({ why }) => {
       await act("v1/run/stop", { why: because(why) });
-      return "The run ends when its step is trained.";
+      return "The run ends after the current step.";
     },
   });
 
 const outcome = (found) => {
   const first = found.refused[0];
-  const left = found.refused.length ? ` ${found.refused.length} stay${found.refused.length === 1 ? "s" : ""}: ${first.why_not}` : "";
-  return `${found.requeued.length} put back.${left}`;
+  const left = found.refused.length ? ` ${found.refused.length} refused: ${first.why_not}` : "";
+  return `${found.requeued.length} requeued.${left}`;
 };
 
 export const requeue = (id, done) =>
@@ -98,9 +98,9 @@ export const requeue = (id, done) =>
 
 export const requeueAll = (total, done) =>
   askFor({
-    title: "Put all dead letters back",
+    title: "Requeue all dead letters",
     text: `The tickets of ${total} dead letters are issued again. Those that never counted as failed stay.`,
-    submit: "Put all back",
+    submit: "Requeue all",
     run: async () => {
       const found = await act("v1/deadletters/requeue", { all: true });
       done();
@@ -111,21 +111,21 @@ export const requeueAll = (total, done) =>
 export const askForToken = () =>
   askFor({
     title: "Operate this run",
-    text: "Buttons need the run's token. It is kept in this tab until it is closed.",
-    fields: [{ name: "token", label: "Token", kind: "password", required: true, help: "grpo run leaves it in api-token of the run's folder." }],
+    text: "The controls need the run's token. This tab keeps it until it is closed.",
+    fields: [{ name: "token", label: "Token", kind: "password", required: true, help: "grpo run writes it to api-token in the run's folder." }],
     submit: "Unlock",
     run: async ({ token }) => {
       const operates = await unlock(token.trim());
-      return operates ? "Unlocked: this tab may operate the run." : "This token may read, not operate the run.";
+      return operates ? "Unlocked: this tab can operate the run." : "This token is read-only.";
     },
   });
 
 export const lockAgain = () => {
   lock();
-  return perform(async () => "Locked: the token is forgotten.");
+  return perform(async () => "Locked: the token was deleted from this tab.");
 };
 
-// Its children only where the token may operate.
+// Shows its children only if the token may operate.
 export function Operator({ children }) {
   return useStore(session).operates ? children : null;
 }

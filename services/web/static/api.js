@@ -1,4 +1,4 @@
-// Asking the server. An error is an Error with its status and the `detail` of the problem it answered with (RFC 9457).
+// Requests to the server. A failed request throws a Problem with the status and the `detail` of the response (RFC 9457).
 import { useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { store, useStore } from "./state.js";
 
@@ -12,7 +12,7 @@ const readToken = () => {
   }
 };
 
-// The token that was given, for as long as this tab is open; `operates` once the server has said that it may operate.
+// The token, kept while this tab is open; `operates`: the server has confirmed that it may operate.
 export const session = store({ token: readToken(), operates: false });
 
 export const withToken = (headers = {}) => {
@@ -32,9 +32,9 @@ export async function problemOf(answer) {
   try {
     detail = (await answer.json()).detail;
   } catch {
-    // not of ours, e.g. a proxy's page
+    // not one of our responses, e.g. a proxy's page
   }
-  return new Problem(answer.status, detail || `the server answered ${answer.status} ${answer.statusText}`);
+  return new Problem(answer.status, detail || `the server returned ${answer.status} ${answer.statusText}`);
 }
 
 async function ask(path, options = {}) {
@@ -43,7 +43,7 @@ async function ask(path, options = {}) {
     answer = await fetch(path, { cache: "no-store", ...options, headers: withToken(options.headers) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem(0, "the server does not answer");
+    throw new Problem(0, "the server does not respond");
   }
   if (!answer.ok) throw await problemOf(answer);
   return answer.status === 204 ? null : answer.json();
@@ -54,14 +54,14 @@ export const read = (path, signal) => ask(path, { signal });
 export const act = (path, body) =>
   ask(path, { method: "POST", body: JSON.stringify(body ?? {}), headers: { "Content-Type": "application/json" } });
 
-// Take a token that the server knows; whether it may operate, or only read. Throws the server's refusal.
+// Adopt a token if the server knows it. Returns whether it may operate, or only read; throws the server's refusal.
 export async function unlock(token) {
   const before = session.get();
   session.set({ token, operates: false });
   let operates = false;
   try {
     const { scope } = await read("v1/console/scope");
-    if (!scope) throw new Problem(401, "the server does not know this token");
+    if (!scope) throw new Problem(401, "this token is unknown to the server");
     operates = scope === "operate";
   } catch (error) {
     session.set(before);
@@ -70,7 +70,7 @@ export async function unlock(token) {
   try {
     sessionStorage.setItem(KEPT, token);
   } catch {
-    // storage is switched off: kept in memory, until the page is loaded again
+    // storage is disabled: kept in memory until the page is reloaded
   }
   session.set({ token, operates });
   return operates;
@@ -80,13 +80,13 @@ export function lock() {
   try {
     sessionStorage.removeItem(KEPT);
   } catch {
-    // there was none
+    // storage is disabled
   }
   session.set({ token: "", operates: false });
 }
 
-// The answer to a GET as {data, error}, asked again every so many seconds while the page is looked at, and when `again` changes.
-// An error leaves the last answer to the same question in place.
+// The response to a GET as {data, error}. It is repeated every `every_s` seconds while the page is visible, and when `again`
+// changes. An error keeps the last response from the same path.
 export function useAnswer(path, every_s = 0, again = null) {
   const [answer, set] = useState({ path, data: null, error: null });
   const { token } = useStore(session);

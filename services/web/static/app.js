@@ -1,4 +1,4 @@
-// The frame of the page: who, what state, where to go, and the page of the route.
+// The frame of the page: the run's name and state, navigation, and the page of the current route.
 import { lockAgain, askForToken, Action, Operator, checkpoint, pause, resume, scale, stop } from "./actions.js";
 import { read, session, unlock } from "./api.js";
 import { Dialogs, Said } from "./dialog.js";
@@ -24,7 +24,7 @@ const NAV = [
   ["", "Overview"], ["fleet", "Fleet"], ["steps", "Steps"], ["buffer", "Buffer"], ["sync", "Weight sync"],
   ["ledger", "Ledger"], ["deadletters", "Dead letters"], ["checkpoints", "Checkpoints"], ["evaluation", "Evaluation"],
 ];
-const ABOVE = { groups: "buffer" }; // pages below another one of the list
+const ABOVE = { groups: "buffer" }; // pages that belong to an entry of the navigation
 
 const PAGES = { fleet: FleetPage, buffer: BufferPage, sync: SyncPage, ledger: LedgerPage, checkpoints: CheckpointsPage, evaluation: EvaluationPage };
 
@@ -74,13 +74,13 @@ function Connection() {
   const here = useStore(now);
   const wait_s = Math.max(0, Math.ceil(current.retry_at - here));
   const { link: how, frame } = current;
-  const again = html`<button type="button" onClick=${retryNow}>Try now</button>`;
+  const again = html`<button type="button" onClick=${retryNow}>Retry now</button>`;
   let text = null;
-  if (how === "lost") text = html`Disconnected: ${current.why}. ${frame ? "Figures are from before. " : ""}Trying again${wait_s ? ` in ${wait_s} s` : ""}. ${again}`;
+  if (how === "lost") text = html`Disconnected: ${current.why}. ${frame ? "Figures are out of date. " : ""}Retrying${wait_s ? ` in ${wait_s} s` : ""}. ${again}`;
   else if (how === "ended")
-    text = html`The console was ended${frame?.state?.finished ? html`; the run has finished: ${plain(frame.state.finished)}` : ""}. To see the run again: <code>grpo web</code>. ${again}`;
-  else if (how === "denied") text = html`This server shows nothing without a token. <button type="button" onClick=${askForToken}>Give a token</button>`;
-  else if (frame?.fault) text = html`Redis does not answer: ${plain(frame.fault)}. Figures are from before.`;
+    text = html`The console was stopped${frame?.state?.finished ? html`; the run has finished: ${plain(frame.state.finished)}` : ""}. To view the run again, start <code>grpo web</code>. ${again}`;
+  else if (how === "denied") text = html`This server requires a token. <button type="button" onClick=${askForToken}>Enter a token</button>`;
+  else if (frame?.fault) text = html`Redis does not respond: ${plain(frame.fault)}. Figures are out of date.`;
   return html`<div class="banners" role="status">${text && html`<p class=${`banner ${how === "ended" ? "" : "bad"}`}>${text}</p>`}</div>`;
 }
 
@@ -132,7 +132,7 @@ function App() {
     moved = true;
   }, [where]);
   const Current = pageOf(path);
-  return html`<button type="button" class="skip" onClick=${() => document.querySelector("main h1")?.focus()}>To the content</button>
+  return html`<button type="button" class="skip" onClick=${() => document.querySelector("main h1")?.focus()}>Skip to content</button>
     <div class=${`frame ${open ? "open" : ""}`}>
       <${Head} about=${about} open=${open} setOpen=${setOpen} />
       <${Nav} here=${ABOVE[path[0]] ?? path[0] ?? ""} frame=${current.frame} close=${() => setOpen(false)} />
@@ -141,7 +141,7 @@ function App() {
     <${Dialogs} /><${Said} />`;
 }
 
-let moved = false; // past the page that was opened first, which leaves the focus where the browser has it
+let moved = false; // the first page leaves the focus where the browser put it
 
 const kept = session.get().token;
 if (kept) unlock(kept).catch(() => {});

@@ -1,10 +1,10 @@
-// A chart of metrics over steps: uPlot draws it, the words around it are ours.
+// A chart of metrics over steps. uPlot draws the plot; this module adds title, legend and text for screen readers.
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { NOTHING } from "./format.js";
 import { theme, useStore } from "./state.js";
 
 const HEIGHT = 150;
-const hovering = window.uPlot?.sync("steps"); // one cursor for all charts of a page
+const hovering = window.uPlot?.sync("steps"); // one shared cursor for all charts of a page
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -42,7 +42,7 @@ function options(lines, width, x) {
   };
 }
 
-// From 0 where the values allow it, with a little room above; a line that never moves is drawn in the middle.
+// The range starts at 0 if all values are positive and leaves a margin above; a constant line is drawn in the middle.
 function yRange(lines, low, high) {
   if (low === null || high === null) return [0, 1];
   const most = Math.max(high, ...lines.map((line) => line.bound ?? -Infinity));
@@ -97,6 +97,6 @@ export function Chart({ title, unit = "", xs, lines, show, x = "step" }) {
     </figcaption>
     ${xs.length
       ? html`<div class="plot" role="img" aria-label=${`${title}, ${xs.length} points to ${x} ${xs[xs.length - 1]}. Last: ${words}.`} ref=${place}></div>`
-      : html`<p class="empty">Nothing to draw yet: the first step has not been recorded.</p>`}
+      : html`<p class="empty">No data yet: the first step has not been recorded.</p>`}
   </figure>`;
 }

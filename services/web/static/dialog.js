@@ -1,4 +1,4 @@
-// Dialogs and the one line that says what came of them.
+// Dialogs, and the line that shows their result.
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { store, useStore } from "./state.js";
 
@@ -7,10 +7,10 @@ const said = store(null); // {text, bad}
 
 export const say = (text, bad = false) => said.set({ text, bad });
 
-// Ask in a dialog. `fields`: {name, label, kind, value, options, help, required, min}; `run(values)` does it and returns what to say.
+// Open a dialog. `fields`: {name, label, kind, value, options, help, required, min}. `run(values)` acts and returns the message.
 export const askFor = (dialog) => open.set(dialog);
 
-// Do it at once; its outcome or its refusal is said.
+// Act without a dialog, and show the result or the error.
 export async function perform(run) {
   try {
     say(await run());

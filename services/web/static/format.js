@@ -1,4 +1,4 @@
-// Numbers, durations and the text of others as people read them. Pure.
+// Formats numbers, durations and untrusted text for people. Pure.
 
 export const NOTHING = "–";
 
@@ -7,7 +7,7 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 // 1234567 -> 1,234,567
 export const count = (value) => (known(value) ? Math.round(value).toLocaleString("en-US") : NOTHING);
 
-// A number with so many digits behind the point.
+// A number with `digits` decimal places.
 export const fixed = (value, digits = 2) =>
   known(value)
     ? value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })
@@ -55,7 +55,7 @@ export const percent = (share, digits = 0) => (known(share) ? `${fixed(100 * sha
 
 export const range = (first, last) => (!known(first) || !known(last) ? NOTHING : first === last ? `${first}` : `${first}–${last}`);
 
-// What controls a terminal, hides or turns the direction of text; line feeds stay.
+// Characters that control a terminal, are invisible or change the direction of text, except line feeds.
 const UNPRINTABLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]+/gu;
 const SHOWN = { "\r": "\\r", "\t": "\\t", "\x1b": "\\e" };
 
@@ -64,7 +64,7 @@ const escaped = (character) => {
   return SHOWN[character] ?? (code < 0x100 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u{${code.toString(16)}}`);
 };
 
-// Text in pieces [{text, escape}]: what is not printable comes as escapes.
+// Split text into pieces [{text, escape}], with non-printable characters as escapes.
 export function printable(text) {
   const pieces = [];
   const add = (piece, escape) => {
@@ -83,7 +83,7 @@ export function printable(text) {
   return pieces;
 }
 
-// The same as one line, for names and reasons.
+// The same text on one line, for names and reasons.
 export const plain = (text) =>
   printable(String(text ?? ""))
     .map((piece) => piece.text.replaceAll("\n", "\\n"))

@@ -1,17 +1,17 @@
-// The run as it stands, once a second: server-sent events, read with fetch so that the token can go along.
+// The state of the run, once a second: server-sent events, read with fetch so that the request can carry the token.
 import { problemOf, session, withToken } from "./api.js";
 import { store } from "./state.js";
 
 const FIRST_PAUSE_S = 1;
 const LONGEST_PAUSE_S = 10;
-const SILENCE_S = 15; // a stream without a frame for so long is given up and opened anew
+const SILENCE_S = 15; // a stream without a frame for this long is closed and reopened
 
-// `link`: connecting | open | lost | ended | denied. `frame`: the last one. `retry_at`: when the next try is, Unix seconds.
+// `link`: connecting | open | lost | ended | denied. `frame`: the last one. `retry_at`: time of the next attempt, Unix seconds.
 export const live = store({ link: "connecting", frame: null, retry_at: 0, why: "" });
 
 const say = (changes) => live.set({ ...live.get(), ...changes });
 
-// Seconds that the server's clock is ahead of this one.
+// Seconds by which the server's clock is ahead of this one.
 export const skew = () => live.get().skew || 0;
 
 async function* events(answer) {
@@ -30,7 +30,7 @@ async function* events(answer) {
   }
 }
 
-// A browser opens six connections to a server, so that a page nobody looks at gives its own back.
+// A browser opens at most six connections to a server, so a hidden page closes its own.
 const looked = () =>
   new Promise((done) => {
     const see = () => {
@@ -73,12 +73,12 @@ export async function keepFollowing() {
     await looked();
     try {
       await follow(new AbortController());
-      say({ link: live.get().link === "ended" ? "ended" : "lost", why: "the server ended the connection" });
+      say({ link: live.get().link === "ended" ? "ended" : "lost", why: "the server closed the connection" });
     } catch (error) {
       if (document.hidden) continue;
       const denied = error.status === 401 || error.status === 403;
       const link = denied ? "denied" : live.get().link === "ended" ? "ended" : "lost";
-      say({ link, why: error.status ? error.message : "the server does not answer" });
+      say({ link, why: error.status ? error.message : "the server does not respond" });
     }
     say({ retry_at: Date.now() / 1000 + pause_s });
     await new Promise((done) => {

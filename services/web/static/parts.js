@@ -1,10 +1,10 @@
-// What pages are made of. Text of others is only ever a text node.
+// Building blocks of pages. Untrusted text is only ever a text node.
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { count, plain, printable, span } from "./format.js";
 import { skew } from "./live.js";
 import { now, useStore } from "./state.js";
 
-// A page: its heading takes the focus when it is gone to, so that keyboard and screen reader begin there.
+// A page. Its heading takes the focus when the page opens, so that keyboard and screen reader start there.
 export function Page({ title, lead, tools, children }) {
   const heading = useRef(null);
   useEffect(() => {
@@ -32,15 +32,15 @@ export const Panel = ({ title, note, tools, children, kind = "" }) =>
 
 export const Empty = ({ children }) => html`<p class="empty">${children}</p>`;
 
-// What an answer is while it is not there: asked for, or refused with a reason; a reason beside an older answer stands above it.
+// Shows a response, or that it is loading, or the error. If there is an older response, the error is shown above it.
 export function Answer({ of, children }) {
   const { data, error } = of;
-  const fault = error && html`<p class="fault" role="status">${error.message}${data ? " What is shown is from before." : ""}</p>`;
-  if (!data) return fault || html`<p class="empty" aria-busy="true">Asking …</p>`;
+  const fault = error && html`<p class="fault" role="status">${error.message}${data ? " The data below is out of date." : ""}</p>`;
+  if (!data) return fault || html`<p class="empty" aria-busy="true">Loading …</p>`;
   return html`${fault}${children(data)}`;
 }
 
-// A time of the server's clock, Unix seconds, told as how long ago it was.
+// A time by the server's clock, in Unix seconds, shown as time elapsed since.
 export function Ago({ at, never = "never" }) {
   const here = useStore(now);
   if (!at) return never;
@@ -72,7 +72,7 @@ export function Meter({ value, of, label, kind = "" }) {
   ></span>`;
 }
 
-// A table that becomes a list of cards where it is narrow. `columns`: {head, cell(row), num, wide, title}.
+// A table that becomes a list of cards on narrow screens. `columns`: {head, cell(row), num, wide, title}.
 export function Table({ label, columns, rows, empty, rowKey, current }) {
   if (!rows.length) return html`<${Empty}>${empty}<//>`;
   return html`<table role="table" aria-label=${label}>
@@ -109,10 +109,10 @@ export const Pager = ({ label, back, next, children }) =>
     <button type="button" disabled=${!next} onClick=${next}>Next</button>
   </nav>`;
 
-const FIRST = 4000; // characters shown of a long text
-const MORE = 20000; // … and with every press of the button
+const FIRST = 4000; // characters of a long text shown at first
+const MORE = 20000; // characters added by each press of the button
 
-// Text of a model or a data set: any characters, any size; as much as is asked for is shown, and nothing in it is markup.
+// Text of a model or a data set, with any characters and of any size. It is shown in parts, and never as markup.
 export function Passage({ text, label }) {
   const [shown, setShown] = useState(FIRST);
   useEffect(() => setShown(FIRST), [text]);
@@ -120,11 +120,11 @@ export function Passage({ text, label }) {
   return html`<div class="passage">
       <pre tabindex=${text.length > 600 ? "0" : undefined} aria-label=${label}>${printable(cut ? text.slice(0, shown) : text).map((piece, i) =>
         piece.escape ? html`<span class="escape" key=${i}>${piece.text}</span>` : piece.text,
-      )}${text === "" && html`<span class="escape">nothing</span>`}</pre>
+      )}${text === "" && html`<span class="escape">empty</span>`}</pre>
     </div>
     ${cut &&
     html`<p class="more">
-      ${count(shown)} of ${count(text.length)} characters are shown.${" "}
+      ${count(shown)} of ${count(text.length)} characters shown.${" "}
       <button type="button" onClick=${() => setShown(shown + MORE)}>Show ${count(Math.min(MORE, text.length - shown))} more</button>
     </p>`}`;
 }

@@ -1,21 +1,21 @@
-// What a run is doing, in words.
+// Describes what a run is doing.
 import { plain } from "./format.js";
 
 export const pausedRoles = (state) => Object.keys(state?.paused ?? {}).sort();
 
-// {kind, word, why} of the run as a whole; kind: good | warn | bad | calm.
+// The state of the run as {kind, word, why}; kind: good | warn | bad | calm.
 export function mood(live) {
   const { link, frame } = live;
   if (link === "denied") return { kind: "warn", word: "locked", why: live.why };
   if (!frame) return { kind: "calm", word: link === "lost" ? "disconnected" : "connecting", why: live.why };
   if (link === "lost") return { kind: "bad", word: "disconnected", why: live.why };
   const { state } = frame;
-  if (link === "ended") return { kind: "calm", word: "console ended", why: state?.finished || "" };
+  if (link === "ended") return { kind: "calm", word: "console stopped", why: state?.finished || "" };
   if (frame.fault) return { kind: "bad", word: "no Redis", why: frame.fault };
-  if (!state) return { kind: "calm", word: "not started", why: "dataprep has not made the run yet" };
+  if (!state) return { kind: "calm", word: "not started", why: "dataprep has not created the run yet" };
   if (state.restore >= 0 || state.restoring >= 0) {
     const step = state.restoring >= 0 ? state.restoring : state.restore;
-    return { kind: "warn", word: "going back", why: `to the checkpoint of step ${step}` };
+    return { kind: "warn", word: "restoring", why: `to the checkpoint of step ${step}` };
   }
   if (state.finished) return { kind: "good", word: "finished", why: state.finished };
   if (state.stopping) return { kind: "warn", word: "stopping", why: state.stopping };
@@ -32,5 +32,5 @@ export const generators = (frame) => {
   return { there: sum(of), atWork: sum(of.filter((group) => group.phase === "ready" || group.phase === "evaluating")) };
 };
 
-// Roughly "v12", or a dash before there are weights.
+// "v12", or "none" before the first weights.
 export const version = (value) => (value < 0 ? "none" : `v${value}`);

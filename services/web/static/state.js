@@ -1,4 +1,4 @@
-// Values that many parts of the page read, and the hooks that read them.
+// Values shared by many parts of the page, and the hooks to read them.
 import { useEffect, useState } from "./vendor/htm-preact.js";
 
 // A value with listeners.
@@ -26,11 +26,11 @@ export function useStore(from) {
   return value;
 }
 
-// The time, once a second, for what is told as "12 s ago".
+// The current time, updated once a second, for texts like "12 s ago".
 export const now = store(Date.now() / 1000);
 setInterval(() => now.set(Date.now() / 1000), 1000);
 
-// Where the page is: "#/steps/12?sort=weight" -> {path: ["steps", "12"], query}.
+// The current route: "#/steps/12?sort=weight" -> {path: ["steps", "12"], query}.
 const readRoute = () => {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   return { path: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query || "") };
@@ -40,7 +40,7 @@ addEventListener("hashchange", () => route.set(readRoute()));
 
 export const link = (...path) => `#/${path.map(encodeURIComponent).join("/")}`;
 
-// The same page with other choices, e.g. of a sort.
+// Navigate to the same page with other options, e.g. another sort order.
 export const choose = (changes) => {
   const { path, query } = route.get();
   const next = new URLSearchParams(query);
@@ -48,7 +48,7 @@ export const choose = (changes) => {
   location.hash = `/${path.map(encodeURIComponent).join("/")}${next.size ? `?${next}` : ""}`;
 };
 
-// Dark or light: what was chosen, else the system's (theme.js).
+// Dark or light: the user's choice, else the system's (theme.js).
 const root = document.documentElement;
 export const theme = store(root.dataset.theme);
 
@@ -67,7 +67,7 @@ export function switchTheme() {
   try {
     localStorage.setItem("grpo-theme", next);
   } catch {
-    // storage is switched off: it holds for this page
+    // storage is disabled: the choice lasts for this page
   }
   show(next);
 }

@@ -1,10 +1,10 @@
-// Runs before the first paint: the theme that was chosen here, else the system's.
+// Runs before the first paint and sets the theme: the user's choice, else the system's.
 (function () {
   let chosen = null;
   try {
     chosen = localStorage.getItem("grpo-theme");
   } catch {
-    // storage is switched off: the system's theme it is
+    // storage is disabled: use the system's theme
   }
   const root = document.documentElement;
   root.dataset.chosen = chosen === "light" || chosen === "dark" ? "yes" : "";

@@ -1,4 +1,4 @@
-// The replay table: how full it is, how it is drawn from, and its groups.
+// The replay table: how full it is, how it is sampled, and its groups.
 import { useAnswer } from "../api.js";
 import { count, fixed, percent, range, short } from "../format.js";
 import { Answer, Meter, Name, Page, Pager, Panel, Table, Tile } from "../parts.js";
@@ -12,12 +12,12 @@ const SORTS = [["order", "order of issue"], ["version", "oldest version"], ["wei
 const columns = (weighted) =>
   [
     { head: "Group", cell: (row) => html`<a href=${link("groups", row.group)}>${row.group}</a>` },
-    { head: "Issued", num: true, title: "place in the order of issue", cell: (row) => count(row.seq) },
-    { head: "Versions", num: true, title: "oldest and newest policy version of a token", cell: (row) => (row.readable ? range(row.oldest, row.newest) : "its header cannot be read") },
-    { head: "Lag", num: true, title: "step that is prepared next − oldest version", cell: (row) => count(row.lag) },
+    { head: "Issued", num: true, title: "position in the order of issue", cell: (row) => count(row.seq) },
+    { head: "Versions", num: true, title: "oldest and newest policy version of its tokens", cell: (row) => (row.readable ? range(row.oldest, row.newest) : "unreadable header") },
+    { head: "Lag", num: true, title: "next step to prepare − oldest version", cell: (row) => count(row.lag) },
     { head: "Uses", num: true, cell: (row) => count(row.uses) },
     weighted && { head: "Weight", num: true, cell: (row) => short(row.weight) },
-    weighted && { head: "Chance", num: true, title: "weight over the sum of weights", cell: (row) => percent(row.probability, 2) },
+    weighted && { head: "Probability", num: true, title: "weight divided by the sum of weights", cell: (row) => percent(row.probability, 2) },
     { head: "Reward", num: true, cell: (row) => html`${fixed(row.reward_mean, 3)} <span class="note">± ${fixed(row.reward_std, 2)}</span>` },
     { head: "Length", num: true, title: "shortest / mean / longest, tokens", cell: (row) => (row.readable ? `${row.length_min} / ${fixed(row.length_mean, 1)} / ${row.length_max}` : "–") },
     { head: "Source", cell: (row) => html`<${Name}>${row.source}<//>` },
@@ -26,7 +26,7 @@ const columns = (weighted) =>
 
 function Sorting({ sort, reverse, weighted }) {
   return html`<span class="sorting">
-    <label for="sort">Sorted by</label>
+    <label for="sort">Sort by</label>
     <select id="sort" value=${sort} onChange=${(event) => choose({ sort: event.target.value, offset: "" })}>
       ${SORTS.filter(([name]) => name !== "weight" || weighted).map(([name, words]) => html`<option key=${name} value=${name} selected=${name === sort}>${words}</option>`)}
     </select>
@@ -38,7 +38,7 @@ export function BufferPage() {
   const { query } = useStore(route);
   const [sort, reverse, offset] = [query.get("sort") || "order", query.get("reverse") === "true", Number(query.get("offset")) || 0];
   const answer = useAnswer(`v1/buffer?sort=${encodeURIComponent(sort)}&reverse=${reverse}&offset=${offset}&limit=${PAGE}`, EVERY_S);
-  return html`<${Page} title="Buffer" lead="Finished groups that wait to be trained, or to be trained again.">
+  return html`<${Page} title="Buffer" lead="Finished groups in the replay table, waiting to be trained or trained again.">
     <${Answer} of=${answer}>
       ${(found) => {
         const weighted = found.weight_sum !== null;
@@ -47,13 +47,13 @@ export function BufferPage() {
         return html`<dl class="tiles">
             <${Tile} label="Groups" value=${count(found.size)} unit=${`of ${count(found.capacity)}`} note=${html`<${Meter} value=${found.size} of=${found.capacity} label="Groups in the table" />`} />
             <${Tile} label="Sampler" value=${found.sampler} note=${`remover ${found.remover}`} />
-            <${Tile} label="Uses" value=${found.max_uses || "any"} unit="at most" note=${uses.join(", ") || "the table is empty"} />
-            <${Tile} label="Ever inserted" value=${count(found.inserted)} note=${`${count(found.drawn)} draws`} />
-            <${Tile} label="Next step" value=${found.next_step} note=${weighted ? `sum of weights ${short(found.weight_sum)}` : "lags are against it"} />
+            <${Tile} label="Uses" value=${found.max_uses || "any"} unit="max" note=${uses.join(", ") || "the table is empty"} />
+            <${Tile} label="Inserted in total" value=${count(found.inserted)} note=${`${count(found.drawn)} sampled`} />
+            <${Tile} label="Next step" value=${found.next_step} note=${weighted ? `sum of weights ${short(found.weight_sum)}` : "lags are relative to it"} />
           </dl>
           <${Panel} title="Groups" tools=${html`<${Sorting} sort=${sort} reverse=${reverse} weighted=${weighted} />`}>
             <${Table} label="Groups of the buffer" columns=${columns(weighted)} rows=${found.groups} rowKey=${(row) => row.group}
-              empty=${offset ? "There are no groups so far on." : "The buffer is empty: groups come when generators finish them, and leave when a step draws them."} />
+              empty=${offset ? "There are no groups on this page." : "The buffer is empty. Groups enter when generators finish them, and leave when a step samples them."} />
             ${(offset > 0 || last < found.size) &&
             html`<${Pager} label="Pages of groups" back=${offset > 0 && (() => choose({ offset: String(Math.max(0, offset - PAGE) || "") }))}
               next=${last < found.size && (() => choose({ offset: String(offset + PAGE) }))}>${count(offset)} to ${count(last - 1)} of ${count(found.size)}<//>`}

@@ -1,4 +1,4 @@
-// What failed for good and why, and the way back.
+// Tickets that failed permanently, why, and how to requeue them.
 import { Action, Operator, requeue, requeueAll } from "../actions.js";
 import { useAnswer } from "../api.js";
 import { bytes, count, plain } from "../format.js";
@@ -15,8 +15,8 @@ const columns = (put) => [
   { head: "When", cell: (row) => html`<a href=${link("deadletters", row.id)}><${Ago} at=${at(row)} /></a>` },
   { head: "Ticket", cell: (row) => (/^\d+-\d+$/.test(row.ticket) ? html`<a href=${link("groups", row.ticket)}>${row.ticket}</a>` : html`<${Name}>${row.ticket}<//>`) },
   { head: "Reason", wide: true, cell: (row) => html`<${Name}>${row.reason}<//>` },
-  { head: "Counted", cell: (row) => (row.failed ? "as failed" : html`<span class="note">no: nobody had issued it</span>`) },
-  { head: "Put back", hidden: true, num: true, cell: (row) => html`<${Operator}><${Action} disabled=${!row.failed} onClick=${() => put(row.id)}>Put back<//><//>` },
+  { head: "Counted as failed", cell: (row) => (row.failed ? "yes" : html`<span class="note">no: never issued</span>`) },
+  { head: "Requeue", hidden: true, num: true, cell: (row) => html`<${Operator}><${Action} disabled=${!row.failed} onClick=${() => put(row.id)}>Requeue<//><//>` },
 ];
 
 export function DeadLettersPage({ frame }) {
@@ -25,13 +25,13 @@ export function DeadLettersPage({ frame }) {
   const before = query.get("before") ?? "";
   const answer = useAnswer(`v1/deadletters?limit=${PAGE}&before=${encodeURIComponent(before)}`, 0, `${frame?.dead_letters} ${done}`);
   const again = () => setDone(done + 1);
-  return html`<${Page} title="Dead letters" lead="What failed for good, with its reason. Put back, a ticket is issued again with the next free slot."
-    tools=${answer.data?.total > 0 && html`<${Operator}><${Action} onClick=${() => requeueAll(answer.data.total, again)}>Put all back …<//><//>`}>
+  return html`<${Page} title="Dead letters" lead="Tickets that failed permanently, with the reason. A requeued ticket is issued again with the next free slot."
+    tools=${answer.data?.total > 0 && html`<${Operator}><${Action} onClick=${() => requeueAll(answer.data.total, again)}>Requeue all …<//><//>`}>
     <${Answer} of=${answer}>
       ${(found) =>
-        html`<${Panel} title="Letters" note=${`${count(found.total)} kept, the last one first`}>
+        html`<${Panel} title="Letters" note=${`${count(found.total)} kept, newest first`}>
           <${Table} label="Dead letters" columns=${columns((id) => requeue(id, again))} rows=${found.letters} rowKey=${(row) => row.id}
-            empty=${before ? "There are none so far back." : "Nothing has failed for good."} />
+            empty=${before ? "There are no older dead letters." : "No ticket has failed permanently."} />
           ${(before || found.next) && html`<${Pager} label="Pages of dead letters" back=${before && (() => history.back())} next=${found.next && (() => choose({ before: found.next }))}>of ${count(found.total)}<//>`}
         <//>`}
     <//>
@@ -44,14 +44,14 @@ export function DeadLetterPage({ path }) {
   const [done, setDone] = useState(0);
   const answer = useAnswer(`v1/deadletters/${encodeURIComponent(path[1])}`, 0, done);
   return html`<${Page} title=${`Dead letter ${plain(path[1])}`}
-    tools=${answer.data?.failed && html`<${Operator}><${Action} onClick=${() => requeue(path[1], () => setDone(done + 1))}>Put back<//><//>`}>
+    tools=${answer.data?.failed && html`<${Operator}><${Action} onClick=${() => requeue(path[1], () => setDone(done + 1))}>Requeue<//><//>`}>
     <${Answer} of=${answer}>
-      ${(found) => html`<${Panel} title="What it is">
+      ${(found) => html`<${Panel} title="Details">
           <${Facts}
             of=${[
               ["When", html`<${Ago} at=${at(found)} />`],
               ["Ticket", html`<${Name}>${found.ticket}<//>`],
-              ["Counted", found.failed ? html`<${Badge} kind="warn">failed<//>` : "no: nobody had issued its ticket, so it cannot be put back"],
+              ["Counted as failed", found.failed ? html`<${Badge} kind="warn">yes<//>` : "no: its ticket was never issued, so it cannot be requeued"],
               ["Reason", html`<${Name}>${found.reason}<//>`],
               ["Body", `${found.kind}, ${bytes(found.body_bytes)}`],
             ]}
@@ -60,7 +60,7 @@ export function DeadLetterPage({ path }) {
         <${Panel} title=${`Fields of the ${found.kind}`}>
           ${found.fields
             ? html`<dl class="fields">${Object.entries(found.fields).map(([name, value]) => html`<div key=${name}><dt>${plain(name)}</dt><dd><${Passage} label=${plain(name)} text=${words(value)} /></dd></div>`)}</dl>`
-            : html`<p class="note">It is neither a ticket nor a header; as hexadecimal digits:</p><${Passage} label="Body" text=${found.hex ?? ""} />`}
+            : html`<p class="note">The body is neither a ticket nor a header. Its bytes in hexadecimal:</p><${Passage} label="Body" text=${found.hex ?? ""} />`}
         <//>`}
     <//>
   <//>`;

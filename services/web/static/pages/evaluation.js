@@ -1,4 +1,4 @@
-// Evaluation rounds: held-out prompts, each round by one policy version.
+// Evaluation rounds on held-out prompts, each with a single policy version.
 import { useAnswer } from "../api.js";
 import { Chart } from "../chart.js";
 import { count, duration, fixed, percent, plain } from "../format.js";
@@ -12,7 +12,7 @@ const ALL = "all";
 
 const passes = (round) => Object.keys(round).filter((key) => /^eval\/.+\/pass@\d+$/.test(key)).sort();
 
-// "eval/gsm8k/pass@8" -> "gsm8k pass@8"; of a run with one source only that is told, not the same again as "all".
+// "eval/gsm8k/pass@8" -> "gsm8k pass@8". With a single source, "all" would repeat it and is left out.
 const named = (key) => plain(key.replace(/^eval\//, "").replace(/\/(pass@)/, " $1"));
 
 function keysOf(rounds) {
@@ -27,14 +27,14 @@ function Open({ evaluation, every }) {
   return html`<${Panel} title="Now">
     <${Facts}
       of=${[
-        round && ["Evaluating", html`${version(round.version)} <${Badge} kind=${round.fault ? "bad" : "good"}>${round.fault ? "cannot be completed" : round.started ? "at work" : "waits for a generator"}<//>`],
-        round && ["Prompts", html`${count(round.done)} of ${count(round.total)} <${Meter} value=${round.done} of=${round.total} label="Prompts answered" />`],
+        round && ["Evaluating", html`${version(round.version)} <${Badge} kind=${round.fault ? "bad" : "good"}>${round.fault ? "cannot be completed" : round.started ? "running" : "waiting for a generator"}<//>`],
+        round && ["Prompts", html`${count(round.done)} of ${count(round.total)} <${Meter} value=${round.done} of=${round.total} label="Prompts completed" />`],
         round && ["Generators", count(round.volunteers)],
-        round && ["So far", duration(round.wall_s)],
+        round && ["Elapsed", duration(round.wall_s)],
         round?.fault && ["Fault", html`<span class="bad-text">${plain(round.fault)}</span>`],
         !round && ["Open round", "none"],
-        ["Every", `${count(every)} steps, and the last one`],
-        ["Last dealt with", version(dealtWith)],
+        ["Schedule", `every ${count(every)} steps, and after the last`],
+        ["Last version handled", version(dealtWith)],
         abandoned && ["Last abandoned", html`<span class="warn-text">${plain(abandoned)}</span>`],
       ]}
     />
@@ -55,7 +55,7 @@ function Rounds({ rounds }) {
     ...keys.map((key) => ({ head: named(key), num: true, cell: (round) => fixed(round[key], 3) })),
     { head: "Reward", num: true, cell: (round) => fixed(round[`eval/${ALL}/reward`], 3) },
     { head: "Length", num: true, title: "mean tokens", cell: (round) => fixed(round[`eval/${ALL}/length`], 1) },
-    { head: "Cut off", num: true, cell: (round) => percent(round[`eval/${ALL}/truncated`], 1) },
+    { head: "Truncated", num: true, cell: (round) => percent(round[`eval/${ALL}/truncated`], 1) },
     { head: "Took", num: true, cell: (round) => duration(round["eval/wall_s"]) },
     { head: "When", num: true, cell: (round) => html`<${Ago} at=${round.time_s} />` },
   ];
@@ -69,7 +69,7 @@ export function EvaluationPage({ frame, about }) {
   const answer = useAnswer(`v1/console/evaluations?limit=${MOST}`, 0, frame ? `${frame.rounds.revision}/${frame.rounds.count}` : null);
   const unready = waiting("Evaluation", frame);
   if (unready) return unready;
-  return html`<${Page} title="Evaluation" lead="Held-out prompts beside training, each round by one policy version alone.">
+  return html`<${Page} title="Evaluation" lead="Held-out prompts, evaluated during training. Each round uses a single policy version.">
     ${frame.evaluation && html`<${Open} evaluation=${frame.evaluation} every=${about?.facts["evaluation.every_steps"]} />`}
     <${Answer} of=${answer}>${(data) => html`<${Rounds} rounds=${data.rounds} />`}<//>
   <//>`;

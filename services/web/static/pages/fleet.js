@@ -1,4 +1,4 @@
-// Who is there: what each pod does, which weights it holds, how much it carries.
+// The pods of the run: phase, policy version and load of each.
 import { Action, Operator, scale } from "../actions.js";
 import { count, percent, plain } from "../format.js";
 import { Ago, Badge, Name, Page, Panel, Table, Tile } from "../parts.js";
@@ -7,9 +7,9 @@ import { html } from "../vendor/htm-preact.js";
 import { waiting } from "./waiting.js";
 
 const KINDS = { ready: "good", standby: "calm", leading: "good", training: "good", evaluating: "good", draining: "warn", unsynced: "warn" };
-const QUIET_S = 3; // a heartbeat older than this is worth a colour
+const QUIET_S = 3; // an older heartbeat is highlighted
 
-// Only of pods that have it.
+// A gauge, only for pods that report it.
 const gauge = (pod, name, show = (value) => count(value)) => (pod.gauges[name] === undefined ? null : show(pod.gauges[name]));
 
 const carried = ({ gauges, kind }) => {
@@ -26,13 +26,13 @@ const columns = (frame) => [
   { head: "Pod", cell: (pod) => html`<${Name}>${pod.name}<//>` },
   { head: "Phase", cell: (pod) => html`<${Badge} kind=${KINDS[pod.phase] ?? "calm"}>${plain(pod.phase)}<//>` },
   { head: "Weights", num: true, cell: (pod) => (pod.kind === "generator" ? html`<${Weights} pod=${pod} published=${frame.state.published_version} />` : null) },
-  { head: "Groups", num: true, title: "tickets under way, of those its engine can take", cell: carried },
-  { head: "Running", num: true, title: "completions that its engine runs", cell: (pod) => gauge(pod, "running") },
-  { head: "Waiting", num: true, title: "completions that wait for a seat", cell: (pod) => gauge(pod, "waiting") },
+  { head: "Groups", num: true, title: "tickets in flight, of the engine's limit", cell: carried },
+  { head: "Running", num: true, title: "completions running in its engine", cell: (pod) => gauge(pod, "running") },
+  { head: "Waiting", num: true, title: "completions waiting for its engine", cell: (pod) => gauge(pod, "waiting") },
   { head: "KV cache", num: true, cell: (pod) => gauge(pod, "kv_usage", percent) },
   { head: "Tokens/s", num: true, cell: (pod) => gauge(pod, "tokens_per_s") },
-  { head: "Heard of", num: true, cell: (pod) => html`<span class=${pod.age_s > QUIET_S ? "warn-text" : ""}><${Ago} at=${frame.at - pod.age_s} /></span>` },
-  { head: "Where", cell: (pod) => html`<span class="note">${plain(pod.host)}, pid ${pod.pid}${pod.url && html`, <a href=${pod.url.startsWith("http") ? `${pod.url}/v1/state` : undefined} rel="noreferrer">REST</a>`}</span>` },
+  { head: "Heartbeat", num: true, cell: (pod) => html`<span class=${pod.age_s > QUIET_S ? "warn-text" : ""}><${Ago} at=${frame.at - pod.age_s} /></span>` },
+  { head: "Host", cell: (pod) => html`<span class="note">${plain(pod.host)}, pid ${pod.pid}${pod.url && html`, <a href=${pod.url.startsWith("http") ? `${pod.url}/v1/state` : undefined} rel="noreferrer">REST</a>`}</span>` },
 ];
 
 export function FleetPage({ frame, about }) {
@@ -45,15 +45,15 @@ export function FleetPage({ frame, about }) {
   const rest = fleet.total - fleet.pods.length;
   return html`<${Page} title="Fleet" tools=${html`<${Operator}><${Action} onClick=${() => scale(wanted ?? there, state.scale.most)}>Scale …<//><//>`}>
     <dl class="tiles">
-      <${Tile} label="Generators" value=${there} unit=${wanted === undefined ? "" : `of ${wanted} wanted`} note=${plain(state.scale.why) || `${atWork} at work`} />
+      <${Tile} label="Generators" value=${there} unit=${wanted === undefined ? "" : `of ${wanted} desired`} note=${plain(state.scale.why) || `${atWork} working`} />
       <${Tile} label="Weights held" value=${held || "none"} note=${`${version(state.published_version)} published`} />
       <${Tile} label="Generating now" value=${count(fleet.tokens_per_s)} unit="tok/s" note="sum over pods" />
-      <${Tile} label="Room for" value=${state.scale.most === null ? "any number" : state.scale.most} note=${state.scale.most === null ? "of generators" : "generators, by GPUs"} />
+      <${Tile} label="Max generators" value=${state.scale.most === null ? "any number" : state.scale.most} note=${state.scale.most === null ? "no limit known" : "limited by GPUs"} />
     </dl>
-    <${Panel} title="Pods" note=${`${count(fleet.total)} heard of`}>
+    <${Panel} title="Pods" note=${`${count(fleet.total)} with a recent heartbeat`}>
       <${Table} label="Pods" columns=${columns(frame)} rows=${fleet.pods} rowKey=${(pod) => pod.name + pod.boot}
-        empty="No pod has been heard of lately: the run's services are down, or have not started yet." />
-      ${rest > 0 && html`<p class="note">${count(rest)} more are not shown; grpo status --json lists them all.</p>`}
+        empty="No pod has sent a heartbeat recently: the run's services are down or have not started yet." />
+      ${rest > 0 && html`<p class="note">${count(rest)} more not shown; grpo status --json lists them all.</p>`}
     <//>
   <//>`;
 }

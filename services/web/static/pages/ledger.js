@@ -1,4 +1,4 @@
-// The account of every ticket: each is in one place, or has ended in one way.
+// The audit of all tickets: each is in one place or has one outcome.
 import { useAnswer } from "../api.js";
 import { count, percent, plain } from "../format.js";
 import { Answer, Badge, Meter, Page, Panel, Table, Tile } from "../parts.js";
@@ -7,7 +7,7 @@ import { html } from "../vendor/htm-preact.js";
 const EVERY_S = 2;
 
 const columns = (issued) => [
-  { head: "What", cell: (row) => row.words },
+  { head: "State", cell: (row) => row.words },
   { head: "Groups", num: true, cell: (row) => count(row.count) },
   { head: "Of all issued", num: true, cell: (row) => (issued ? percent(row.count / issued, 1) : "–") },
   { head: "Share", cell: (row) => html`<${Meter} value=${row.count} of=${issued} label=${`${row.words}, share of all issued`} />` },
@@ -17,7 +17,7 @@ const rows = (counts, words) => Object.entries(counts).map(([name, value]) => ({
 
 export function LedgerPage({ about }) {
   const answer = useAnswer("v1/audit", EVERY_S);
-  return html`<${Page} title="Ledger" lead="Every ticket is in exactly one place at any instant, and ends in exactly one outcome.">
+  return html`<${Page} title="Ledger" lead="At any instant, every ticket is in exactly one place or has exactly one outcome.">
     <${Answer} of=${answer}>
       ${(found) => html`<div class="verdict">
           ${found.messages.length === 0
@@ -25,11 +25,11 @@ export function LedgerPage({ about }) {
             : found.messages.map((message) => html`<p key=${message}><${Badge} kind="bad">fault<//> ${plain(message)}</p>`)}
         </div>
         <dl class="tiles">
-          <${Tile} label="Issued" value=${count(found.issued)} unit="tickets" note="one a prompt" />
-          <${Tile} label="Lost" value=${count(found.lost)} kind=${found.lost ? "bad" : ""} note="issued, and nowhere" />
-          <${Tile} label="Doubled" value=${count(found.doubled)} kind=${found.doubled ? "bad" : ""} note="trained twice in an epoch" />
-          <${Tile} label="Slots in use" value=${count(found.slots_used)} kind=${found.slots_used === found.slots_expected ? "" : "bad"} note=${`by ${count(found.slots_expected)} on their way`} />
-          <${Tile} label="Late submissions" value=${count(found.refused_submits)} note="refused; no fault" />
+          <${Tile} label="Issued" value=${count(found.issued)} unit="tickets" note="one per prompt" />
+          <${Tile} label="Lost" value=${count(found.lost)} kind=${found.lost ? "bad" : ""} note="issued but not found" />
+          <${Tile} label="Duplicated" value=${count(found.doubled)} kind=${found.doubled ? "bad" : ""} note="trained twice in one epoch" />
+          <${Tile} label="Slots in use" value=${count(found.slots_used)} kind=${found.slots_used === found.slots_expected ? "" : "bad"} note=${`for ${count(found.slots_expected)} tickets in flight`} />
+          <${Tile} label="Late submissions" value=${count(found.refused_submits)} note="refused; not an error" />
         </dl>
         <div class="columns even">
           <${Panel} title="Where tickets are"><${Table} label="Where tickets are" columns=${columns(found.issued)} rows=${rows(found.places, about?.places)} rowKey=${(row) => row.name} empty="" /><//>

@@ -1,4 +1,4 @@
-// The run at a glance: is it healthy, does it learn, who waits for whom.
+// The run at a glance: whether it is healthy, whether it learns, and what it waits for.
 import { useAnswer } from "../api.js";
 import { Chart } from "../chart.js";
 import { count, duration, fixed, percent, plain } from "../format.js";
@@ -21,11 +21,11 @@ function Tiles({ frame, about, metrics }) {
   const waits = metrics["time/step_s"] - metrics["time/train_s"] - metrics["time/sync_s"];
   return html`<dl class="tiles">
     <${Tile} label="Reward" value=${fixed(metrics["reward/train/mean"], 3)} note=${`± ${fixed(metrics["reward/train/std"], 2)} in step ${frame.steps.last}`} />
-    <${Tile} label="Lag, largest" value=${count(lag)} unit=${bound === undefined ? "" : `of ${bound} allowed`} kind=${lag > bound ? "bad" : ""} note=${`mean ${fixed(metrics["staleness/trained/mean"], 2)} steps`} />
+    <${Tile} label="Max lag" value=${count(lag)} unit=${bound === undefined ? "" : `of ${bound} allowed`} kind=${lag > bound ? "bad" : ""} note=${`mean ${fixed(metrics["staleness/trained/mean"], 2)} steps`} />
     <${Tile} label="Generated" value=${count(metrics["throughput/generated/tokens_per_s"])} unit="tok/s" note=${`trained ${count(metrics["throughput/trained/tokens_per_s"])} tok/s`} />
     <${Tile} label="Step" value=${duration(metrics["time/step_s"])} note=${`training ${percent(metrics["time/train_s"] / metrics["time/step_s"])}, sync ${percent(metrics["time/sync_s"] / metrics["time/step_s"])}${waits > 0 ? `, waiting ${percent(waits / metrics["time/step_s"])}` : ""}`} />
     <${Tile} label="Slots in use" value=${count(state.slots_used)} unit=${`of ${count(state.slots)}`} note=${html`<${Meter} value=${state.slots_used} of=${state.slots} label="Slots in use" />`} />
-    <${Tile} label="Generators at work" value=${fleet.atWork} unit=${wanted === undefined ? "" : `of ${wanted} wanted`} kind=${fleet.atWork < wanted ? "warn" : ""} note=${`${version(state.published_version)} published`} />
+    <${Tile} label="Generators working" value=${fleet.atWork} unit=${wanted === undefined ? "" : `of ${wanted} desired`} kind=${fleet.atWork < wanted ? "warn" : ""} note=${`${version(state.published_version)} published`} />
   </dl>`;
 }
 
@@ -36,24 +36,24 @@ function StatePanel({ frame }) {
     <${Facts}
       of=${[
         ...paused.map((role) => [`${role} paused`, html`<${Badge} kind="warn">paused<//> ${plain(state.paused[role])}`]),
-        !paused.length && ["Paused", "nobody"],
+        !paused.length && ["Paused", "none"],
         state.stopping && ["Stopping", plain(state.stopping)],
         state.finished && ["Finished", plain(state.finished)],
-        state.restore >= 0 && ["Goes back", `to the checkpoint of step ${state.restore}`],
+        state.restore >= 0 && ["Restoring", `the checkpoint of step ${state.restore}`],
         ["Steps", `${state.committed_step + 1} trained, ${Math.max(0, state.prepared_step - state.committed_step)} prepared ahead`],
         ["Policy version", version(state.published_version)],
-        ["Checkpoint", html`<a href=${link("checkpoints")}>${state.checkpointed_step < 0 ? "none yet" : `step ${state.checkpointed_step}`}</a>${state.checkpoint && ` – one is asked for: ${plain(state.checkpoint)}`}`],
-        state.checkpoint_failed && ["Not written", html`<span class="bad-text">${plain(state.checkpoint_failed)}</span>`],
-        state.scale.wanted !== null && ["Generators wanted", `${state.scale.wanted}${state.scale.why && ` – ${plain(state.scale.why)}`}`],
+        ["Checkpoint", html`<a href=${link("checkpoints")}>${state.checkpointed_step < 0 ? "none yet" : `step ${state.checkpointed_step}`}</a>${state.checkpoint && ` – another is requested: ${plain(state.checkpoint)}`}`],
+        state.checkpoint_failed && ["Checkpoint failed", html`<span class="bad-text">${plain(state.checkpoint_failed)}</span>`],
+        state.scale.wanted !== null && ["Desired generators", `${state.scale.wanted}${state.scale.why && ` – ${plain(state.scale.why)}`}`],
         frame.dead_letters > 0 && ["Dead letters", html`<a href=${link("deadletters")}>${count(frame.dead_letters)}</a>`],
-        ["Leader of dataprep", state.leader ? plain(state.leader) : "nobody just now"],
-        state.resumed && ["Trainer took it up", plain(state.resumed)],
+        ["Leader of dataprep", state.leader ? plain(state.leader) : "none at present"],
+        state.resumed && ["Trainer resumed", plain(state.resumed)],
       ]}
     />
   <//>`;
 }
 
-// Columns of the steps' metrics, as charts want them.
+// Charts of the steps' metrics.
 function Charts({ data, bound }) {
   const { steps, columns } = data;
   const drawn = useMemo(() => {
@@ -87,8 +87,8 @@ function Charts({ data, bound }) {
     <${Chart} title="Reward" unit="mean of completions" xs=${steps} lines=${drawn.reward} show=${(v) => fixed(v, 3)} />
     <${Chart} title="Lag" unit=${`steps${bound === undefined ? "" : `, ${bound} allowed`}`} xs=${steps} lines=${drawn.lag} show=${(v) => fixed(v, 2)} />
     <${Chart} title="Throughput" unit="tokens/s" xs=${steps} lines=${drawn.rate} show=${count} />
-    <${Chart} title="Time of a step" unit="s" xs=${steps} lines=${drawn.time} show=${duration} />
-    <${Chart} title="Length" unit="tokens a completion" xs=${steps} lines=${drawn.length} show=${(v) => fixed(v, 1)} />
+    <${Chart} title="Step time" unit="s" xs=${steps} lines=${drawn.time} show=${duration} />
+    <${Chart} title="Length" unit="tokens per completion" xs=${steps} lines=${drawn.length} show=${(v) => fixed(v, 1)} />
     <${Chart} title="Groups without signal" unit="all rewards equal" xs=${steps} lines=${drawn.signal} show=${(v) => percent(v)} />
   </div>`;
 }
@@ -108,7 +108,7 @@ export function OverviewPage({ frame, about }) {
       <${StatePanel} frame=${frame} />
       <${Panel} title="Last steps" tools=${html`<a href=${link("steps")}>All steps</a>`}>
         <${Answer} of=${steps}>
-          ${(data) => html`<${StepsTable} label="Last steps" steps=${data.steps} bound=${bound} empty="No step has been trained yet: the first waits for its groups." />`}
+          ${(data) => html`<${StepsTable} label="Last steps" steps=${data.steps} bound=${bound} empty="No step has been trained yet: the first one waits for its groups." />`}
         <//>
       <//>
     </div>

@@ -1,4 +1,4 @@
-// Steps that were trained, and one step: what it trains on, how that is laid out, what came of it.
+// The trained steps, and one step: its groups, how they are packed, and its metrics.
 import { useAnswer } from "../api.js";
 import { count, fixed, percent, plain, range, short } from "../format.js";
 import { Answer, Badge, Facts, Page, Pager, Panel, Table } from "../parts.js";
@@ -14,11 +14,11 @@ export function StepsPage({ frame, about }) {
   const before = query.get("before");
   const again = frame && !before ? `${frame.steps.revision}/${frame.steps.count}` : null;
   const answer = useAnswer(`v1/console/steps?limit=${PAGE}${before ? `&before=${Number(before)}` : ""}`, 0, again);
-  return html`<${Page} title="Steps" lead="Each trained step, the last one first.">
+  return html`<${Page} title="Steps" lead="All trained steps, newest first.">
     <${Answer} of=${answer}>
       ${(found) =>
         html`<${Panel} title="Trained steps" note=${`${count(found.total)} recorded`}>
-          <${StepsTable} label="Trained steps" steps=${found.steps} bound=${about?.facts["admission.max_staleness"]} empty="No step has been trained yet: the first waits for its groups." />
+          <${StepsTable} label="Trained steps" steps=${found.steps} bound=${about?.facts["admission.max_staleness"]} empty="No step has been trained yet: the first one waits for its groups." />
           ${(before || found.next !== null) &&
           html`<${Pager} label="Pages of steps" back=${before && (() => history.back())} next=${found.next !== null && (() => choose({ before: String(found.next) }))}>
             ${found.steps.length ? `steps ${found.steps.at(-1).step} to ${found.steps[0].step}` : "none"}
@@ -36,7 +36,7 @@ const GROUP_COLUMNS = [
   { head: "Versions", num: true, cell: (row) => range(row.oldest, row.newest) },
   { head: "Lag", num: true, title: "step − oldest version", cell: (row) => count(row.lag) },
   { head: "Weight", num: true, title: "importance weight: factor of its tokens' loss", cell: (row) => short(row.weight) },
-  { head: "Advantage", num: true, title: "least / mean / largest", cell: (row) => spread(row.advantage) },
+  { head: "Advantage", num: true, title: "min / mean / max", cell: (row) => spread(row.advantage) },
   { head: "Completions", num: true, cell: (row) => html`${count(row.responses)}${row.masked > 0 && html` <span class="note">${row.masked} masked</span>`}` },
   { head: "Tokens in the loss", num: true, cell: (row) => count(row.trained_tokens) },
 ];
@@ -47,24 +47,24 @@ const RANK_COLUMNS = [
   { head: "Empty", num: true, cell: (row) => row.empty },
   { head: "Responses", num: true, cell: (row) => count(row.responses) },
   { head: "Tokens", num: true, cell: (row) => count(row.tokens) },
-  { head: "Fill", num: true, title: "share of the token budget that rows with a response use", cell: (row) => percent(row.fill) },
+  { head: "Fill", num: true, title: "share of the token budget used by rows with a response", cell: (row) => percent(row.fill) },
 ];
 
 function Plan({ plan }) {
   return html`<${Panel} title="Plan">
       <${Facts}
         of=${[
-          ["Groups", `${count(plan.size)}: ${count(plan.fresh)} for the first time, ${count(plan.size - plan.fresh)} again`],
-          ["Tokens", `${count(plan.total_tokens)} with a prompt each, ${count(plan.response_tokens)} in the loss`],
-          ["Mini-batches", plan.mini_batch_rows.map((rows, i) => `${rows} rows a rank over ${short(plan.denominators[i])}`).join(", ")],
-          ["Advantages", spread(plan.advantage), "least / mean / largest"],
-          ["Importance weights", spread(plan.weight), "least / mean / largest"],
+          ["Groups", `${count(plan.size)}: ${count(plan.fresh)} fresh, ${count(plan.size - plan.fresh)} replayed`],
+          ["Tokens", `${count(plan.total_tokens)} including prompts, ${count(plan.response_tokens)} in the loss`],
+          ["Mini-batches", plan.mini_batch_rows.map((rows, i) => `${rows} rows per rank, denominator ${short(plan.denominators[i])}`).join(", ")],
+          ["Advantages", spread(plan.advantage), "min / mean / max"],
+          ["Importance weights", spread(plan.weight), "min / mean / max"],
         ]}
       />
       <${Table} label="Ranks" columns=${RANK_COLUMNS} rows=${plan.ranks} rowKey=${(row) => row.rank} empty="No rank has rows." />
     <//>
     <${Panel} title="Groups of the step">
-      <${Table} label="Groups of the step" columns=${GROUP_COLUMNS} rows=${plan.groups} rowKey=${(row) => row.group} empty="It trains on no group." />
+      <${Table} label="Groups of the step" columns=${GROUP_COLUMNS} rows=${plan.groups} rowKey=${(row) => row.group} empty="The step has no groups." />
       ${(plan.offset > 0 || plan.offset + plan.groups.length < plan.size) &&
       html`<${Pager} label="Pages of groups" back=${plan.offset > 0 && (() => choose({ offset: String(Math.max(0, plan.offset - GROUPS) || "") }))}
         next=${plan.offset + plan.groups.length < plan.size && (() => choose({ offset: String(plan.offset + GROUPS) }))}>
@@ -72,7 +72,7 @@ function Plan({ plan }) {
     <//>`;
 }
 
-// The record by its first word: reward, staleness, time, …
+// The metrics record, grouped by the first part of each name: reward, staleness, time, …
 function Metrics({ record }) {
   const groups = new Map();
   for (const [name, value] of Object.entries(record).sort(([a], [b]) => (a < b ? -1 : 1))) {
@@ -91,7 +91,7 @@ function Metrics({ record }) {
   </div>`;
 }
 
-const STATES = { prepared: ["calm", "planned, not yet trained"], committed: ["good", "trained"], retired: ["calm", "trained; a checkpoint covers it and its plan is deleted"] };
+const STATES = { prepared: ["calm", "planned, not yet trained"], committed: ["good", "trained"], retired: ["calm", "trained; its plan was deleted after a checkpoint"] };
 
 export function StepPage({ path, frame }) {
   const { query } = useStore(route);
@@ -100,16 +100,16 @@ export function StepPage({ path, frame }) {
   const committed = frame?.state ? frame.state.committed_step >= step : null;
   const answer = useAnswer(asked, 0, committed);
   const last = frame?.state?.prepared_step ?? step;
-  const tools = html`<a class=${step > 0 ? "" : "off"} href=${step > 0 ? link("steps", step - 1) : undefined}>Step before</a>
-    <a class=${step < last ? "" : "off"} href=${step < last ? link("steps", step + 1) : undefined}>Step after</a>`;
+  const tools = html`<a class=${step > 0 ? "" : "off"} href=${step > 0 ? link("steps", step - 1) : undefined}>Previous step</a>
+    <a class=${step < last ? "" : "off"} href=${step < last ? link("steps", step + 1) : undefined}>Next step</a>`;
   return html`<${Page} title=${`Step ${plain(path[1])}`} tools=${tools}>
-    ${!asked && html`<p class="fault">${plain(path[1])} is not the number of a step: they are counted from 0.</p>`}
+    ${!asked && html`<p class="fault">${plain(path[1])} is not a step number: steps are counted from 0.</p>`}
     ${asked &&
     html`<${Answer} of=${answer}>
       ${(found) => html`<p class="lead"><${Badge} kind=${STATES[found.state][0]}>${found.state}<//> ${STATES[found.state][1]}</p>
         ${found.plan && html`<${Plan} plan=${found.plan} />`}
-        <${Panel} title="Metrics" note="docs/metrics.md says what each means">
-          ${found.record ? html`<${Metrics} record=${found.record} />` : html`<p class="empty">${found.state === "prepared" ? "They come when it was trained." : "Its record is gone."}</p>`}
+        <${Panel} title="Metrics" note="explained in docs/metrics.md">
+          ${found.record ? html`<${Metrics} record=${found.record} />` : html`<p class="empty">${found.state === "prepared" ? "Available once the step is trained." : "The record was deleted."}</p>`}
         <//>`}
     <//>`}
   <//>`;

@@ -1,4 +1,4 @@
-// Weight syncs: the round that is open or was last, who acknowledged what, and how long rounds take.
+// Weight syncs: the current or last round, its members' acknowledgements, and how long rounds take.
 import { useAnswer } from "../api.js";
 import { Chart } from "../chart.js";
 import { count, duration, plain } from "../format.js";
@@ -19,7 +19,7 @@ const MEMBER_COLUMNS = [
 
 function Round({ sync }) {
   const { round, acknowledged } = sync;
-  if (!round) return html`<${Panel} title="Round"><${Empty}>No round has been opened yet: the first comes before the first ticket, when the trainer is loaded.<//><//>`;
+  if (!round) return html`<${Panel} title="Round"><${Empty}>No round has been opened yet. The first one starts when the trainer has loaded, before the first ticket is issued.<//><//>`;
   const said = new Map(acknowledged.map((ack) => [ack.member, ack]));
   const members = new Set([...Object.keys(round.members), ...said.keys()]);
   const rows = [...members].sort().map((member) => ({ member, rank: round.members[member], ...said.get(member) }));
@@ -33,7 +33,7 @@ function Round({ sync }) {
         ["Trainer", `fence ${round.trainer_fence}`],
       ]}
     />
-    <${Table} label="Members of the round" columns=${MEMBER_COLUMNS} rows=${rows} rowKey=${(row) => row.member} empty="It has no member: no generator holds older weights, or none is there." />
+    <${Table} label="Members of the round" columns=${MEMBER_COLUMNS} rows=${rows} rowKey=${(row) => row.member} empty="The round has no members: no generator holds older weights, or there are no generators." />
   <//>`;
 }
 
@@ -52,8 +52,8 @@ function Charts({ data }) {
     [data],
   );
   return html`<div class="charts">
-    <${Chart} title="Time of a sync" unit="s" xs=${data.steps} lines=${drawn.time} show=${duration} />
-    <${Chart} title="Attempts, and generators in it" xs=${data.steps} lines=${drawn.attempts} show=${count} />
+    <${Chart} title="Sync time" unit="s" xs=${data.steps} lines=${drawn.time} show=${duration} />
+    <${Chart} title="Attempts and generators" xs=${data.steps} lines=${drawn.attempts} show=${count} />
   </div>`;
 }
 
@@ -61,7 +61,7 @@ export function SyncPage({ frame }) {
   const series = useAnswer(`v1/console/series?points=${POINTS}`, 0, frame ? `${frame.steps.revision}/${frame.steps.count}` : null);
   const unready = waiting("Weight sync", frame);
   if (unready) return unready;
-  return html`<${Page} title="Weight sync" lead="After each step its weights go to the generators, into running generations.">
+  return html`<${Page} title="Weight sync" lead="After each step, the generators receive the new weights while they generate.">
     <${Round} sync=${frame.sync} />
     <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} />`}<//>
   <//>`;
