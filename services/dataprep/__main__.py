@@ -1,4 +1,4 @@
-"""Start a dataprep pod: read the prompts, create or attach to the run, lead it or stand by."""
+"""Start a dataprep pod: read the prompts, create or attach to the run, then lead it or stand by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.runtime.entry import Arguments, main, open_service
 
 
 async def prepare(given: Arguments) -> None:
-    """The whole life of the pod."""
+    """Run the pod from start to end."""
     from services.dataprep.evaluation.rounds import EvaluationRounds
     from services.dataprep.loop import DataprepLoop
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
@@ -19,11 +19,11 @@ async def prepare(given: Arguments) -> None:
     from services.dataprep.replay.sweeping import sweep
     from services.dataprep.replay.weights import table_rules
     from services.dataprep.run_gauges import RunGauges
-    from services.operations.endpoints.run import add_routes
+    from services.runtime.http.endpoints.run import add_routes
     from services.runtime import garbage_collection
 
     config = given.config
-    load_curriculum(config.data.curriculum)  # a name that cannot be used is told before there is a run
+    load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists
     source = PromptSource(config)
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
     garbage_collection.freeze()

@@ -1,10 +1,11 @@
 """Dataprep's main loop: settle finished groups, prepare steps, issue tickets.
 
-Guarantees: one leader at a time acts, by fencing number; every hand-over is one function, so a leader that dies leaves
-nothing half done and its successor goes on from Redis alone; the order of prompts depends on the configuration and on rewards
-of groups long settled, never on timing.
-Waits for: headers, free slots, a published version, leadership, the end of a snapshot. Unblocked by: generators (`headers`,
-`tickets` lost or buried), the trainer (`version`, `slots`, `steps`), operators (`control`), the end of another leader's lease.
+Guarantees: only one leader at a time acts, enforced by a fencing number; every hand-over is one atomic function, so a leader
+that dies leaves nothing half done and its successor continues from Redis alone; the order of prompts depends on the
+configuration and on the rewards of groups settled long ago, never on timing.
+Waits for: headers, free slots, a published version, leadership, the end of a snapshot.
+Unblocked by: generators (`headers`; `tickets` lost or moved to the dead letters), the trainer (`version`, `slots`, `steps`),
+operators (`control`), the end of another leader's lease.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ log = structlog.get_logger()
 
 TOPICS = ("headers", "slots", "version", "steps", "control", "tickets", "evaluation")
 STEP_DOWN_S = 3.0
-IDLE_S = 1.0  # a missed ring costs at most this much
-SNAPSHOT_S = 0.2  # a snapshot of a small table is over sooner
+IDLE_S = 1.0  # the longest delay that a missed notification can cause
+SNAPSHOT_S = 0.2  # longer than the snapshot of a small table takes
 FULL_PHASE = "waiting for memory"
 LEASE_SHARE = 3  # renewals per lease of the leadership
-SETTLE_BATCH = 256  # headers per call: some milliseconds of the server's time
-AHEAD = 2  # steps prepared beyond the last committed: one is trained, one waits; what is drawn later is fresher
+SETTLE_BATCH = 256  # headers per call; takes some milliseconds of the server's time
+AHEAD = 2  # steps prepared beyond the last committed: one in training, one waiting; drawing later gives fresher groups
 
 
 class DataprepLoop:
@@ -58,7 +59,7 @@ class DataprepLoop:
         metrics.lag_bound.set(self.config.admission.max_staleness)
 
     def why_idle(self) -> str:
-        """Why this pod does nothing now; a standby is ready, as it would take over."""
+        """Return why this pod is idle. A standby is not idle, since it can take over at once."""
         state = self.service.view.state
         if state is None:
             return "the run does not exist yet"
@@ -67,7 +68,7 @@ class DataprepLoop:
         return self.memory.why
 
     async def work(self, loop: Loop) -> None:
-        """Lead whenever nobody else does, until told to stop."""
+        """Lead whenever no other pod does, until stopped."""
         candidate, lease_s = self.service.status.member, self.config.fleet.ttl_s
         try:
             while not self.service.stopping.is_set():
@@ -81,11 +82,11 @@ class DataprepLoop:
         except DataError as error:
             raise Fatal(str(error)) from None
         finally:
-            with contextlib.suppress(StoreError, TimeoutError):  # a pod must be able to go without Redis: its lease runs out
+            with contextlib.suppress(StoreError, TimeoutError):  # without Redis the pod must still exit; its lease expires
                 await asyncio.wait_for(self.store.run.step_down(candidate), STEP_DOWN_S)
 
     async def _lead(self, loop: Loop, fence: int) -> None:
-        """Act as the leader until told to stop or fenced off."""
+        """Act as the leader until stopped or fenced off."""
         self.service.say(phase="leading")
         self.metrics.leads.set(1)
         log.info("leading", fence=fence)
@@ -101,22 +102,23 @@ class DataprepLoop:
                     renewed = time.monotonic()
                 state = await self.store.run.state()
                 if state is None:
-                    raise Broken(f"run {self.config.run.name!r} vanished from Redis")  # a new process creates it again
+                    raise Broken(f"run {self.config.run.name!r} vanished from Redis")  # a restarted process creates it again
                 try:
                     busy = await self._act(fence, state)
-                except Busy:  # a snapshot is being taken; what was done before that stands
+                except Busy:  # a snapshot is being taken; everything done before it stands
                     await self.notifications.wait("control", timeout=SNAPSHOT_S)
                     continue
                 if not busy:
                     await self.notifications.wait(*TOPICS, timeout=IDLE_S)
         except (Fenced, OutOfOrder) as error:
-            log.warning("no longer in step with the run, starting over", error=str(error))
+            log.warning("lost step with the run, starting over", error=str(error))
         finally:
             self.metrics.leads.set(0)
             self._waits.enter("")
 
     async def _act(self, fence: int, state: RunState) -> bool:
-        """One turn of all that the leader does; of a run that ends, its round is wound up. Returns whether anything was done."""
+        """Do one turn of everything the leader does, and return whether anything was done. An ending run only gets its evaluation
+        round closed."""
         paused = state.pause_modes.get(self.service.kind, "")
         self.service.say(paused=paused)
         trains = not paused and not state.ended
@@ -126,7 +128,7 @@ class DataprepLoop:
         return await self.evaluation.tend(fence, state) or busy
 
     async def _turn(self, fence: int, state: RunState) -> bool:
-        """Settle, then make a step or else issue. Returns whether anything was done."""
+        """Settle, then make a step or else issue tickets. Return whether anything was done."""
         next_step, most = state.prepared_step + 1, self.config.admission.prompts_per_step
         base = await self._rebase(fence, next_step)
         settled = await self._settle(fence, next_step, base)
@@ -135,7 +137,7 @@ class DataprepLoop:
         self.metrics.stale.inc(swept.stale)
         again = await self.issuer.issue_again(fence) if swept.reissue else 0
         if again < swept.reissue:
-            return True  # they come before new prompts
+            return True  # reissued prompts come before new ones
         prepared = await self._prepare(fence, state, swept, oldest_fresh)
         return bool(prepared or await self._issue(fence, state, swept) or settled or again)
 
@@ -154,7 +156,7 @@ class DataprepLoop:
             if settlement.item.header is not None:
                 self.service.tracing.record("settle", settlement.item.header.trace, started, action=action)
             if kind == "failed":
-                log.error("header buried", ticket=settlement.item.ticket, reason=reason)
+                log.error("header moved to dead letters", ticket=settlement.item.ticket, reason=reason)
             elif settlement.item.header is not None:
                 self.generated.add(settlement.item.header)
             if kind != "insert":
@@ -176,7 +178,7 @@ class DataprepLoop:
             return False
         self._waiting = ("", 0.0)
         if isinstance(decision, admission.PassOver):
-            log.warning("every group of a step was filtered: its prompts are passed over", step=number)
+            log.warning("step skipped: every group of its prompts was filtered", step=number)
             await self.store.replay.pass_over(fence, decision.gaps_until)
             self.metrics.passed_over.inc()
             return True
@@ -200,13 +202,13 @@ class DataprepLoop:
             self.metrics.short.inc()
             if self.config.filters.active_sampling:
                 bound = self.config.filters.active_sampling_bound
-                log.warning("step is short: filters dropped more groups than are replaced", groups=len(groups), bound=bound)
+                log.warning("step is short: filters dropped more groups than may be replaced", groups=len(groups), bound=bound)
         if decision.overtook:
             self.metrics.overtook.inc()
-            log.warning("step made without an older ticket")
+            log.warning("step made without waiting for an older ticket")
 
     async def _rebase(self, fence: int, next_step: int) -> int:
-        """Keep weights by recency within what the clocks can tell apart; the base they are relative to."""
+        """Keep recency weights within the precision of the clocks, and return the base that they are relative to."""
         if self.config.replay.priority != "recency":
             return 0
         base, wanted = await self.store.replay.recency_base(), replay.recency_base(next_step, self.config.replay)
@@ -215,8 +217,8 @@ class DataprepLoop:
         return wanted
 
     async def _issue(self, fence: int, state: RunState, swept: SweptTable) -> int:
-        """Issue what there is room for. When no prompt is left and no step can be made of what there is, the run ends, which is
-        an outcome and no fault."""
+        """Issue as many tickets as there are free slots and prompts. If no prompt is left and the table cannot fill a step,
+        end the run; that is an outcome, not a fault."""
         progress = self._progress(state)
         wanted = admission.tickets_to_issue(swept, admission.progress_of(state), self.rules)
         if full := await self.memory.full():
@@ -230,6 +232,6 @@ class DataprepLoop:
         return issued
 
     def _progress(self, state: RunState) -> admission.Progress:
-        """Where the run stands; with no prompt left, no slot is of use."""
+        """Return the progress of the run. Once prompts are exhausted, it reports no free slots."""
         progress = admission.progress_of(state)
         return replace(progress, free_slots=0) if self.issuer.exhausted else progress

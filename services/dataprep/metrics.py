@@ -1,4 +1,4 @@
-"""Prometheus metrics of dataprep: what the leader does, and where the run stands."""
+"""Prometheus metrics of dataprep: the leader's work and the state of the run."""
 
 from __future__ import annotations
 
@@ -20,32 +20,38 @@ LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 
 
 class DataprepMetrics(Metrics):
-    """What the leader of a run does."""
+    """The work of a run's leader."""
 
-    leads: Gauge = gauge("grpo_dataprep_leads", "", "1 while this process leads.")
+    leads: Gauge = gauge("grpo_dataprep_leads", "", "1 while this process is the leader.")
     issued: Counter = counter("grpo_dataprep_issued_tickets_total", "tickets", "Tickets issued by this process.")
     settled: Mapping[str, Counter] = counters(
-        "grpo_dataprep_settled_groups_total", "groups", "Finished groups by what became of them.", "action", ACTIONS
+        "grpo_dataprep_settled_groups_total", "groups", "Settled groups, by outcome.", "action", ACTIONS
     )
-    stale: Counter = counter("grpo_dataprep_stale_groups_total", "groups", "Groups dropped from the table as stale.")
+    stale: Counter = counter("grpo_dataprep_stale_groups_total", "groups", "Groups dropped from the replay table as stale.")
     prepared: Counter = counter("grpo_dataprep_prepared_steps_total", "steps", "Steps prepared by this process.")
-    passed_over: Counter = counter("grpo_dataprep_passed_over_steps_total", "steps", "Steps' worth of prompts all filtered.")
-    overtook: Counter = counter("grpo_dataprep_overtaking_steps_total", "steps", "Steps made while an older ticket was out.")
+    passed_over: Counter = counter(
+        "grpo_dataprep_passed_over_steps_total", "steps", "Steps skipped because every group of their prompts was filtered."
+    )
+    overtook: Counter = counter(
+        "grpo_dataprep_overtaking_steps_total", "steps", "Steps made while an older ticket was still unfinished."
+    )
     short: Counter = counter("grpo_dataprep_short_steps_total", "steps", "Steps with fewer groups than prompts_per_step.")
     waited: Mapping[str, Counter] = counters(
         "grpo_dataprep_wait_seconds_total", "seconds",
-        "Time in which no step was made, by why: too few groups, an older ticket is out, min_size, the rate limiter, or enough "
-        "steps lie ahead of the trainer.", "why", WAITS,
+        "Time without a step in preparation, by reason: too few groups, an older ticket unfinished, min_size, the rate limiter, "
+        "or enough steps ahead of the trainer.", "why", WAITS,
     )  # fmt: skip
-    settle_s: Histogram = histogram("grpo_dataprep_settle_seconds", "seconds", "Settling of a batch of headers.")
-    plan_s: Histogram = histogram("grpo_dataprep_plan_seconds", "seconds", "Making of a step's plan, from its groups to Redis.")
-    lag: Histogram = histogram(
-        "grpo_dataprep_group_lag_steps", "steps", "Step minus oldest policy version of the groups of prepared steps.", LAGS
+    settle_s: Histogram = histogram("grpo_dataprep_settle_seconds", "seconds", "Duration of settling a batch of headers.")
+    plan_s: Histogram = histogram(
+        "grpo_dataprep_plan_seconds", "seconds", "Duration of planning a step, from reading its groups to storing the plan."
     )
-    lag_bound: Gauge = gauge("grpo_dataprep_lag_bound_steps", "steps", "The largest lag allowed, admission.max_staleness.")
+    lag: Histogram = histogram(
+        "grpo_dataprep_group_lag_steps", "steps", "Step number minus the group's oldest policy version, in prepared steps.", LAGS
+    )
+    lag_bound: Gauge = gauge("grpo_dataprep_lag_bound_steps", "steps", "Maximum lag allowed: admission.max_staleness.")
 
     def wait_clock(self) -> PhaseClock:
-        """Notes why no step is made."""
+        """Return a clock that records why no step is made."""
         return PhaseClock({why: made.inc for why, made in self.waited.items()})
 
 
@@ -54,20 +60,20 @@ class EvaluationMetrics(Metrics):
 
     rounds: Mapping[str, Counter] = counters(
         "grpo_evaluation_rounds_total", "",
-        "Rounds by how they ended: reported; begun and given up, for a reason that the log and `grpo status` have; never begun, "
-        "as their version had passed.", "outcome", ("complete", "abandoned", "skipped"),
+        "Rounds by outcome: complete, that is reported; abandoned, with a reason in the log and in `grpo status`; skipped, "
+        "because newer weights were already published.", "outcome", ("complete", "abandoned", "skipped"),
     )  # fmt: skip
     seconds: Histogram = histogram(
-        "grpo_evaluation_seconds", "seconds", "Complete rounds, from the first volunteer to the last result."
+        "grpo_evaluation_seconds", "seconds", "Duration of complete rounds, from the first volunteer to the last result."
     )
     completions: Counter = counter("grpo_evaluation_completions_total", "", "Completions of complete rounds.")
     last: Gauge = bounded(
-        "gauge", "grpo_evaluation_metric", "", "Scores of the last complete round: pass@k, reward and length of every source.",
+        "gauge", "grpo_evaluation_metric", "", "Scores of the last complete round: pass@k, reward and length, per source.",
         "name", "docs/evaluation.md",
     )  # fmt: skip
 
     def complete(self, record: Mapping[str, float], completions: int) -> None:
-        """Show a round."""
+        """Record a complete round."""
         self.rounds["complete"].inc()
         self.seconds.observe(record["eval/wall_s"])
         self.completions.inc(completions)
@@ -77,36 +83,38 @@ class EvaluationMetrics(Metrics):
 
 
 class RunMetrics(Metrics):
-    """Where the run stands; shown by every dataprep pod, leader or standby (run_gauges.py)."""
+    """The state of the run, exported by every dataprep pod, leader or standby (run_gauges.py)."""
 
     steps: Gauge = gauge("grpo_run_steps", "steps", "Length of the run.")
     marks: Mapping[str, Gauge] = gauges(
-        "grpo_run_done_steps", "steps", "Steps of the run that are prepared, committed, checkpointed; policy version published.",
+        "grpo_run_done_steps", "steps", "Steps prepared, committed and checkpointed, and the published policy version.",
         "mark", MARKS,
     )  # fmt: skip
-    slots: Gauge = gauge("grpo_run_slots", "tickets", "Slots of the run: tickets that may be under way.")
+    slots: Gauge = gauge("grpo_run_slots", "tickets", "Slots of the run: the most tickets in progress at a time.")
     slots_used: Gauge = gauge("grpo_run_used_slots", "tickets", "Slots in use.")
     tickets: Mapping[str, Gauge] = gauges(
         "grpo_run_tickets", "tickets",
-        "Tickets by where they are: waiting for a generator, claimed by one, finished and not settled, in the replay table and "
-        "never trained, in a prepared step, taken from the dead letters, cut off by a restore.", "place", PLACES,
+        "Tickets by place: queued for a generator, claimed by one, finished but not settled, in the replay table untrained, in a "
+        "prepared step, requeued from the dead letters, to be reissued after a restore.", "place", PLACES,
     )  # fmt: skip
-    oldest: Gauge = gauge("grpo_run_oldest_ticket_seconds", "seconds", "Age of the oldest ticket that waits or is claimed.")
+    oldest: Gauge = gauge("grpo_run_oldest_ticket_seconds", "seconds", "Age of the oldest ticket that is queued or claimed.")
     buffered: Gauge = gauge("grpo_run_replay_groups", "groups", "Groups in the replay table.")
     outcomes: Mapping[str, Gauge] = gauges(
-        "grpo_run_outcome_tickets", "tickets", "Tickets by how they ended. A restore takes the counts back to its checkpoint.",
+        "grpo_run_outcome_tickets", "tickets", "Tickets by outcome. A restore resets the counts to those of its checkpoint.",
         "outcome", OUTCOMES,
     )  # fmt: skip
-    doubled: Gauge = gauge("grpo_run_doubled_tickets", "tickets", "Tickets trained twice as new: must stay 0.")
-    dead_letters: Gauge = gauge("grpo_run_dead_letters", "tickets", "Entries of the dead letters.")
-    paused: Mapping[str, Gauge] = gauges("grpo_run_paused", "", "1 while a role is asked to pause.", "role", ROLES)
-    ended: Gauge = gauge("grpo_run_ended", "", "1 once the run is to end, or has.")
-    pods: Mapping[str, Gauge] = gauges("grpo_run_pods", "", "Pods heard of within fleet.ttl_s.", "kind", KINDS)
-    wanted: Gauge = gauge("grpo_run_wanted_generators", "", "Generators that the run is wanted to have.")
+    doubled: Gauge = gauge("grpo_run_doubled_tickets", "tickets", "Tickets trained on twice as new. Must stay 0.")
+    dead_letters: Gauge = gauge("grpo_run_dead_letters", "tickets", "Entries in the dead letters.")
+    paused: Mapping[str, Gauge] = gauges("grpo_run_paused", "", "1 while a role is paused by request.", "role", ROLES)
+    ended: Gauge = gauge("grpo_run_ended", "", "1 once the run is ending or has ended.")
+    pods: Mapping[str, Gauge] = gauges("grpo_run_pods", "", "Pods with a heartbeat within fleet.ttl_s.", "kind", KINDS)
+    wanted: Gauge = gauge("grpo_run_wanted_generators", "", "Number of generators requested for the run.")
     redis_memory: Gauge = gauge(
-        "grpo_redis_used_memory_bytes", "bytes", "Memory that Redis uses; of several servers, the fullest."
+        "grpo_redis_used_memory_bytes", "bytes", "Memory that Redis uses; with several servers, the fullest."
     )
-    redis_limit: Gauge = gauge("grpo_redis_memory_limit_bytes", "bytes", "Memory that it may use; 0: no limit.")
-    redis_clients: Gauge = gauge("grpo_redis_clients", "", "Connections to Redis; of several servers, the most.")
-    redis_persists: Gauge = gauge("grpo_redis_persists", "", "1 while Redis' last write to its append-only file went well.")
-    redis_answer_s: Histogram = histogram("grpo_redis_answer_seconds", "seconds", "Answer of Redis to the count of all tickets.")
+    redis_limit: Gauge = gauge("grpo_redis_memory_limit_bytes", "bytes", "Memory limit of that server. 0: no limit.")
+    redis_clients: Gauge = gauge("grpo_redis_clients", "", "Connections to Redis; with several servers, the most of any.")
+    redis_persists: Gauge = gauge("grpo_redis_persists", "", "1 while Redis' last write to its append-only file succeeded.")
+    redis_answer_s: Histogram = histogram(
+        "grpo_redis_answer_seconds", "seconds", "Response time of Redis to a count of all tickets."
+    )

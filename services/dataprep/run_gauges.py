@@ -1,7 +1,7 @@
-"""Where the run stands, for Prometheus: read from Redis every few seconds.
+"""Exports the state of the run to Prometheus, read from Redis every few seconds.
 
-Guarantees: some eight short commands a look, none of which works on more than the run's counters; a leader and a standby show
-the same.
+Guarantees: each poll sends about eight short commands, none of which does more than read the run's counters; a leader and a
+standby export the same values.
 Waits for: `POLL_S`, or the end of a restore. Unblocked by: time.
 """
 
@@ -18,22 +18,22 @@ from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store.records import RunState
 
-POLL_S = 2.0  # well below the 10 s and more between two reads of Prometheus
+POLL_S = 2.0  # well below the 10 s or more between scrapes of Prometheus
 
 
 class RunGauges:
-    """Looks at the run and shows what it sees."""
+    """Polls the run and exports what it reads."""
 
     def __init__(self, service: Service, metrics: RunMetrics) -> None:
         self._service, self._store, self._config, self._metrics = service, service.store, service.config, metrics
 
     async def follow(self, loop: Loop) -> None:
-        """Look for ever."""
+        """Poll until cancelled."""
         while True:
             state = await self._store.run.state()
             if state is not None:
                 self._show_state(state)
-                with contextlib.suppress(Busy):  # the run is being restored: there is no count of it
+                with contextlib.suppress(Busy):  # the run is being restored and cannot be counted
                     await self._count()
             await self._look_at_server()
             await self._look_at_fleet()

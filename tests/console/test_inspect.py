@@ -267,7 +267,7 @@ async def test_without_a_tokenizer_there_are_token_ids_and_a_reason(store: Store
     }
     assert "has no tokenizer.json on this machine" in found["notes"][0]
     (run.parent / "model" / "tokenizer.json").write_text("{}")
-    assert "is not a tokenizer" in (await show(verbs.group, "0-0", 0, 1))[1]
+    assert "is not a valid tokenizer" in (await show(verbs.group, "0-0", 0, 1))[1]
 
 
 async def test_a_run_whose_folder_is_elsewhere_shows_what_redis_has(

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from services.console.local.redis_server import RedisServer
-from services.operations.endpoints.run import add_routes
+from services.runtime.http.endpoints.run import add_routes
 from services.protocol.messages import PodStatus
 from services.runtime.http.api import serve
 from services.runtime.http.credentials import ApiTokens

@@ -234,7 +234,7 @@ def test_a_round_whose_volunteers_are_gone_is_not_reported_and_training_goes_on(
         assert lead.ledger("evaluations_abandoned") == lead.shown("rounds_total", outcome="abandoned") == 1
         assert [span[2]["outcome"] for span in lead.tracing.spans] == ["abandoned"]
         seen = world.portal.call(world.store.evaluation.state(60))
-        assert seen.abandoned == "version 0: no generator that holds version 0 is left"
+        assert seen.abandoned == "version 0: no generator holds version 0 any longer"
         lead.check_no_key_left()
         world.train(2)
 
@@ -329,7 +329,7 @@ def test_a_stopped_run_abandons_its_round(tmp_path: Path, server: RedisServer) -
         began = time.monotonic()
         lead.wait_for(0)
         assert time.monotonic() - began < 3
-        assert world.portal.call(world.store.evaluation.state(60)).abandoned == "version 0: the run ends: a test"
+        assert world.portal.call(world.store.evaluation.state(60)).abandoned == "version 0: the run is ending: a test"
         lead.check_no_key_left()
         world.portal.call(wait_until(lambda: not volunteers(world)))
 
@@ -359,12 +359,12 @@ def _state(published: int, stopping: str = "") -> RunState:
         (_round(), _state(2), 0, 0.0, ""),
         (_round(volunteers=1), _state(5), 0, 0.0, ""),
         (_round(), _state(3), 1, 0.0, ""),
-        (_round(), _state(3), 0, 0.0, "no generator that holds version 2 is left"),
-        (_round(started=False), _state(3), 0, 0.0, "no generator stayed on version 2 before version 3 came"),
+        (_round(), _state(3), 0, 0.0, "no generator holds version 2 any longer"),
+        (_round(started=False), _state(3), 0, 0.0, "no generator stayed on version 2 before version 3 was published"),
         (_round(fault="ticket easy:0: broke", volunteers=1), _state(2), 0, 0.0, "ticket easy:0: broke"),
-        (_round(volunteers=1), _state(2, "a test"), 0, 0.0, "the run ends: a test"),
+        (_round(volunteers=1), _state(2, "a test"), 0, 0.0, "the run is ending: a test"),
         (_round(volunteers=1), _state(6), 0, 9.0, ""),
-        (_round(volunteers=1), _state(6), 0, 11.0, "evaluation.final_s = 10 s ran out"),
+        (_round(volunteers=1), _state(6), 0, 11.0, "evaluation.final_s = 10 s elapsed before the round was complete"),
     ],
 )
 def test_a_round_is_given_up_when_it_cannot_be_completed(

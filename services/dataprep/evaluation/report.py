@@ -1,6 +1,6 @@
-"""What a complete evaluation round says. Pure.
+"""Computes the report of a complete evaluation round. Pure.
 
-Guarantees: a result that is not the whole answer to its ticket, by the round's version alone, is never part of a report.
+Guarantees: a result that does not answer its whole ticket, with the round's version alone, is never part of a report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.protocol.messages import Header, Ticket
 
 
 class Unfit(Exception):
-    """A result that cannot be reported; the message says why."""
+    """A result that cannot be reported. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class Result:
 
 
 def read_result(ticket: Ticket, body: bytes, longest: int, largest: float) -> Result:
-    """The result of a ticket; completions have at most `longest` tokens, rewards are at most `largest`. Raises `Unfit`."""
+    """Decode the result of a ticket.
+
+    Completions have at most `longest` tokens and rewards are at most `largest`. Raises `Unfit` otherwise.
+    """
     try:
         header = codec.decode(body, Header)
     except codec.CorruptMessage as error:
@@ -41,23 +44,23 @@ def read_result(ticket: Ticket, body: bytes, longest: int, largest: float) -> Re
     n = ticket.group_size
     columns = (header.lengths, header.rewards, header.truncated, header.oldest, header.newest)
     if header.ticket != ticket.id or any(len(column) != n for column in columns):
-        raise Unfit(f"the result of {ticket.id} is of {header.ticket} and has not {n} completions throughout")
+        raise Unfit(f"the result of {ticket.id} names ticket {header.ticket} or does not have {n} completions in every column")
     if {*header.oldest, *header.newest} != {ticket.epoch}:
         versions = sorted({*header.oldest, *header.newest})
         raise Unfit(f"the result of {ticket.id} was sampled by policy versions {versions}, not by {ticket.epoch} alone")
     rewards_fit = all(math.isfinite(reward) and reward <= largest + SOLVED_TOLERANCE for reward in header.rewards)
     if not rewards_fit or min(header.lengths) < 1 or max(header.lengths) > longest:
         raise Unfit(
-            f"the result of {ticket.id} cannot be: rewards {header.rewards}, lengths {header.lengths} of at most {longest}"
+            f"the result of {ticket.id} is impossible: rewards {header.rewards}, lengths {header.lengths} of at most {longest}"
         )
     correct = sum(reward >= largest - SOLVED_TOLERANCE for reward in header.rewards)
     return Result(ticket.source, header.rewards, correct, header.lengths, header.truncated)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that k of the n completions, drawn without return, hold a correct one.
+    """Return 1 - C(n - c, k) / C(n, k): the chance that k of the n completions, drawn without replacement, contain a correct one.
 
-    As a product of ratios, which cannot overflow (Chen et al. 2021, appendix A).
+    Computed as a product of ratios, which cannot overflow (Chen et al. 2021, appendix A).
     """
     if n - correct < k:
         return 1.0
@@ -65,7 +68,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def report(results: Sequence[Result], ks: Sequence[int]) -> dict[str, float]:
-    """Metrics of each source and of `all`: means over prompts for pass@k, over completions for the rest."""
+    """Return the metrics of each source and of `all`: means over prompts for pass@k, over completions for the rest."""
     by_source: dict[str, list[Result]] = {}
     for result in results:
         by_source.setdefault(result.source, []).append(result)
@@ -87,8 +90,8 @@ def report(results: Sequence[Result], ks: Sequence[int]) -> dict[str, float]:
 def read_results(
     tickets: Sequence[Ticket], bodies: Mapping[str, bytes], longest: int, largest: Callable[[str], float]
 ) -> list[Result]:
-    """Results of all tickets; `largest(source)` is the largest reward. Raises `Unfit` when one is missing or unfit."""
+    """Decode the results of all tickets; `largest(source)` is the largest reward. Raises `Unfit` if one is missing or unfit."""
     missing = [ticket.id for ticket in tickets if ticket.id not in bodies]
     if missing or len(bodies) != len(tickets):
-        raise Unfit(f"{len(bodies)} results are there for {len(tickets)} tickets; missing: {', '.join(missing[:3]) or 'none'}")
+        raise Unfit(f"{len(bodies)} results for {len(tickets)} tickets; missing: {', '.join(missing[:3]) or 'none'}")
     return [read_result(ticket, bodies[ticket.id], longest, largest(ticket.source)) for ticket in tickets]

@@ -1,10 +1,11 @@
-"""Evaluation rounds, the leader's part: open, watch, report or abandon (docs/evaluation.md).
+"""The leader's part of evaluation rounds: open, watch, report or abandon them (docs/evaluation.md).
 
-Guarantees: one round is open at a time; it is reported once, when every prompt is answered by the round's version alone, or
-abandoned with a reason that is counted and logged; either way no key of it is left. Nothing here waits: `tend` is one turn.
+Guarantees: at most one round is open at a time. It is reported once, when every prompt is answered by the round's version
+alone, or abandoned with a reason that is counted and logged; either way all its keys are deleted. `tend` never waits: it does
+one turn.
 
-A round opens as soon as the step that makes its version is planned, before the version exists. So it is there when the first
-generator holds the version, and generators can stay on it before the next sync round begins.
+A round opens as soon as the step that makes its version is planned, before the version exists. It is therefore open when the
+first generator holds the version, and generators can stay on that version before the next sync round begins.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from services.store.calls.evaluation import EvaluationRound
 
 log = structlog.get_logger()
 
-POLL_S = 0.25  # how often an open round is looked at
+POLL_S = 0.25  # seconds between polls of an open round
 
 
 class EvaluationRounds:
-    """Sees the rounds of a run through, for whoever leads it."""
+    """Runs the evaluation rounds of a run on behalf of its leader."""
 
     def __init__(
         self, config: RunConfig, store: Store, source: PromptSource | None, metrics: EvaluationMetrics, tracing: TraceRecorder
     ) -> None:
-        """`source` holds the rows of `evaluation.sources`; None where evaluation is off."""
+        """`source` holds the rows of `evaluation.sources`, or is None if evaluation is off."""
         self.metrics, self.tracing = metrics, tracing
-        self._traces: dict[int, tuple[str, float]] = {}  # of the round that this process opened: its trace, and since when
+        self._traces: dict[int, tuple[str, float]] = {}  # trace and start of the round that this process opened
         self.config, self.given, self.store, self.source = config, config.evaluation, store, source
         self._fence = 0
         self._dealt_with = -1
@@ -45,7 +46,7 @@ class EvaluationRounds:
         self._last_since: float | None = None  # when the last version was first seen published
 
     async def tend(self, fence: int, state: RunState) -> bool:
-        """One turn of the leader; whether anything was done. Raises `Fenced` when another leads."""
+        """Do one turn of the leader and return whether anything was done. Raises `Fenced` if another process leads."""
         if self.source is None or not self.given.every_steps:
             return False
         now = time.monotonic()
@@ -80,11 +81,11 @@ class EvaluationRounds:
         if due is None or state.ended or due > state.prepared_step + 1:
             return False
         late = 0
-        while due is not None and due < state.published_version:  # the fleet has left it behind
+        while due is not None and due < state.published_version:  # the fleet has moved past it
             late, self._dealt_with = late + 1, due
             due = self.given.next_version(due, state.steps)
         if late:
-            log.warning("evaluation rounds skipped: their versions passed", last=self._dealt_with, skipped=late)
+            log.warning("evaluation rounds skipped: newer weights are already published", last=self._dealt_with, skipped=late)
             if await self.store.evaluation.skip(fence, self._dealt_with, late):
                 self.metrics.rounds["skipped"].inc(late)
             return True
@@ -123,15 +124,15 @@ class EvaluationRounds:
         log.warning("evaluation round abandoned", version=found.version, done=found.done, total=found.total, reason=reason)
 
     def _ended(self, found: EvaluationRound, outcome: str) -> None:
-        """A round that another process opened has no span: its trace is not known here."""
+        """Record the end of a round. One that another process opened gets no span, since its trace is unknown here."""
         self._open = None
         trace, began = self._traces.pop(found.version, ("", 0.0))
         self.tracing.record("evaluate", trace, began, version=found.version, outcome=outcome, prompts=found.done)
 
     def tickets(self, version: int, trace: str = "") -> list[Ticket]:
-        """The round's tickets, the same ones whenever asked, but for their `trace`; `epoch` is the version, `index` the row.
+        """Return the round's tickets, always the same ones except for `trace`; `epoch` is the version, `index` the row.
 
-        A prompt has the same seeds in every round, so that rounds differ by the policy and not by the draw.
+        A prompt has the same seeds in every round, so that rounds differ only by policy.
         """
         assert self.source is not None
         tickets: list[Ticket] = []
@@ -149,22 +150,22 @@ class EvaluationRounds:
 
 
 def hopeless(found: EvaluationRound, state: RunState, members: list[PodStatus], last_s: float, final_s: float) -> str:
-    """Why a round that is not complete never will be, or is not waited for any longer; empty: it goes on.
+    """Return why an incomplete round can never complete or is not worth waiting for, or "" if it continues.
 
-    `members`: who is live. `last_s`: for how long the last version of the run has been published.
+    `members` are the live pods. `last_s` is how long ago the last version of the run was published.
     """
     if found.fault:
         return found.fault
     if state.ended:
-        return f"the run ends: {state.stopping or state.finished}"
+        return f"the run is ending: {state.stopping or state.finished}"
     holders = found.volunteers or sum(pod.kind == "generator" and pod.version == found.version for pod in members)
     if state.published_version > found.version and not holders:
         if found.started:
-            return f"no generator that holds version {found.version} is left"
+            return f"no generator holds version {found.version} any longer"
         return (
-            f"no generator stayed on version {found.version} before version {state.published_version} came: none was to spare "
-            "(evaluation.min_training_generators), or the round was opened late because another was open"
+            f"no generator stayed on version {found.version} before version {state.published_version} was published: none could "
+            "be spared (evaluation.min_training_generators), or the round opened late because another was open"
         )
     if last_s > final_s:
-        return f"evaluation.final_s = {final_s:g} s ran out"
+        return f"evaluation.final_s = {final_s:g} s elapsed before the round was complete"
     return ""

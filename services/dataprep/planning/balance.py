@@ -1,4 +1,4 @@
-"""Dealing work out evenly: groups to mini-batches, responses to ranks."""
+"""Distributes work evenly: groups over mini-batches, responses over ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 TOLERANCE = 0.002
-"""Swaps between ranks end when the costliest and the cheapest differ by this share of the mean."""
+"""Swaps between ranks stop when the highest and the lowest load differ by at most this share of the mean."""
 SWAPS_PER_RANK = 16
-"""At most so many swaps a rank; each may let one more rank fetch a payload."""
+"""Most swaps per rank. Each may make one more rank fetch a payload."""
 
 
 def deal(tokens: Sequence[int], parts: int) -> list[list[int]]:
-    """Places of `tokens` in `parts` parts whose sizes differ by at most one and whose sums are near each other.
+    """Divide `tokens` into `parts` parts whose sizes differ by at most one and whose sums are similar; return places per part.
 
-    Largest first to the part with the smallest sum among those that have room; ties by place. Places rise within a part.
+    Each item, largest first, goes to the part with the smallest sum among those that are not full; ties go by place. Places
+    ascend within a part.
     """
     smallest, larger = divmod(len(tokens), parts)
     room = [smallest + (part < larger) for part in range(parts)]
@@ -29,9 +30,9 @@ def deal(tokens: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def spread(costs: np.ndarray, ranks: int, movable: np.ndarray | None = None) -> list[list[int]]:
-    """Places of `costs` [m] on `ranks` ranks, in stretches of equal cost, evened out by moves and swaps of single places: of
-    those that are `movable`, [m] bool, or all."""
-    # A response belongs to the rank in whose stretch its middle lies.
+    """Assign the places of `costs` [m] to `ranks` ranks, in contiguous stretches of equal cost, then even these out by moving and
+    swapping single places: those that are `movable` ([m] bool), or all."""
+    # A response belongs to the rank whose stretch contains its middle.
     middle = np.cumsum(costs) - costs / 2
     owner = np.minimum((middle * ranks / max(1, costs.sum())).astype(np.int64), ranks - 1)
     mean = costs.sum() / ranks
@@ -45,19 +46,19 @@ def spread(costs: np.ndarray, ranks: int, movable: np.ndarray | None = None) -> 
 
 
 def _even_out(costs: np.ndarray, owner: np.ndarray, movable: np.ndarray, loads: np.ndarray, high: int, low: int) -> bool:
-    """Move one place from `high` to `low`, or swap two, such that half the gap is closed as nearly as can be."""
+    """Move one place from `high` to `low`, or swap two, so that the transfer is as close as possible to half the gap."""
     gap = loads[high] - loads[low]
     mine = np.flatnonzero((owner == high) & movable)
     theirs = np.flatnonzero((owner == low) & movable)
     if not len(mine):
         return False
     theirs = theirs[np.argsort(costs[theirs], kind="stable")]
-    offers = np.concatenate(([0], costs[theirs]))  # 0: give one away for nothing
+    offers = np.concatenate(([0], costs[theirs]))  # 0: move a place without taking one in return
     wanted = costs[mine] - gap / 2
     at = np.minimum(np.searchsorted(offers, wanted), len(offers) - 1)
     below = np.maximum(at - 1, 0)
     at = np.where(np.abs(offers[at] - wanted) <= np.abs(offers[below] - wanted), at, below)
-    closed = costs[mine] - offers[at]  # load that would go from high to low
+    closed = costs[mine] - offers[at]  # load that moves from high to low
     after = np.abs(gap - 2 * closed)
     best = int(np.argmin(after))
     if after[best] >= gap:

@@ -1,7 +1,7 @@
-"""Packing responses into rows of a token budget.
+"""Packs responses into rows with a token budget.
 
-A prompt lies in a row once for all responses of its group that stand there. So they are packed in the order of groups, and what
-that leaves over goes into the gaps; only where this needs more rows than longest first, it is longest first.
+A row holds the prompt of a group once, for all of that group's responses in the row. Responses are therefore packed in the
+order of groups, and the rest fill the gaps. Where this needs more rows than packing longest first, the latter is used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from math import ceil
 from typing import NamedTuple
 
 SLACK = (0.0, 0.01, 0.03, 0.1)
-"""How much over the mean a row may hold, tried in turn, where there are more rows than it takes: even rows take even time."""
+"""How far a row may exceed the mean, tried in turn, if there are more rows than necessary. Even rows take even time."""
 LAID_OUT = 2
-"""Tokens of a row over its budget when a prompt counts for each response: that many keys and values attention lays out."""
+"""Limit of a row, in budgets, with the prompt counted for each response, as attention lays out keys and values that way."""
 
 
 class Response(NamedTuple):
-    """What packing knows of one."""
+    """What packing needs to know of a response."""
 
     group: int
     prompt: int
@@ -30,9 +30,11 @@ class Response(NamedTuple):
 
 
 def pack(shares: Sequence[Sequence[Response]], budget: int) -> list[list[list[int]]]:
-    """[share][row] -> places of its responses, which are in the order of groups and none longer than `budget`. Every share gets
-    equally many rows, some of which may be empty. None is over the budget, nor over `LAID_OUT` times that with every response
-    behind a prompt of its own."""
+    """Pack each share of responses into rows; return [share][row] -> places of its responses.
+
+    Responses are in the order of groups and none is longer than `budget`. Every share gets the same number of rows, some of
+    which may be empty. No row exceeds the budget, nor `LAID_OUT` budgets if every response counts its own prompt.
+    """
     lower = max(1, *(_least(share, budget) for share in shares))
     if packed := _all_together(shares, budget, lower):
         return packed
@@ -47,12 +49,12 @@ def pack(shares: Sequence[Sequence[Response]], budget: int) -> list[list[list[in
 
 
 def _least(responses: Sequence[Response], budget: int) -> int:
-    """Rows that they fill to the brim."""
+    """Return a lower bound of the number of rows: how many they would fill without gaps."""
     return max(-(-_tokens(responses) // budget), -(-sum(response.tokens for response in responses) // (LAID_OUT * budget)))
 
 
 def _all_together(shares: Sequence[Sequence[Response]], budget: int, rows: int) -> list[list[list[int]]]:
-    """Every share in so many rows, evenly filled if that succeeds; empty if one does not fit."""
+    """Pack every share into `rows` rows, evenly filled if possible; return an empty list if one does not fit."""
     full: list[list[list[int]]] = []
     for share in shares:
         if (packed := _together(share, budget, budget, rows)) is None:
@@ -69,7 +71,7 @@ def _even_together(responses: Sequence[Response], budget: int, rows: int) -> lis
 
 
 def _apart(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]]:
-    """Longest first, evenly filled if that succeeds, else in as few rows as need be."""
+    """Pack longest first, evenly filled if possible, otherwise into as few rows as possible."""
     packed = _even(tokens, budget, rows)
     if packed is None:
         packed = _fewest(tokens, budget)
@@ -77,15 +79,17 @@ def _apart(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]]:
 
 
 def _tokens(responses: Sequence[Response]) -> int:
-    """Of all responses, in the order of groups, and of every prompt once."""
+    """Return the tokens of all responses, given in the order of groups, with every prompt counted once."""
     prompts = {response.group: response.prompt for response in responses}
     return sum(prompts.values()) + sum(response.tokens - response.prompt for response in responses)
 
 
 def _together(responses: Sequence[Response], limit: int, budget: int, rows: int) -> list[list[int]] | None:
-    """In rows of up to `limit` tokens. Group after group: of each, longest first, what fits into the row begun last, the others
-    into the next. What is left when no row is, longest first into the fullest row that still holds it; None as soon as one
-    does not fit."""
+    """Pack into rows of up to `limit` tokens, or return None as soon as a response does not fit.
+
+    Go through the groups; of each, longest first, put what fits into the current row and the others into the next. Put what is
+    left after the last row, longest first, into the fullest row that can hold it.
+    """
     packed: list[list[int]] = [[] for _ in range(rows)]
     free, room = [limit] * rows, [LAID_OUT * budget] * rows
     row, left = 0, list[int]()
@@ -134,7 +138,7 @@ def _longest_first(tokens: Sequence[int]) -> list[int]:
 
 
 def _even(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]] | None:
-    """Each response, longest first, into the row with the fewest tokens; None as soon as one does not fit there."""
+    """Put each response, longest first, into the row with the fewest tokens; return None as soon as one does not fit."""
     packed: list[list[int]] = [[] for _ in range(rows)]
     heap = [(0, row) for row in range(rows)]
     for i in _longest_first(tokens):
@@ -147,7 +151,7 @@ def _even(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]] | No
 
 
 def _tight(tokens: Sequence[int], budget: int) -> list[list[int]]:
-    """Best fit, longest first: each response into the fullest row that still holds it, else into a new one."""
+    """Pack by best fit, longest first: each response goes into the fullest row that can hold it, or else into a new one."""
     packed: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for i in _longest_first(tokens):

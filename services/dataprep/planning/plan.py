@@ -1,13 +1,13 @@
-"""From a step's groups to packed rows on every rank. Values in, values out; the same input gives the same plan.
+"""Plans a step: from its groups to packed rows on every rank. Pure; the same input gives the same plan.
 
-Guarantees: every response lies whole in exactly one row of one rank, and no row exceeds its token budget; every rank has
-equally many rows, of which some may be empty; ranks carry equal cost to within a few percent, and a mini-batch holds whole
-groups; denominators are those of the written formula, whatever the number of ranks and the packing, and never 0.
+Guarantees: every response is whole, in exactly one row of one rank, and no row exceeds its token budget; every rank has the
+same number of rows, some of which may be empty; the cost of ranks is equal to within a few percent, and a mini-batch holds
+whole groups; denominators follow the documented formula for any number of ranks and any packing, and are never 0.
 
-How: groups are dealt to mini-batches; a mini-batch's responses, in the order of groups, are cut into as many stretches of
-equal cost as there are ranks, so that a group's payload is fetched by one rank, seldom two; what the cut leaves uneven is
-evened out by swaps (balance.py); each rank packs its stretch into rows, groups together where it can (packing.py), as
-a prompt lies in a row once. Or, for `same_rows`, the other way round.
+Method: groups are dealt to mini-batches. A mini-batch's responses, in the order of groups, are cut into one stretch of equal
+cost per rank, so that a group's payload is fetched by one rank, rarely two. Swaps even out what the cut leaves uneven
+(balance.py). Each rank packs its stretch into rows, keeping groups together where it can (packing.py), since a row holds a
+prompt once. With `same_rows`, rows are packed first and dealt to the ranks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from services.dataprep.planning.packing import Response, pack
 from services.protocol.messages import RankPlan, Sample, StepPlan
 
 CROSSOVER_TOKENS = 24_576
-"""Length at which attention costs as much as all else: 12 x width for a dense transformer (24 d^2 against 2 d L operations a
-token and layer), here for a width of 2,048. Only the balance between ranks depends on it."""
+"""Length at which attention costs as much as everything else: 12 x width for a dense transformer (24 d^2 against 2 d L operations
+per token and layer), here for a width of 2,048. Only the balance between ranks depends on it."""
 
 ALONE = 4
-"""A response so many times as long as its prompt, with the prompt, may go to another rank than its group, where the prompt comes
-along."""
+"""A response that, with its prompt, is at least this many times as long as the prompt may go to a different rank than its group;
+the prompt then goes there too."""
 
 
 class PlanningError(ValueError):
-    """A step that cannot be packed; the message says why and what to change."""
+    """A step that cannot be packed. The message says why and what to change."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +49,32 @@ class PlanGroup:
     fresh: bool = True
     """Whether the group trains for the first time."""
     weight: float = 1.0
-    """Importance weight of the group: factor of its tokens' loss."""
+    """Importance weight of the group, a factor of its tokens' loss."""
     trace: str = ""
-    """Context of its trace; empty: it has none."""
+    """Context of its trace; empty if it has none."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is to be laid out."""
+    """The shape of a step: ranks, rows, mini-batches and denominator."""
 
     ranks: int
     row_tokens: int
     mini_batches: int = 1
     denominator_tokens: int = 0
-    """The constant denominator; 0: what `denominator` counts."""
+    """The constant denominator; 0: use the count that `denominator` selects."""
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
-    """What is counted of what is in the loss: response tokens, responses or groups, each as one whatever its group's weight."""
+    """What to count among what is in the loss: response tokens, responses or groups, each as one whatever its group's weight."""
     same_rows: bool = False
-    """Pack rows first and deal them to the ranks whole, so that rows do not depend on how many ranks there are."""
+    """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """All responses of a mini-batch, in the order of groups; columns share one index."""
+    """All responses of a mini-batch, in the order of groups. The columns share one index."""
 
-    group: np.ndarray  # [m] place of the group in the step
-    index: np.ndarray  # [m] place of the response in its group
+    group: np.ndarray  # [m] index of the group in the step
+    index: np.ndarray  # [m] index of the response in its group
     prompts: np.ndarray  # [m] tokens of the prompt
     tokens: np.ndarray  # [m] prompt + completion
     trained_tokens: np.ndarray  # [m] completion tokens in the loss
@@ -84,7 +84,7 @@ class _Samples:
 def plan_step(
     step: int, groups: Sequence[PlanGroup], layout: Layout, stats: Mapping[str, float] | None = None
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """The plan of a step and one `RankPlan` a rank. Raises `PlanningError` if a response is longer than a row."""
+    """Return the plan of a step and one `RankPlan` per rank. Raises `PlanningError` if a response is longer than a row."""
     if not groups:
         raise PlanningError(f"step {step} has no groups")
     _check_lengths(groups, layout.row_tokens)
@@ -118,8 +118,11 @@ def plan_step(
 
 
 def cost(tokens: np.ndarray, shared: np.ndarray | int = 0) -> np.ndarray:
-    """Relative cost [m] int64 of responses of so many tokens with their prompts: linear layers and attention, tokens x (crossover
-    + tokens). `shared`: tokens of each that the linear layers see in another response's place."""
+    """Return the relative cost [m] int64 of responses of `tokens` tokens with their prompts.
+
+    It covers the linear layers and attention: tokens x (crossover + tokens). `shared` counts the tokens of each that the linear
+    layers process as part of another response.
+    """
     tokens = tokens.astype(np.int64)
     return (tokens - shared) * CROSSOVER_TOKENS + tokens * tokens
 
@@ -168,7 +171,7 @@ def _denominator(samples: _Samples, layout: Layout) -> float:
 
 
 def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
-    """[rank][row] -> samples. Every rank has equally many rows; the costliest come first, so that rows of one place match."""
+    """Return [rank][row] -> samples. Every rank has the same number of rows, costliest first, so that rows of one index match."""
     costs, budget = cost(samples.tokens, _shared(samples)), layout.row_tokens
     columns = (samples.group.tolist(), samples.prompts.tolist(), samples.tokens.tolist())
     responses = [Response(*of) for of in zip(*columns, strict=True)]
@@ -183,13 +186,13 @@ def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
 
 
 def _shared(samples: _Samples) -> np.ndarray:
-    """[m] int64, the prompt's tokens less this response's part of them: groups stand together but where a row or a rank ends."""
+    """Return [m] int64: the prompt's tokens minus this response's part of them. Groups only split at row and rank ends."""
     _, places, sizes = np.unique(samples.group, return_inverse=True, return_counts=True)
     return samples.prompts - samples.prompts // sizes[places]
 
 
 def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
-    """[rank][row] -> samples, with empty rows where the number of rows does not divide."""
+    """Return [rank][row] -> samples, with empty rows if the number of rows is not divisible by the ranks."""
     dealt = deal([int(costs[row].sum()) for row in rows], ranks)
     most = max(len(places) for places in dealt)
     return [[rows[place] for place in places] + [[]] * (most - len(places)) for places in dealt]

@@ -1,4 +1,4 @@
-"""A step from the groups that were drawn: advantages, importance weights, statistics, packed rows. Pure."""
+"""Makes a step from the groups that were drawn: advantages, importance weights, statistics, packed rows. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.store.records import SweptTable
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """How the steps of a run are laid out."""
+    """Return the layout of the steps of a run."""
     trainer, loss = config.trainer, config.loss
     return Layout(
         config.data_parallel, trainer.row_tokens, trainer.mini_batches, loss.denominator_tokens, loss.denominator,
@@ -32,7 +32,7 @@ def make_step(
     made: generated_statistics.GeneratedStats,
     config: RunConfig,
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """The plan of a step of these groups, the first of the swept."""
+    """Plan the step that trains on these groups, which were drawn from the swept table."""
     headers = [group.header for group in groups]
     given = [advantages.advantages(header.rewards, config.advantage.kind) for header in headers]
     drawn = [swept.weights.get(group.group, 1.0) for group in groups]

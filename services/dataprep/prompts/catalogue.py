@@ -1,10 +1,9 @@
-"""The prompts of a run: tokenised once, then looked up by row. The rows of all sources lie one after the other.
+"""The prompts of a run, tokenised once and looked up by row. Rows are numbered through all sources, one after the other.
 
-Guarantees: whatever is wrong with a source, the template or lengths is a `DataError` of one line before the run starts; the
-same sources and tokenizer have the same digest, and any change of a prompt, an answer or the order they are asked in
-changes it.
+Guarantees: any fault of a source, the chat template or prompt lengths raises a one-line `DataError` before the run starts; the
+same sources and tokenizer have the same digest, and any change of a prompt, an answer or the order of prompts changes it.
 
-Memory: 4 bytes a token and the answers' text, whatever the size of the sources; they are read in chunks.
+Memory: 4 bytes per token plus the text of the answers, since sources are read in chunks.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from services.dataprep.prompts.tokenizer import PromptTokenizer, tokenizer_folde
 log = structlog.get_logger()
 
 CHUNK_ROWS = 2048
-"""Rows tokenised at a time: enough for the tokenizer's threads, little enough to hold."""
+"""Rows tokenised at a time: enough to occupy the tokenizer's threads, and few enough to hold in memory."""
 
 
 class PromptSource:
-    """All prompts of `sources` by row; None: those of `data.sources`. The order they are asked in is `order.PromptOrder`."""
+    """All prompts of `sources`, or of `data.sources` if that is None, by row. `order.PromptOrder` determines their order."""
 
     def __init__(self, config: RunConfig, sources: Sequence[Source] | None = None) -> None:
         tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), config.data)
@@ -50,23 +49,23 @@ class PromptSource:
         self._answers = bytes(columns.answers)
         self._answer_starts = np.concatenate(([0], np.frombuffer(columns.answer_ends, dtype=np.int64)))
         self.digest = self._digest(config.run.seed, config.data.shuffle)
-        """SHA-256 of all token ids, all answers and what their order is made of: the identity of the data set."""
+        """SHA-256 of all token ids, all answers and the inputs of their order: the identity of the data set."""
 
     def __len__(self) -> int:
         return len(self._token_starts) - 1
 
     def prompt(self, row: int) -> tuple[list[int], str]:
-        """Token ids and gold answer of a row."""
+        """Return the token ids and the reference answer of a row."""
         ids = self._tokens[self._token_starts[row] : self._token_starts[row + 1]].tolist()
         return ids, self._answers[self._answer_starts[row] : self._answer_starts[row + 1]].decode()
 
     def name_of(self, row: int) -> str:
-        """Name of the source that a row is of."""
+        """Return the name of the source that a row belongs to."""
         return self.spans[bisect_right(self.spans, row, key=lambda span: span.first) - 1].name
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Number of tokens of the longest prompt."""
         return int(np.diff(self._token_starts).max())
 
     def _digest(self, seed: int, shuffle: bool) -> str:
@@ -78,7 +77,7 @@ class PromptSource:
 
 
 class _Columns:
-    """Token ids and answers, end to end."""
+    """Token ids and answers, concatenated."""
 
     def __init__(self) -> None:
         self.tokens, self.answers = array("i"), bytearray()
@@ -91,7 +90,7 @@ class _Columns:
         while chunk := list(islice(rows, CHUNK_ROWS)):
             for row, ids in zip(chunk, tokenizer.encode(chunk), strict=True):
                 if not ids:
-                    raise DataError(f"{row.where}: the prompt has no tokens: fill or remove it")
+                    raise DataError(f"{row.where}: the prompt has no tokens: fill in or remove the row")
                 if len(ids) > data.max_prompt_tokens:
                     too_long.see(row.where, len(ids))
                     continue
@@ -104,13 +103,13 @@ class _Columns:
         if too_long.count and len(self.token_ends) == first:
             raise DataError(f'source "{source.name}" has no rows left: {too_long.summary()}: raise data.max_prompt_tokens')
         if too_long.count:
-            log.warning("prompts left out", source=source.name, why=too_long.summary())
+            log.warning("prompts skipped", source=source.name, why=too_long.summary())
         if len(self.token_ends) == first:
             raise DataError(f'source "{source.name}" has no rows ({_place(source)}): add prompts')
 
 
 class _TooLong:
-    """Collects prompts over the limit, so that one message tells of all."""
+    """Collects prompts over the limit, so that one message reports them all."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -125,13 +124,13 @@ class _TooLong:
             self._longest = (where, length)
 
     def summary(self) -> str:
-        """How many there are."""
+        """Say how many prompts are too long, and the longest of them."""
         rows = "1 row has" if self.count == 1 else f"{self.count} rows have"
         where, length = self._longest
         return f"{rows} more than data.max_prompt_tokens = {self._limit} tokens, the longest {length} ({where})"
 
     def fault(self) -> str:
-        """The first of them, as an error."""
+        """Report the first of them as an error."""
         where, length = self._first
         others = f"; {self.summary()}" if self.count > 1 else ""
         return (

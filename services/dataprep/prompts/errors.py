@@ -1,4 +1,4 @@
-"""The error of prompts that cannot be used."""
+"""The error for prompts that cannot be used."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from services.config import ConfigError
 
 
 class DataError(ConfigError):
-    """One line that names the key or the place, what is wrong there and the remedy. Raised before a run starts."""
+    """A one-line error that names the key or the row, the fault and the remedy. It is raised before a run starts."""

@@ -1,8 +1,8 @@
-"""From the order of prompts to tickets; and again, what a restore cut off.
+"""Turns the order of prompts into tickets, and reissues the tickets that a restore cut off.
 
-Guarantees: tickets are issued in the order that `PromptOrder` gives, each once. Redis alone says where the order stands: whenever
-its cursor is not where the last call left it, the order is read anew, so a lost reply, a leader that died or a server that
-lost its last second leave no prompt out and repeat none.
+Guarantees: tickets are issued in the order that `PromptOrder` gives, each once. Redis alone holds the position in the order: if
+its cursor is not where the last call left it, the order is read again. A lost reply, a leader that died or a server that lost
+its last second of writes therefore neither skips a prompt nor repeats one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ISSUE_BATCH = 128  # tickets per call
 
 
 class Issuer:
-    """Issues the leader's tickets: first those that come back from the dead letters, then the next prompts."""
+    """Issues the leader's tickets: first those requeued from the dead letters, then the next prompts."""
 
     def __init__(self, store: Store, source: PromptSource, config: RunConfig, tracing: TraceRecorder) -> None:
         self.store, self.source, self.config, self.tracing = store, source, config, tracing
@@ -34,21 +34,21 @@ class Issuer:
             load_curriculum(config.data.curriculum),
         )  # fmt: skip
         self._needs_rates = bool(config.filters.exclude_pass_rate or config.data.curriculum)
-        self._cursor = 0  # where `order` stands
+        self._cursor = 0  # position of `order`
         self.exhausted = ""
 
     def forget(self) -> None:
-        """Read the order anew at the next call: another may have led meanwhile."""
+        """Discard the position in the order, so that the next call reads it again: another process may have led meanwhile."""
         self._cursor, self.exhausted = -1, ""
 
     async def restore(self, cursor: int) -> None:
-        """Take the order up where Redis holds it, which is at prompt number `cursor` of the run."""
+        """Resume the order from Redis, at prompt number `cursor` of the run."""
         self.order.restore(*await self.store.tickets.order())
         self._cursor, self.exhausted = cursor, ""
 
     async def issue(self, fence: int, cursor: int, wanted: int, swept: SweptTable) -> int:
-        """Issue up to `wanted` tickets. Returns how many were issued. Once no prompt is left, `exhausted` says why."""
-        if cursor != self._cursor:  # a call whose reply was lost took effect, or the server lost its last one
+        """Issue up to `wanted` tickets and return how many were issued. Once no prompt is left, `exhausted` says why."""
+        if cursor != self._cursor:  # a call took effect but its reply was lost, or the server lost its last write
             await self.restore(cursor)
         count = min(wanted, ISSUE_BATCH)
         names = await self.store.tickets.requeued(min(swept.requeued, count)) if swept.requeued and count > 0 else []
@@ -56,13 +56,13 @@ class Issuer:
         rates: dict[int, PassRate] = {}
         if rest > 0 and self._needs_rates and self.order.begins_epoch(rest):
             if 0 <= swept.oldest_outstanding < cursor + count - self.config.slots:
-                rest = 0  # the epoch's rows depend on the reward of this straggler
+                rest = 0  # the rows of the epoch depend on the reward of this unfinished ticket
             else:
                 rates = await self.store.replay.rates()
         try:
             draft = self.order.draft(max(rest, 0), cursor, rates, again)
         except Exhausted as reason:
-            log.warning("no prompt is left to ask", reason=str(reason))
+            log.warning("prompts exhausted", reason=str(reason))
             self.exhausted, draft = str(reason), self.order.draft(0, cursor, rates, again)
         tickets = [self.ticket(pick, cursor + place) for place, pick in enumerate(draft.picks)]
         if not tickets:
@@ -78,7 +78,7 @@ class Issuer:
         return issued
 
     async def issue_again(self, fence: int) -> int:
-        """Issue the next tickets that a restore cut off. Returns how many."""
+        """Reissue the next tickets that a restore cut off, and return how many."""
         found = await self.store.tickets.reissue(ISSUE_BATCH)
         tickets = [self.ticket(_pick(name, self.source), seq) for name, seq in found]
         issued = 0
@@ -89,7 +89,7 @@ class Issuer:
         return issued
 
     def ticket(self, pick: Pick, seq: int) -> Ticket:
-        """The ticket of a prompt as number `seq` of the run. Its trace, if it gets one, begins here."""
+        """Make the ticket of a prompt, as number `seq` of the run. Its trace, if it gets one, begins here."""
         prompt, answer = self.source.prompt(pick.row)
         return Ticket(
             id=f"{pick.epoch}-{pick.row}", seq=seq, epoch=pick.epoch, index=pick.row,

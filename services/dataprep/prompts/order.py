@@ -1,12 +1,12 @@
-"""The order of prompts: sources mixed by weight, each in epochs of its own.
+"""The order of prompts: sources mixed by weight, each with its own epochs.
 
-Guarantees: at every prefix of a run each source was asked its share of the prompts, rounded up or down; every row that an
-epoch holds is asked once in it. The order is a function of the configuration, the data, the places at which failed prompts are
-asked again and the pass rates of groups more than `slots` prompts old, not of timing: an interrupted run that resumes meets the
-rows it would have met. Permutations are made of 64-bit integer arithmetic and a stable sort, the same on every platform and with
-every numpy.
+Guarantees: in every prefix of a run each source has its share of the prompts, rounded up or down; every row of an epoch is
+asked once in it. The order is a function of the configuration, the data, the places at which failed prompts are asked again,
+and the pass rates of groups more than `slots` prompts old. It does not depend on timing: a run that is interrupted and resumed
+continues with the same rows. Permutations use 64-bit integer arithmetic and a stable sort, so they are the same on every
+platform and with every numpy version.
 
-The leader drafts, hands the draft's state and epochs to Redis, and accepts it once Redis took them.
+The leader makes a draft, hands its state and epochs to Redis, and accepts it once Redis has stored them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from services.store.records import PassRate
 log = structlog.get_logger()
 
 ROW = np.dtype("<i4")  # a global row id, in memory and in Redis
-RATE_SLACK = 1e-8  # rewards are sums of floats
+RATE_SLACK = 1e-8  # tolerance, since rewards are sums of floats
 
 
 class Exhausted(Exception):
-    """No source has a row left to ask; the message says why and what to do."""
+    """No source has a row left to ask. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class SourceSpan:
-    """A prompt source within the rows of a run: it has the global row ids `first` to `first + rows - 1`."""
+    """A prompt source among the rows of a run: its global row ids are `first` to `first + rows - 1`."""
 
     name: str
     weight: float
@@ -57,44 +57,44 @@ class Pick:
 
 @dataclass(frozen=True)
 class Draft:
-    """The next prompts, and what is written down together with their tickets."""
+    """The next prompts, and what is stored together with their tickets."""
 
     picks: list[Pick]
-    """First those that are asked again. May be fewer than asked for, when every source becomes exhausted on the way."""
+    """Prompts asked again come first. There may be fewer than requested, if every source becomes exhausted on the way."""
     state: bytes
-    """Where the order stands after them: some 10 bytes and the name of each source, with a curriculum 4 bytes a slot."""
+    """Position in the order after them: about 10 bytes plus the name of each source, with a curriculum 4 bytes per slot."""
     epochs: dict[str, bytes]
-    """Source -> rows of the epoch that began on the way, int32 little-endian; they replace those of its last one."""
+    """Source -> rows of the epoch that began on the way, int32 little-endian. They replace the source's previous epoch."""
 
 
 class _Source(msgspec.Struct, array_like=True):
-    """Where a source stands."""
+    """Position within a source."""
 
     name: str
     epoch: int = -1
     taken: int = 0
-    """Rows asked of the epoch."""
+    """Rows of the epoch that were asked."""
     mixed: int = 0
-    """Prompts asked since the mixture has had its present sources."""
+    """Prompts asked since the set of live sources last changed."""
     exhausted: bool = False
 
 
 class _State(msgspec.Struct, array_like=True):
     sources: list[_Source]
     recent: np.ndarray
-    """[<= slots] int32: rows of the last prompts, asked again or for the first time, whose groups may not be settled. Kept for a
+    """[<= slots] int32: rows of the most recent prompts, new or asked again, whose groups may not be settled. Kept for a
     curriculum."""
 
 
 class PromptOrder:
-    """Which row comes next. Values in, values out: `draft` changes nothing, `accept` and `restore` do."""
+    """Determines which row comes next. Pure: `draft` changes nothing; `accept` and `restore` do."""
 
     def __init__(
         self, spans: Sequence[SourceSpan], seed: int, shuffle: bool, slots: int, exclude_pass_rate: float = 0.0,
         curriculum: Curriculum | None = None,
     ) -> None:  # fmt: skip
         self._spans = {span.name: span for span in spans}
-        exact = [Fraction(str(span.weight)) for span in spans]  # as they are written: 0.7 and 0.3 are 7 to 3
+        exact = [Fraction(str(span.weight)) for span in spans]  # as written: 0.7 and 0.3 are 7 to 3
         scale = math.lcm(*(weight.denominator for weight in exact))
         self._weights = {span.name: int(weight * scale) for span, weight in zip(spans, exact, strict=True)}
         self._seed, self._shuffle, self._slots = seed, shuffle, slots
@@ -102,9 +102,9 @@ class PromptOrder:
         self._begin_run()
 
     def restore(self, state: bytes, epochs: Mapping[str, bytes]) -> None:
-        """Go on where the last accepted draft of the run stood: its `state`, and the last `epochs` of every source that had one.
+        """Resume where the last accepted draft of the run ended: its `state`, and the last `epochs` of the sources that have one.
 
-        Both empty: a new run. Raises `DataError` for bytes of something else.
+        If both are empty, the run is new. Raises `DataError` if the bytes are not a valid order.
         """
         self._begin_run()
         if not state and not epochs:
@@ -112,17 +112,15 @@ class PromptOrder:
         try:
             read = codec.decode(state, _State)
             if [source.name for source in read.sources] != list(self._spans) or not epochs.keys() <= self._spans.keys():
-                raise ValueError("it is that of other sources")
+                raise ValueError("it belongs to other sources")
             rows = {name: _rows(body, self._spans[name]) for name, body in epochs.items()}
             self._check(read, rows)
         except ValueError as error:
-            raise DataError(
-                f"the run's order of prompts, as Redis has it, cannot be read ({error}): start under another run.name"
-            ) from None
+            raise DataError(f"the run's order of prompts in Redis is invalid ({error}): start under another run.name") from None
         self._state, self._rows = read, self._rows | rows
 
     def begins_epoch(self, count: int) -> bool:
-        """Whether the next `count` prompts begin an epoch of some source, which `draft` then needs pass rates for."""
+        """Return whether the next `count` prompts begin an epoch of some source; `draft` then needs pass rates."""
         sources = _copy(self._state.sources)
         for _ in range(count):
             source = self._due(sources)
@@ -134,11 +132,11 @@ class PromptOrder:
         return False
 
     def draft(self, count: int, cursor: int, rates: Mapping[int, PassRate], again: Sequence[Pick] = ()) -> Draft:
-        """The prompts that are asked `again`, then the next `count`; the first is number `cursor` of the run.
+        """Return the prompts to ask `again`, then the next `count`; the first has number `cursor` in the run.
 
-        `rates` (row -> pass rate) is read only where an epoch begins. For an epoch that begins at prompt c, groups with
-        seq >= c - slots do not count, settled or not; all others have to be settled by then.
-        Raises `Exhausted`; `DataError` for a curriculum that fails.
+        `rates` (row -> pass rate) is only read when an epoch begins. For an epoch that begins at prompt c, groups with
+        seq >= c - slots do not count, settled or not; all others must be settled by then.
+        Raises `Exhausted`, and `DataError` for a curriculum that fails.
         """
         sources, rows = _copy(self._state.sources), dict(self._rows)
         picks = list(again)
@@ -147,8 +145,8 @@ class PromptOrder:
             source = self._due(sources)
             if source is None and len(picks) == len(again):
                 raise Exhausted(
-                    f"every row of every prompt source reached filters.exclude_pass_rate = {self._exclude}: raise it, or end the "
-                    "run here, where nothing is left to learn"
+                    f"every row of every prompt source has reached filters.exclude_pass_rate = {self._exclude}: raise it, or end "
+                    "the run here, since nothing is left to learn"
                 )
             if source is None:
                 break
@@ -156,7 +154,7 @@ class PromptOrder:
                 begun = self._begin(source, cursor + len(picks), rates, self._recent(picks))
                 if not len(begun):
                     source.exhausted = True
-                    for each in sources:  # the others' shares hold from here on
+                    for each in sources:  # shares of the remaining sources count from here
                         each.mixed = 0
                     continue
                 source.epoch, source.taken = source.epoch + 1, 0
@@ -166,11 +164,11 @@ class PromptOrder:
         return Draft(picks, codec.encode(_State(sources, self._recent(picks))), began)
 
     def accept(self, draft: Draft) -> None:
-        """Go on behind `draft`, made from where the order stands now."""
+        """Advance to the end of `draft`, which was made from the current position."""
         state = codec.decode(draft.state, _State)
         for before, now in zip(self._state.sources, state.sources, strict=True):
             if now.exhausted and not before.exhausted:
-                log.warning("prompt source exhausted: all its rows reached filters.exclude_pass_rate", source=now.name)
+                log.warning("prompt source exhausted: all its rows have reached filters.exclude_pass_rate", source=now.name)
         self._state = state
         began = {name: np.frombuffer(body, ROW) for name, body in draft.epochs.items()}
         for source in state.sources:
@@ -187,16 +185,16 @@ class PromptOrder:
         for source in state.sources:
             began = len(rows.get(source.name, ()))
             if source.epoch < -1 or (source.epoch == -1) != (began == 0) or not 0 <= source.taken <= began or source.mixed < 0:
-                raise ValueError(f"epoch {source.epoch} of source {source.name} is not the one that was written down")
+                raise ValueError(f"epoch {source.epoch} of source {source.name} is not the stored one")
         if state.recent.shape != (min(state.recent.size, self._slots),) or state.recent.dtype != ROW:
-            raise ValueError("its recent prompts are too many")
+            raise ValueError("it has too many recent prompts")
 
     def _due(self, sources: Sequence[_Source]) -> _Source | None:
-        """The source to ask next; None when all are exhausted.
+        """Return the source to ask next, or None if all are exhausted.
 
-        The quota method (Balinski and Young 1975): of the sources below their share of the prompts, this one included, the
-        one that has to be asked first if it is not to fall a whole prompt behind. The largest deficit alone does not hold
-        the quota for more than two sources.
+        Uses the quota method (Balinski and Young 1975): among the sources below their share of the prompts, counting this one,
+        take the one that would fall a whole prompt behind first. Taking the largest deficit does not keep the quota for more
+        than two sources.
         """
         live = [source for source in sources if not source.exhausted]
         prompts = 1 + sum(source.mixed for source in live)
@@ -205,13 +203,13 @@ class PromptOrder:
         return min(below, key=lambda source: Fraction(source.mixed + 1, self._weights[source.name]), default=None)
 
     def _recent(self, picks: Sequence[Pick]) -> np.ndarray:
-        """Rows [<= slots] of the last prompts after `picks`; none without a curriculum, which alone depends on them."""
+        """Return the rows [<= slots] of the last prompts after `picks`. Empty without a curriculum, which alone needs them."""
         if self._curriculum is None:
             return self._state.recent
         return np.concatenate((self._state.recent, np.array([pick.row for pick in picks], ROW)))[-self._slots :]
 
     def _begin(self, source: _Source, cursor: int, rates: Mapping[int, PassRate], recent: np.ndarray) -> np.ndarray:
-        """Rows of the source's next epoch, which begins at prompt `cursor`; none: all are excluded."""
+        """Return the rows of the source's next epoch, which begins at prompt `cursor`; empty if all are excluded."""
         span, epoch = self._spans[source.name], source.epoch + 1
         order = permutation(self._seed, epoch, span.rows) if self._shuffle else np.arange(span.rows)
         rows = (span.first + order).astype(ROW)
@@ -219,15 +217,15 @@ class PromptOrder:
             return rows
         known = self._known(span, cursor, rates)
         if self._exclude:
-            rows = rows[~(known[rows - span.first] >= self._exclude - RATE_SLACK)]  # NaN is never above
+            rows = rows[~(known[rows - span.first] >= self._exclude - RATE_SLACK)]  # comparisons with NaN are false
         if self._curriculum is not None and len(rows):
-            # A row asked since: whether `rates` still has its older group is a matter of timing.
+            # A row that was asked since: whether `rates` still holds its older group depends on timing.
             known[[row - span.first for row in recent.tolist() if 0 <= row - span.first < span.rows]] = np.nan
             rows = arrange(self._curriculum, rows, known[rows - span.first], epoch)
         return rows
 
     def _known(self, span: SourceSpan, cursor: int, rates: Mapping[int, PassRate]) -> np.ndarray:
-        """Pass rates [rows] of a source's groups that must have settled at prompt `cursor`; NaN: there is none."""
+        """Return the pass rates [rows] of a source's groups that must be settled at prompt `cursor`; NaN if unknown."""
         known = np.full(span.rows, np.nan)
         for row, rate in rates.items():
             if 0 <= row - span.first < span.rows and rate.seq < cursor - self._slots:
@@ -236,7 +234,7 @@ class PromptOrder:
 
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """Rows [n] int32 in the order of the epoch: rows sorted by one SplitMix64 number each (Steele et al. 2014), ties by row."""
+    """Return rows [n] int32 in the order of the epoch, sorted by one SplitMix64 number each (Steele et al. 2014), ties by row."""
     start = int.from_bytes(hashlib.sha256(f"order {seed} {epoch}".encode()).digest()[:8], "little")
     with np.errstate(over="ignore"):
         z = np.uint64(start) + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -249,7 +247,7 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 def _rows(body: bytes, span: SourceSpan) -> np.ndarray:
     rows = np.frombuffer(body, ROW)
     if not len(rows) or len(np.unique(rows)) < len(rows) or rows.min() < span.first or rows.max() >= span.first + span.rows:
-        raise ValueError(f"the rows of source {span.name} are not some of its own, each once")
+        raise ValueError(f"the rows of source {span.name} are not rows of its own, each at most once")
     return rows
 
 

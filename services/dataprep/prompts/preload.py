@@ -1,6 +1,6 @@
 """Download a model once, into a folder that all pods share: `python -m services.dataprep.prompts.preload NAME FOLDER`.
 
-Guarantees: the folder appears whole or not at all; one that is there is left as it is; a download that broke off goes on.
+Guarantees: the folder appears complete or not at all; an existing one is left unchanged; an interrupted download resumes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from services.runtime.atomic_folders import PARTIAL, FolderError, explain
 
 
 def preload(name: str, folder: Path, revision: str) -> str:
-    """Have the model of the hub `name` in `folder`; what was done. Raises `FolderError`."""
+    """Download the model `name` from the hub into `folder` and return what was done. Raises `FolderError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if folder.exists():
-        return f"{folder} is there already"
+        return f"{folder} already exists"
     partial = folder.with_name(folder.name + PARTIAL)
     try:
         snapshot_download(name, revision=revision or None, local_dir=partial)
@@ -31,13 +31,13 @@ def preload(name: str, folder: Path, revision: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m services.dataprep.prompts.preload", description="Download a model into a folder."
     )
-    parser.add_argument("name", help="name of the model at the hub")
-    parser.add_argument("folder", type=Path, help="where it is to lie")
-    parser.add_argument("--revision", default="", help="branch, tag or commit; default: the newest")
+    parser.add_argument("name", help="name of the model on the hub")
+    parser.add_argument("folder", type=Path, help="folder to download to")
+    parser.add_argument("--revision", default="", help="branch, tag or commit (default: the newest)")
     given = parser.parse_args(argv)
     try:
         print(preload(given.name, given.folder, given.revision), flush=True)

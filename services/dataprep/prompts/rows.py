@@ -1,6 +1,6 @@
-"""Rows of a prompt source: JSONL, parquet or a reasoning-gym task, one at a time.
+"""Reads the rows of a prompt source: JSONL, parquet or a reasoning-gym task, one at a time.
 
-Guarantees: a row that is yielded has a prompt and an answer; anything else is a `DataError` that names file and line.
+Guarantees: every row that is yielded has a prompt and an answer; anything else raises a `DataError` that names file and line.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt as the source has it."""
+    """A prompt as its source states it."""
 
     prompt: str | Messages
     answer: str
     where: str
-    """Its place, for messages: `prompts.jsonl:17`."""
+    """Its place for messages, e.g. `prompts.jsonl:17`."""
 
 
 def read_rows(source: Source) -> Iterator[PromptRow]:
-    """All rows of the source, in its order."""
+    """Return all rows of the source, in its order."""
     if isinstance(source, ReasoningGymSource):
         return _reasoning_gym(source)
     return _file_rows(source)
@@ -46,7 +46,7 @@ def _file_rows(source: FileSource) -> Iterator[PromptRow]:
     path = Path(source.path)
     if not path.is_file():
         raise DataError(
-            f'path of source "{source.name}" = {source.path!r} is not a file (looked at {path.absolute()}): correct the path'
+            f'path of source "{source.name}" = {source.path!r} is not a file (resolved to {path.absolute()}): correct the path'
         )
     for where, record in _jsonl(path) if source.kind == "jsonl" else _parquet(path, source):
         prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
@@ -55,8 +55,8 @@ def _file_rows(source: FileSource) -> Iterator[PromptRow]:
             match = pattern.search(answer)
             if match is None or match[1] is None:
                 raise DataError(
-                    f'{where}: answer_pattern of source "{source.name}" = {source.answer_pattern!r} finds nothing in '
-                    f"{_short(answer)}: mend the pattern or the row"
+                    f'{where}: answer_pattern of source "{source.name}" = {source.answer_pattern!r} does not match '
+                    f"{_short(answer)}: fix the pattern or the row"
                 )
             answer = match[1].strip()
         yield PromptRow(prompt, answer, where)
@@ -72,9 +72,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 record = decoder.decode(line)
             except msgspec.DecodeError as error:
-                raise DataError(f"{where}: not JSON ({error}): mend or remove the line") from None
+                raise DataError(f"{where}: not valid JSON ({error}): fix or remove the line") from None
             if not isinstance(record, dict):
-                raise DataError(f"{where}: a JSON object is expected, not {type(record).__name__}: mend or remove the line")
+                raise DataError(f"{where}: expected a JSON object, not {type(record).__name__}: fix or remove the line")
             yield where, record
 
 
@@ -93,13 +93,13 @@ def _parquet(path: Path, source: FileSource) -> Iterator[tuple[str, dict[str, An
                     number += 1
     except pyarrow.ArrowInvalid as error:
         raise DataError(
-            f'path of source "{source.name}" = {source.path!r} is not a parquet file ({error}): correct path or kind'
+            f'path of source "{source.name}" = {source.path!r} is not a parquet file ({error}): correct the path or the kind'
         ) from None
 
 
 def _field(record: dict[str, Any], name: str, key: str, where: str) -> Any:
     if name not in record:
-        raise DataError(f"{where}: has no field {name!r} ({key} of its source); fields: {', '.join(sorted(record)) or 'none'}")
+        raise DataError(f"{where}: no field {name!r} ({key} of its source); fields: {', '.join(sorted(record)) or 'none'}")
     return record[name]
 
 
@@ -136,7 +136,7 @@ def _reasoning_gym(source: ReasoningGymSource) -> Iterator[PromptRow]:
         task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(
-            f'options of source "{source.name}" = {source.options!r} do not suit the task {source.task!r}: {error}'
+            f'options of source "{source.name}" = {source.options!r} are not valid for the task {source.task!r}: {error}'
         ) from None
     for index in range(source.size):
         where = f"{source.task}, row {index}"

@@ -1,7 +1,7 @@
-"""Prompts to token ids without torch: `tokenizer.json` through the tokenizers library, the chat template through jinja2.
+"""Turns prompts into token ids without torch: `tokenizer.json` through the tokenizers library, the chat template through jinja2.
 
-Guarantees: the same ids as the model's own tokenizer gives for the same messages; a template runs sandboxed and sees no
-clock, so that a prompt is the same on every day (templates that print a date have a variable to set it by, see
+Guarantees: the ids equal those of the model's own tokenizer for the same messages; a template runs sandboxed and has no
+clock, so that a prompt is the same on any day (templates that print a date have a variable to set it with, see
 `data.chat_template_options`).
 """
 
@@ -27,29 +27,29 @@ PLACEHOLDER = "{prompt}"
 
 
 class PromptTokenizer:
-    """Turns rows into token ids as `data` says, with the tokenizer of the model in folder `folder`."""
+    """Turns rows into token ids as `data` specifies, with the tokenizer of the model in `folder`."""
 
     def __init__(self, folder: Path, data: Data) -> None:
         self._data = data
         if PLACEHOLDER not in data.user_template:
-            raise DataError(f"data.user_template = {data.user_template!r} has no {PLACEHOLDER}: say where the question goes")
+            raise DataError(f"data.user_template = {data.user_template!r} has no {PLACEHOLDER}: add it where the question goes")
         self._tokenizer = _load_tokenizer(folder)
         self._template, self._variables = _load_template(folder, data) if data.chat_template else (None, {})
 
     def encode(self, rows: Sequence[PromptRow]) -> list[list[int]]:
-        """Token ids of each row's prompt. A rendered template brings its own special tokens; bare text gets the tokenizer's."""
+        """Encode each row's prompt. Plain text gets the tokenizer's special tokens; templates bring their own."""
         texts = [self._text(row) for row in rows]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)]
 
     def _text(self, row: PromptRow) -> str:
         if self._template is None:
             if not isinstance(row.prompt, str):
-                raise DataError(f"{row.where}: a list of messages needs data.chat_template = true, or a prompt that is a string")
+                raise DataError(f"{row.where}: a list of messages needs data.chat_template = true: set it, or use a string")
             return self._data.user_template.replace(PLACEHOLDER, row.prompt)
         try:
             return self._template.render(messages=self._messages(row), **self._variables)
         except (jinja2.TemplateError, TypeError) as error:
-            raise DataError(f"{row.where}: the chat template refuses the prompt: {error}") from None
+            raise DataError(f"{row.where}: the chat template rejects the prompt: {error}") from None
 
     def _messages(self, row: PromptRow) -> list[dict[str, Any]]:
         if not isinstance(row.prompt, str):
@@ -59,7 +59,7 @@ class PromptTokenizer:
 
 
 def tokenizer_folder(path: str) -> Path:
-    """The folder of `model.path`; of a hub name, the folder its tokenizer files are downloaded to."""
+    """Return the folder of `model.path`; for a hub name, the folder to which its tokenizer files are downloaded."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -70,7 +70,7 @@ def tokenizer_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["tokenizer*.json", "special_tokens_map.json", "chat_template*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"model.path = {path!r} is neither a folder nor a model that the hub gives out: {reason}") from None
+        raise DataError(f"model.path = {path!r} is neither a folder nor a model available on the hub: {reason}") from None
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
@@ -79,15 +79,15 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         raise DataError(f"model.path: {file} does not exist: save the model with its fast tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
-        raise DataError(f"model.path: {file} is not a tokenizer: {error}") from None
+    except Exception as error:  # the library raises bare Exception for any fault of the file
+        raise DataError(f"model.path: {file} is not a valid tokenizer: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _load_template(folder: Path, data: Data) -> tuple[jinja2.Template, dict[str, Any]]:
-    """The compiled chat template and its variables beside the messages."""
+    """Return the compiled chat template and its variables other than the messages."""
     config = _json(folder / "tokenizer_config.json")
     source = _template_source(folder, config)
     if source is None:
@@ -100,13 +100,13 @@ def _load_template(folder: Path, data: Data) -> tuple[jinja2.Template, dict[str,
     try:
         template = _environment().from_string(source)
     except jinja2.TemplateError as error:
-        raise DataError(f"model.path: the chat template in {folder} cannot be read: {error}") from None
+        raise DataError(f"model.path: the chat template in {folder} is invalid: {error}") from None
     fixed = {"add_generation_prompt": True, "tools": None, "documents": None}
     return template, {**special, **fixed, **data.chat_template_options}
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Where templates are found, newest convention first: a file of its own, then the tokenizer's configuration."""
+    """Return the source of the chat template, newest convention first: its own file, then the tokenizer's configuration."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Templates are written for these settings and helpers, those of transformers."""
+    """Return an environment with the settings and helpers of transformers, for which templates are written."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
@@ -127,12 +127,12 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training on chats; here it is just text."""
+    """Handles `{% generation %}…{% endgeneration %}`, which marks assistant text for training; here it is plain text."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
-        """The nodes between the tags."""
+        """Return the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -142,7 +142,7 @@ def _raise(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja2's own escapes HTML
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja2's own filter escapes HTML
 
 
 def _token_text(token: Any) -> str:
@@ -155,4 +155,4 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"model.path: {path} is not JSON: {error}") from None
+        raise DataError(f"model.path: {path} is not valid JSON: {error}") from None

@@ -1,16 +1,16 @@
-"""How much work is under way, and when a step may be made. Values in, values out.
+"""Decides how much work is in progress, and when a step may be made. Pure.
 
-Guarantees, where steps are made oldest ticket first: the groups of a step depend on the order of issue, not on the order of
-arrival; and unless a ticket was overtaken, or a rate limiter or `min_size` asks for more groups than steps do, nothing becomes
-stale: a group is trained at most `max_staleness` steps after the weights that sampled its oldest token. With any sampler: while
-steps are missing groups, tickets for them are outstanding or may be issued, so a run is never stuck; a rate limiter that would
+Guarantees: if steps take the oldest ticket first, the groups of a step depend on the order of issue, not on the order of
+arrival; and unless a ticket was overtaken, or a rate limiter or `min_size` requires more groups than steps do, nothing becomes
+stale: a group is trained on at most `max_staleness` steps after the weights that sampled its oldest token. With any sampler:
+while steps lack groups, tickets for them are outstanding or may be issued, so a run never gets stuck; a rate limiter that would
 stop it for good yields.
 
-Why: a step has prompts_per_step places. Dealing the places of the steps to come to live tickets, oldest first, tells the
-last step that a new ticket would train in; it is issued only if that step is within the bound of the weights that will
-sample it. Failures and filters only move a ticket forward. With `max_uses` 1 this is the rule of the slots: a run has
-(max_staleness + 1) x prompts_per_step of them, and a ticket holds one from its issue until the weights it trained are
-published. With more uses a replayed group fills a place that no new prompt has to.
+Why: a step has prompts_per_step places. Assigning the places of future steps to live tickets, oldest first, gives the last step
+that a new ticket would train in. The ticket is issued only if that step is within the staleness bound of the weights that will
+sample it. Failures and filters only move a ticket to an earlier step. With `max_uses` 1 this is the rule of the slots: a run has
+(max_staleness + 1) x prompts_per_step of them, and a ticket holds one from its issue until the weights that it trained are
+published. With more uses, a replayed group takes a place that then needs no new prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.dataprep.replay.rate_limiter import RateLimiter, rate_limiter
 from services.store.records import RunState, SweptTable
 
 ALL_GAPS = 2**53 - 1
-"""No issue sequence is larger."""
+"""Larger than or equal to any issue sequence number."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class Rules:
     overtake_deadline_s: float = 600.0
     sampler: str = "fifo"
     max_uses: int = 1
-    """0: as often as it is fresh, which needs a limiter."""
+    """0: until the group is stale; requires a limiter."""
     min_size: int = 1
     replaced: int = 0
-    """Filtered groups for which a step gets other prompts. Those beyond take their place in it."""
+    """Filtered groups that are replaced with other prompts in a step. Any beyond keep their place, which stays empty."""
     limiter: RateLimiter | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands."""
+    """The progress of the run."""
 
     next_step: int
-    """The first step not prepared."""
+    """The first step that is not prepared."""
     published: int
-    """Policy version of the fleet; what is issued before the first is sampled by version 0."""
+    """Policy version of the fleet. Tickets issued before the first are sampled by version 0."""
     steps: int
     """Length of the run."""
     free_slots: int
@@ -62,32 +62,32 @@ class Wait:
     """No step can be made now."""
 
     why: Literal["groups", "older_ticket", "min_size", "rate_limiter"]
-    """Too few groups are ready; enough are but a ticket older than one of them still generates; the table is too small; or
-    replay.samples_per_insert asks for more inserts first."""
+    """`groups`: too few groups are ready; `older_ticket`: enough are ready, but a ticket older than one of them is still
+    generating; `min_size`: the table is too small; `rate_limiter`: replay.samples_per_insert requires more inserts first."""
     deadline_s: float | None = None
-    """`older_ticket`: the wait ends after so many further seconds."""
+    """`older_ticket`: seconds until the wait ends."""
 
 
 @dataclass(frozen=True)
 class PassOver:
-    """A step's worth of places, and every group was filtered: no step is made of nothing."""
+    """Skip the places of a whole step, since every group for them was filtered."""
 
     gaps_until: int
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Make the step of these groups, in the sampler's order."""
+    """Make the step from these groups, in the sampler's order."""
 
     groups: tuple[str, ...]
     gaps_until: int
-    """Filtered groups up to this issue sequence have had their place."""
+    """Filtered groups up to this issue sequence number have been given their place."""
     overtook: bool = False
-    """Whether an older ticket was left behind."""
+    """Whether the step was made without waiting for an older ticket."""
 
 
 def rules_of(config: RunConfig) -> Rules:
-    """The rules of a run."""
+    """Return the admission rules of a run."""
     admission, replay, filters = config.admission, config.replay, config.filters
     return Rules(
         admission.prompts_per_step, admission.max_staleness, admission.overtake, admission.overtake_deadline_s,
@@ -97,19 +97,19 @@ def rules_of(config: RunConfig) -> Rules:
 
 
 def progress_of(state: RunState) -> Progress:
-    """Where a run stands, as its hash says."""
+    """Return the progress of a run, from its hash."""
     return Progress(state.prepared_step + 1, state.published_version, state.steps, state.slots - state.slots_used)
 
 
 def is_stale(step: int, oldest: int, max_staleness: int) -> bool:
-    """Lag = step - oldest version; a lag equal to the bound is fresh."""
+    """Return whether the lag, step - oldest version, exceeds the bound. A lag equal to the bound is fresh."""
     return step - oldest > max_staleness
 
 
 def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float) -> Wait | PassOver | Prepare:
-    """What to do about the next step. `sweep_and_peek` asked for `prompts_per_step` groups, and passed over `replaced` gaps.
+    """Decide about the next step. `sweep_and_peek` requested `prompts_per_step` groups and skipped `replaced` gaps.
 
-    `waited_s`: for how long `decide` has answered `older_ticket` for this step.
+    `waited_s` is how long `decide` has returned `older_ticket` for this step.
     """
     step = _in_order(swept, rules) if rules.sampler == "fifo" else _at_random(swept, rules)
     if step is None:
@@ -125,7 +125,7 @@ def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float)
 
 
 def _in_order(swept: SweptTable, rules: Rules) -> Prepare | PassOver | None:
-    """The next places in order of issue, those of filtered groups among them."""
+    """Return the next places in the order of issue, including those of filtered groups."""
     places = sorted([(seq, group) for group, seq in swept.first] + [(seq, "") for seq in swept.gaps])[: rules.prompts_per_step]
     if len(places) < rules.prompts_per_step:
         return None
@@ -151,12 +151,12 @@ def _held_back(swept: SweptTable, draws: int, rules: Rules) -> Literal["min_size
 
 
 def stuck(swept: SweptTable, progress: Progress, rules: Rules) -> bool:
-    """Whether waiting would bring nothing: no ticket is out, none may be issued, and no step is to be published."""
+    """Return whether waiting is useless: no ticket is outstanding, none may be issued, and no step is about to be published."""
     return not (swept.outstanding or progress.published < progress.next_step or tickets_to_issue(swept, progress, rules))
 
 
 def tickets_to_issue(swept: SweptTable, progress: Progress, rules: Rules) -> int:
-    """How many tickets to issue now; the end of the run needs fewer than the bound allows."""
+    """Return how many tickets to issue now. Near its end, the run needs fewer than the bound allows."""
     per_step, out_of_reach = rules.prompts_per_step, min(max(progress.published, 0) + rules.max_staleness + 1, progress.steps)
     if progress.next_step >= out_of_reach:
         return 0
@@ -167,17 +167,20 @@ def tickets_to_issue(swept: SweptTable, progress: Progress, rules: Rules) -> int
     else:
         left = rules.max_uses * swept.outstanding + sum((rules.max_uses - used) * n for used, n in swept.uses.items())
         wanted = ((out_of_reach - progress.next_step) * per_step - len(swept.gaps) - left) // rules.max_uses
-    if max(progress.published, 0) == progress.next_step:  # nothing is being trained: what is missing now stays missing
+    if max(progress.published, 0) == progress.next_step:  # no step is in training, so a shortage would persist
         wanted = max(wanted, max(rules.min_size, per_step - len(swept.gaps)) - swept.size - swept.outstanding)
     return max(0, min(wanted, progress.free_slots))
 
 
 def _dealt(swept: SweptTable, progress: Progress, rules: Rules, out_of_reach: int) -> int:
-    """Deal the places of the steps to come to live tickets in order of issue: one place in each of as many steps as they have
-    uses left. A new ticket must find its last use before `out_of_reach`, or end with the run."""
+    """Return how many new tickets still find their last use before `out_of_reach`, or end with the run.
+
+    Assign the places of future steps to live tickets in the order of issue: each gets one place in as many steps as it has uses
+    left.
+    """
     uses_left = [rules.max_uses - used for used in sorted(swept.uses, reverse=True) for _ in range(swept.uses[used])]
     free_from = [progress.next_step] * rules.prompts_per_step  # heap: the step from which each place is free
-    # Where filtered groups stand among the others is not told; dealt last, they make no use seem earlier than it is.
+    # The position of filtered groups among the others is unknown; assigning them last never puts a use too early.
     for uses in uses_left + [rules.max_uses] * swept.outstanding + [1] * len(swept.gaps):
         heapq.heapreplace(free_from, free_from[0] + uses)
     count = 0

@@ -1,6 +1,6 @@
-"""Metrics of what was generated since the last step (`…/gen/…`). No clock, no Redis.
+"""Metrics of what was generated since the last step (`…/gen/…`). Pure, without clock or Redis.
 
-Guarantees: every key is in docs/metrics.md; memory does not grow with what arrives, only with the number of sources.
+Guarantees: every key is in docs/metrics.md; memory grows only with the number of sources, not with what arrives.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ DROPS: tuple[str, ...] = ("zero", "solved", "nonzero", "all_truncated", "stale",
 """Reasons for which a group does not reach the table (docs/design.md, section 3)."""
 
 DRIFT_STEPS = 32
-"""Steps over which trained and generated lengths are compared: more than lie between a group's birth and its training."""
+"""Steps over which trained and generated lengths are compared; more than pass between a group's birth and its training."""
 
 
 class GeneratedStats:
-    """What arrived since the last step, as running sums."""
+    """Running sums of what arrived since the last step."""
 
     def __init__(self, sources: Mapping[str, float]) -> None:
-        """`sources`: name of every prompt source and the largest reward its completions can earn."""
+        """`sources` maps the name of every prompt source to the largest reward of its completions."""
         self._sources = dict(sources)
         self._tokens = 0
         self._drift: deque[tuple[int, int, int, int]] = deque(maxlen=DRIFT_STEPS)
@@ -33,21 +33,21 @@ class GeneratedStats:
         self._dropped: Counter[str] = Counter(dict.fromkeys(DROPS, 0))
 
     def add(self, header: Header) -> None:
-        """A valid header that was settled, whatever became of its group."""
+        """Count a valid settled header, whatever the outcome of its group."""
         self._seen.add(header)
         self._tokens += sum(header.lengths)
 
     def drop(self, outcome: str) -> None:
-        """A group that was settled without reaching the table: `stale`, `filtered:<reason>` or `failed:<text>`."""
+        """Count a group that was settled without reaching the table: `stale`, `filtered:<reason>` or `failed:<text>`."""
         kind, _, reason = outcome.partition(":")
         self._dropped[reason if kind == "filtered" else kind] += 1
 
     def record(self, trained: Sequence[Header]) -> dict[str, float]:
-        """Metrics since the last step; `trained` are the groups of the step that is made now. Changes nothing.
+        """Return the metrics since the last step; `trained` are the groups of the step being made. Changes nothing.
 
-        `tokens/gen/total` counts from the start of the process. `length/drift` is the mean completion length trained over
-        that generated, both over the last `DRIFT_STEPS` steps: what keeps long groups from being trained (overtaking,
-        filters, staleness) pulls it below 1.
+        `tokens/gen/total` counts from the start of the process. `length/drift` is the mean length of trained completions over
+        that of generated ones, both over the last `DRIFT_STEPS` steps. Anything that keeps long groups from being trained on
+        (overtaking, filters, staleness) makes it less than 1.
         """
         record = self._seen.metrics("gen") | {f"filtered/{reason}/count": float(n) for reason, n in self._dropped.items()}
         record["tokens/gen/total"] = float(self._tokens)
@@ -58,7 +58,7 @@ class GeneratedStats:
         return record
 
     def next_step(self, trained: Sequence[Header]) -> None:
-        """The step of these groups was made: count for the next one."""
+        """Start counting for the next step, now that the step of these groups is made."""
         self._drift.append(self._lengths(trained))
         self._begin()
 

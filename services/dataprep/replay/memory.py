@@ -1,7 +1,7 @@
-"""Redis' memory: no prompt is issued for whose group there may be no room.
+"""Stops issuing prompts when Redis may have no memory for their groups.
 
-Guarantees: the last tenth of `redis.max_memory_mib`, or of the server's own limit, is left to what is under way; a leader that
-waits says why.
+Guarantees: the last tenth of `redis.max_memory_mib`, or of the server's own limit, is reserved for work in progress; a leader
+that waits says why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.store import Store
 log = structlog.get_logger()
 
 FULL, ROOM = 0.9, 0.85
-"""Shares of the limit in use: at the first nothing more is issued, until the second is reached."""
+"""Shares of the limit in use. At the first, issuing stops; it resumes below the second."""
 
 POLL_S = 1.0
 
@@ -28,20 +28,20 @@ class MemoryGuard:
         self._limit, self._store = config.redis.max_memory_mib << 20, store
         self._looked = float("-inf")
         self.why = ""
-        """Why nothing is issued, or empty."""
+        """Why no prompt is issued, or empty."""
 
     async def full(self) -> bool:
-        """Whether to issue nothing now; the server is asked once a second."""
+        """Return whether to stop issuing. Asks the server at most once a second."""
         if time.monotonic() - self._looked < POLL_S:
             return bool(self.why)
         self._looked = time.monotonic()
         used, limit = await self._store.run.memory(self._limit)
         if limit and used >= (ROOM if self.why else FULL) * limit:
             if not self.why:
-                log.warning("Redis is nearly full: no prompt is issued until a checkpoint lets it forget", remedy=REMEDY)
+                log.warning("Redis is nearly full: no prompts are issued until a checkpoint frees memory", remedy=REMEDY)
             self.why = f"Redis uses {used >> 20} of {limit >> 20} MiB: {REMEDY}"
         elif self.why:
-            log.info("Redis has room again")
+            log.info("Redis has free memory again")
             self.why = ""
         return bool(self.why)
 

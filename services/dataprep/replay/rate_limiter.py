@@ -1,7 +1,7 @@
-"""How many draws an inserted group is worth, on average: Reverb's `SampleToInsertRatio` (Cassirer et al. 2021, section 3.3).
+"""Limits the average number of draws per inserted group: Reverb's `SampleToInsertRatio` (Cassirer et al. 2021, section 3.3).
 
-Guarantees: samples_per_insert x inserts - draws stays within `error_buffer` of samples_per_insert x min_size, on either side,
-as long as both sides ask first; a step of `prompts_per_step` draws and a single insert can never both be refused.
+Guarantees: samples_per_insert x inserts - draws stays within `error_buffer` of samples_per_insert x min_size, in both
+directions, if both sides ask first; a step of `prompts_per_step` draws and a single insert are never both refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.config import RunConfig
 
 @dataclass(frozen=True)
 class RateLimiter:
-    """The ratio a run is held to."""
+    """The target ratio of a run and its tolerance."""
 
     samples_per_insert: float
     min_size: int
@@ -25,17 +25,17 @@ class RateLimiter:
         return self.samples_per_insert * self.min_size
 
     def draws(self, inserted: int, drawn: int, count: int) -> bool:
-        """Whether `count` draws may be made now."""
+        """Return whether `count` draws may be made now."""
         return inserted * self.samples_per_insert - drawn - count >= self._centre - self.error_buffer - 1e-9
 
     def inserts(self, inserted: int, drawn: int) -> int:
-        """How many groups may be inserted now."""
+        """Return how many groups may be inserted now."""
         room = self._centre + self.error_buffer + drawn - inserted * self.samples_per_insert
         return max(0, math.floor(room / self.samples_per_insert + 1e-9))
 
 
 def rate_limiter(config: RunConfig) -> RateLimiter | None:
-    """The limiter of a run; None when `replay.samples_per_insert` is 0."""
+    """Return the limiter of a run, or None if `replay.samples_per_insert` is 0."""
     replay = config.replay
     if not replay.samples_per_insert:
         return None

@@ -1,6 +1,6 @@
-"""What becomes of a finished group. Pure.
+"""Decides what becomes of a finished group. Pure.
 
-Guarantees: a header that cannot be right is buried with the reason; the filters run in the order of docs/semantics.md.
+Guarantees: an invalid header goes to the dead letters with the reason; the filters run in the order of docs/semantics.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from services.store import HeaderEntry, Settlement
 
 
 def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) -> Settlement:
-    """Insert a group, drop it with its outcome, or bury a header that cannot be right, with the reason.
+    """Insert a group, drop it with its outcome, or send an invalid header to the dead letters with the reason.
 
-    `base`: policy version that weights by recency are relative to.
+    `base` is the policy version that recency weights are relative to.
     """
     header = item.header
     if header is None:
@@ -45,12 +45,12 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
 
 
 def pass_rate(header: Header, largest: float) -> float:
-    """Mean reward over the largest there is, within 0..1."""
+    """Return the mean reward divided by the largest possible one, clamped to 0..1."""
     return min(max(math.fsum(header.rewards) / len(header.rewards) / largest, 0.0), 1.0) if largest > 0 else 0.0
 
 
 def _filtered(header: Header, config: RunConfig) -> str:
-    """The outcome of a group that is not worth training on, or empty."""
+    """Return the outcome of a group that a filter drops, or empty."""
     if config.filters.zero_std and advantages.constant(header.rewards):
         if header.rewards[0] == 0:
             return "filtered:zero"
@@ -69,27 +69,27 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
     }  # fmt: skip
     for name, column in columns.items():
         if len(column) != n:
-            return f"header has {len(column)} {name}, sampling.group_size is {n}"
+            return f"the header has {len(column)} {name}, but sampling.group_size is {n}"
     if header.ticket != f"{header.epoch}-{header.index}":
-        return f"epoch {header.epoch} and row {header.index} are not those of ticket {header.ticket}"
+        return f"epoch {header.epoch} and row {header.index} do not belong to ticket {header.ticket}"
     if all(header.source != source.name for source in config.data.sources):
-        return f"there is no prompt source {header.source!r}"
+        return f"no prompt source is called {header.source!r}"
     if not all(map(math.isfinite, header.rewards)):
         return f"rewards are not finite: {header.rewards}"
     bound = sum(abs(verifier.weight) for verifier in config.verifiers) + SOLVED_TOLERANCE
     if max(map(abs, header.rewards)) > bound:
-        return f"rewards {header.rewards} are beyond the verifiers' weights, {bound:g} together"
+        return f"rewards {header.rewards} exceed {bound:g}, the sum of the verifiers' weights"
     names = verifier_names(config.verifiers)
     if not header.scores.keys() <= set(names) or not all(
         0 <= score <= 1 for column in header.scores.values() for score in column
     ):
-        return f"scores {header.scores} are not 0..1 of the verifiers {', '.join(names)}"
+        return f"scores {header.scores} are not between 0 and 1, or not of the verifiers {', '.join(names)}"
     if min(header.lengths) < 1 or max(header.lengths) > config.sampling.max_tokens:
         return f"lengths {header.lengths} are outside 1..{config.sampling.max_tokens}"
     if any(not 0 <= tool <= length for tool, length in zip(header.tool_tokens, header.lengths, strict=True)):
-        return f"tool tokens {header.tool_tokens} do not fit in lengths {header.lengths}"
+        return f"tool tokens {header.tool_tokens} do not fit into lengths {header.lengths}"
     if not 1 <= header.prompt_tokens <= config.data.max_prompt_tokens:
         return f"prompt of {header.prompt_tokens} tokens is outside 1..{config.data.max_prompt_tokens}"
     if min(header.oldest) < 0 or any(not old <= new <= next_step for old, new in zip(header.oldest, header.newest, strict=True)):
-        return f"policy versions {header.oldest}..{header.newest} cannot be at step {next_step}"
+        return f"policy versions {header.oldest}..{header.newest} are impossible at step {next_step}"
     return ""

@@ -1,8 +1,8 @@
-"""Payloads in shards that belong to no group any more are deleted (store/calls/payloads.py).
+"""Deletes payloads in shards that no longer belong to a group (store/calls/payloads.py).
 
-Guarantees: a group that is over costs memory until the next sweep alone, whoever died meanwhile; sweeps of up to a second take a
-twentieth of this process' time at most, longer ones come every 20 s.
-Waits for: `PAUSE_S`, or as much longer as a sweep takes long; the lead. Unblocked by: time.
+Guarantees: a finished group uses memory until the next sweep at most, even if processes die meanwhile; sweeps of up to one
+second take at most a twentieth of this process' time, and longer ones run every 20 s.
+Waits for: `PAUSE_S`, or longer after a long sweep; leadership. Unblocked by: time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from services.runtime.loops import Loop
 from services.runtime.service import Service
 
 PAUSE_S, LONGEST_PAUSE_S = 2.0, 20.0
-LIMIT_S = 300.0  # a sweep of millions, or of a shard that answers late; nothing else waits for it
-SHARE = 20  # a pause is so many times as long as the sweep before, which looks at all payloads: some 2 us each
+LIMIT_S = 300.0  # enough for a sweep of millions, or of a slow shard; nothing else waits for it
+SHARE = 20  # ratio of a pause to the preceding sweep, which reads all payloads at about 2 us each
 
 
 async def sweep(service: Service, loop: Loop) -> None:
-    """Sweep for ever, while this process leads: others may, and need not."""
+    """Sweep repeatedly while this process leads. Sweeps by other processes would be harmless but are not needed."""
     loop.limit_s = LIMIT_S
     while True:
         began = time.monotonic()

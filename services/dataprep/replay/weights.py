@@ -1,7 +1,7 @@
-"""What a group weighs in the replay table, and the chance that moves its clocks. Values in, values out.
+"""Weights of groups in the replay table, and the random variates of their clocks. Pure.
 
-Guarantees: variates depend on (seed, group, number of the draw) alone, so a draw can be replayed and no random state has to
-be saved; weights are finite; importance weights lie in 0..1.
+Guarantees: variates depend only on (seed, group, number of the draw), so that a draw can be repeated and no random state must
+be saved; weights are finite; importance weights are between 0 and 1.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from services.protocol.messages import Header
 from services.store.records import TableRules
 
 HALVINGS = 16
-"""Half-lives after which weights by recency are rescaled: 2^16 keeps the clocks' steps far above a double's last digit."""
+"""Half-lives after which recency weights are rescaled. 2^16 keeps the clocks' steps far above the precision of a double."""
 
 
 def table_rules(config: RunConfig) -> TableRules:
-    """What the table of a run is held to."""
+    """Return the rules of a run's replay table."""
     replay = config.replay
     return TableRules(replay.sampler, replay.remover, replay.capacity, replay.max_uses)
 
 
 def uniform(seed: int, group: str, use: str) -> float:
-    """In (0, 1), 53 bits, a function of its arguments alone."""
+    """Return a number in (0, 1) of 53 bits, a function of the arguments alone."""
     return ((drawn(64, seed, group, use) >> 11) + 0.5) / 2**53
 
 
 def exponential(seed: int, group: str, draw: int) -> float:
-    """Exp(1)-distributed: how long the group's clock runs before draw number `draw`, at weight 1."""
+    """Return an Exp(1) variate: how long the group's clock runs before draw number `draw`, at weight 1."""
     return -math.log(uniform(seed, group, str(draw)))
 
 
 def recency_base(step: int, replay: Replay) -> int:
-    """Policy version that weights by recency are relative to at a step."""
+    """Return the policy version that recency weights are relative to at a step."""
     span = max(1, round(HALVINGS * replay.recency_half_life / max(replay.priority_exponent, 1.0)))
     return step // span * span
 
 
 def recency_weight(versions: int, replay: Replay) -> float:
-    """Weight of a group that is so many policy versions younger than one of weight 1; at most 2^1023, whatever a header says."""
+    """Return the weight of a group `versions` policy versions younger than one of weight 1, limited to 2^1023."""
     return 2.0 ** min(replay.priority_exponent * versions / replay.recency_half_life, 1023.0)
 
 
 def weight(header: Header, given: np.ndarray, config: RunConfig, base: int) -> float:
-    """Sampling weight of a new group; `given` [n] are its advantages, `base` as in `recency_base`."""
+    """Return the sampling weight of a new group; `given` [n] are its advantages, `base` is as in `recency_base`."""
     replay = config.replay
     match replay.priority:
         case "recency":
             return sampling_weight(recency_weight(min(header.oldest) - base, replay), 1.0)
         case "reward":
             priority = float(sum(header.rewards))
-        case _:  # `trainer` too, until the trainer has seen the group
+        case _:  # also `trainer`, until the trainer has trained on the group
             mask = advantages.trained(header.truncated, config.advantage.mask_truncated)
             priority = float(np.abs(given[mask]).sum())
     return sampling_weight(priority, replay.priority_exponent)
 
 
 def importance(weights: Sequence[float], total: float, size: int, beta: float) -> np.ndarray:
-    """(N P)^-beta over the largest, [k], with P = weight / total (Schaul et al. 2016, section 3.4).
+    """Return (N P)^-beta over the largest of these, [k], with P = weight / total (Schaul et al. 2016, section 3.4).
 
-    Groups of weight 0 count as the rarest of the others. A step draws without replacement, so heavy groups come somewhat less
-    often than k independent draws of P would bring them, and are corrected somewhat too much.
+    Groups of weight 0 count as the rarest of the others. A step draws without replacement, so heavy groups are drawn slightly
+    less often than k independent draws of P would draw them, and are slightly overcorrected.
     """
     w = np.asarray(weights, dtype=np.float64)
     if not beta or not (w > 0).any() or total <= 0:

@@ -72,10 +72,10 @@ def test_a_reward_is_correct_up_to_rounding() -> None:
         ({"newest": [VERSION + 1] * 4}, "not by 6 alone"),
         ({"oldest": [5] * 4, "newest": [5] * 4}, "not by 6 alone"),
         ({"rewards": [1.0]}, "4 completions"),
-        ({"rewards": [float("nan")] * 4}, "cannot be"),
-        ({"lengths": [0, 1, 1, 1]}, "cannot be"),
-        ({"lengths": [17, 1, 1, 1]}, "cannot be"),
-        ({"ticket": "other:0"}, "is of other:0"),
+        ({"rewards": [float("nan")] * 4}, "is impossible"),
+        ({"lengths": [0, 1, 1, 1]}, "is impossible"),
+        ({"lengths": [17, 1, 1, 1]}, "is impossible"),
+        ({"ticket": "other:0"}, "names ticket other:0"),
     ],
 )
 def test_a_result_that_is_not_the_rounds_is_refused(fields: dict[str, object], why: str) -> None:

@@ -208,21 +208,21 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
 @pytest.mark.parametrize(
     ("lines", "data", "message"),
     [
-        ([GOOD, "{not json"], {}, r"prompts\.jsonl:2: not JSON"),
-        ([GOOD, "", "[1]"], {}, r"prompts\.jsonl:3: a JSON object is expected, not list"),
+        ([GOOD, "{not json"], {}, r"prompts\.jsonl:2: not valid JSON"),
+        ([GOOD, "", "[1]"], {}, r"prompts\.jsonl:3: expected a JSON object, not list"),
         (
             [GOOD, {"question": "?"}],
             {},
-            r"prompts\.jsonl:2: has no field 'prompt' \(prompt_field of its source\); fields: question",
+            r"prompts\.jsonl:2: no field 'prompt' \(prompt_field of its source\); fields: question",
         ),
-        ([{"prompt": "?"}], {}, r"has no field 'answer' \(answer_field of its source\)"),
+        ([{"prompt": "?"}], {}, r"no field 'answer' \(answer_field of its source\)"),
         ([{"prompt": 3, "answer": "4"}], {}, r"field 'prompt' must be a string or a list of messages .*, not 3"),
         ([{"prompt": [{"role": "user"}], "answer": "4"}], {}, "must be a string or a list of messages"),
         ([{"prompt": "?", "answer": None}], {}, "field 'answer' must be a string or a number, not None"),
         (
             [GOOD, {"prompt": "?", "answer": "4"}],
             {"source": {"answer_pattern": "#### (.+)"}},
-            r":2: answer_pattern of source \"main\" = '#### \(\.\+\)' finds nothing in '4': mend",
+            r":2: answer_pattern of source \"main\" = '#### \(\.\+\)' does not match '4': fix",
         ),
         (["", "  "], {}, r'source "main" has no rows \(path = .*prompts\.jsonl\'\): add prompts'),
         ([GOOD], {"user_template": "What?"}, r"data\.user_template = 'What\?' has no \{prompt\}"),
@@ -234,7 +234,7 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
         (
             [{"prompt": [{"role": "assistant", "content": "?"}], "answer": ""}],
             {},
-            "refuses the prompt: an assistant cannot begin",
+            "rejects the prompt: an assistant cannot begin",
         ),
         ([{"prompt": "", "answer": ""}], {"chat_template": False, "max_prompt_tokens": 1}, None),  # the BOS token alone
         (
@@ -265,7 +265,7 @@ def test_faults_of_places_and_tasks_are_named(model: Path, tmp_path: Path):
         (_config(model, path, source={"kind": "parquet"}), "is not a parquet file"),
         (
             _config(model, tmp_path / "p.parquet", source={"kind": "parquet"}),
-            "row 0: has no field 'prompt' .*fields: answer, question",
+            "row 0: no field 'prompt' .*fields: answer, question",
         ),
         (
             _config(model, "", source={**task, "task": "basic_arithmetik"}),
@@ -323,7 +323,7 @@ def test_long_prompts_can_be_left_out(model: Path, tmp_path: Path):
         source = PromptSource(_config(model, _write(tmp_path, *lines), **limits))
     assert [source.prompt(row)[1] for row in range(len(source))] == [line["answer"] for line in kept]
     (line,) = logs
-    assert (line["event"], line["source"]) == ("prompts left out", "main")
+    assert (line["event"], line["source"]) == ("prompts skipped", "main")
     assert line["why"].startswith("2 rows have more than data.max_prompt_tokens = 50 tokens, the longest ")
     assert source.digest == PromptSource(_config(model, _write(tmp_path, *kept), **limits)).digest
 
@@ -343,13 +343,13 @@ def test_a_tokenizer_without_a_template_is_named(model: Path, tmp_path: Path):
     with pytest.raises(DataError, match=r"has no chat template: set data\.chat_template = false"):
         PromptSource(_config(tmp_path, path))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{% if %}")
-    with pytest.raises(DataError, match=r"chat template in .* cannot be read"):
+    with pytest.raises(DataError, match=r"chat template in .* is invalid"):
         PromptSource(_config(tmp_path, path))
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}{{ messages[0].content }}")
-    with pytest.raises(DataError, match="refuses the prompt: access to attribute '__class__'"):
+    with pytest.raises(DataError, match="rejects the prompt: access to attribute '__class__'"):
         PromptSource(_config(tmp_path, path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="is not a tokenizer"):
+    with pytest.raises(DataError, match="is not a valid tokenizer"):
         PromptSource(_config(tmp_path, path))
 
 

@@ -48,14 +48,14 @@ def test_those_that_ship_ask_every_row(rates: list[float | None], epoch: int):
 @pytest.mark.parametrize(
     ("curriculum", "message"),
     [
-        (lambda rows, rates, epoch: rows[:0], "returned no row, at epoch 3"),
+        (lambda rows, rates, epoch: rows[:0], "returned no rows at epoch 3"),
         (lambda rows, rates, epoch: [7, 7], "returned a row twice"),
         (lambda rows, rates, epoch: [7, 8], "returned row 8, which it was not given"),
-        (lambda rows, rates, epoch: rates, r"returned an array of shape \(5,\) and type float64, not of integers"),
+        (lambda rows, rates, epoch: rates, r"returned an array of shape \(5,\) and type float64 instead of integers"),
         (lambda rows, rates, epoch: rows[:, None], r"returned an array of shape \(5, 1\)"),
         (lambda rows, rates, epoch: None, r"returned an array of shape \(\)"),
-        (lambda rows, rates, epoch: rows[rates], r"failed at epoch 3, mend it: IndexError: "),
-        (lambda rows, rates, epoch: [[1], [2, 3]], r"failed at epoch 3, mend it: ValueError: "),
+        (lambda rows, rates, epoch: rows[rates], r"failed at epoch 3; fix it: IndexError: "),
+        (lambda rows, rates, epoch: [[1], [2, 3]], r"failed at epoch 3; fix it: ValueError: "),
     ],
 )
 def test_what_a_hook_may_not_do_is_named(curriculum: Curriculum, message: str):
@@ -83,10 +83,10 @@ def test_a_hook_cannot_change_what_it_is_given():
         ("services.dataprep.prompts.curriculum:hard_first", r"cannot be loaded \(AttributeError: .*hard_first"),
         (
             "services.dataprep.prompts.curriculum:load_curriculum",
-            r"is no function of \(rows, rates, epoch\): too many positional",
+            r"is not a function of \(rows, rates, epoch\): too many positional",
         ),
-        ("services.dataprep.prompts.curriculum:Curriculum", r"is no function of \(rows, rates, epoch\)"),
-        ("services.dataprep.prompts.order:RATE_SLACK", r"is no function of \(rows, rates, epoch\)"),
+        ("services.dataprep.prompts.curriculum:Curriculum", r"is not a function of \(rows, rates, epoch\)"),
+        ("services.dataprep.prompts.order:RATE_SLACK", r"is not a function of \(rows, rates, epoch\)"),
     ],
 )
 def test_a_hook_that_cannot_be_used_is_named_before_the_run_starts(name: str, message: str):

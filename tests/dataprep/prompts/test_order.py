@@ -299,7 +299,9 @@ def test_a_run_whose_rows_are_all_excluded_ends_after_its_last_prompt():
             run.settle(seq)
         assert len(run.picks) < 40
     assert {pick.row for pick in run.picks} == set(range(7))
-    with pytest.raises(Exhausted, match=r"every row of every prompt source reached filters\.exclude_pass_rate = 0\.01: raise it"):
+    with pytest.raises(
+        Exhausted, match=r"every row of every prompt source has reached filters\.exclude_pass_rate = 0\.01: raise it"
+    ):
         run.order.draft(1, len(run.picks), run.rates)
 
 
@@ -331,7 +333,7 @@ def test_the_state_of_another_run_or_of_none_is_refused():
         (_spans((5, 1.0), (6, 1.0)), draft.state, draft.epochs | {"x": b"\0\0\0\0"}),
         (_spans((5, 1.0), (6, 1.0)), b"", draft.epochs),
     ]:
-        with pytest.raises(DataError, match=r"order of prompts, as Redis has it, cannot be read .* another run\.name"):
+        with pytest.raises(DataError, match=r"order of prompts in Redis is invalid .* another run\.name"):
             _order(spans).restore(state, epochs)
     longer = _order(_spans((5, 1.0), (6, 1.0)), slots=4, curriculum=middle_first).draft(4, 0, {})
     with pytest.raises(DataError, match="recent prompts"):
