@@ -1,9 +1,9 @@
-"""Start a trainer rank: rank 0 leads and is the pod that others see, the other ranks follow it.
+"""Start a trainer rank: rank 0 leads and is the pod that others see; the other ranks follow it.
 
 The environment says which rank this is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
 
-Guarantees: SIGTERM ends a rank that has not loaded yet as it ends anybody, also while it waits for the others in a call that runs
-no handler of Python's. Of ranks that have loaded rank 0 says when to go.
+Guarantees: SIGTERM ends a rank that has not loaded yet immediately, even while it waits for the others in a call that runs no
+Python signal handler. After loading, rank 0 decides when all ranks exit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from services.store import Store
 if TYPE_CHECKING:
     from services.trainer.worker import Worker
 
-POLL_S = 1.0  # how often a trainer that waits for its run looks for a reason to end
+POLL_S = 1.0  # how often a trainer that waits for its run checks for a reason to stop
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run this rank to the end of the run; the exit code."""
+    """Run this rank until the run ends. Returns the exit code."""
     try:
         given = arguments("trainer", argv)
         logs.configure(given.config.run.name, given.name)
@@ -61,10 +61,10 @@ def _follow(given: Arguments, portal: Portal) -> None:
     store = portal.call(Store.connect(config.redis.url, config.run.name, redis_login(config, "trainer")))
     here = contextlib.AsyncExitStack()
     try:
-        if os.environ.get("LOCAL_RANK") == "0":  # of a node of its own: probes find endpoints there as they do on rank 0's
+        if os.environ.get("LOCAL_RANK") == "0":  # first rank of its own node: probes find endpoints there as on rank 0's
             portal.call(here.enter_async_context(open_service("trainer", config, given.name)))
         worker = _worker(config, store, portal)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to go; its death ends the collective
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to exit; its death ends the collective
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             RankCommands(worker.operations()).follow()
@@ -86,7 +86,7 @@ def _lead(given: Arguments, portal: Portal) -> None:
 
     def not_opened(ended: concurrent.futures.Future[None]) -> None:
         if not opened.done():
-            opened.set_exception(ended.exception() or RuntimeError("the service ended before it was open"))
+            opened.set_exception(ended.exception() or RuntimeError("the service ended before it started serving"))
 
     hosting.add_done_callback(not_opened)
     service = opened.result()
@@ -113,15 +113,15 @@ def _lead(given: Arguments, portal: Portal) -> None:
         else:
             commands.dismiss()
     except KeyboardInterrupt:
-        pass  # while it loads: the service is left in order
+        pass  # interrupted while loading: the service shuts down in order
     finally:
         portal.loop.call_soon_threadsafe(trained.set)
     hosting.result()
 
 
 async def _host(given: Arguments, opened: concurrent.futures.Future[Service], trained: asyncio.Event) -> None:
-    """The pod's endpoints, heartbeat and view, beside the main thread that trains."""
-    from services.operations.endpoints.checkpoints import add_routes
+    """Run the pod's endpoints, heartbeat and view next to the main thread that trains."""
+    from services.runtime.http.endpoints.checkpoints import add_routes
 
     async def until_trained(loop: Loop) -> None:
         loop.limit_s = float("inf")

@@ -1,11 +1,11 @@
 """The trainer's main loop, on rank 0: train, commit, sync, publish, checkpoint; step after step.
 
-Guarantees: a step is trained on exactly its plan; `committed_step` is the one count of steps; weights go to the fleet after
-every step, before the first and after every resume; a trainer that was killed trains the same plans again from its last
-checkpoint and ends where it would have; a run that Redis lost goes on from the last checkpoint (resume.py);
-a group whose payload is damaged or gone costs the run that group (discard_damaged.py).
-Waits for: the plan of the next step, the end of a pause, sync rounds. Unblocked by: dataprep (`steps`), operators
-(`control`), generators (`acks`, `fleet`).
+Guarantees: a step is trained on exactly its plan; `committed_step` is the only count of steps; weights go to the fleet after
+every step, before the first one and after every resume; a trainer that was killed retrains the same plans from its last
+checkpoint and ends with the same weights; a run that Redis lost resumes from the last checkpoint (resume.py); a group whose
+payload is damaged or missing costs the run only that group (discard_damaged.py).
+Waits for: the plan of the next step, the end of a pause, sync rounds. Unblocked by: dataprep (`steps`), operators (`control`),
+generators (`acks`, `fleet`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from services.weights.sender import SendFailed
 
 log = structlog.get_logger()
 
-POLL_S = 1.0  # a missed ring costs at most this much
-LEADER_S = 5.0  # in which dataprep's leader is to end an evaluation round; longer than it takes to look
-RANKS_EVERY_S = 5.0  # how often waiting ranks hear that there is nothing to do
+POLL_S = 1.0  # a missed notification costs at most this much
+LEADER_S = 5.0  # time for dataprep's leader to end an evaluation round; longer than its polling interval
+RANKS_EVERY_S = 5.0  # how often waiting ranks are told that there is nothing to do
 
 
 class TrainLoop:
-    """Rank 0's loop. Runs in the main thread; Redis is reached through the portal."""
+    """Runs rank 0's loop in the main thread and reaches Redis through the portal."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class TrainLoop:
         metrics.failed_checkpoints.set_function(lambda: self.saving.failed)
 
     def run(self) -> None:
-        """From the last checkpoint to the end of the run, or until asked to stop."""
+        """Run from the last checkpoint to the end of the run, or until asked to stop."""
         try:
             self._catch_up()
             self._sync()
@@ -103,7 +103,7 @@ class TrainLoop:
             self.commands.dismiss()
 
     def _catch_up(self) -> None:
-        """Take the run up, and train again what was committed after the checkpoint."""
+        """Resume the run and retrain what was committed after the checkpoint."""
         self._say(phase="restoring")
         self.step, state = self.recovery.take_up()
         self.saving.last, self._incarnation = self.step, state.incarnation
@@ -116,10 +116,12 @@ class TrainLoop:
             self.recovery.trained(plan)
             self._reweigh(trained.priorities)
             self._record(plan, trained.metrics, time.monotonic() - started)
-            log.info("trained again", step=self.step, committed=state.committed_step)
+            log.info("retrained a step", step=self.step, committed=state.committed_step)
 
     def _next_plan(self) -> RunState:
-        """Wait until the next step is prepared and the trainer is not paused; meanwhile bring latecomers up to date."""
+        """Wait until the next step is prepared and the trainer is not paused; meanwhile send the weights to generators that
+        joined late.
+        """
         while True:
             self._tick()
             state = self.recovery.stay_in_step(self.step)
@@ -148,26 +150,30 @@ class TrainLoop:
         metrics = trained.metrics | {"time/train_s": time.monotonic() - started}
         try:
             metrics |= self._sync_metrics(self._sync())
-        finally:  # told to stop meanwhile, it saves the step and goes: nobody would record it later
+        finally:  # if told to stop meanwhile, it saves the step and exits, and nobody would record it later
             self._record(plan, metrics, time.monotonic() - started)
         if self.saving.due(step):
             self.saving.save(step, must=False)
 
     def _train_whole(self, step: int) -> tuple[StepPlan, Trained]:
-        """Have all ranks train a step. Groups that cannot be trained become dead letters first: it goes without them."""
+        """Train a step on all ranks. Groups that cannot be trained first become dead letters, and the step continues without
+        them.
+        """
         while isinstance(done := self.commands.lead("train", step), Damaged):
             self.recovery.stay_in_step(step - 1)
             self.metrics.discarded.inc(self.call(discard_damaged(self.store, self.fence, step, done, self.config)))
         return cast("tuple[StepPlan, Trained]", done)
 
     def _reweigh(self, priorities: dict[str, float]) -> None:
-        """Tell replay what is left to learn from the groups of a step; one trained again after a crash says the same again."""
+        """Tell replay what remains to be learnt from the groups of a step. Retraining the step after a crash gives the same
+        weights.
+        """
         if priorities:
             weights = sampling_weights(priorities, self.config.replay.priority_exponent)
             self.call(self.store.replay.reweigh(self.fence, weights))
 
     def _record(self, plan: StepPlan, metrics: dict[str, float], step_s: float) -> None:
-        """Metrics of a step, for the console. One trained again is recorded again; readers take the first."""
+        """Record metrics of a step, for the console. A retrained step is recorded again; readers take the first record."""
         record = (
             plan.stats
             | metrics
@@ -191,7 +197,7 @@ class TrainLoop:
         return max(0.0, made) / (time.monotonic() - self._last_record)
 
     def _sync(self) -> SyncReport | None:
-        """Send the weights and publish them. None: nobody is there to take them, and the run is to end."""
+        """Send the weights and publish them. Returns None if no generator is left to take them and the run is ending."""
         self._say(phase="syncing", version=self.step + 1)
         try:
             report = self.rounds.run(self.step + 1, lambda: bool(self.recovery.stay_in_step(self.step).stopping))
@@ -205,7 +211,7 @@ class TrainLoop:
         try:
             self.commands.lead("send", self.step + 1)
         except SendFailed:
-            self.commands.keep_waiting()  # the others have gathered to the end, and wait for the next word
+            self.commands.keep_waiting()  # the other ranks have finished gathering and wait for the next command
             raise
 
     def _sync_metrics(self, report: SyncReport | None) -> dict[str, float]:
@@ -224,7 +230,7 @@ class TrainLoop:
             self.metrics.sync_failures.inc()
 
     def _end(self) -> None:
-        """Checkpoint, export, and end the run."""
+        """Write the checkpoint and the export, and end the run."""
         self.saving.save(self.step)
         self._say(phase="exporting")
         self.commands.lead("export", self.step)
@@ -232,8 +238,11 @@ class TrainLoop:
         self.call(self.store.run.finish(f"trained {self.step + 1} of {self.config.run.steps} steps", self.fence))
 
     def _await_evaluation(self) -> None:
-        """Let dataprep's leader end the last round: it reports it, or abandons it when `evaluation.final_s` is over, and at once
-        when the run is stopped. A leader that is gone is not waited for much longer."""
+        """Wait until dataprep's leader ends the last evaluation round.
+
+        The leader reports the round, or abandons it after `evaluation.final_s`, or at once when the run is stopped. A leader that
+        is gone is waited for only briefly.
+        """
         given, began = self.config.evaluation, time.monotonic()
         while given.every_steps:
             stopping = self.recovery.stay_in_step(self.step).stopping
@@ -246,7 +255,7 @@ class TrainLoop:
             self.call(self.notifications.wait("evaluation", "control", timeout=POLL_S))
 
     def _say(self, **changes: object) -> None:
-        """`Service.say`, on the service's own thread: its events are not for others to set."""
+        """Call `Service.say` on the service's own thread, because other threads must not set its events."""
         if phase := changes.get("phase"):
             self._doing.enter(str(phase))
         self._portal.loop.call_soon_threadsafe(partial(self.service.say, **changes))
@@ -263,4 +272,4 @@ class TrainLoop:
 
 
 async def _nothing(_: Loop) -> None:
-    """The loop runs in the main thread; only its liveness is kept beside the others."""
+    """Do nothing: the loop runs in the main thread, and only its liveness is tracked here."""

@@ -30,23 +30,25 @@ class TrainerMetrics(Metrics):
         "grpo_trainer_part_seconds_total", "seconds", "Training time on rank 0 by part; fetch is the wait for the rows.",
         "part", PARTS,
     )  # fmt: skip
-    tokens: Counter = counter(
-        "grpo_trainer_tokens_total", "tokens", "Tokens trained: each completion with its prompt."
-    )
+    tokens: Counter = counter("grpo_trainer_tokens_total", "tokens", "Tokens trained: each completion with its prompt.")
     response_tokens: Counter = counter("grpo_trainer_response_tokens_total", "tokens", "Completion tokens in the loss.")
     record_s: Histogram = histogram(
         "grpo_trainer_record_seconds", "seconds", "Time to write a step's metrics to Redis, the only cost of trackers."
     )
     sync_s: Mapping[str, Histogram] = histograms(
-        "grpo_trainer_sync_seconds", "seconds", "Duration of each phase of weight-sync rounds, until its last member answered.", "phase",
+        "grpo_trainer_sync_seconds", "seconds", "Duration of each phase of weight-sync rounds, up to the last answer.", "phase",
         SYNC_PHASES,
     )  # fmt: skip
     discarded: Counter = counter(
-        "grpo_trainer_condemned_groups_total", "groups", "Groups removed from their step as dead letters because their payload is damaged or missing."
+        "grpo_trainer_condemned_groups_total",
+        "groups",
+        "Groups dropped from their step as dead letters: payload damaged or missing.",
     )
     sync_failures: Counter = counter("grpo_trainer_sync_failures_total", "", "Failed attempts at a weight-sync round.")
     members: Gauge = gauge("grpo_trainer_sync_members", "", "Generators in the last weight sync.")
-    checkpoint_s: Histogram = histogram("grpo_trainer_checkpoint_seconds", "seconds", "Duration of checkpoints, written or failed.")
+    checkpoint_s: Histogram = histogram(
+        "grpo_trainer_checkpoint_seconds", "seconds", "Duration of checkpoints, written or failed."
+    )
     checkpointed: Gauge = gauge("grpo_trainer_checkpointed_step", "steps", "Last step covered by a checkpoint; -1 if none.")
     failed_checkpoints: Gauge = gauge(
         "grpo_trainer_failed_checkpoints", "", "Checkpoints that failed since the last successful one."

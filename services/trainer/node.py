@@ -1,11 +1,12 @@
-"""A trainer pod of a cluster: the ranks of one node, as one process. `python -m services.trainer.node`
+"""A trainer pod of a cluster: runs the ranks of one node as one process. `python -m services.trainer.node`
 
-The environment says which node this is: GRPO_NODE of GRPO_NODES, and where rank 0 is: MASTER_ADDR, MASTER_PORT. The ranks of
-`trainer.ranks` are shared out evenly, so that a node's are neighbours.
+The environment says which node this is (GRPO_NODE of GRPO_NODES) and where rank 0 is (MASTER_ADDR, MASTER_PORT). The ranks of
+`trainer.ranks` are distributed evenly, and the ranks of a node are consecutive.
 
-Guarantees: a rank that fails takes the others of its node with it, and the exit code is its own; those of other nodes fail in
-their next collective, so all meet anew. No rank outlives this process. Told to end while ranks load, it ends with 0 at once.
-Waits for: the ranks, SIGTERM. Unblocked by: a tick of `TICK_S`; once told to end, by GRPO_STOP_S at the latest.
+Guarantees: a rank that fails ends the other ranks of its node, and its exit code becomes the node's; the ranks of other nodes
+fail in their next collective, so that all nodes restart and reconnect. No rank outlives this process. If told to stop while ranks
+load, it exits with 0 at once.
+Waits for: the ranks, SIGTERM. Unblocked by: a tick of `TICK_S`; once told to stop, by GRPO_STOP_S at the latest.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, l
 from services.runtime.loops import FATAL
 
 TICK_S = 0.1
-NAME_LIMIT_S = 120.0  # then the ranks start, and say what they miss
-STOP_S = 30.0  # without GRPO_STOP_S: rank 0 finishes its step and saves
-LAST_WORDS_S = 5.0  # in which the other ranks may say why they fail too
+NAME_LIMIT_S = 120.0  # after this the ranks start, and report what is missing
+STOP_S = 30.0  # used without GRPO_STOP_S; rank 0 finishes its step and saves
+LAST_WORDS_S = 5.0  # time for the other ranks to report why they fail too
 
 
 @dataclass(frozen=True)
 class TrainerNode:
-    """Which of the nodes this is."""
+    """This node's place among the nodes."""
 
     index: int
     count: int
@@ -43,22 +44,22 @@ class TrainerNode:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> TrainerNode:
-        """Raises `ConfigError` for values that are none."""
+        """Read the environment. Raises `ConfigError` for invalid values."""
         try:
             node = cls(
                 int(environ.get("GRPO_NODE", "0")), int(environ.get("GRPO_NODES", "1")),
                 environ.get("MASTER_ADDR", "127.0.0.1"), float(environ.get("GRPO_STOP_S", STOP_S)),
             )  # fmt: skip
         except ValueError as error:
-            raise ConfigError(f"GRPO_NODE, GRPO_NODES and GRPO_STOP_S are numbers: {error}") from None
+            raise ConfigError(f"GRPO_NODE, GRPO_NODES and GRPO_STOP_S must be numbers: {error}") from None
         if not 0 <= node.index < node.count:
-            raise ConfigError(f"GRPO_NODE = {node.index} is none of GRPO_NODES = {node.count} nodes: they count from 0")
+            raise ConfigError(f"GRPO_NODE = {node.index} must be between 0 and GRPO_NODES - 1 = {node.count - 1}")
         return node
 
     def plan(self, ranks: int, given: Arguments, path: str) -> ServicePlan:
-        """This node's share of the ranks."""
+        """Return the plan of this node's ranks."""
         if ranks % self.count:
-            raise ConfigError(f"trainer.ranks = {ranks} cannot be shared out evenly to GRPO_NODES = {self.count}: set a multiple")
+            raise ConfigError(f"trainer.ranks = {ranks} must be a multiple of GRPO_NODES = {self.count}")
         local = ranks // self.count
         pods = []
         for i in range(local):
@@ -70,7 +71,7 @@ class TrainerNode:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Keep this node's ranks until they end; the exit code."""
+    """Run this node's ranks until they end. Returns the exit code."""
     try:
         with leaving_at_once():
             given = arguments("trainer", argv)
@@ -93,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _await_name(child: ChildService) -> None:
-    """Wait until MASTER_ADDR is a known name; a cluster makes it known a moment after the pod of rank 0 has begun."""
+    """Wait until MASTER_ADDR resolves. A cluster publishes the name a moment after the pod of rank 0 has started."""
     host, deadline = child.plan.pods[0].environ["MASTER_ADDR"], time.monotonic() + NAME_LIMIT_S
     while time.monotonic() < deadline:
         try:
@@ -104,18 +105,18 @@ def _await_name(child: ChildService) -> None:
 
 
 def _see_through(child: ChildService) -> int:
-    """Wait until every rank has ended, or one has failed or, told to end, had not loaded yet; the exit code."""
+    """Wait until every rank has ended, one has failed, or one was stopped before it had loaded. Returns the exit code."""
     while child.alive and not child.overdue and not any(child.codes):
         time.sleep(TICK_S)
     if child.asked < float("inf") and -signal.SIGTERM in child.codes:
-        return EXIT_OK  # a rank that has loaded does not end by the signal; without this one the others cannot have trained
+        return EXIT_OK  # only a rank that has not loaded ends by the signal, and without it the others cannot have trained
     if child.overdue:
         return EXIT_FAILED
     deadline = time.monotonic() + LAST_WORDS_S
     while child.alive and time.monotonic() < deadline:
         time.sleep(TICK_S)
     failed = next((code for code in child.codes if code), EXIT_OK)
-    return failed if failed >= 0 else 128 - failed  # of a signal, as a shell says it
+    return failed if failed >= 0 else 128 - failed  # for a signal, the code a shell reports
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How the ranks act as one: rank 0 says what comes next, all do it.
+"""Keeps the ranks in lockstep: rank 0 names the next operation and all perform it.
 
 Guarantees: every rank performs the same operations in the same order, so their collectives always match.
 """
@@ -13,14 +13,14 @@ Operation = Callable[[int], object]
 
 
 class RankCommands:
-    """The operations of this rank by name; `wait` and `end` are built in."""
+    """Holds this rank's operations by name; `wait` and `end` are built in."""
 
     def __init__(self, operations: Mapping[str, Operation]) -> None:
         self._operations = dict(operations)
-        self._in_step = True  # whether the others wait for rank 0's next word
+        self._in_step = True  # whether the others wait for rank 0's next command
 
     def lead(self, name: str, argument: int = 0) -> object:
-        """Rank 0: have all ranks do `name`; returns this rank's result."""
+        """Rank 0: run `name` on all ranks. Returns this rank's result."""
         ranks.from_rank_0((name, argument))
         self._in_step = False
         result = self._operations[name](argument)
@@ -33,13 +33,16 @@ class RankCommands:
         self._in_step = True
 
     def dismiss(self) -> None:
-        """Rank 0: the others may go. After an operation that failed they may be waiting inside it, where no word reaches them:
-        then rank 0's own end is what ends their collective."""
+        """Rank 0: let the others exit.
+
+        After a failed operation they may be waiting inside it, where no command reaches them; their collective then ends when
+        rank 0 exits.
+        """
         if self._in_step:
             ranks.from_rank_0(("end", 0))
 
     def follow(self) -> None:
-        """Other ranks: do what rank 0 says until it says `end`."""
+        """Other ranks: perform rank 0's commands until `end`."""
         while True:
             name, argument = ranks.from_rank_0(("", 0))
             if name == "end":

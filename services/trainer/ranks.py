@@ -1,4 +1,4 @@
-"""The trainer's ranks: who they are, how they meet, and how they agree.
+"""The trainer's ranks: their identity, how they connect, and how they agree.
 
 Guarantees: after `agree` every rank raises or none does, so no rank is left waiting in a collective that others skipped.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all. `local_rank` counts on its machine and names its GPU."""
+    """One rank's place among all. `local_rank` counts on its machine and selects its GPU."""
 
     rank: int = 0
     size: int = 1
@@ -27,7 +27,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """From RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun and Kubernetes set them."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun and Kubernetes set them."""
         values = os.environ if environ is None else environ
         return cls(
             rank=int(values.get("RANK", "0")),
@@ -39,11 +39,11 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The device this rank trains on."""
+        """Return the device this rank trains on."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def join(self, timeout_s: float) -> None:
-        """Meet the other ranks. Every later collective fails after `timeout_s`."""
+        """Join the other ranks. Every later collective fails after `timeout_s`."""
         if torch.cuda.is_available():
             torch.cuda.set_device(self.device)
         os.environ |= {
@@ -55,21 +55,21 @@ class World:
         }
         import deepspeed
 
-        # Its shared-memory collectives serve inference only, and would cost every new machine a compiler and 30 s.
+        # Its shared-memory collectives serve inference only, and would cost a compiler and 30 s on every new machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, by rank. Collective."""
+    """Return the values of all ranks, by rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on every rank. Collective."""
+    """Return rank 0's value, on every rank. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -93,6 +93,6 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def maximum(values: torch.Tensor) -> torch.Tensor:
-    """Maximum over ranks, in place. Collective."""
+    """Take the maximum over ranks, in place. Collective."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values

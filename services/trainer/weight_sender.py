@@ -1,4 +1,4 @@
-"""What a trainer rank sends to the generators: the policy's weights under their Hugging Face names, adapters merged."""
+"""What a trainer rank sends to the generators: the policy's weights under their Hugging Face names, with adapters merged."""
 
 from __future__ import annotations
 

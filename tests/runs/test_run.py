@@ -194,10 +194,10 @@ def test_a_run_interrupted_by_ctrl_c_goes_on_with_the_same_command_and_without_i
     path = write_run(folder, "interrupted", "generator.engine_options.token_s=0.06")
     interrupt(start(path), folder, "interrupted", 2)
     output = interrupt(start(path), folder, "interrupted", 4)
-    assert "attached, checkpoint" in output
+    assert "resumed from checkpoint" in output
     shutil.rmtree(folder / "interrupted" / "redis")
     output = finish(start(path))
-    assert "restored, checkpoint" in output
+    assert "restored from checkpoint" in output
     check_whole(folder, "interrupted")
     assert weights(folder, "interrupted") == undisturbed
 
@@ -212,11 +212,11 @@ def test_a_run_goes_back_to_a_checkpoint_at_work_and_after_its_end(folder: Path,
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "run back: restore to step 1 requested\n"), done.stderr
     output = finish(process)
-    assert "restored, checkpoint 1: step 1 was asked for" in output
+    assert "restored from checkpoint 1: step 1 was requested" in output
     check_whole(folder, "back")
     assert weights(folder, "back") == undisturbed
     output = finish(start(path, "--resume", "5"))
-    assert "restored, checkpoint 5: step 5 was asked for" in output
+    assert "restored from checkpoint 5: step 5 was requested" in output
     check_whole(folder, "back")
     assert weights(folder, "back") == undisturbed
     assert "has finished" in finish(start(path, "--resume", "latest"))

@@ -59,7 +59,7 @@ def test_ranks_of_a_node_are_neighbours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "named"), [({"GRPO_NODE": "2", "GRPO_NODES": "2"}, "GRPO_NODE = 2"), ({"GRPO_NODES": "two"}, "are numbers")]
+    ("environ", "named"), [({"GRPO_NODE": "2", "GRPO_NODES": "2"}, "GRPO_NODE = 2"), ({"GRPO_NODES": "two"}, "must be numbers")]
 )
 def test_a_wrong_place_is_refused(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -68,7 +68,7 @@ def test_a_wrong_place_is_refused(environ: dict[str, str], named: str) -> None:
 
 def test_ranks_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
     given = Arguments(small_config(tmp_path), "trainer-0", "")
-    with pytest.raises(ConfigError, match=r"trainer.ranks = 3 cannot be shared out evenly"):
+    with pytest.raises(ConfigError, match=r"trainer.ranks = 3 must be a multiple of"):
         replace(TrainerNode(0, 1, "here", 1.0), count=2).plan(3, given, "")
 
 
@@ -165,4 +165,4 @@ def test_the_entry_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "services.trainer.node"], env=environ, capture_output=True, text=True, timeout=100, check=False
     )
-    assert (done.returncode, done.stderr) == (2, "error: GRPO_NODE = 5 is none of GRPO_NODES = 2 nodes: they count from 0\n")
+    assert (done.returncode, done.stderr) == (2, "error: GRPO_NODE = 5 must be between 0 and GRPO_NODES - 1 = 1\n")

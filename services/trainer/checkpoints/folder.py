@@ -1,9 +1,9 @@
-"""Writing and taking up checkpoints (services/runtime/checkpoints.py says what lies where).
+"""Writes and loads checkpoints (services/runtime/checkpoints.py describes the layout).
 
-Guarantees: a checkpoint exists whole or not at all; `latest` never names one that is not complete; a failure to write or
-read is one `CheckpointError` on every rank and leaves older checkpoints as they were; a trainer that was superseded and goes on
-late leaves alone what its successor writes. It asks right before it names the folder, points `latest` to it and deletes others:
-one that is stopped between question and deed, which no file system makes one, still does that one deed. All ranks see the same
+Guarantees: a checkpoint exists completely or not at all; `latest` never names an incomplete one; a failure to write or read is
+the same `CheckpointError` on every rank and leaves older checkpoints intact; a superseded trainer that is still running leaves
+its successor's files alone. It checks right before it renames the folder, points `latest` to it and deletes others. No file
+system makes check and action atomic, so a trainer paused between the two still performs that one action. All ranks see the same
 `root`.
 
 Waits for: the other ranks in `save`, `load` and `restore`; see `policy` for who unblocks them.
@@ -28,7 +28,7 @@ from services.trainer.step.policy import Policy
 __all__ = ["CheckpointError", "Checkpoints", "Saved"]
 
 STATE = "trainer"
-"""Folder inside a checkpoint with the policy's state; what others write with `save` lies beside it."""
+"""Folder inside a checkpoint with the policy's state; files that others add in `save` are stored next to it."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class CheckpointWriter:
     """The trainer that writes."""
 
     fence: int = 0
-    """Its fencing number; its half-written folders bear it, and it deletes those of older trainers only."""
+    """Its fencing number. Its unfinished folders carry it, and it deletes unfinished folders of older trainers only."""
     superseded: Callable[[], str] = lambda: ""
-    """Why it may not touch what is complete, as another trainer writes here now; or empty."""
+    """Returns why it must not touch completed checkpoints, because another trainer writes here now; or an empty string."""
 
 
 class Checkpoints(CheckpointFolder):
-    """The checkpoints in one folder, of which the `keep` that were written last are kept."""
+    """The checkpoints in one folder. Keeps the `keep` most recently written ones."""
 
     def __init__(self, root: Path, keep: int) -> None:
         super().__init__(root)
         self.keep = keep
         self.owner = CheckpointWriter()
-        """Of rank 0; the other ranks are told."""
+        """Set on rank 0, which tells the other ranks."""
 
     def save(self, policy: Policy, step: int, beside: Callable[[Path], None] | None = None) -> Saved:
-        """Write the checkpoint of `step`, point `latest` to it and delete what exceeds `keep`. Collective.
+        """Write the checkpoint of `step`, point `latest` to it and delete checkpoints beyond `keep`. Collective.
 
-        On rank 0 `beside` is given the folder while it is being written, for further files in it. A complete checkpoint of
-        the same step is replaced. Raises `CheckpointError` on every rank; what was written until then is deleted.
+        On rank 0, `beside` receives the folder while it is being written, to add files to it. An existing checkpoint of the same
+        step is replaced. On failure the partial checkpoint is deleted and every rank raises `CheckpointError`.
         """
         final = self.root / f"step-{step:08d}"
         partial = atomic_folders.unfinished(final, ranks.from_rank_0(self.owner.fence))
@@ -67,7 +67,7 @@ class Checkpoints(CheckpointFolder):
             raise CheckpointError(f"checkpoint of step {step} was not written: {error}") from error
 
     def load(self, policy: Policy, saved: Saved) -> None:
-        """Put a checkpoint's state into a policy that has not trained. Collective."""
+        """Load a checkpoint's state into a policy that has not trained. Collective."""
         ranks.agree(_unfit(policy, saved), CheckpointError)
         try:
             policy.load(saved.folder / STATE)
@@ -75,7 +75,7 @@ class Checkpoints(CheckpointFolder):
             raise CheckpointError(f"{saved.folder} cannot be restored: {error}") from error
 
     def restore(self, policy: Policy, step: int | None = None) -> Saved | None:
-        """Load the checkpoint of `step`, else the latest undamaged one, if there is one. Collective; rank 0 chooses.
+        """Load the checkpoint of `step`, or by default the latest undamaged one, if any. Collective; rank 0 chooses.
 
         Raises `CheckpointError` on every rank.
         """
@@ -91,12 +91,12 @@ class Checkpoints(CheckpointFolder):
             raise CheckpointError(problem)
         if saved is not None:
             self.load(policy, saved)
-        if saved is not None and step is not None:  # a trainer that dies before it saves again is to come back here
+        if saved is not None and step is not None:  # a trainer that dies before its next save must return here
             ranks.agree(self.owner.superseded() or self._point_to(saved) if policy.world.rank == 0 else "", CheckpointError)
         return saved
 
     def try_out(self, rank: int) -> None:
-        """Write and delete a file, so that a folder that cannot be written is told before anything is trained. Collective."""
+        """Write and delete a file, so that a read-only folder is reported before anything is trained. Collective."""
         problem, probe = "", self.root / f"rank-{rank}{atomic_folders.PARTIAL}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,9 @@ class Checkpoints(CheckpointFolder):
         rank, size = policy.world.rank, policy.world.size
         ranks.agree(self._begin(final, beside) if rank == 0 else "", CheckpointError)
         shared = (partial / STATE).is_dir()
-        ranks.agree("" if shared else f"{partial} is not there: mount one shared volume at run.dir", CheckpointError)
+        ranks.agree(
+            "" if shared else f"{partial} does not exist on this rank: mount one shared volume at run.dir", CheckpointError
+        )
         try:
             policy.save(partial / STATE)
         except StateError as error:
@@ -146,12 +148,12 @@ class Checkpoints(CheckpointFolder):
         return ""
 
     def _records(self, partial: Path, rank: int, size: int) -> dict[str, FileRecord]:
-        """Sizes and hashes of all files; each rank reads its share."""
+        """Compute sizes and hashes of all files; each rank reads its share."""
         problem, mine = "", {}
         try:
             mine = atomic_folders.digests(partial, rank, size)
         except OSError as error:
-            problem = f"{partial} cannot be read back: {error.strerror}"
+            problem = f"cannot read back {partial}: {error.strerror}"
         ranks.agree(problem, CheckpointError)
         return {name: record for part in ranks.gather(mine) for name, record in part.items()}
 
@@ -172,7 +174,7 @@ class Checkpoints(CheckpointFolder):
 
 
 def facts_of(policy: Policy) -> dict[str, Any]:
-    """What a checkpoint of this policy says of itself, and a policy that takes it up has to compare."""
+    """Return the facts of this policy that a checkpoint records and that a loading policy must compare."""
     parameters = sorted((name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in policy.module.named_parameters())
     return {
         "layout": LAYOUT,
@@ -186,20 +188,20 @@ def facts_of(policy: Policy) -> dict[str, Any]:
 
 
 def _unfit(policy: Policy, saved: Saved) -> str:
-    """Why a checkpoint is not for this policy, or empty. Ranks and ZeRO stage may differ."""
+    """Return why a checkpoint does not fit this policy, or an empty string. Ranks and ZeRO stage may differ."""
     facts, now = saved.manifest.facts, facts_of(policy)
     if saved.refusal:
         return saved.refusal
     if facts["run"] != now["run"]:
-        return f"{saved.folder} is of run {facts['run']!r}, this is run {now['run']!r}: to begin from its weights, use its export"
+        return f"{saved.folder} belongs to run {facts['run']!r}, not {now['run']!r}: to start from its weights, use its export"
     if facts["parameters"] != now["parameters"]:
         return (
-            f"{saved.folder} is of another model, {facts['model']!r}, whose parameters are not those of model.path = "
+            f"{saved.folder} was written with model.path = {facts['model']!r}; its parameters do not match model.path = "
             f"{now['model']!r} with this [lora]: set them back, or start a new run from its export"
         )
     if facts["dtype"] != now["dtype"]:
         return (
-            f"{saved.folder} was written with model.dtype = {facts['dtype']!r}, this run has {now['dtype']!r}: "
+            f"{saved.folder} was written with model.dtype = {facts['dtype']!r}, but this run has {now['dtype']!r}: "
             "set model.dtype back, or start a new run from its export"
         )
     return ""

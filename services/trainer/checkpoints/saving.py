@@ -1,8 +1,9 @@
-"""When the trainer saves, and what a checkpoint that cannot be written does to the run; on rank 0.
+"""When the trainer saves a checkpoint, and what a failed checkpoint means for the run; on rank 0.
 
-Guarantees: a periodic checkpoint that fails costs nothing but its time, as Redis keeps the plans since the last one; the last of
-a run, or of a process that was told to stop, is written or its failure told. What Redis has to keep is bounded: in steps by
-`checkpoint.every_steps`, in bytes by `redis.max_memory_mib`, near which one is written early.
+Guarantees: a periodic checkpoint that fails costs only its time, because Redis keeps the plans since the last one; the last
+checkpoint of a run, or of a process that was told to stop, is written or its failure is reported. What Redis has to keep is
+bounded: in steps by `checkpoint.every_steps`, in bytes by `redis.max_memory_mib`; close to that limit a checkpoint is written
+early.
 Waits for: the other ranks, the disk, Redis.
 """
 
@@ -23,12 +24,13 @@ from services.trainer.rank_commands import RankCommands
 log = structlog.get_logger()
 
 EARLY = 0.7
-"""Share of Redis' memory in use above which a checkpoint is written, so that the steps it covers are forgotten. Dataprep goes on
-issuing prompts up to a larger share (services/dataprep/replay/memory.py)."""
+"""Share of Redis' memory in use above which a checkpoint is written early, so that Redis can drop the steps it covers. Dataprep
+keeps issuing prompts up to a larger share (services/dataprep/replay/memory.py).
+"""
 
 
 class Saving:
-    """Writes checkpoints. `call` awaits the store's answers, `say` tells the fleet."""
+    """Writes checkpoints. `call` awaits the store's results, `say` updates the status that the fleet sees."""
 
     def __init__(
         self, config: RunConfig, store: Store, fence: int, commands: RankCommands, recovery: Recovery, call: Callable[[Any], Any],
@@ -36,29 +38,31 @@ class Saving:
     ) -> None:  # fmt: skip
         self._config, self._store, self._fence, self._commands, self._recovery = config, store, fence, commands, recovery
         self._call, self._say = call, say
-        self._relieved = -1  # the last step saved early; Redis need not have got smaller by it
-        self._heeded = ""  # the wish for a checkpoint that was last seen to
+        self._relieved = -1  # the last step saved early; Redis may not have shrunk since
+        self._heeded = ""  # the last checkpoint request that was handled
         self.last = -1
-        """The last step that a checkpoint holds."""
+        """Last step covered by a checkpoint."""
         self.failed = 0
-        """Checkpoints that could not be written since."""
+        """Checkpoints that failed since then."""
 
     def due(self, step: int) -> bool:
-        """Whether one is due after `step`, which is not the last."""
+        """Return whether a checkpoint is due after `step`, which is not the last one."""
         return (step + 1) % self._config.checkpoint.every_steps == 0 and step + 1 < self._config.run.steps
 
     def relieve(self, step: int) -> None:
-        """Save early when Redis is nearly full, so that it may forget; then not again before it was emptier for once."""
+        """Save early when Redis is nearly full, so that it can drop old steps. Saves again only after memory use has fallen
+        once.
+        """
         used, limit = self._call(self._store.run.memory(self._config.redis.max_memory_mib << 20))
         if not limit or used < EARLY * limit:
             self._relieved = -1
         elif self._relieved < 0 and step > self.last:
             self._relieved = step
-            log.info("saving early, so that Redis may forget", used_mib=used >> 20, limit_mib=limit >> 20)
+            log.info("saving early, so that Redis can free memory", used_mib=used >> 20, limit_mib=limit >> 20)
             self.save(step, must=False)
 
     def heed(self, state: RunState, step: int) -> None:
-        """Save because somebody asked for it: once for each wish, so that a disk that is full is left in peace."""
+        """Save if a checkpoint was requested: once per request, so that a full disk is not retried forever."""
         if not state.checkpoint or state.checkpoint == self._heeded or step < 0:
             return
         self._heeded = state.checkpoint
@@ -68,12 +72,12 @@ class Saving:
             self.save(step, must=False)
 
     def save(self, step: int, must: bool = True) -> None:
-        """Write the checkpoint of `step`, unless there is one. Raises `Broken` when one that `must` be cannot be written.
+        """Write the checkpoint of `step`, unless it exists. Raises `Broken` if it fails and `must` is true.
 
-        Else the next that is due is another attempt.
+        Otherwise the next due checkpoint is the next attempt.
         """
         if step == self.last or self._recovery.stay_in_step(step).committed_step > step:
-            return  # told to stop while it trained again what Redis has the plans of: the next trainer does
+            return  # stopped while retraining steps whose plans Redis has: the next trainer retrains them
         self._say(phase="saving")
         started = time.monotonic()
         if problem := cast(str, self._commands.lead("save", step)):
@@ -81,7 +85,7 @@ class Saving:
             self._call(self._store.run.checkpoint_failed(f"step {step}, attempt {self.failed}: {problem}", self._fence))
             if must:
                 raise Broken(problem)
-            log.warning("checkpoint not written", step=step, last=self.last, failed=self.failed, why=problem)
+            log.warning("failed to write checkpoint", step=step, last=self.last, failed=self.failed, why=problem)
             return
         log.info("checkpoint written", step=step, seconds=round(time.monotonic() - started, 3))
         self.last, self.failed = step, 0

@@ -1,9 +1,9 @@
-"""The loss of a training step, from policy losses to what is reported.
+"""The loss of a training step, from policy losses to reported metrics.
 
-Guarantees: the value is the sum over the given tokens divided by the given denominator and depends on nothing else, so
-losses of rows add up, and the gradient of a step is the same however tokens are spread over rows, micro-batches and
-ranks. What acts per sequence acts per response, of which a row holds several, each whole. Tokens with a non-finite behaviour
-logprob contribute nothing.
+Guarantees: the value is the sum over the given tokens divided by the given denominator and depends on nothing else. So losses of
+rows add up, and the gradient of a step is the same however tokens are spread over rows, micro-batches and ranks. Sequence-level
+operations act per response; a row holds several responses, each whole. Tokens with a non-finite behaviour logprob contribute
+nothing.
 """
 
 from services.trainer.losses.correction import correct, counted

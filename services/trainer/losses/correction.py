@@ -1,7 +1,7 @@
-"""The train/infer correction: importance weights of tokens between the policy that generated and the one that trains.
+"""The train/inference correction: importance weights of tokens between the policy that generated and the one that trains.
 
-d = clamp(old - mu, +-10), rho = exp(d). The weight is rho between two bounds, truncated importance sampling (Yao et al.
-2025); masks make it 0 where rho is no longer to be trusted. A token of weight 0 is still one of the denominator.
+d = clamp(old - mu, +-10), rho = exp(d). The weight is rho bounded on both sides, truncated importance sampling (Yao et al. 2025);
+masks set it to 0 where rho is no longer reliable. A token of weight 0 still counts in the denominator.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ MAX_LOG_CORRECTION = 10.0
 """Bound of |old - mu| before exp: e^10 = 22026 is far above any sensible weight bound and far below overflow."""
 
 EDGE = 1e-6
-"""A ratio may miss the bound of a mask by this share of it: bounds belong to what is kept, and rho comes out of float32."""
+"""Share of a mask's bound by which a ratio may miss it: bounds are inclusive, and rho has float32 rounding."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Of R tokens; no gradient."""
+    """Correction of R tokens; no gradient."""
 
     ratio: Tensor  # [R] rho
     weights: Tensor  # [R] factor of the policy loss
-    clipped: Tensor  # [R] bool, the weight is one of the bounds
-    dropped: Tensor  # [R] bool, a mask made the weight 0
+    clipped: Tensor  # [R] bool, the weight was clipped to a bound
+    dropped: Tensor  # [R] bool, a mask set the weight to 0
 
 
 def counted(behaviour: Tensor) -> Tensor:
-    """Which tokens take part, bool like `behaviour`: those whose behaviour logprob is finite."""
+    """Return which tokens count, bool shaped like `behaviour`: those with a finite behaviour logprob."""
     return behaviour.isfinite()
 
 
 def log_ratio(old: Tensor, behaviour: Tensor) -> Tensor:
-    """d, [R]."""
+    """Return d, [R]."""
     return (old - behaviour).clamp(-MAX_LOG_CORRECTION, MAX_LOG_CORRECTION)
 
 
 @torch.no_grad()
 def correct(tokens: Tokens, config: Loss) -> Correction:
-    """Weights of tokens that all have a finite behaviour logprob.
+    """Return the weights of tokens, which must all have a finite behaviour logprob.
 
-    Masks: of tokens by rho (IcePop), of whole responses by the geometric mean of rho over the response (the sequence mask
-    of DeepSeek-V3.2, on the ratio), and of tokens with sign(d) A > 0 in responses where the mean of |rho - 1| / 2, which
-    estimates the total variation between old and mu, exceeds its bound (after VACO, Honari et al. 2026).
+    Masks apply to tokens by rho (IcePop), to whole responses by the geometric mean of rho over the response (the sequence mask of
+    DeepSeek-V3.2, on the ratio), and to tokens with sign(d) A > 0 in responses where the mean of |rho - 1| / 2, which estimates
+    the total variation between old and mu, exceeds its bound (after VACO, Honari et al. 2026).
     """
     d = log_ratio(tokens.old, tokens.behaviour)
     rho = d.exp()

@@ -1,10 +1,10 @@
-"""Policy losses by name, and those of the user's own.
+"""Policy losses by name, including the user's own.
 
 `loss.policy = "package.module:function"` names a function of (`Tokens`, `Loss`) that returns a `PolicyTerm`; correction, KL,
 entropy bonus, importance weights and denominator are applied to what it returns.
 
-Guarantees: a function that cannot be loaded, or that does not return what it should for three tokens, is a `ConfigError`
-that names `loss.policy`.
+Guarantees: a function that cannot be loaded, or that returns the wrong type or shape for three tokens, is a `ConfigError` that
+names `loss.policy`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from services.trainer.losses.tokens import PolicyTerm, Tokens
 
 @cache
 def find(name: str) -> PolicyLoss:
-    """The policy loss that `loss.policy` names. Raises `ConfigError`."""
+    """Return the policy loss that `loss.policy` names. Raises `ConfigError`."""
     if name in POLICIES:
         return POLICY_LOSSES[name]
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
-    except Exception as error:  # a module of somebody else's, which may raise anything while it is imported
-        raise ConfigError(f"loss.policy = {name!r} cannot be loaded ({_line(error)}): correct it or its module") from error
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ConfigError(f"loss.policy = {name!r} cannot be loaded ({_line(error)}): fix the name or the module") from error
 
 
 def check(config: Loss) -> None:
@@ -40,14 +40,14 @@ def check(config: Loss) -> None:
     tokens = Tokens(logprobs, frozen, frozen, frozen, torch.tensor([1.0, 1.0, -1.0]), ones, ones, ones, torch.tensor([0, 0, 1]))
     try:
         term = policy(tokens, config)
-    except Exception as error:  # a function of somebody else's may raise anything
-        raise ConfigError(f"loss.policy = {config.policy!r} fails on three tokens, mend it: {_line(error)}") from error
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(f"loss.policy = {config.policy!r} fails on three test tokens, fix it: {_line(error)}") from error
     if fault := _fault(term):
-        raise ConfigError(f"loss.policy = {config.policy!r} must return a PolicyTerm of tensors [R], mend it: {fault}")
+        raise ConfigError(f"loss.policy = {config.policy!r} must return a PolicyTerm of tensors [R], fix it: {fault}")
 
 
 def _fault(term: object) -> str:
-    """What is wrong with the answer for three tokens."""
+    """Return what is wrong with the result for three tokens, or an empty string."""
     if not isinstance(term, PolicyTerm):
         return f"it returns {type(term).__name__}"
     for name in ("loss", "clipped_low", "clipped_high"):

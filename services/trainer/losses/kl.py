@@ -14,7 +14,7 @@ ESTIMATORS = ("k1", "k2", "k3", "k1_weighted")
 
 
 def reference_kl(tokens: Tokens, estimator: str) -> Tensor:
-    """KL estimate per token, [R]: k1 D, k2 D^2/2, k3 expm1(-D) + D, k1_weighted r D.
+    """Return the KL estimate per token, [R]: k1 D, k2 D^2/2, k3 expm1(-D) + D, k1_weighted r D.
 
     The names are those of Schulman 2020, "Approximating KL divergence"; k3 is what TRL adds to its loss.
     """

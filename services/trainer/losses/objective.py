@@ -1,4 +1,4 @@
-"""The loss of a row: policy term, correction, KL and entropy bonus, put together."""
+"""The loss of a row: combines policy term, correction, KL and entropy bonus."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from services.trainer.losses.tokens import Tokens
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Loss of a row and what to report of it. `sums` and `maxima` are over its counted tokens (`measures.py`)."""
+    """Holds the loss of a row and its statistics. `sums` and `maxima` are over its counted tokens (`measures.py`)."""
 
     loss: Tensor  # scalar
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
-    learning: Tensor  # [R] bool: counted, and the policy has not yet moved past the clip's bounds since the token was sampled
+    learning: Tensor  # [R] bool: counted, and the policy has not moved past the clip bounds since the token was sampled
 
 
 def compute(tokens: Tokens, config: Loss, denominator: float) -> LossOutput:
-    """(sum over counted tokens of weight * share * (c * policy loss + kl_beta * KL - entropy_coefficient * H)) / denominator.
+    """Compute the loss of a row:
 
-    c = the correction's weight; KL and entropy are not corrected. weight = the importance weight of the token's group
-    (Schaul et al. 2016, section 3.4); the denominator does not know it. share: see denominators.py. With no token the loss is
-    0 and still has a gradient (of zeros), so that an empty row takes part in backward.
+    (sum over counted tokens of weight * share * (c * policy loss + kl_beta * KL - entropy_coefficient * H)) / denominator.
+
+    c = the correction's weight; KL and entropy are not corrected. weight = the importance weight of the token's group (Schaul et
+    al. 2016, section 3.4), which the denominator ignores. share: see denominators.py. Without tokens the loss is 0 and still has
+    a gradient (of zeros), so that an empty row takes part in backward.
     """
     keep = counted(tokens.behaviour)
     tokens = tokens.only(keep)
@@ -52,7 +54,10 @@ def compute(tokens: Tokens, config: Loss, denominator: float) -> LossOutput:
 
 @torch.no_grad()
 def _learnt(tokens: Tokens, config: Loss) -> Tensor:
-    """Where the policy loss clips when it starts from mu, [R] bool: how far the policy has moved since a token was sampled,
-    whenever that was. `old` would not tell: it is the policy of this very step."""
+    """Return where the policy loss clips when it starts from mu, [R] bool.
+
+    Measures how far the policy has moved since a token was sampled, whenever that was. `old` cannot show it, because it is the
+    policy of the current step.
+    """
     term = find(config.policy)(replace(tokens, old=tokens.behaviour), config)
     return term.clipped_low | term.clipped_high

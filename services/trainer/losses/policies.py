@@ -1,4 +1,4 @@
-"""Policy losses: pure functions of named tensors, one a name of `loss.policy`.
+"""Policy losses: pure functions of named tensors, one for each name of `loss.policy`.
 
 Symbols (docs/semantics.md): theta = current policy, old = policy at the start of the training step, mu = the policy that
 generated (behaviour); r = exp(theta - old), A = advantage, e = clip distance, sg = stop gradient.
@@ -17,7 +17,7 @@ from services.trainer.losses.tokens import PolicyTerm, Tokens, bounded, response
 PolicyLoss = Callable[[Tokens, Loss], PolicyTerm]
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-"""Policy losses by the name that `loss.policy` gives."""
+"""Policy losses by their `loss.policy` name."""
 
 
 def policy_loss(function: PolicyLoss) -> PolicyLoss:
@@ -28,37 +28,37 @@ def policy_loss(function: PolicyLoss) -> PolicyLoss:
 
 @policy_loss
 def grpo(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """max(-A r, -A clip(r, 1 - e, 1 + e)), the surrogate of PPO (Schulman et al. 2017, eq. 7), with e = clip_low.
+    """Compute max(-A r, -A clip(r, 1 - e, 1 + e)), the surrogate of PPO (Schulman et al. 2017, eq. 7), with e = clip_low.
 
-    TRL's loss_type "grpo" with epsilon = e is this with denominator "sequence".
+    Equals TRL's loss_type "grpo" with epsilon = e and denominator "sequence".
     """
     return _clipped(tokens.advantages, tokens.ratio(), config.clip_low, config.clip_low)
 
 
 @policy_loss
 def dapo(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """As grpo with an upper bound of its own, "clip-higher" (Yu et al. 2025, eq. 10).
+    """Compute grpo with a separate upper bound, "clip-higher" (Yu et al. 2025, eq. 10).
 
-    TRL's "dapo" with denominator "token"; its epsilon_high is epsilon unless it is set.
+    Equals TRL's "dapo" with denominator "token"; TRL's epsilon_high equals epsilon unless it is set.
     """
     return _clipped(tokens.advantages, tokens.ratio(), config.clip_low, config.clip_high)
 
 
 @policy_loss
 def dr_grpo(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """grpo without its two normalisations, by the std and by the length (Liu et al. 2025).
+    """Compute grpo; Dr. GRPO omits its two normalisations, by the std and by the length (Liu et al. 2025).
 
-    What differs lies elsewhere: the configuration requires centered advantages and a constant denominator. TRL's "dr_grpo"
-    divides by the completions of a micro-batch x max_completion_length.
+    The difference is in the configuration, which requires centered advantages and a constant denominator. TRL's "dr_grpo" divides
+    by the completions of a micro-batch x max_completion_length.
     """
     return grpo(tokens, config)
 
 
 @policy_loss
 def cispo(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """-A sg(min(r, 1 + e_high)) theta: the weight is clipped, never the gradient (MiniMax 2025, eq. 4 and 5).
+    """Compute -A sg(min(r, 1 + e_high)) theta: the weight is clipped, never the gradient (MiniMax 2025, eq. 4 and 5).
 
-    TRL's "cispo" with epsilon_high = 1 + e_high, since it names the bound of r itself, and with denominator "token".
+    Equals TRL's "cispo" with denominator "token" and epsilon_high = 1 + e_high, since TRL's is the bound of r itself.
     """
     ratio, bound = tokens.ratio().detach(), 1 + config.clip_high
     high = (tokens.advantages > 0) & (ratio > bound)
@@ -67,11 +67,11 @@ def cispo(tokens: Tokens, config: Loss) -> PolicyTerm:
 
 @policy_loss
 def gspo(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """As dapo with the ratio of the response, s = exp(mean over its tokens of theta - old), at every one of its tokens
-    (Zheng et al. 2025, eq. 5 to 7). The gradient goes through the mean to all of them.
+    """Compute dapo with the ratio of the response, s = exp(mean over its tokens of theta - old), at each of its tokens (Zheng et
+    al. 2025, eq. 5 to 7).
 
-    s moves far less than r: the paper clips at 3e-4 and 4e-4. Its mean over responses is denominator "sequence". TRL's "grpo"
-    with importance_sampling_level = "sequence".
+    The gradient flows through the mean to all of them. s moves far less than r: the paper clips at 3e-4 and 4e-4. Its mean over
+    responses needs denominator "sequence". Equals TRL's "grpo" with importance_sampling_level = "sequence".
     """
     ratio = bounded(response_mean(tokens.logprobs - tokens.old, tokens.samples)).exp()
     return _clipped(tokens.advantages, ratio, config.clip_low, config.clip_high)
@@ -79,7 +79,7 @@ def gspo(tokens: Tokens, config: Loss) -> PolicyTerm:
 
 @policy_loss
 def reinforce(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """-A sg(clip(r, 1 - e_low, 1 + e_high)) theta (Williams 1992, with a bounded importance weight)."""
+    """Compute -A sg(clip(r, 1 - e_low, 1 + e_high)) theta (Williams 1992, with a bounded importance weight)."""
     ratio, low, high = tokens.ratio().detach(), 1 - config.clip_low, 1 + config.clip_high
     loss = -tokens.advantages * ratio.clamp(low, high) * tokens.logprobs
     return PolicyTerm(loss, *_past(tokens.advantages, ratio, low, high))
@@ -87,10 +87,10 @@ def reinforce(tokens: Tokens, config: Loss) -> PolicyTerm:
 
 @policy_loss
 def dppo(tokens: Tokens, config: Loss) -> PolicyTerm:
-    """-A r with r = exp(theta - mu), 0 where A (r - 1) > 0 and the divergence exceeds its bound (DPPO, arXiv 2602.04879).
+    """Compute -A r with r = exp(theta - mu); 0 where A (r - 1) > 0 and the divergence exceeds its bound (DPPO, arXiv 2602.04879).
 
-    The divergence is that of two distributions over "this token" and "any other", of probabilities p = exp(mu) and
-    q = exp(theta): |p - q| (tv), or p log(p / q) + (1 - p) log((1 - p) / (1 - q)) (kl).
+    The divergence is between two distributions over "this token" and "any other", with probabilities p = exp(mu) and q =
+    exp(theta): |p - q| (tv), or p log(p / q) + (1 - p) log((1 - p) / (1 - q)) (kl).
     """
     moved = tokens.logprobs - tokens.behaviour
     with torch.no_grad():
@@ -100,7 +100,7 @@ def dppo(tokens: Tokens, config: Loss) -> PolicyTerm:
 
 
 def binary_divergence(behaviour: Tensor, logprobs: Tensor, kind: str) -> Tensor:
-    """Divergence [R] of "the token or another" under two policies, from their logprobs [R]; formulas at `dppo`."""
+    """Return the divergence [R] of "the token or another" under two policies, from their logprobs [R]; formulas in `dppo`."""
     p, q = behaviour.exp(), logprobs.exp()
     if kind == "tv":
         return (p - q).abs()
@@ -114,5 +114,5 @@ def _clipped(advantages: Tensor, ratio: Tensor, low: float, high: float) -> Poli
 
 
 def _past(advantages: Tensor, values: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Where the advantage leads away from bounds that are passed already: below `low`, above `high`."""
+    """Return where the ratio is already past a bound and the advantage pushes it further: below `low`, above `high`."""
     return (advantages < 0) & (values < low), (advantages > 0) & (values > high)

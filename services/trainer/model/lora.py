@@ -40,7 +40,7 @@ def attach(model: Any, options: Lora, path: str) -> None:
     unknown = sorted(set(options.targets) - layers)
     if unknown or not layers:
         raise ConfigError(
-            f"lora.targets names {unknown}, which model.path = {path!r} does not have: choose among its linear layers {sorted(layers)}"
+            f"lora.targets names {unknown}, which model.path = {path!r} lacks: choose among its linear layers {sorted(layers)}"
         )
     settings = LoraConfig(
         r=options.rank,

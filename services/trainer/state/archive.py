@@ -1,10 +1,10 @@
-"""State by parameter: files that any number of ranks, split in any way, can read.
+"""State by parameter, in files that any number of ranks, split in any way, can read.
 
-A rank holds flat tensors, and in each of them pieces of parameters. Its file stores the flat tensors as they are, and where
-the pieces lie. A reader asks for elements of a parameter and gets them from whichever files have them.
+A rank holds flat tensors, each of which contains pieces of parameters. Its file stores the flat tensors unchanged, together with
+the positions of the pieces. A reader requests elements of a parameter and gets them from the files that have them.
 
-Guarantees: values come back to the bit; a reader holds no more than what it asked for, as files are mapped into memory; what
-no file has is a `StateError`.
+Guarantees: values are restored bit for bit; a reader holds only what it requested, because files are mapped into memory; elements
+that no file has are a `StateError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.trainer.state.files import StateError, read_state, write_state
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` elements of the flattened parameter `name`, from its element `first` on, at `offset` of a flat tensor."""
+    """`count` elements of the flattened parameter `name`, starting at its element `first`, at `offset` of a flat tensor."""
 
     name: str
     first: int
@@ -31,21 +31,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Flat:
-    """Tensors [n] that are laid out alike, by kind, and what lies in them; padding lies in no piece."""
+    """Tensors [n] with the same layout, by kind, and the pieces in them; padding belongs to no piece."""
 
     pieces: list[Piece]
     tensors: dict[str, Tensor]
     step: int = 0
-    """Optimizer steps they have seen, where that means something."""
+    """Optimizer steps they have seen, if applicable."""
 
 
 def whole(name: str, parameter: Tensor) -> Piece:
-    """The piece that is all of a parameter."""
+    """Return the piece that covers a whole parameter."""
     return Piece(name, 0, parameter.numel(), 0)
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:
-    """Which names this rank writes of what all ranks hold; sizes are levelled, and all ranks agree."""
+    """Return the names that this rank writes of what all ranks hold. Balances sizes; all ranks get the same assignment."""
     loads = [0] * ranks
     mine = set()
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -72,14 +72,14 @@ def write(path: Path, flats: Iterable[Flat]) -> None:
 
 
 class Archive:
-    """The files `<stem>-<rank>.pt` of a folder, of all ranks that wrote."""
+    """The files `<stem>-<rank>.pt` of a folder, from all ranks that wrote."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         """Raises `StateError` when there are none, or one is damaged."""
         self._place, self._pieces = folder / f"{stem}-*.pt", defaultdict[str, list[tuple[Piece, Flat]]](list)
         files = sorted(folder.glob(f"{stem}-*.pt"))
         if not files:
-            raise StateError(f"{self._place}: there are no such files")
+            raise StateError(f"{self._place}: no such files")
         for file in files:
             for record in read_state(file):
                 flat = Flat([Piece(*piece) for piece in record["pieces"]], record["tensors"], record["step"])
@@ -87,11 +87,11 @@ class Archive:
                     self._pieces[piece.name].append((piece, flat))
 
     def step(self, name: str) -> int:
-        """Optimizer steps that a parameter has seen."""
+        """Return the number of optimizer steps that a parameter has seen."""
         return max((flat.step for _, flat in self._pieces[name]), default=0)
 
     def copy(self, kind: str, wanted: Piece, into: Tensor) -> None:
-        """Put the elements of a piece where it says in `into` [n]. Raises `StateError` when any is not there."""
+        """Copy the elements of a piece to its place in `into` [n]. Raises `StateError` if any are missing."""
         target = into[wanted.offset : wanted.offset + wanted.count]
         copied = 0
         for held, flat in self._pieces[wanted.name]:
@@ -108,5 +108,5 @@ class Archive:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The tensor without a larger storage behind it, which would be written too."""
+    """Return the tensor without a larger storage behind it, which would be written too."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()

@@ -1,7 +1,7 @@
-"""How state reaches the disk and comes back.
+"""Writes state to disk and reads it back.
 
 Guarantees: what `write_state` has written is on the disk; a failure is a `StateError` that names the file, the reason and the
-remedy; files hold tensors and plain values alone, and reading one runs no code of it.
+remedy; files hold only tensors and plain values, and reading one runs none of its code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.runtime import atomic_folders
 
 
 class StateError(RuntimeError):
-    """State could not be written or read: the message names the file and the reason."""
+    """State could not be written or read; the message names the file and the reason."""
 
 
 def write_state(path: Path, state: Any) -> None:
@@ -33,27 +33,27 @@ def write_state(path: Path, state: Any) -> None:
             torch.save(state, writer)  # pyright: ignore[reportArgumentType]
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's archive writer turns what the disk refused into a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch's archive writer turns an error of the disk into a RuntimeError
         refused = error if isinstance(error, OSError) else writer and writer.refused
         raise StateError(atomic_folders.explain(path, refused) if refused else f"{path} cannot be written: {error}") from error
 
 
 def read_state(path: Path) -> Any:
-    """What `write_state` wrote; tensors are mapped from the file and read when they are used. Raises `StateError`."""
+    """Read what `write_state` wrote. Tensors are mapped from the file and read when used. Raises `StateError`."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
-        if error.errno == errno.EINVAL:  # it says of itself that it is longer than it is
-            raise StateError(f"{path} is damaged: it is cut off") from error
+        if error.errno == errno.EINVAL:  # its header says it is longer than it is
+            raise StateError(f"{path} is damaged: it is truncated") from error
         raise StateError(f"{path} cannot be read: {error.strerror}") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:  # whatever the bytes led torch's reader to
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:  # raised by torch's reader on damaged bytes
         raise StateError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     except pickle.UnpicklingError as error:
         raise StateError(f"{path} is damaged: it holds more than tensors and plain values") from error
 
 
 class _Writer:
-    """A file that remembers why it refused a write."""
+    """A file that remembers why a write failed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.refused = file, None

@@ -1,10 +1,10 @@
-"""What of weights and optimizer this rank holds, by parameter, whatever the ZeRO stage.
+"""The weights and optimizer state that this rank holds, by parameter, for any ZeRO stage.
 
 Guarantees: `held` and `put_back` cover everything that training depends on: the float32 weights that AdamW steps, its moments and
-counts of steps; frozen parameters are left out. Learning rate, betas and decay come from the configuration.
+step counts. Frozen parameters are left out. Learning rate, betas and decay come from the configuration.
 
-Where DeepSpeed 0.19 keeps a rank's share: in stages 1 and 2, and in its bfloat16 optimizer, behind `_hp_mapping` of each
-parameter; in stage 3 in `fp32_partitioned_groups_flat`, at `grad_position`. Its universal checkpoints go by the same two.
+DeepSpeed 0.19 keeps a rank's share in these places: in stages 1 and 2, and in its bfloat16 optimizer, behind `_hp_mapping` of
+each parameter; in stage 3 in `fp32_partitioned_groups_flat`, at `grad_position`. Its universal checkpoints use the same two.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 
 @dataclass(frozen=True)
 class Partition:
-    """A tensor that AdamW steps, which is the key of its state, and the pieces of parameters in it."""
+    """A tensor that AdamW steps (the key of its state) and the pieces of parameters in it."""
 
     master: Tensor
     pieces: list[Piece]
 
 
 def held(engine: Any, world: World) -> Iterator[Flat]:
-    """What this rank is to write. Of what all ranks hold, each writes a share."""
+    """Yield what this rank must write. Where all ranks hold the same, each writes a share."""
     partitions, state = _partitions(engine, world), _adamw(engine).state
     if _keeps_all(engine):
         sizes = {partition.pieces[0].name: partition.master.numel() for partition in partitions}
@@ -49,7 +49,7 @@ def held(engine: Any, world: World) -> Iterator[Flat]:
 def put_back(engine: Any, world: World, saved: Archive) -> None:
     """Fill this rank's partitions from an archive that any number of ranks wrote. Raises `StateError`.
 
-    The model's weights are those before until `show` is called.
+    The model's weights stay unchanged until `show` is called.
     """
     state = _adamw(engine).state
     for partition in _partitions(engine, world):
@@ -71,13 +71,13 @@ def put_back(engine: Any, world: World, saved: Archive) -> None:
 
 @torch.no_grad()
 def show(engine: Any) -> None:
-    """Make the model's weights those of the partitions, rounded to their type. Collective."""
+    """Set the model's weights to those of the partitions, rounded to their dtype. Collective."""
     if _keeps_all(engine):
         return  # the model's weights are what AdamW steps
     if not _splits_parameters(engine):
         engine.optimizer.update_lp_params()
         return
-    engine.optimizer.checkpoint_event_prologue()  # gathered copies go
+    engine.optimizer.checkpoint_event_prologue()  # drop gathered copies
     for parameter in _trained(engine).values():
         group, offset, count = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
         parameter.ds_tensor.data.view(-1).copy_(engine.optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, count))
@@ -85,7 +85,7 @@ def show(engine: Any) -> None:
 
 
 def _partitions(engine: Any, world: World) -> list[Partition]:
-    """Those of this rank with anything in them but padding."""
+    """Return this rank's partitions that hold more than padding."""
     if _keeps_all(engine):
         return [Partition(parameter, [archive.whole(name, parameter)]) for name, parameter in _trained(engine).items()]
     pieces: dict[Tensor, list[Piece]] = {}
@@ -109,12 +109,12 @@ def _adamw(engine: Any) -> torch.optim.Optimizer:
 
 
 def _keeps_all(engine: Any) -> bool:
-    """Whether this rank has all of the optimizer's state: DeepSpeed steps torch's AdamW itself."""
+    """Return whether this rank has all of the optimizer's state because DeepSpeed steps torch's AdamW itself."""
     return isinstance(engine.optimizer, torch.optim.Optimizer)
 
 
 def _splits_parameters(engine: Any) -> bool:
-    """Whether it is stage 3."""
+    """Return whether ZeRO runs in stage 3."""
     return hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
 
 

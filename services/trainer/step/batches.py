@@ -1,9 +1,9 @@
 """Rows of tensors from a rank's plan and the payloads it names.
 
-Guarantees: every response of the plan is in its row, whole, behind its prompt, which responses of one group in a row share; a
-payload that does not fit its plan is `Damaged`, with what is wrong, before anything is trained; tokens that the policy did not
-sample (tool spans) are attended to and never a target; an empty row becomes one dummy token without a target, so that every
-rank runs the same number of micro-batches.
+Guarantees: every response of the plan is in its row, whole, after its prompt, which responses of one group in a row share; a
+payload that does not match its plan raises `Damaged`, with the reason, before anything is trained; tokens that the policy did not
+sample (tool spans) are attended to and never a target; an empty row becomes one dummy token without a target, so that every rank
+runs the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from services.protocol.messages import Payload, RankPlan, Sample
 from services.trainer.model.attention import Packing
 
 LOWEST_LOGPROB, HIGHEST_LOGPROB = -1000.0, 0.1
-"""What a sampler may have given: below -745 a probability is 0 even in float64, and never drawn; above 0 a logprob can only be by
-rounding."""
+"""Range of valid sampled logprobs: below -745 a probability is 0 even in float64, and never sampled; above 0 a logprob can only
+be a rounding error.
+"""
 
 
 class PlanMismatch(ValueError):
-    """A plan contradicts itself, or was made for others."""
+    """A plan contradicts itself, or was made for another configuration."""
 
 
 class _Fault(ValueError):
-    """What is wrong with a payload."""
+    """A payload has a fault, which the message describes."""
 
 
 @dataclass(frozen=True)
 class PackedRow:
     """One packed row, one micro-batch. T = its tokens, R = its response tokens that are in the loss.
 
-    A prompt lies before the first response of its group alone. Token j of the R has its logprob under the output at
-    `predictors[j]`, the token before it in its sequence. Responses that are masked, and tokens of tools, lie in the row and
-    have none of the R.
+    A prompt is stored only before the first response of its group. The logprob of token j of the R comes from the output at
+    `predictors[j]`, the token before it in its sequence. Masked responses and tool tokens are part of the row but not of the R.
     """
 
     samples: tuple[tuple[str, int], ...]  # (payload, index) of each response, in order
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, from 0 in every prompt
+    positions: Tensor  # [T] int64, starting from 0 in every prompt
     packing: Packing
     predictors: Tensor  # [R] int64, into T
     targets: Tensor  # [R] int64
@@ -54,13 +54,13 @@ class PackedRow:
     sample_of_token: Tensor  # [R] int64, into samples
 
     def to(self, device: torch.device) -> PackedRow:
-        """The same on `device`."""
+        """Copy to `device`."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return PackedRow(**{name: value.to(device) if hasattr(value, "to") else value for name, value in values.items()})
 
 
 def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, row_tokens: int) -> list[PackedRow]:
-    """The rows of a rank, in the plan's order, on the CPU.
+    """Build the rows of a rank, in the plan's order, on the CPU.
 
     `vocabulary` and `row_tokens` bound token ids and row lengths. Raises `Damaged`, which names every payload that cannot be
     trained on, and `PlanMismatch`.
@@ -81,15 +81,17 @@ def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, r
 
 
 def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> np.ndarray:
-    """Refuse a payload that cannot be trained on, or is not what the plan of its samples says; else which of its tokens the
-    policy sampled, [sum lengths] bool. Raises `_Fault`."""
+    """Check that a payload can be trained on and matches the plan of its samples.
+
+    Returns which of its tokens the policy sampled, [sum lengths] bool. Raises `_Fault`.
+    """
     columns = {"prompt": payload.prompt, "lengths": payload.lengths, "tokens": payload.tokens, "logprobs": payload.logprobs}
     for column, array in columns.items():
         kind = "f" if column == "logprobs" else "i"
         if array.ndim != 1 or array.dtype.kind != kind:
-            raise _Fault(f"{column} is {array.dtype} of {array.ndim} dimensions, expected one of kind {kind!r}")
+            raise _Fault(f"{column} is {array.dtype} of {array.ndim} dimensions, expected one dimension of kind {kind!r}")
     if len(payload.prompt) == 0:
-        raise _Fault("the prompt is empty, its first response token has nothing to be predicted from")
+        raise _Fault("the prompt is empty, so nothing predicts the first response token")
     fits = payload.lengths.sum() == len(payload.tokens) == len(payload.logprobs)
     if not fits or (payload.lengths < 0).any():
         raise _Fault(
@@ -100,34 +102,34 @@ def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> np.ndarr
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise _Fault(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocabulary}")
     sampled = _sampled(payload)
-    known = payload.logprobs[sampled & np.isfinite(payload.logprobs)]  # others leave the loss
+    known = payload.logprobs[sampled & np.isfinite(payload.logprobs)]  # the others leave the loss
     if (absurd := known[(known < LOWEST_LOGPROB) | (known > HIGHEST_LOGPROB)]).size:
-        raise _Fault(f"a behaviour logprob is {absurd[0]:g}, which no sampler gives: they lie in {LOWEST_LOGPROB:g}..0")
+        raise _Fault(f"a behaviour logprob is {absurd[0]:g}, outside the valid range {LOWEST_LOGPROB:g}..0")
     for sample in samples:
         _fit(sample, payload, sampled)
     return sampled
 
 
 def _fit(sample: Sample, payload: Payload, sampled: np.ndarray) -> None:
-    """Refuse a payload whose completion is not what the plan says of it."""
+    """Check that a payload's completion matches the plan. Raises `_Fault`."""
     name = f"completion {sample.index}"
     if not 0 <= sample.index < len(payload.lengths):
-        raise _Fault(f"{name} does not exist: the group has {len(payload.lengths)}")
+        raise _Fault(f"{name} does not exist: the group has {len(payload.lengths)} completions")
     tokens = _response(sample, payload)
     size, own = len(payload.prompt) + tokens.stop - tokens.start, int(sampled[tokens].sum())
     if sample.tokens and sample.tokens != size:
-        raise _Fault(f"{name} has {size} tokens with its prompt, its header said {sample.tokens}")
+        raise _Fault(f"{name} has {size} tokens with its prompt, but its header says {sample.tokens}")
     if sample.prompt_tokens and sample.prompt_tokens != len(payload.prompt):
-        raise _Fault(f"the prompt has {len(payload.prompt)} tokens, its header said {sample.prompt_tokens}")
+        raise _Fault(f"the prompt has {len(payload.prompt)} tokens, but its header says {sample.prompt_tokens}")
     if sample.trained_tokens not in (0, own):
         raise _Fault(
-            f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}; all that were sampled "
-            "or none can be trained"
+            f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}; it must train all "
+            "of them or none"
         )
 
 
 def _sampled(payload: Payload) -> np.ndarray:
-    """[sum lengths] bool, False inside tool spans; these must lie in their completions and apart from each other."""
+    """Return [sum lengths] bool, False inside tool spans. Spans must be inside their completions and must not overlap."""
     spans = payload.tool_spans
     if spans.ndim != 2 or spans.shape[1] != 3 or spans.dtype.kind != "i":
         raise _Fault(f"tool spans are {spans.dtype} of shape {spans.shape}, expected integers [k, 3]")
@@ -135,7 +137,7 @@ def _sampled(payload: Payload) -> np.ndarray:
     starts = np.cumsum(payload.lengths) - payload.lengths
     for sample, start, end in spans:
         if not (0 <= sample < len(starts) and 0 <= start < end <= payload.lengths[sample]):
-            raise _Fault(f"tool span {start}..{end} does not lie in its completion {sample}")
+            raise _Fault(f"tool span {start}..{end} is outside its completion {sample}")
         place = slice(starts[sample] + start, starts[sample] + end)
         if not sampled[place].all():
             raise _Fault(f"tool span {start}..{end} of completion {sample} overlaps another")
@@ -147,7 +149,7 @@ def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mappin
     ids, positions, predictors, targets, behaviour, advantages, weights, owners = [], [], [], [], [], [], [], []
     lengths: list[int] = []
     prompts: list[tuple[int, int]] = []
-    prompt_of: dict[str, tuple[int, int]] = {}  # by payload: where it lies in the row, and its length
+    prompt_of: dict[str, tuple[int, int]] = {}  # by payload: where it starts in the row, and its length
     end = 0
     for number, sample in enumerate(samples):
         _check_factors(sample)
@@ -166,7 +168,7 @@ def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mappin
         owners.append(np.full(len(trained), number))
         ids += own
         positions.append(np.arange(shared[1], shared[1] + size))
-        if size:  # an empty response behind a prompt that is there already is nothing to attend with
+        if size:  # an empty response after a shared prompt has no tokens to attend with
             lengths.append(size)
             prompts.append(shared)
         end += size
@@ -187,22 +189,22 @@ def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mappin
 
 
 def _response(sample: Sample, payload: Payload) -> slice:
-    """Where the sample's tokens lie in its payload."""
+    """Return where the sample's tokens are in its payload."""
     start = int(payload.lengths[: sample.index].sum())
     return slice(start, start + int(payload.lengths[sample.index]))
 
 
 def _check_factors(sample: Sample) -> None:
-    """Refuse factors that no loss can be made with. Raises `PlanMismatch`."""
+    """Check the factors of a sample's loss. Raises `PlanMismatch`."""
     name = f"sample {sample.index} of payload {sample.payload}"
     if not np.isfinite(sample.advantage):
-        raise PlanMismatch(f"{name} has the advantage {sample.advantage}")
+        raise PlanMismatch(f"{name} has the advantage {sample.advantage}, which is not finite")
     if not 0 <= sample.weight <= 1:
         raise PlanMismatch(f"{name} has the importance weight {sample.weight}, which is not in 0..1")
 
 
 def _trained(sample: Sample, sampled: np.ndarray) -> np.ndarray:
-    """Places of the sample's tokens that are in the loss, [R of the sample] int64."""
+    """Return the positions of the sample's tokens that are in the loss, [R of the sample] int64."""
     return np.flatnonzero(sampled) if sample.trained_tokens else np.zeros(0, np.int64)
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed's part: its configuration, the optimizer, and engines for policy and reference.
 
-Guarantees: what the configuration asks for is what runs; a combination DeepSpeed would ignore is an error.
+Guarantees: what the configuration requests is what runs; a combination that DeepSpeed would ignore is an error.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from services.trainer.model.policy_network import Scorer
 from services.weights.host_memory import lay_end_to_end
 
 PERSISTENT_FACTOR = 10
-"""ZeRO-3 keeps parameters below this many times the hidden size gathered: norms and biases, not worth a collective each."""
+"""ZeRO-3 keeps parameters smaller than this many times the hidden size gathered: norms and biases, not worth a collective
+each.
+"""
 
 MAX_BUCKET = 500_000_000
 """DeepSpeed's default bucket, in elements; smaller models get a smaller one."""
 
 
 def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
-    """DeepSpeed's configuration for training `module`.
+    """Return DeepSpeed's configuration for training `module`.
 
-    Stage 0 in bfloat16 runs as stage 1: DeepSpeed's stage 0 would accumulate gradients in bfloat16. Parameters are whole
-    on every rank in both. With adapters DeepSpeed is told nothing of bfloat16: it would round them to it; frozen weights
-    keep the type they were loaded in.
+    Stage 0 in bfloat16 runs as stage 1, because DeepSpeed's stage 0 would accumulate gradients in bfloat16. Parameters are whole
+    on every rank in both. With adapters, bfloat16 is not enabled in DeepSpeed, which would round the adapters to it; frozen
+    weights keep the dtype they were loaded in.
     """
     stage, offload = config.trainer.zero_stage, config.trainer.offload
     bf16 = config.trained_dtype == "bfloat16"
@@ -54,7 +56,7 @@ def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
         "gradient_clipping": 0.0 if keeps_gradients(config) else config.optimizer.max_grad_norm,
         "steps_per_print": None,
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # torch AdamW: needs no compiled kernel, and equal numbers everywhere
+        "zero_allow_untested_optimizer": True,  # torch AdamW: needs no compiled kernel, and gives equal numbers everywhere
         "zero_force_ds_cpu_optimizer": False,
     }
     if bf16:
@@ -63,15 +65,15 @@ def settings(config: RunConfig, module: Scorer) -> dict[str, Any]:
 
 
 def keeps_gradients(config: RunConfig) -> bool:
-    """Whether gradients stay whole in `.grad`, where we clip them and take their norm: DeepSpeed does not report one then."""
+    """Return whether gradients stay whole in `.grad`, where we clip them and take their norm because DeepSpeed reports none."""
     return config.trainer.zero_stage == 0 and config.trained_dtype == "float32"
 
 
 def start(config: RunConfig, module: Scorer) -> Any:
-    """A DeepSpeed engine that trains `module`."""
+    """Start a DeepSpeed engine that trains `module`."""
     import deepspeed
 
-    if keeps_gradients(config) and not torch.cuda.is_available():  # else DeepSpeed does it, or they go to a device
+    if keeps_gradients(config) and not torch.cuda.is_available():  # otherwise DeepSpeed does it, or they go to a device
         lay_end_to_end(module)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     engine, *_ = deepspeed.initialize(
@@ -83,7 +85,7 @@ def start(config: RunConfig, module: Scorer) -> Any:
 
 
 def start_reference(config: RunConfig, module: Scorer, device: torch.device) -> Any:
-    """`module` frozen and callable: spread over ranks as the policy is at ZeRO-3, else whole on `device`."""
+    """Return `module` frozen and callable: sharded over ranks like the policy under ZeRO-3, otherwise whole on `device`."""
     module.requires_grad_(False).eval()
     if config.trainer.zero_stage < 3:
         return module.to(device)
@@ -97,10 +99,10 @@ def start_reference(config: RunConfig, module: Scorer, device: torch.device) -> 
 
 
 def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, vectors (norms, biases) and the embedding do not.
+    """Return AdamW that decays matrices but not vectors (norms, biases) or the embedding.
 
-    Rows of the embedding whose tokens do not occur get no gradient: decay would only shrink them. An output matrix that is
-    the embedding (tied) is one of those.
+    Rows of the embedding whose tokens do not occur get no gradient, so decay would only shrink them. The same holds for an output
+    matrix that is tied to the embedding.
     """
     embedding = module.model.get_input_embeddings().weight
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -110,15 +112,15 @@ def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
         {"params": decayed, "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2 or p is embedding], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # adapters are all matrices, and DeepSpeed takes no empty group
+    groups = [group for group in groups if group["params"]]  # adapters are all matrices, and DeepSpeed rejects empty groups
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2))
 
 
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:
-    """Rate of training step `step` (from 0) of `steps`; it depends on nothing else, so nothing of it is saved.
+    """Return the rate of training step `step` (from 0) of `steps`. It depends on nothing else, so no scheduler state is saved.
 
-    A linear warm-up to the peak, then constant, or down to `final_fraction` of it at the last step: linearly or as half a
-    cosine (Loshchilov and Hutter 2017, eq. 5, without restarts).
+    A linear warm-up to the peak, then constant, or down to `final_fraction` of it at the last step: linearly or as half a cosine
+    (Loshchilov and Hutter 2017, eq. 5, without restarts).
     """
     done, warmup, final = step + 1, options.warmup_steps, options.final_fraction
     if done <= warmup:
@@ -135,7 +137,7 @@ def learning_rate(options: Optimizer, step: int, steps: int) -> float:
 
 
 def seed(number: int, deterministic: bool) -> None:
-    """Seed every generator of this process; `deterministic` also forbids kernels that are not."""
+    """Seed every random generator of this process; `deterministic` also forbids nondeterministic kernels."""
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
@@ -144,12 +146,12 @@ def seed(number: int, deterministic: bool) -> None:
 
 
 def seed_of_rank(number: int, rank: int) -> int:
-    """A seed of a rank's own."""
+    """Return a seed specific to a rank."""
     return int(np.random.SeedSequence([number, rank]).generate_state(1)[0])
 
 
 def random_state() -> dict[str, Any]:
-    """State of every random generator of this process, as tensors and plain values."""
+    """Return the state of every random generator of this process, as tensors and plain values."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -160,7 +162,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned."""
+    """Restore what `random_state` returned."""
     name, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

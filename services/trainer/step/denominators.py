@@ -1,7 +1,8 @@
-"""What the sums of a mini-batch are divided by, and each token's share where a mean of means is asked for.
+"""The divisor of a mini-batch, and each token's share where a mean of means is configured.
 
-Guarantees: numbers are those of the written formula over all ranks, however responses are spread. Tokens that the loss does
-not count (`losses.counted`) leave their mean; a response, or a group, that has no other leaves the number of them.
+Guarantees: numbers are those of the written formula over all ranks, however responses are distributed. Tokens that the loss does
+not count (`losses.counted`) drop out of their mean; a response or group without any counted token drops out of the number of
+responses or groups.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from services.trainer.step.priorities import group_of
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Of one group: response tokens in the loss as planned, those that count, and responses of which none does."""
+    """Counts of one group: response tokens in the loss as planned, counted tokens, and responses without a counted token."""
 
     planned: int = 0
     counted: int = 0
@@ -30,7 +31,7 @@ class TokenCounts:
 
 
 def count_tokens(rows: Iterable[PackedRow]) -> dict[str, TokenCounts]:
-    """Of the groups in these rows of one rank and mini-batch."""
+    """Count the groups in these rows of one rank and mini-batch."""
     found: dict[str, TokenCounts] = {}
     for row in rows:
         planned, counted = (of.tolist() for of in _of_responses(row))
@@ -42,7 +43,7 @@ def count_tokens(rows: Iterable[PackedRow]) -> dict[str, TokenCounts]:
 
 
 def join(of_ranks: Iterable[Mapping[str, TokenCounts]]) -> dict[str, TokenCounts]:
-    """Of a mini-batch over all ranks."""
+    """Join the counts of a mini-batch over all ranks."""
     found: dict[str, TokenCounts] = {}
     for of_rank in of_ranks:
         for group, one in of_rank.items():
@@ -51,13 +52,15 @@ def join(of_ranks: Iterable[Mapping[str, TokenCounts]]) -> dict[str, TokenCounts
 
 
 def excluded(groups: Mapping[str, TokenCounts]) -> int:
-    """Tokens of a mini-batch that the loss does not count."""
+    """Return the number of tokens of a mini-batch that the loss does not count."""
     return sum(one.planned - one.counted for one in groups.values())
 
 
 def divisor(planned: float, groups: Mapping[str, TokenCounts], kind: str) -> float:
-    """The divisor of a mini-batch: the plan's, less the tokens, responses or groups that drop out. Never less than 1, but for a
-    constant, which is what it is."""
+    """Return the divisor of a mini-batch: the plan's, less the tokens, responses or groups that drop out.
+
+    At least 1, except that a constant divisor is returned unchanged.
+    """
     match kind:
         case "token":
             return max(planned - excluded(groups), 1.0)
@@ -69,7 +72,7 @@ def divisor(planned: float, groups: Mapping[str, TokenCounts], kind: str) -> flo
 
 
 def shares(row: PackedRow, groups: Mapping[str, TokenCounts], kind: str) -> Tensor:
-    """Factor of each token's loss, [R] float32: 1 over the counted tokens of its response or group, else 1."""
+    """Return the factor of each token's loss, [R] float32: 1 over the counted tokens of its response or group, otherwise 1."""
     if kind == "sequence":
         counts = _of_responses(row)[1]
     elif kind == "group":
@@ -80,6 +83,6 @@ def shares(row: PackedRow, groups: Mapping[str, TokenCounts], kind: str) -> Tens
 
 
 def _of_responses(row: PackedRow) -> tuple[Tensor, Tensor]:
-    """Tokens in the loss of each response of the row, [n] int64: all, and those that count."""
+    """Return the tokens in the loss of each response of the row, [n] int64: all, and the counted ones."""
     owners, size = row.sample_of_token, len(row.samples)
     return torch.bincount(owners, minlength=size), torch.bincount(owners[losses.counted(row.behaviour)], minlength=size)

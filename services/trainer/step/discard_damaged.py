@@ -1,8 +1,8 @@
-"""Groups that cannot be trained leave the steps to come; on rank 0.
+"""Removes groups that cannot be trained from the coming steps; on rank 0.
 
-Guarantees: a payload that is damaged, gone or not what its header said costs the run its group and nothing else. The group
-becomes a dead letter that says what was wrong, and every step that is not in the trainer's weights is planned without it, in
-one function; its other groups stay where they were, on the same ranks and rows, and sums and statistics are of what is left.
+Guarantees: a payload that is damaged, missing or inconsistent with its header costs the run its group and nothing else. The group
+becomes a dead letter that says what was wrong, and every step that is not in the trainer's weights is replanned without it,
+atomically. The other groups stay on the same ranks and rows, and sums and statistics cover what is left.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from services.trainer.step.priorities import group_of
 log = structlog.get_logger()
 
 DAMAGED = "damaged/train/groups"
-"""Metric of a step: groups that it lost."""
+"""Metric of a step: number of groups it lost."""
 
 
 async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged, config: RunConfig) -> int:
-    """Bury the groups of damaged payloads; how many were. `first`: the first step that is not in the trainer's weights.
+    """Make dead letters of the groups of damaged payloads. Returns how many. `first` is the first step not in the trainer's
+    weights.
 
-    0 when a step was prepared meanwhile: then whoever meets the damage again asks again.
+    Returns 0 if a step was prepared meanwhile: training then meets the damage again and calls this again.
     """
     reasons = {group_of(name): f"payload {name}: {why}" for name, why in damaged.reasons.items()}
     state = await store.run.state()
     if state is None:
-        raise StoreError("the run vanished from Redis")
+        raise StoreError("the run is gone from Redis")
     steps: list[tuple[StepPlan, list[RankPlan]]] = []
     later: Counter[str] = Counter()  # in how many steps from here on a group is
     for step in range(state.prepared_step, first - 1, -1):
@@ -54,14 +55,14 @@ async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged
     except OutOfOrder:
         return 0
     if not buried:
-        raise StoreError(f"groups of step {first} whose payloads are damaged are in no step: {damaged}")
+        raise StoreError(f"groups of step {first} with damaged payloads are in no step: {damaged}")
     for group, reason in reasons.items():
-        log.error("group buried", ticket=group, reason=reason)
+        log.error("discarded a group", ticket=group, reason=reason)
     return buried
 
 
 def without(plan: StepPlan, ranks: Sequence[RankPlan], groups: AbstractSet[str], loss: Loss) -> tuple[StepPlan, list[RankPlan]]:
-    """The plan of a step without some groups, but for its statistics, where they are only counted."""
+    """Return the plan of a step without some groups. Of its statistics, only those that are plain counts are updated."""
     rows = [[[sample for sample in row if group_of(sample.payload) not in groups] for row in rank.rows] for rank in ranks]
     ends = list(accumulate(plan.mini_batch_rows))
     batches = [
@@ -82,7 +83,7 @@ def without(plan: StepPlan, ranks: Sequence[RankPlan], groups: AbstractSet[str],
 
 
 def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[BufferedGroup], config: RunConfig) -> StepPlan:
-    """The plan with the statistics of what it trains on taken anew; `drawn`: its groups as they were when it was made."""
+    """Return the plan with statistics recomputed from what it trains on; `drawn`: its groups as they were when it was made."""
     weights = {group_of(sample.payload): sample.weight for rank in ranks for row in rank.rows for sample in row}
     of_groups = group_statistics.trained(
         [group.header for group in drawn], plan.step, [group.uses for group in drawn], config.largest_rewards,
@@ -93,12 +94,12 @@ def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[Buffere
 
 
 async def _as_drawn(store: Store, plan: StepPlan, later: Mapping[str, int]) -> list[BufferedGroup]:
-    """The groups of a step with the uses they had before it; `later`: in how many steps from this one on each is."""
+    """Return the groups of a step with their use counts before it; `later`: in how many steps from this one on each group is."""
     return [replace(group, uses=group.uses - later[group.group]) for group in await store.replay.groups(plan.groups)]
 
 
 def _denominator(samples: Sequence[Sample], loss: Loss) -> float:
-    """As services/dataprep/planning/plan.py has it."""
+    """Compute the denominator as in services/dataprep/planning/plan.py."""
     in_loss = [sample for sample in samples if sample.trained_tokens]
     match loss.denominator:
         case "sequence":

@@ -1,8 +1,8 @@
 """Sums of gradients that do not depend on their order: over micro-batches and over ranks.
 
-Guarantees: `reduce` leaves the same bits on every rank, whichever rank held which micro-batch, as integers add up without
-rounding. A gradient's element loses what is below 2^-53, far below AdamW's epsilon of 1e-8, and may not exceed 2^11 over the
-number of micro-batches: more is reported as infinite.
+Guarantees: `reduce` leaves the same bits on every rank, whichever rank held which micro-batch, because integers add up without
+rounding. A gradient element loses what is below 2^-53, far below AdamW's epsilon of 1e-8, and must not exceed 2^11 divided by the
+number of micro-batches; anything larger is reported as infinite.
 Cost: 8 bytes a parameter, a pass over the gradients per micro-batch (on a CPU ten times a plain sum, 3 ns a parameter), an
 all-reduce of twice the bytes.
 """
@@ -19,10 +19,11 @@ from services.trainer import ranks
 
 FRACTION_BITS = 52
 """An int64 then holds sums up to 2^11 in steps of 2^-52. AdamW with epsilon 1e-8 moves a weight by less than a ten-millionth of
-the learning rate for a gradient of 2^-52."""
+the learning rate for a gradient of 2^-52.
+"""
 
 PIECE = 1 << 18
-"""Elements that are converted at a time: bounds the memory of the conversion."""
+"""Elements converted at a time: bounds the memory of the conversion."""
 
 
 class FixedPointSum:
@@ -35,7 +36,7 @@ class FixedPointSum:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Take in the gradients of a micro-batch and clear them."""
+        """Add the gradients of a micro-batch and clear them."""
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
                 pieces = zip(parameter.grad.reshape(-1).split(PIECE), total.view(-1).split(PIECE), strict=True)
@@ -46,9 +47,9 @@ class FixedPointSum:
 
     @torch.no_grad()
     def reduce(self, micro_batches: int) -> None:
-        """Put the sum over all ranks into `.grad`, and begin anew. Collective.
+        """Put the sum over all ranks into `.grad` and reset. Collective.
 
-        `micro_batches` are those of all ranks. Where an element was too large or no number, gradients are infinite.
+        `micro_batches` is the number over all ranks. If an element was too large or NaN, gradients are infinite.
         """
         too_large = float(ranks.maximum(self._largest)) > 2.0 ** (63 - FRACTION_BITS) / micro_batches
         for parameter, total in zip(self._parameters, self._sums, strict=True):

@@ -1,7 +1,7 @@
-"""What a training step reports, summed over tokens.
+"""Metrics of a training step, summed over tokens.
 
-Guarantees: every mean is over the tokens of all ranks, and rows are added up without rounding (`math.fsum`), so it does not
-depend on how rows were spread, to the bit.
+Guarantees: every mean is over the tokens of all ranks. Rows are summed without rounding (`math.fsum`), so a mean does not depend
+on how rows were distributed, to the bit.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from services.trainer.losses.measures import MAXIMA, SUMS
 
 
 class StepMetrics:
-    """Sums and maxima of `losses.LossOutput`s, kept on the device until `report`."""
+    """Collects sums and maxima of `losses.LossOutput`s on the device until `report`."""
 
     def __init__(self, device: torch.device, reference: bool) -> None:
-        """`reference`: whether there is one to measure the KL to."""
+        """`reference`: whether there is a reference to measure the KL to."""
         self._sums: list[Tensor] = []  # of each row, float64
         self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
         self._reference = reference
 
     def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
-        """Take in one row."""
+        """Add one row."""
         self._sums.append(torch.stack([sums[name] for name in SUMS]).double())
         self._maxima = torch.maximum(self._maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
     def report(self) -> dict[str, float]:
-        """Metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0."""
+        """Return metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0."""
         of_rows = [row for of_rank in ranks.gather([row.tolist() for row in self._sums]) for row in of_rank]
         sums = {name: math.fsum(row[place] for row in of_rows) for place, name in enumerate(SUMS)}
         maxima = dict(zip(MAXIMA, ranks.maximum(self._maxima).tolist(), strict=True))
@@ -67,7 +67,7 @@ class StepMetrics:
 
 
 class Clock:
-    """Seconds per phase, of this rank. On a GPU a phase ends when its kernels have."""
+    """Measures seconds per phase on this rank. On a GPU a phase ends when its kernels have finished."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -75,7 +75,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside; times of one name add up."""
+        """Time the code inside the block; times of the same name add up."""
         started = time.perf_counter()
         yield
         if self._device.type == "cuda":

@@ -1,12 +1,11 @@
-"""The policy in training: DeepSpeed engine, reference policy, one method per training step.
+"""The policy in training: DeepSpeed engine and reference policy, with one method per training step.
 
-Guarantees: the gradient of a mini-batch is that of the written formula (docs/semantics.md) for any number of ranks, any
-packing and any split into micro-batches, up to rounding; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters),
-the same rows give the same bits on any number of data-parallel ranks; `load` of what `save` wrote continues bit by bit where it
-left off.
+Guarantees: the gradient of a mini-batch is that of the written formula (docs/semantics.md) for any number of ranks, any packing
+and any split into micro-batches, up to rounding; with `trainer.deterministic`, zero_stage 0 and float32 (or adapters), the same
+rows give the same bits on any number of data-parallel ranks; `load` of what `save` wrote continues bit for bit.
 
-Waits for: the other ranks, in every method but the constructor's checks. Each runs the same methods in the same order; a
-rank that dies fails the others' collectives at once (gloo) or after `trainer.step_timeout_s`.
+Waits for: the other ranks, in every method except the constructor's checks. Each runs the same methods in the same order; a rank
+that dies fails the others' collectives at once (gloo) or after `trainer.step_timeout_s`.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from services.trainer.step.fixed_point import FixedPointSum
 from services.trainer.step.metrics import Clock, StepMetrics
 
 STATE, RANDOM = "state", "random"
-"""What a rank's files are called: weights with optimizer, and random generators."""
+"""Stems of the names of a rank's files: weights with optimizer, and random generators."""
 
 
 class NonFinite(RuntimeError):
-    """The loss or its gradient is no number; the weights of this process must not be used any more."""
+    """The loss or its gradient is not finite; the weights of this process must not be used further."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a training step, equal on every rank but for `time/...`, which are this rank's seconds."""
+    """Results of a training step, equal on every rank except `time/...`, which are this rank's seconds."""
 
     metrics: dict[str, float]
     priorities: dict[str, float]  # by group; empty unless replay.priority = "trainer"
@@ -59,7 +58,7 @@ class Policy:
     """The model of a run on one rank.
 
     Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `reference`, `zero_stage`, `world`, `device`,
-    `data_rank` (whose rows of a plan are this rank's; the ranks of a sequence-parallel team have the same).
+    `data_rank` (the rank whose rows of a plan this rank trains; all ranks of a sequence-parallel team have the same).
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -76,7 +75,7 @@ class Policy:
         width = config.trainer.sequence_parallel
         self.data_rank = world.rank // width
         self._team = Team(width, world.rank, world.size) if width > 1 else None
-        self._leads = self._team is None or self._team.rank == 0  # who speaks for the team where values of ranks add up
+        self._leads = self._team is None or self._team.rank == 0  # contributes for the team where values of ranks are summed
         scorer = self._scorer()
         self.module = scorer.model
         self.engine = deepspeed_engine.start(config, scorer)
@@ -86,14 +85,14 @@ class Policy:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids."""
+        """Return the number of token ids."""
         return self.module.config.get_text_config().vocab_size
 
     def train(self, given: Sequence[PackedRow], plan: StepPlan) -> Trained:
-        """One training step: as many optimizer steps as the plan has mini-batches. Collective.
+        """Run one training step, with one optimizer step per mini-batch of the plan. Collective.
 
-        `given` are this rank's rows, in the plan's order. Raises `PlanMismatch` before anything is trained, `NonFinite` when
-        it is too late.
+        `given` are this rank's rows, in the plan's order. Raises `PlanMismatch` before anything is trained, and `NonFinite`
+        during training.
         """
         ranks.agree(self._fault(given, plan), PlanMismatch)
         started, clock = time.perf_counter(), Clock(self.device)
@@ -139,8 +138,8 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Write this rank's state (weights, optimizer, averaged reference, random generators) into `folder`. Collective.
 
-        Weights that adapters leave as they are, are those of model.path and not written. Every rank raises `StateError` if any
-        could not write.
+        Weights that adapters do not change are those of model.path and are not written. Every rank raises `StateError` if any
+        rank could not write.
         """
         problem, rank = "", self.world.rank
         try:
@@ -153,10 +152,10 @@ class Policy:
         ranks.agree(problem, StateError)
 
     def load(self, folder: Path) -> None:
-        """Take up the state that `save` wrote, with any number of ranks and any ZeRO stage. Collective.
+        """Load the state that `save` wrote, with any number of ranks and any ZeRO stage. Collective.
 
-        Call it on a policy that has not trained yet. A rank that the writers did not have seeds its random generators with
-        `run.seed` and its number. Every rank raises `StateError` if any could not read.
+        Call it on a policy that has not trained yet. A rank beyond the number of writers seeds its random generators with
+        `run.seed` and its number. Every rank raises `StateError` if any rank could not read.
         """
         problem, random_state = "", None
         random_file = folder / f"{RANDOM}-{self.world.rank}.pt"
@@ -191,10 +190,10 @@ class Policy:
         )
 
     def _fault(self, rows: Sequence[PackedRow], plan: StepPlan) -> str:
-        """What is wrong with a plan, or with the rows this rank got for it."""
+        """Return what is wrong with a plan, or with the rows this rank got for it; or an empty string."""
         if plan.ranks != self.config.data_parallel:
             return (
-                f"step {plan.step} was planned for {plan.ranks} ranks with rows of their own, "
+                f"step {plan.step} was planned for {plan.ranks} data-parallel ranks, but "
                 f"trainer.ranks / trainer.sequence_parallel is {self.config.data_parallel}"
             )
         if len(rows) != plan.rows_per_rank or sum(plan.mini_batch_rows) != plan.rows_per_rank:
@@ -203,13 +202,13 @@ class Policy:
                 f"but there are {len(rows)} rows"
             )
         if len(plan.denominators) != len(plan.mini_batch_rows) or min(plan.mini_batch_rows, default=0) < 1:
-            return f"step {plan.step}: mini-batches of {plan.mini_batch_rows} rows, denominators {plan.denominators}"
+            return f"step {plan.step}: mini-batches of {plan.mini_batch_rows} rows do not match denominators {plan.denominators}"
         if not all(math.isfinite(value) and value >= 0 for value in plan.denominators):
             return f"step {plan.step}: denominators {plan.denominators} must be finite and not negative"
         return ""
 
     def _token_counts(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> list[dict[str, denominators.TokenCounts]]:
-        """What the loss counts of every group, per mini-batch, over all ranks."""
+        """Return what the loss counts of every group, per mini-batch, over all ranks."""
         mine = [denominators.count_tokens(rows[i] for i in batch) if self._leads else {} for batch in batches]
         return [denominators.join(parts) for parts in zip(*ranks.gather(mine), strict=True)]
 
@@ -223,7 +222,7 @@ class Policy:
         metrics: StepMetrics,
         clock: Clock,
     ) -> Tensor:
-        """Forward and backward of a row; which of its tokens learnt, [R] bool."""
+        """Run forward and backward of a row. Returns which of its tokens remain to be learnt, [R] bool."""
         reference = None
         if self.reference is not None:
             with clock.phase("reference"):
@@ -254,7 +253,7 @@ class Policy:
         return output.learning
 
     def _optimizer_step(self, step: int) -> float:
-        """Clip, update and return the gradient's norm before clipping."""
+        """Clip and update. Returns the gradient's norm before clipping."""
         if deepspeed_engine.keeps_gradients(self.config):
             self.engine.set_gradient_accumulation_boundary(True)
             norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.config.optimizer.max_grad_norm))
@@ -280,7 +279,7 @@ def _score(module: Any, row: PackedRow) -> tuple[Tensor, Tensor]:
 def _refuse(name: str, value: float, step: int) -> None:
     if not math.isfinite(value):
         raise NonFinite(
-            f"step {step}: {name} is {value}. The step must not be committed; lower optimizer.learning_rate or look for "
+            f"step {step}: {name} is {value}. The step is not committed; lower optimizer.learning_rate or look for "
             "damaged weights or payloads, and resume from the last checkpoint"
         )
 

@@ -1,10 +1,10 @@
-"""The rows of a rank's steps: fetched from Redis and built while the step before trains.
+"""The rows of a rank's steps: fetched from Redis and built while the previous step trains.
 
-Guarantees: what is taken are the rows of the plan that Redis holds when the step begins, or an error, exactly as if nothing had
-been fetched ahead; a fetch ahead that failed, or whose plan is another one now, is forgotten and the step is fetched anew; at
-most one step is held ahead, and nothing after `close`.
+Guarantees: `take` returns the rows of the plan that Redis holds when the step begins, or raises, exactly as if nothing had been
+prefetched; a prefetch that failed, or whose plan has changed, is dropped and the step is fetched again; at most one step is held
+ahead, and none after `close`.
 
-Waits for: the plan of the next step, which it looks for every `POLL_S`. Unblocked by: dataprep; `take` looks at once.
+Waits for: the plan of the next step, which it polls every `POLL_S`. Unblocked by: dataprep; `take` polls immediately.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from services.trainer.step.batches import PackedRow, PlanMismatch
 
 log = structlog.get_logger()
 
-POLL_S = 0.2  # a plan that comes while the step before trains is found so soon; shorter than any step worth hiding a fetch in
+POLL_S = 0.2  # delay to find a plan that arrives while the previous step trains; shorter than any step worth prefetching for
 REFUSALS = (StoreError, CorruptMessage, PlanMismatch)
-"""Why a step cannot be trained: what `Prefetch.take` raises."""
+"""What `Prefetch.take` raises when a step cannot be trained."""
 
 Build = Callable[[RankPlan, Mapping[str, Payload]], list[PackedRow]]
 
@@ -41,23 +41,23 @@ class Fetched:
 
     plan: StepPlan
     rows: list[PackedRow]
-    seconds: float  # that reading and building took, without the wait for the plan
+    seconds: float  # time to read and build, without the wait for the plan
 
 
 @dataclass
 class _Ahead:
-    """A fetch on the portal's loop, under way or done."""
+    """A fetch on the portal's loop, in progress or finished."""
 
     step: int
-    due: asyncio.Event  # set when the step begins: its plan is there now, or it is gone
+    due: asyncio.Event  # set when the step begins: by then its plan exists or is gone
     work: asyncio.Task[None] | None = None
-    fetched: Fetched | None = None  # None to the end: it failed
+    fetched: Fetched | None = None  # stays None if it failed
 
 
 class Prefetch:
-    """Fetches the steps of rank `rank` one after the other, one ahead at most.
+    """Fetches the steps of rank `rank` one after the other, at most one ahead.
 
-    Redis is read on the portal's loop; `build`, which is numpy work, runs in a thread beside it, so that heartbeats go on.
+    Redis is read on the portal's loop; `build`, which is numpy work, runs in a separate thread so that heartbeats continue.
     """
 
     def __init__(self, portal: Portal, store: Store, rank: int, build: Build) -> None:
@@ -65,12 +65,12 @@ class Prefetch:
         self._ahead: _Ahead | None = None
 
     def begin(self, step: int) -> None:
-        """Fetch `step` in the background as soon as it is prepared; what was fetched ahead before is dropped."""
+        """Fetch `step` in the background as soon as it is prepared, dropping earlier prefetched data."""
         self.close()
         self._ahead = self._portal.call(self._start(step))
 
     def take(self, step: int) -> tuple[Fetched, float]:
-        """The rows of a prepared step, and the seconds its fetch in the background took: 0 when there was none.
+        """Return the rows of a prepared step and the seconds its background fetch took, 0 if there was none.
 
         Raises `Damaged`, which names all payloads that cannot be trained on, `StoreError`, `CorruptMessage`, `PlanMismatch`.
         """
@@ -84,7 +84,7 @@ class Prefetch:
         return self._portal.call(self._fetch(step, due)), 0.0
 
     def close(self) -> None:
-        """Drop what was fetched ahead."""
+        """Drop prefetched data."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.work is not None:
             self._portal.call(end_tasks([ahead.work]))
@@ -97,24 +97,24 @@ class Prefetch:
     async def _run(self, ahead: _Ahead) -> None:
         try:
             ahead.fetched = await self._fetch(ahead.step, ahead.due)
-        except REFUSALS as error:  # too early, or Redis was away for a moment: what counts is whether it fails when it is due
-            log.info("a step could not be fetched ahead", step=ahead.step, error=str(error))
+        except REFUSALS as error:  # too early, or Redis was briefly unavailable: only a failure when the step is due matters
+            log.info("could not prefetch a step", step=ahead.step, error=str(error))
 
     async def _finish(self, ahead: _Ahead) -> Fetched | None:
-        """What was fetched ahead, if it is of the plan that Redis holds now. Raises as `take`."""
+        """Return the prefetched data if it matches the plan that Redis holds now. Raises like `take`."""
         assert ahead.work is not None
         ahead.due.set()
         await ahead.work
         if ahead.fetched is None:
             return None
         if codec.encode(await self._plan(ahead.step)) != codec.encode(ahead.fetched.plan):
-            log.warning("the plan of a step is another one than was fetched ahead", step=ahead.step)
+            log.warning("the plan of a step changed after it was prefetched", step=ahead.step)
             return None
         return ahead.fetched
 
     async def _fetch(self, step: int, due: asyncio.Event) -> Fetched:
         while True:
-            last = due.is_set()  # asked before the look: a plan is prepared before its step begins
+            last = due.is_set()  # checked before polling: a plan is prepared before its step begins
             started = time.perf_counter()
             try:
                 plan = await self._plan(step)
@@ -129,16 +129,16 @@ class Prefetch:
         groups = set(plan.groups)
         names = sorted({sample.payload for row in ours.rows for sample in row})
         if strays := [name for name in names if name.rpartition(".")[0] not in groups]:
-            raise PlanMismatch(f"rank {self._rank} is to train on {strays[0]}, which is of no group of step {step}")
+            raise PlanMismatch(f"rank {self._rank} is assigned payload {strays[0]}, which belongs to no group of step {step}")
         payloads = await self._store.steps.payloads(names)
         rows = await asyncio.to_thread(self._build, ours, payloads)
         return Fetched(plan, rows, time.perf_counter() - started)
 
     async def _plan(self, step: int) -> StepPlan:
-        """The plan of a prepared step. Raises `StoreError`."""
+        """Return the plan of a prepared step. Raises `StoreError`."""
         plan = await self._store.steps.plan(step)
         if plan is None:
-            raise StoreError(f"the plan of step {step} is gone from Redis, though no checkpoint covers it")
+            raise StoreError(f"the plan of step {step} is gone from Redis, but no checkpoint covers the step")
         if plan.step != step:
-            raise PlanMismatch(f"the plan of step {step} says that it is of step {plan.step}")
+            raise PlanMismatch(f"the plan of step {step} says that it is for step {plan.step}")
         return plan

@@ -1,6 +1,6 @@
-"""Priorities of groups after a training step: what could still be learnt from them. Pure.
+"""Priorities of groups after a training step: what remains to be learnt from them. Pure.
 
-Guarantees: the same for any number of ranks and any packing, as completions are summed without rounding (`math.fsum`).
+Guarantees: the same for any number of ranks and any packing, because completions are summed without rounding (`math.fsum`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from services.trainer import losses
 from services.trainer.step.batches import PackedRow
 
 Parts = dict[str, list[float]]
-"""Group -> what each of its completions contributes."""
+"""Maps each group to what each of its completions contributes."""
 
 
 def of_rows(rows: Sequence[PackedRow], learning: Sequence[Tensor]) -> Parts:
-    """What the completions of these rows contribute: |A| times the share of counted tokens that are still to be learnt.
+    """Return what the completions of these rows contribute: |A| times the share of counted tokens that remain to be learnt.
 
-    `learning` are the rows' `losses.LossOutput.learning`, [R] bool each. A completion without a counted token, masked or
-    not, contributes 0.
+    `learning` are the rows' `losses.LossOutput.learning`, [R] bool each. A completion without a counted token, masked or not,
+    contributes 0.
     """
     parts: Parts = defaultdict(list)
     for row, mask in zip(rows, learning, strict=True):
@@ -37,7 +37,7 @@ def of_rows(rows: Sequence[PackedRow], learning: Sequence[Tensor]) -> Parts:
 
 
 def join(of_ranks: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Priority of each group, the sum over its completions on all ranks, by name in order."""
+    """Return the priority of each group, the sum over its completions on all ranks, sorted by name."""
     parts: Parts = defaultdict(list)
     for of_rank in of_ranks:
         for group, of_completions in of_rank.items():
@@ -46,10 +46,10 @@ def join(of_ranks: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
 
 
 def sampling_weights(priorities: Mapping[str, float], exponent: float) -> dict[str, float]:
-    """Weights that replay draws the groups with."""
+    """Return the weights that replay samples the groups with."""
     return {group: sampling_weight(priority, exponent) for group, priority in priorities.items()}
 
 
 def group_of(payload: str) -> str:
-    """Name of the group of a payload, "<group>.<fence>"."""
+    """Return the name of the group of a payload, "<group>.<fence>"."""
     return payload.rpartition(".")[0]

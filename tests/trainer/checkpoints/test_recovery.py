@@ -91,14 +91,14 @@ async def test_another_trainer_or_a_wish_to_go_back_ends_this_one(store: Store, 
     trainer, _ = await trained(store, tmp_path, 1)
     await trainer.stay_in_step(0)
     await store.run.request_restore(0)
-    with pytest.raises(Broken, match="the run goes back to step 0: starting over from there"):
+    with pytest.raises(Broken, match="the run is restored to step 0: restarting from there"):
         await trainer.stay_in_step(0)
     await store.run.request_restore(None)
     await store.run.attach_trainer()
-    with pytest.raises(Broken, match="another trainer has taken the run over"):
+    with pytest.raises(Broken, match="another trainer has taken over the run"):
         await trainer.stay_in_step(0)
     await store.restores.delete_run()
-    with pytest.raises(Broken, match="vanished from Redis"):
+    with pytest.raises(Broken, match="is gone from Redis"):
         await trainer.stay_in_step(0)
 
 

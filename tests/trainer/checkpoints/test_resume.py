@@ -35,13 +35,13 @@ def plan(step: int, ranks: int = 2, row_tokens: int = 256) -> StepPlan:
     ("given", "step", "way"),
     [
         (state(-1), -1, Attach("Redis knows every step up to -1")),
-        (state(3), -1, Attach("Redis knows every step up to 3; 4 are trained again")),
-        (state(7, checkpointed_step=5, retired_step=5), 5, Attach("Redis knows every step up to 7; 2 are trained again")),
+        (state(3), -1, Attach("Redis knows every step up to 3; retraining 4 steps")),
+        (state(7, checkpointed_step=5, retired_step=5), 5, Attach("Redis knows every step up to 7; retraining 2 steps")),
         (state(5, checkpointed_step=5, retired_step=4), 5, Attach("Redis knows every step up to 5")),
-        (state(4), 5, Restore("Redis has committed step 4 only: it lost what came after")),
-        (state(-1), 5, Restore("Redis has committed step -1 only: it lost what came after")),
-        (state(9, restore=5, checkpointed_step=9, retired_step=9), 5, Restore("step 5 was asked for")),
-        (state(-1, restoring=5), 5, Restore("a restore to step 5 was cut off")),
+        (state(4), 5, Restore("Redis has committed steps only up to 4; later ones were lost")),
+        (state(-1), 5, Restore("Redis has committed steps only up to -1; later ones were lost")),
+        (state(9, restore=5, checkpointed_step=9, retired_step=9), 5, Restore("step 5 was requested")),
+        (state(-1, restoring=5), 5, Restore("a restore to step 5 was interrupted")),
     ],
 )
 def test_the_way_depends_on_what_redis_still_has(config: RunConfig, given: RunState, step: int, way: Attach | Restore) -> None:
@@ -59,7 +59,7 @@ def test_plans_for_other_ranks_or_longer_rows_are_made_anew(config: RunConfig) -
         assert isinstance(way, Restore)
         assert f"planned for {unfit.ranks} ranks with rows of {unfit.row_tokens} tokens, not 2 ranks with rows of 256" in way.why
         assert not trainable(codec.encode(unfit), config)
-        with pytest.raises(NoWay, match=r"there is no checkpoint: set that back"):
+        with pytest.raises(NoWay, match=r"there is no checkpoint: set it back"):
             choose(state(6), -1, [unfit], config)
     assert trainable(codec.encode(plan(6, row_tokens=128)), config)
     assert not trainable(b"damaged", config)
@@ -67,7 +67,7 @@ def test_plans_for_other_ranks_or_longer_rows_are_made_anew(config: RunConfig) -
 
 def test_a_volume_that_is_not_mounted_starts_no_run_anew(config: RunConfig) -> None:
     for given in (state(7, checkpointed_step=5), state(-1, restoring=5), state(-1, restore=5)):
-        with pytest.raises(NoWay, match="the run has a checkpoint of step 5, but there is none in its folder: mount the volume"):
+        with pytest.raises(NoWay, match="the run has a checkpoint of step 5, but its folder is empty: mount the volume"):
             choose(given, -1, [], config)
 
 

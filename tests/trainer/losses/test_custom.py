@@ -73,13 +73,13 @@ def test_those_that_come_along_pass_the_check(policy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("number", r"must return a PolicyTerm of tensors \[R\], mend it: it returns float"),
+        ("number", r"must return a PolicyTerm of tensors \[R\], fix it: it returns float"),
         ("summed", r"for three tokens, `loss` is \(\)"),
         ("detached", "its loss carries no gradient of the logprobs"),
         ("infinite", r"its loss is \[-inf, -inf, -inf\]"),
         ("float_flags", r"`clipped_low` is torch.float32, not bool"),
         ("no_flags", "`clipped_low` is None"),
-        ("one_argument", "fails on three tokens, mend it: TypeError"),
+        ("one_argument", "fails on three test tokens, fix it: TypeError"),
         ("missing", "cannot be loaded .AttributeError: .*: correct it or its module"),
     ],
 )

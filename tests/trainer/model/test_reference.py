@@ -73,4 +73,4 @@ def test_an_average_the_checkpoint_lacks_begins_at_the_model(results: dict[str, 
     for result in results["late"]:
         assert all(torch.equal(result["after"][name], value) for name, value in result["before"].items())
     (warning,) = results["late"][0]["warned"]
-    assert 'has no average of reference.kind = "polyak": it begins at model.path' in warning
+    assert 'has no average of reference.kind = "polyak": starting it from model.path' in warning

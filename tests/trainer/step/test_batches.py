@@ -77,13 +77,13 @@ def test_a_completion_of_nothing_but_tool_tokens_trains_nothing() -> None:
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([(3, 0, 1)], "tool span 0..1 does not lie in its completion 3"),
-        ([(-1, 0, 1)], "does not lie in its completion -1"),
-        ([(0, 1, 3)], "tool span 1..3 does not lie in its completion 0"),
-        ([(2, -1, 2)], "does not lie"),
-        ([(2, 1, 1)], "does not lie"),
-        ([(2, 2, 1)], "does not lie"),
-        ([(1, 0, 1)], "does not lie"),
+        ([(3, 0, 1)], "tool span 0..1 is outside its completion 3"),
+        ([(-1, 0, 1)], "is outside its completion -1"),
+        ([(0, 1, 3)], "tool span 1..3 is outside its completion 0"),
+        ([(2, -1, 2)], "is outside"),
+        ([(2, 1, 1)], "is outside"),
+        ([(2, 2, 1)], "is outside"),
+        ([(1, 0, 1)], "is outside"),
         ([(2, 1, 3), (2, 0, 2)], "tool span 0..2 of completion 2 overlaps another"),
         ([(2, 1, 2)] * 2, "overlaps"),
     ],
@@ -170,8 +170,8 @@ def test_a_plan_that_does_not_fit(sample: Sample, message: str) -> None:
         (Sample("a", -1, 1.0, 2), "does not exist"),
         (Sample("a", 0, 1.0, 1), "completion 0 has 2 tokens sampled by the policy, but the plan trains 1"),
         (Sample("a", 0, 1.0, -1), "but the plan trains -1"),
-        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with its prompt, its header said 4"),
-        (Sample("a", 2, 1.0, 0, tokens=5, prompt_tokens=3), "the prompt has 2 tokens, its header said 3"),
+        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with its prompt, but its header says 4"),
+        (Sample("a", 2, 1.0, 0, tokens=5, prompt_tokens=3), "the prompt has 2 tokens, but its header says 3"),
     ],
 )
 def test_a_payload_that_is_not_what_the_plan_says(sample: Sample, message: str) -> None:
@@ -196,7 +196,7 @@ def test_all_damaged_payloads_are_named_at_once() -> None:
         (
             "logprobs",
             np.array([-1, 0.2, 0, 0, 0], np.float32),
-            r"a behaviour logprob is 0\.2, which no sampler gives: they lie in -1000\.\.0",
+            r"a behaviour logprob is 0\.2, outside the valid range -1000\.\.0",
         ),
         ("logprobs", np.array([-1, 0, -3e38, 0, 0], np.float32), "a behaviour logprob is -3e\\+38"),
         ("prompt", np.zeros((1, 1), np.int32), "of 2 dimensions"),

@@ -199,11 +199,11 @@ def test_a_plan_that_changed_is_fetched_anew(rig: Rig) -> None:
 
 def test_a_plan_of_another_step_or_with_others_groups_is_refused(rig: Rig) -> None:
     rig.redis("HSET", rig.step_key(1), "plan", rig.redis("HGET", rig.step_key(2), "plan"))
-    with pytest.raises(PlanMismatch, match="plan of step 1 says that it is of step 2"):
+    with pytest.raises(PlanMismatch, match="plan of step 1 says that it is for step 2"):
         rig.prefetch.take(1)
     rig.redis("HSET", rig.step_key(3), "rank:1", rig.redis("HGET", rig.step_key(2), "rank:1"))
     rig.prefetch.begin(3)
-    with pytest.raises(PlanMismatch, match=r"rank 1 is to train on 0-7\.\d+, which is of no group of step 3"):
+    with pytest.raises(PlanMismatch, match=r"rank 1 is assigned payload 0-7\.\d+, which belongs to no group of step 3"):
         rig.prefetch.take(3)
 
 
