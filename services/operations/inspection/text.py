@@ -43,7 +43,7 @@ class TextReader:
         try:
             return Tokenizer.from_file(str(file)), ""
         except Exception as error:  # the library raises bare Exception for any problem with the file
-            return None, f"{file} is not a tokenizer: {error}"
+            return None, f"{file} is not a valid tokenizer: {error}"
 
 
 def _file(model_path: str) -> Path | None:
