@@ -1,7 +1,7 @@
 """Advantages over a full group, and which of its completions are trained on.
 
-Guarantees: statistics are those of the whole group, and a mask takes completions out afterwards without changing the
-advantages of the others. All arrays share one index: the sample's place in the group.
+Guarantees: statistics are those of the whole group, and a mask removes completions afterwards without changing the advantages of
+the others. All arrays share one index: the sample's place in the group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STD_EPSILON = 1e-8
 
 
 def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
-    """Advantages [n] float64 of the rewards [n] of one group; formulas in docs/semantics.md.
+    """Return the advantages [n] float64 of the rewards [n] of one group; formulas in docs/semantics.md.
 
     `maxrl` is defined for rewards that are not negative: a group of mean 0 or below has advantages 0, since dividing by a
     negative mean would turn the better completions into the worse ones.
@@ -34,16 +34,16 @@ def advantages(rewards: Sequence[float] | np.ndarray, kind: Kind) -> np.ndarray:
     if kind == "maxrl":
         return centered / r.mean() if r.mean() > 0 else np.zeros_like(r)
     if r.size < 2:
-        raise ValueError("rloo compares with the other completions of the group: a group needs at least 2")
+        raise ValueError("rloo compares a completion with the others of its group: a group needs at least 2")
     return centered * (r.size / (r.size - 1))  # r_i - mean of the others = (r_i - mean) n / (n - 1)
 
 
 def trained(truncated: Sequence[bool] | np.ndarray, mask_truncated: bool) -> np.ndarray:
-    """Mask [n] of the completions that are trained on."""
+    """Return the mask [n] of the completions that are trained on."""
     return ~np.asarray(truncated, dtype=bool) if mask_truncated else np.ones(len(truncated), dtype=bool)
 
 
 def constant(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether all completions of a group earned the same, so that there is nothing to learn from it."""
+    """Return whether all completions of a group earned the same reward, so that there is nothing to learn from it."""
     r = np.asarray(rewards, dtype=np.float64)
     return bool((r == r[0]).all())

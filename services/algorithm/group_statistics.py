@@ -1,6 +1,6 @@
-"""Metrics of groups by their headers, and of what a step trains on (`…/train/…`). No clock, no Redis.
+"""Metrics of groups from their headers, and of what a step trains on (`…/train/…`). No clock, no Redis.
 
-Guarantees: every key is in docs/metrics.md; with several prompt sources a key is also given for each of them, with the source's
+Guarantees: every key is in docs/metrics.md; with several prompt sources each key is also reported per source, with the source's
 name before the last part.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from services.protocol.messages import Header
 
 SOLVED_TOLERANCE = 1e-8
-"""A completion is solved if its reward is at most so far below the largest (docs/semantics.md, Eval)."""
+"""A completion is solved if its reward is at most this far below the largest (docs/semantics.md, Eval)."""
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
 """Bins of a group's solve rate in percent: none, above 0 up to 25, …, above 75 and below 100, all."""
@@ -29,10 +29,10 @@ def trained(
     sources: Mapping[str, float],
     weights: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """Metrics of the groups of a step, nothing without a group. Staleness = step - oldest version, of a completion.
+    """Return metrics of the groups of a step, none without a group. Staleness = step - oldest version, of a completion.
 
-    Of each group: `uses`, how often it was trained before, and its importance weight if they are on.
-    `sources` as for `GroupSums`.
+    `uses`: how often each group was trained before. `weights`: their importance weights, if enabled. `sources`: as for
+    `GroupSums`.
     """
     if not headers:
         return {}
@@ -57,12 +57,12 @@ def trained(
 
 
 def is_trained(name: str) -> bool:
-    """Whether a metric is one of what a step trains on."""
+    """Return whether a metric describes what a step trains on."""
     return name.split("/")[1:2] in (["train"], ["trained"])
 
 
 class GroupSums:
-    """Sums over all groups and, with several sources, over those of each."""
+    """Sums over all groups and, with several sources, over those of each source."""
 
     def __init__(self, sources: Mapping[str, float]) -> None:
         """`sources`: name of every prompt source and the largest reward its completions can earn."""
@@ -78,7 +78,7 @@ class GroupSums:
             self._of[header.source].add(header, largest)
 
     def metrics(self, scope: str) -> dict[str, float]:
-        """By name; nothing without a group."""
+        """Return metrics by name, none without a group."""
         record = self.all.metrics(scope)
         for name, groups in self._of.items():
             record |= groups.metrics(f"{scope}/{name}")
@@ -92,8 +92,8 @@ class _Groups:
         self.groups = self.constant = self.completions = self.tokens = self.tool_tokens = self.truncated = 0
         self.shortest, self.longest = math.inf, 0
         self.solve_rates = [0] * len(SOLVE_RATES)
-        self.scores: dict[str, float] = {}  # of verifiers that every group has: a generator says which it has
-        # Rewards less the first one: their squares keep the digits of a small spread around a large mean.
+        self.scores: dict[str, float] = {}  # of verifiers that every group has: a generator reports which it has
+        # Rewards minus the first one: their squares keep the digits of a small spread around a large mean.
         self.first, self.rewards, self.squares = 0.0, 0.0, 0.0
 
     def add(self, header: Header, largest: float) -> None:
@@ -116,7 +116,7 @@ class _Groups:
         self.solve_rates[bisect_left(_UP_TO, solved / size) if solved < size else -1] += 1
 
     def metrics(self, scope: str) -> dict[str, float]:
-        """By name; nothing without a group."""
+        """Return metrics by name, none without a group."""
         if not self.groups:
             return {}
         mean = self.rewards / self.completions

@@ -1,4 +1,5 @@
-"""From a group's priority to the weight it is drawn with. Shared by dataprep, which inserts, and the trainer, which updates.
+"""Turns a group's priority into its sampling weight. Shared by dataprep, which inserts groups, and the trainer, which updates
+them.
 
 Guarantees: a weight is finite and not negative, whatever the priority; 0 means "only when nothing else is left".
 """
@@ -8,14 +9,16 @@ from __future__ import annotations
 import math
 
 HEAVIEST = 1e9
-"""Bound of a weight: ring times are doubles, and their steps must not vanish beside the clock."""
+"""Bound of a weight: ring times are doubles, and their steps must not vanish relative to the clock."""
 
 LIGHTEST = 1e-9
-"""Weights below count as 0."""
+"""Weights below this count as 0."""
 
 
 def sampling_weight(priority: float, exponent: float) -> float:
-    """priority ** exponent (Schaul et al. 2016, eq. 1), within LIGHTEST..HEAVIEST, or 0 for a priority of 0, below, or NaN."""
+    """Return priority ** exponent (Schaul et al. 2016, eq. 1), within LIGHTEST..HEAVIEST, or 0 for a priority of 0, below, or
+    NaN.
+    """
     if not priority > 0:
         return 0.0
     weight = math.exp(min(max(exponent * math.log(min(priority, HEAVIEST)), -100.0), math.log(HEAVIEST)))

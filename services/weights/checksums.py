@@ -1,15 +1,15 @@
-"""Checksums of tensors: two int64 numbers each, made where the tensor lies, the same on every device.
+"""Checksums of tensors: two int64 numbers per tensor, computed on the tensor's device, the same on every device.
 
-Guarantees: a single changed bit, byte or element always changes the checksum; elements that are swapped, shifted or of another
-version change it but for a chance of about 2^-64. Unseen goes what leaves the sum of every row and of every column as it was (see
-below), which takes four changes that cancel each other: nothing here resists somebody who means it. The sums are integers
-modulo 2^64, so neither the order of summation nor the number of threads matters.
-No copy of a tensor is made, but of one whose elements do not lie end to end or not at a multiple of 8 bytes.
+Guarantees: a single changed bit, byte or element always changes the checksum; elements that are swapped, shifted or from another
+version change it except with a probability of about 2^-64. Changes that keep every row and column sum (see below) go undetected;
+that takes four changes that cancel each other, so this does not protect against deliberate tampering. The sums are integers
+modulo 2^64, so neither the order of summation nor the number of threads matters. A tensor is copied only if its elements are not
+contiguous or not aligned to 8 bytes.
 
-The bytes are read as int64 words in rows of `_WORDS`. Sums over every row and every column are taken, which is as fast as memory;
-each of these few sums is then mixed with its place by the bijection of splitmix64 (Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", 2014), and the mixed sums of rows and of columns are the two numbers.
-Small tensors cost calls rather than bytes, so those of a bucket are mixed together.
+The bytes are read as int64 words in rows of `_WORDS`. The sums of every row and every column run at memory speed. Each of these
+few sums is then mixed with its position by the bijection of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", 2014); the mixed sums of rows and of columns are the two numbers. Small tensors cost calls rather than bytes,
+so those of a bucket are mixed together.
 Imports torch; of `runtime` only this module and `collective` do.
 """
 
@@ -20,21 +20,24 @@ from collections.abc import Iterable, Sequence
 import torch
 
 _WORDS = 256  # a row of 2 KiB; fewer make more sums to mix, more are slower to sum by column
-_PIECE = 512  # rows, 1 MiB: on a processor summed by row and by column while they lie in its second cache
+_PIECE = 512  # rows, 1 MiB: on a CPU they are summed by row and by column while they are in its L2 cache
 _GAMMA, _FIRST, _SECOND = (constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class WeightChanged(RuntimeError):
-    """A tensor is not what was sent."""
+    """A received tensor differs from the one sent."""
 
     def __init__(self, tensor: str) -> None:
-        super().__init__(f"the weights of {tensor} are not those that were sent")
+        super().__init__(f"the weights of {tensor} differ from those that were sent")
         self.tensor = tensor
 
 
 @torch.no_grad()
 def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[tensors, 2] int64 of the bytes of each in row-major order, on the device of all; of an empty tensor zeros."""
+    """Return the checksums of `tensors`, [tensors, 2] int64, on their device.
+
+    A checksum covers the tensor's bytes in row-major order; an empty tensor has zeros.
+    """
     sums: list[torch.Tensor] = []
     for tensor in tensors:
         sums += _sums(tensor)
@@ -42,7 +45,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(0, 2, dtype=torch.int64)
     lengths = torch.tensor([part.numel() for part in sums])
     ends = lengths.cumsum(0)
-    firsts = (ends - lengths)[::2]  # where the sums of each tensor begin: those of its rows, then those of its columns
+    firsts = (ends - lengths)[::2]  # where the sums of each tensor begin: its rows, then its columns
     joined = torch.cat(sums)
     places = torch.arange(1, joined.numel() + 1) - firsts.repeat_interleave(lengths[::2] + lengths[1::2])
     mixed = _mixed(joined, places.to(joined.device))
@@ -51,8 +54,9 @@ def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def check(names: Sequence[str], held: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
-    """Raise `Changed` for the first tensor whose checksum in `held`, in as many parts as there were buckets, is not the one in
-    `sent`, [len(names), 2] int64."""
+    """Raise `WeightChanged` for the first tensor whose checksum differs between `held`, in one part per bucket, and `sent`,
+    [len(names), 2] int64.
+    """
     if held:
         differ = (torch.cat(list(held)) != sent).any(1).tolist()
         if True in differ:
@@ -60,7 +64,7 @@ def check(names: Sequence[str], held: Sequence[torch.Tensor], sent: torch.Tensor
 
 
 def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every row and of every column, int64."""
+    """Return the sums of every row and of every column, int64."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
@@ -87,7 +91,7 @@ def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """`sums`, [n] int64, each mixed with its place."""
+    """Return `sums`, [n] int64, each mixed with its position."""
     mixed = sums + places * _GAMMA
     mixed = (mixed ^ _shifted(mixed, 30)) * _FIRST
     mixed = (mixed ^ _shifted(mixed, 27)) * _SECOND
@@ -95,5 +99,5 @@ def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Shifted to the right without the sign: torch has no unsigned arithmetic on all devices."""
+    """Shift right without the sign: torch has no unsigned arithmetic on all devices."""
     return (bits >> by) & ((1 << (64 - by)) - 1)

@@ -1,8 +1,8 @@
-"""Weights from one sender to many receivers: a TCP store to meet at, a gloo group over it, tensors in buckets.
+"""Weights from one sender to many receivers: a TCP store as rendezvous, a gloo group over it, tensors in buckets.
 
-Guarantees: every wait has a limit; what is received is byte for byte what was sent; a group that failed once is never
-used again (make another store and group). The sender is rank 0, and the manifest in the store says what it will send; of a
-`verified` manifest the checksums of all tensors follow the last bucket, and a receiver takes nothing whose checksum differs.
+Guarantees: every wait has a limit; what is received is byte for byte what was sent; a group that failed once is never used again
+(create another store and group). The sender is rank 0, and the manifest in the store says what it will send. With a `verified`
+manifest the checksums of all tensors follow the last bucket, and a receiver rejects a tensor whose checksum differs.
 Imports torch; of `runtime` only this module and `checksums` do.
 """
 
@@ -26,14 +26,16 @@ from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Store
 from services.weights.checksums import check, checksums
 
 NCCL_ID = "nccl_id"
-"""Key in the store of the NCCL unique id, raw bytes."""
+"""Key in the store for the NCCL unique id, raw bytes."""
 
 CONNECTIONS = 2
-"""From rank to rank, each with a bucket under way: one alone leaves the wire idle while either side is woken."""
+"""Connections between two ranks, each with a bucket in flight: a single one leaves the network idle while either side wakes
+up.
+"""
 
 _MANIFEST = "manifest"
 _ARRIVED = "arrived/"
-_ALIGNMENT = 64  # bytes; as torch allocates tensors, so that weights in memory laid out like a bucket are as fast as in their own
+_ALIGNMENT = 64  # bytes; torch's own alignment, so that weights laid out like a bucket are as fast as in their own memory
 
 
 class Deadline:
@@ -45,7 +47,7 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """Time left, or `TimeoutError`."""
+        """Return the time left. Raises `TimeoutError` if none is."""
         seconds = self._end - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("the deadline of the weight transfer has passed")
@@ -53,8 +55,11 @@ class Deadline:
 
 
 class Abort:
-    """Ends what would wait for ever: `with Abort(seconds, end) as abort:` calls `end` in a thread after `seconds`, unless the
-    block was left before; `end` has returned when the block is left, and `abort.passed` is set before it is called."""
+    """Interrupts calls that would wait forever: `with Abort(seconds, end) as abort:` calls `end` in a thread after `seconds`,
+    unless the block has ended.
+
+    `end` has returned by the time the block is left, and `abort.passed` is set before `end` is called.
+    """
 
     def __init__(self, seconds: float, end: Callable[[], object]) -> None:
         self.passed = False
@@ -83,19 +88,19 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Return the size of the tensor in bytes."""
         return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
-    """Tensors that travel in one broadcast, end to end from their offsets."""
+    """Tensors that are sent in one broadcast, stored contiguously at their offsets."""
 
     tensors: list[TensorMeta]
     offsets: list[int]  # bytes
     nbytes: int
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The tensors inside `buffer` (uint8, at least `nbytes` long), sharing its memory."""
+        """Return the tensors inside `buffer` (uint8, at least `nbytes` long), sharing its memory."""
         return [
             (meta.name, buffer[offset : offset + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape))
             for meta, offset in zip(self.tensors, self.offsets, strict=True)
@@ -103,24 +108,24 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, array_like=True):
-    """All that one transfer sends, in order."""
+    """Everything that one transfer sends, in order."""
 
     buckets: list[Bucket]
     verified: bool = False  # whether [tensors, 2] int64 checksums follow the last bucket
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one transfer, checksums apart."""
+        """Return the bytes of one transfer without checksums."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
     def tensors(self) -> list[TensorMeta]:
-        """Every tensor, in the order sent."""
+        """Return every tensor, in the order sent."""
         return [meta for bucket in self.buckets for meta in bucket.tensors]
 
 
 def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: bool = False) -> WeightManifest:
-    """Pack tensors, in the order given, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    """Pack tensors, in the order given, into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket."""
     buckets: list[Bucket] = []
     group: list[TensorMeta] = []
     offsets: list[int] = []
@@ -139,19 +144,19 @@ def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: boo
 
 
 def huge_pages(nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8, zeros, in huge pages where the system has them: the first use of each page is a fault."""
+    """Return [nbytes] uint8 zeros, in huge pages if the system has them: the first use of each page costs a page fault."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without them
+    with contextlib.suppress(OSError):  # the system has no huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """The sender's store, listening on a free port (`store.port`).
+    """Open the sender's store, which listens on a free port (`store.port`).
 
-    It listens on `host` alone if that is an address of this machine, else on all addresses.
+    It listens only on `host` if that is an address of this machine, otherwise on all addresses.
     """
     with socket.socket() as listener:
         address = _own_address(host)
@@ -169,35 +174,35 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A receiver's connection to the sender's store."""
+    """Connect a receiver to the sender's store."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def arrive(store: Store, rank: int) -> None:
-    """Receiver: say that this rank has come, before it waits for the others."""
+    """Receiver: announce this rank before it waits for the others."""
     store.set(f"{_ARRIVED}{rank}", "1")
 
 
 def absent(store: Store, ranks: Iterable[int]) -> list[int]:
-    """Sender: those of `ranks` that have not come."""
+    """Sender: return those of `ranks` that have not arrived."""
     return [rank for rank in ranks if not store.check([f"{_ARRIVED}{rank}"])]
 
 
 def publish_manifest(store: Store, manifest: WeightManifest) -> None:
-    """Sender: say what every transfer of this group will send."""
+    """Sender: publish what every transfer of this group will send."""
     store.set(_MANIFEST, msgspec.json.encode(manifest).decode())
 
 
 def read_manifest(store: Store) -> WeightManifest:
-    """Receiver: what the sender said, waiting for it up to the store's timeout."""
+    """Receiver: read the sender's manifest, waiting for it up to the store's timeout."""
     return msgspec.json.decode(store.get(_MANIFEST), type=WeightManifest)
 
 
 def make_group(store: Store, rank: int, size: int, host: str, port: int, timeout_s: float) -> ProcessGroupGloo:
-    """A gloo group of `size` ranks that meet at `store`; returns when all are connected, raises after `timeout_s`. A receiver
-    arrives with it.
+    """Create a gloo group of `size` ranks that meet at `store`. Returns when all are connected; raises after `timeout_s`.
 
-    `host` and `port` are the sender's, to choose the network interface that leads to it.
+    For a receiver this also announces its arrival. `host` and `port` are the sender's; they select the network interface that
+    leads to it.
     """
     if rank > 0:
         arrive(store, rank)
@@ -212,14 +217,20 @@ def make_group(store: Store, rank: int, size: int, host: str, port: int, timeout
 
 
 def let_go(error: BaseException) -> None:
-    """Forget what the frames of a failed transfer hold. The other ranks hear of the failure when the group ends, and a group ends
-    when nobody holds it: not one caught in the error's traceback, which may be part of a cycle."""
+    """Release what the frames of a failed transfer hold.
+
+    The other ranks learn of the failure when the group ends, and a group ends when its last reference is dropped. The error's
+    traceback, which may be part of a cycle, must not keep one.
+    """
     traceback.clear_frames(error.__traceback__)
 
 
 def begin_broadcast(group: ProcessGroupGloo, buffer: torch.Tensor, deadline: Deadline) -> Any:
-    """Begin to send `buffer` from rank 0 to all, or to receive into it; the work is over after its `wait()`, which raises
-    `RuntimeError`; the group is then spent. All ranks begin the same broadcasts in the same order. Raises `TimeoutError`."""
+    """Start to send `buffer` from rank 0 to all, or to receive into it. Returns work that is complete after its `wait()`.
+
+    `wait()` raises `RuntimeError`, after which the group cannot be used. All ranks start the same broadcasts in the same order.
+    Raises `TimeoutError`.
+    """
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -228,18 +239,22 @@ def begin_broadcast(group: ProcessGroupGloo, buffer: torch.Tensor, deadline: Dea
 
 
 def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor, deadline: Deadline) -> None:
-    """Send `buffer` from rank 0 to all, or receive into it. Raises `RuntimeError` or `TimeoutError`; the group is then spent."""
+    """Send `buffer` from rank 0 to all, or receive into it.
+
+    Raises `RuntimeError` or `TimeoutError`, after which the group cannot be used.
+    """
     begin_broadcast(group, buffer, deadline).wait()
 
 
 def receive(
     group: ProcessGroupGloo, manifest: WeightManifest, deadline: Deadline, buffers: dict[int, torch.Tensor] | None = None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Receive one transfer into host memory. Raises as `broadcast`, after which the group is spent, and `Changed`, after which it
-    stands.
+    """Receive one transfer into host memory.
 
-    `buffers`, by number of the bucket, is memory to receive into, made where it is missing: a group that keeps it from one
-    transfer to the next spares the page faults of fresh memory, which take as long as the bytes.
+    Raises like `broadcast`, after which the group cannot be used, and `WeightChanged`, after which it still can.
+
+    `buffers`, by bucket number, is memory to receive into, allocated if missing. A group that keeps it between transfers avoids
+    the page faults of fresh memory, which take as long as the bytes.
     """
     memory = {} if buffers is None else buffers
     weights: list[tuple[str, torch.Tensor]] = []
@@ -256,7 +271,7 @@ def receive(
         begin(i)
     for i, bucket in enumerate(manifest.buckets):
         under_way.popleft().wait()
-        begin(i + CONNECTIONS)  # they arrive while this one is looked at
+        begin(i + CONNECTIONS)  # they arrive while this one is checked
         views = bucket.views(memory[i])
         weights += views
         if manifest.verified:
@@ -269,7 +284,9 @@ def receive(
 
 
 def _own_address(host: str) -> str | None:
-    """The IPv4 address of `host` if this machine has it; None for a name that leads elsewhere, e.g. to a Service."""
+    """Return the IPv4 address of `host` if it belongs to this machine; None for a name that leads elsewhere, e.g. to a
+    Service.
+    """
     try:
         address = socket.gethostbyname(host)
         with socket.socket() as probe:
@@ -280,7 +297,7 @@ def _own_address(host: str) -> str | None:
 
 
 def _address_towards(host: str, port: int) -> str | None:
-    """The address of this machine from which packets to `host` leave; None if there is no route."""
+    """Return the address of this machine from which packets to `host` leave, or None if there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))  # a datagram socket sends nothing here

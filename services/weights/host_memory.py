@@ -1,9 +1,9 @@
-"""Weights in host memory, sent from where they lie.
+"""Weights in host memory, sent without copying where possible.
 
-Guarantees: a bucket whose weights lie in host memory as they do in the bucket is their own memory, and nothing is copied; any
-other is a copy. Either way its bytes stay as they are until as many further buckets have been asked for as there are buffers, as
-long as nobody trains.
-DeepSpeed lays weights end to end at ZeRO stages 1 and 2; where it leaves them, `lay_end_to_end` does.
+Guarantees: if the weights of a bucket are laid out in host memory as they are in the bucket, the bucket uses their memory and
+nothing is copied; otherwise it is a copy. Either way its bytes stay valid until as many further buckets have been requested as
+there are buffers, provided that nobody trains.
+DeepSpeed lays weights out contiguously at ZeRO stages 1 and 2; elsewhere `lay_end_to_end` does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from services.weights.collective import Bucket, TensorMeta, huge_pages, plan_buc
 
 
 def describe(name: str, weight: torch.Tensor) -> TensorMeta:
-    """`weight` as a manifest has it; a partitioned one (ZeRO-3) with its whole shape."""
+    """Return the manifest entry of `weight`; for a partitioned one (ZeRO-3) with its whole shape."""
     return TensorMeta(name, str(weight.dtype).removeprefix("torch."), list(getattr(weight, "ds_shape", weight.shape)))
 
 
 @torch.no_grad()
 def lay_end_to_end(model: torch.nn.Module) -> None:
-    """Move all parameters of `model` into one piece of host memory, in the order of their names. Views of them made before keep
-    the old memory."""
+    """Move all parameters of `model` into one block of host memory, in the order of their names.
+
+    Views of them created earlier keep the old memory.
+    """
     parameters = dict(model.named_parameters())
     for whole in plan_buckets((describe(name, weight) for name, weight in parameters.items()), sys.maxsize).buckets:
         memory = huge_pages(whole.nbytes)
@@ -34,11 +36,13 @@ def lay_end_to_end(model: torch.nn.Module) -> None:
 
 
 def as_they_lie(weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of weights as they come; if all are in host memory, those in one piece of it by address, and further names of tied
-    weights last."""
+    """Return the names of weights in the order in which to send them.
+
+    If all are in host memory, weights in one block are sorted by address, and additional names of tied weights come last.
+    """
     if any(weight.device.type != "cpu" for weight in weights.values()):
         return list(weights)
-    pieces: dict[int, list[tuple[int, str]]] = {}  # by address of the piece
+    pieces: dict[int, list[tuple[int, str]]] = {}  # by address of the memory block
     again, seen = list[str](), set[int]()
     for name, weight in weights.items():
         if weight.data_ptr() in seen:
@@ -50,15 +54,15 @@ def as_they_lie(weights: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 class HostBuckets:
-    """Memory of buckets on their way."""
+    """Memory for buckets in flight."""
 
     def __init__(self, count: int, fleeting: bool) -> None:
-        """`count` buffers to copy into; `fleeting` weights are gone when the next bucket is asked for."""
+        """`count` is the number of buffers to copy into; `fleeting` weights are gone when the next bucket is requested."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * count
         self._fleeting = fleeting
 
     def memory(self, number: int, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[nbytes] uint8, the bytes of bucket `number`."""
+        """Return [nbytes] uint8, the bytes of bucket `number`."""
         own = None if self._fleeting else _in_place(bucket, tensors)
         if own is not None:
             return own
@@ -71,7 +75,7 @@ class HostBuckets:
 
 
 def _in_place(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The bucket's bytes in the memory of `tensors`, or None if they lie otherwise."""
+    """Return the bucket's bytes in the memory of `tensors`, or None if they are laid out differently."""
     storage, start = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
     for tensor, offset in zip(tensors, bucket.offsets, strict=True):
         together = tensor.untyped_storage().data_ptr() == storage and tensor.data_ptr() == start + offset

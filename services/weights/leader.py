@@ -1,9 +1,9 @@
-"""The trainer's side of the weight-sync rounds (docs/design.md, section 8; a member's is services/weights/member.py).
+"""The trainer's side of the weight-sync rounds (docs/design.md, section 8; for a member's, see services/weights/member.py).
 
-Guarantees: `run` returns once at least one generator holds the version, and tells who; every wait has a limit; a
-collective that failed is never tried again inside its epoch, only under a new one and without those who failed; a member that
-cannot reach the trainer costs one round's `gather` and is counted on again when it says that it can; a weight that arrives
-changed in two transfers one after the other ends the run.
+Guarantees: `run` returns once at least one generator holds the version, and reports which; every wait has a limit; a collective
+that failed is never retried inside its epoch, only under a new one and without the members that failed; a member that cannot
+reach the trainer costs one round's `gather` and rejoins when it reports that it can; a weight that arrives changed in two
+consecutive transfers ends the run.
 Waits for: generators that are loaded, their acknowledgements, the broadcast. Unblocked by: `fleet`, `acks`.
 """
 
@@ -26,22 +26,22 @@ from services.weights.sender import SendFailed, WeightSender
 
 log = structlog.get_logger()
 
-POLL_S = 1.0  # a missed ring costs at most this much
+POLL_S = 1.0  # a missed notification costs at most this much
 RETRY_PAUSE_S = 1.0
-ARRIVAL_POLL_S = 0.02  # nothing rings when a rank comes to the meeting place
+ARRIVAL_POLL_S = 0.02  # the arrival of a rank at the rendezvous sends no notification
 
 
 class Stopped(Exception):
-    """The process is asked to stop."""
+    """The process was asked to stop."""
 
 
 class Alone(Exception):
-    """No generator is there to take the weights, and none is to be waited for."""
+    """No generator is available to take the weights, and none is expected."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a round came to; seconds are those to the last acknowledgement, of the round and of its last attempt."""
+    """Outcome of a round. Seconds run to the last acknowledgement, for the round and for its last attempt."""
 
     version: int
     epoch: int
@@ -52,7 +52,7 @@ class SyncReport:
 
 
 class SyncRounds:
-    """Opens rounds and sees them through."""
+    """Opens rounds and runs them to completion."""
 
     def __init__(
         self,
@@ -66,8 +66,9 @@ class SyncRounds:
         tick: Callable[[], None],
         begins: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`send` broadcasts with all ranks; `tick` keeps ranks and liveness alive while waiting, and raises `Stopped`; `begins`
-        hears of every phase, and of `done` and `failed`, when it begins."""
+        """`send` broadcasts on all ranks. `tick` keeps ranks and liveness alive while waiting, and raises `Stopped`. `begins` is
+        called with every phase when it begins, and with `done` and `failed`.
+        """
         self.config, self.store, self.notifications = config, store, notifications
         self._call, self._fence, self._sender, self._send, self._tick = portal.call, fence, sender, send, tick
         self._begins = begins
@@ -76,12 +77,12 @@ class SyncRounds:
         self._membership = Membership(last.epoch if last else 0)
         self._address = ("", 0)
         self._changed: set[str] = set()  # weights that arrived changed in the last transfer
-        self._applied: dict[str, int] = {}  # the last version each member acknowledged
-        self._answered = 0.0  # when the answers of the last phase were complete, or its deadline had passed
-        self._said: dict[str, tuple[str, str]] = {}  # stage and detail of each member, when a phase's answers were last looked at
+        self._applied: dict[str, int] = {}  # the last version that each member acknowledged
+        self._answered = 0.0  # when the answers of the last phase were complete, or its deadline passed
+        self._said: dict[str, tuple[str, str]] = {}  # stage and detail of each member when a phase's answers were last read
 
     def run(self, version: int, ending: Callable[[], bool] = lambda: False) -> SyncReport:
-        """Bring `version` to every loaded generator; waits until at least one holds it. Raises `Alone` if `ending` before."""
+        """Bring `version` to every loaded generator; wait until at least one holds it. Raises `Alone` if `ending` comes first."""
         started, before = time.monotonic(), self._attempt
         while True:
             if report := self._try(version, self._live, started, before):
@@ -91,11 +92,11 @@ class SyncRounds:
             self._wait(RETRY_PAUSE_S)
 
     def catch_up(self, version: int) -> SyncReport | None:
-        """Bring `version` to the generators that do not hold it, if there are any."""
+        """Bring `version` to the generators that do not hold it yet, if any."""
         return self._try(version, lambda: self._behind(version), time.monotonic(), self._attempt)
 
     def _try(self, version: int, candidates: Callable[[], dict[str, int]], started: float, before: int) -> SyncReport | None:
-        """Attempt after attempt, each without those who failed in one before; None when nobody is left."""
+        """Make attempts, each without the members that failed in an earlier one. Returns None when no member is left."""
         self._membership.begin()
         while worlds := self._membership.choose(candidates()):
             attempt_started, blamed = time.monotonic(), set(self._membership.excluded)
@@ -104,19 +105,21 @@ class SyncRounds:
                 members, attempts = tuple(sorted(applied)), self._attempt - before
                 total_s, transfer_s = self._answered - started, self._answered - attempt_started
                 return SyncReport(version, self._membership.epoch, members, attempts, total_s, transfer_s)
-            if self._membership.excluded == blamed:  # the sender's own fault, a full disk for one
+            if self._membership.excluded == blamed:  # the sender's own fault, e.g. a full disk
                 self._wait(RETRY_PAUSE_S)
         return None
 
     def _heard(self) -> set[str]:
-        """Who is there, also those that no further round is to count on: they answer this one."""
+        """Return the live members, including those that later rounds exclude: they still answer this one."""
         return {pod.member for pod in self._call(self.store.fleet.members(self.config.fleet.ttl_s))}
 
     def _live(self) -> dict[str, int]:
         return {pod.member: pod.world for pod in self._generators()}
 
     def _behind(self, version: int) -> dict[str, int]:
-        """Those that hold other weights; what a member acknowledged counts before its next heartbeat says so."""
+        """Return the members that hold other weights. A version counts as soon as it is acknowledged, before the next heartbeat
+        says so.
+        """
         return {
             pod.member: pod.world
             for pod in self._generators()
@@ -124,19 +127,19 @@ class SyncRounds:
         }
 
     def _generators(self) -> list[PodStatus]:
-        """Those to count on; who could not reach the trainer only when nobody else is there."""
+        """Return the generators to include. Those that could not reach the trainer are included only if there are no others."""
         members = self._call(self.store.fleet.members(self.config.fleet.ttl_s))
         loaded = [pod for pod in members if pod.kind == "generator" and pod.world > 0 and pod.phase != "draining"]
         return [pod for pod in loaded if not pod.unreached] or loaded
 
     def _attempt_round(self, version: int, worlds: dict[str, int]) -> set[str]:
-        """One attempt; the members that applied the version, none when it has to be tried again."""
+        """Make one attempt. Returns the members that applied the version, or none if it must be retried."""
         self._attempt += 1
         if not self._membership.fits(worlds):
             try:
                 self._address = self._sender.open()
             except SendFailed as error:
-                log.warning("group could not be opened", error=str(error))
+                log.warning("failed to open a weight group", error=str(error))
                 self._membership.exclude(worlds)
                 return set()
             present = self._phase(self._round(version, "gather", dict.fromkeys(worlds, 0), 0, self._membership.epoch))
@@ -155,7 +158,7 @@ class SyncRounds:
         try:
             self._send()
         except SendFailed as error:
-            log.warning("weights not sent", epoch=group.epoch, error=str(error))
+            log.warning("failed to send weights", epoch=group.epoch, error=str(error))
             return self._give_up(version, group, self._membership.suspects())
         if self._sender.ahead:
             self._open(transfer)
@@ -167,14 +170,14 @@ class SyncRounds:
         return applied
 
     def _judge(self, group: CollectiveGroup) -> None:
-        """Once may be an accident; a weight that arrives changed twice is a fault that further rounds would only hide."""
+        """End the run if a weight arrives changed twice: once may be an accident, but further rounds would only hide a fault."""
         before = self._changed
         acks = {member: detail for member, (stage, detail) in self._said.items() if stage == "failed" and member in group.ranks}
         self._changed = {detail.removeprefix(CHANGED) for detail in acks.values() if detail.startswith(CHANGED)}
         for tensor in sorted(self._changed & before):
             raise Fatal(
-                f"weight {tensor!r} arrived changed in two transfers one after the other, last at {', '.join(sorted(acks))}: "
-                "look for faulty memory or network there and at the trainer; sync.verify = false trains on unseen"
+                f"weight {tensor!r} arrived changed in two consecutive transfers, last at {', '.join(sorted(acks))}: check "
+                "memory and network there and at the trainer; sync.verify = false would train without noticing"
             )
 
     def _make_group(self, version: int, worlds: dict[str, int]) -> bool:
@@ -186,7 +189,7 @@ class SyncRounds:
         try:
             self._sender.connect(group.world_size)
         except SendFailed as error:
-            log.warning("group could not be made", epoch=group.epoch, error=str(error))
+            log.warning("failed to form a weight group", epoch=group.epoch, error=str(error))
             self._give_up(version, group, self._membership.suspects())
             return False
         joined = self._collect(self._of_group(version, "join", group), self.config.sync.join_deadline_s)
@@ -196,8 +199,11 @@ class SyncRounds:
         return True
 
     def _await_arrival(self, group: CollectiveGroup) -> set[str]:
-        """Members that have not come to the meeting place with all their ranks before the deadline, or never will. Even when one
-        has failed the others are awaited: they would look for a place that is closed for as long as they may."""
+        """Return members that have not arrived at the rendezvous with all their ranks before the deadline, or never will.
+
+        Waits for the others even after one has failed; otherwise they would try to reach a closed rendezvous until their own
+        deadline.
+        """
         deadline = time.monotonic() + self.config.sync.join_deadline_s
         awaited = range(1, group.world_size)
         while awaited := self._sender.absent(awaited):
@@ -211,13 +217,13 @@ class SyncRounds:
     def _leave_out(self, members: Collection[str]) -> None:
         if members:
             acks = self._acks()
-            said = {member: acks.get(member, ("", ""))[1] or "said nothing" for member in sorted(members)}
-            log.warning("left out of a weight-sync round", attempt=self._attempt, members=said)
+            said = {member: acks.get(member, ("", ""))[1] or "no answer" for member in sorted(members)}
+            log.warning("excluded members from a weight-sync round", attempt=self._attempt, members=said)
         self._membership.exclude(members)
 
     def _give_up(self, version: int, group: CollectiveGroup, blamed: Collection[str]) -> set[str]:
-        """Tear the group down; whoever is blamed, or has declined, is out until the next round."""
-        log.warning("weight-sync round goes on under a new epoch", epoch=group.epoch)
+        """Tear the group down and exclude members that are blamed or have declined until the next round."""
+        log.warning("retrying the weight-sync round under a new epoch", epoch=group.epoch)
         self._leave_out(blamed)
         self._membership.breaks()
         self._sender.close_group()
@@ -236,7 +242,9 @@ class SyncRounds:
         return self._call(self.store.fleet.round())[1]
 
     def _collect(self, current: Round, limit_s: float) -> set[str]:
-        """Members that acknowledge a phase before its deadline. A reported failure is an answer; who is gone is not awaited."""
+        """Return the members that acknowledge a phase before its deadline. A reported failure counts as an answer; a member that
+        is gone is not awaited.
+        """
         started, late = time.monotonic(), set[str]()
         deadline = started + limit_s
         while True:
@@ -248,11 +256,11 @@ class SyncRounds:
             self._answered = time.monotonic()
             if not silent or not silent & self._heard() or self._answered > deadline:
                 if (waited_s := self._answered - started) > POLL_S:
-                    log.info("sync phase was slow", phase=current.phase, seconds=round(waited_s, 3), last=sorted(late))
+                    log.info("slow sync phase", phase=current.phase, seconds=round(waited_s, 3), last=sorted(late))
                 return set(answers.done)
 
     async def _next_acks(self, seconds: float) -> dict[str, tuple[str, str]]:
-        """What has been said when the last member has answered, which rings, or after `seconds`."""
+        """Return the answers once the last member has answered, which sends a notification, or after `seconds`."""
         await self.notifications.wait("acks", "fleet", timeout=seconds)
         return (await self.store.fleet.round())[1]
 

@@ -1,10 +1,10 @@
-"""A generator's side of the weight-sync rounds (docs/design.md, section 8; the sender's is services/weights/leader.py).
+"""A generator's side of the weight-sync rounds (docs/design.md, section 8; for the sender's, see services/weights/leader.py).
 
-Guarantees: the engine is paused from `ready` until it holds a whole set of weights with its version stamped, or, where it can
-receive beside sampling, only while it applies what it has received; an engine with half an update stays paused until a later
-round gives it a full one; every acknowledgement names the round's attempt; while the pod evaluates, its weights stay, and a
-round that counts on it is declined at once; a pod that cannot reach the trainer says so before a group is made with it, and again
-when it can.
+Guarantees: the engine is paused from `ready` until it holds a complete set of weights stamped with its version, or, if it can
+receive while sampling, only while it applies what it has received; an engine with a partial update stays paused until a later
+round gives it a full one; every acknowledgement names the round's attempt; while the pod evaluates, its weights stay, and it
+declines at once a round that includes it; a pod that cannot reach the trainer reports so before a group is formed with it, and
+again when it can.
 Waits for: the round in Redis, operators. Unblocked by: the trainer (`sync`), the view (`pause`). Unblocks: the pod's pause
 (services/generator/pausing.py, `frozen`).
 """
@@ -28,15 +28,15 @@ from services.weights.receiver import EngineDead, TransferFailed, WeightReceiver
 
 log = structlog.get_logger()
 
-POLL_S = 1.0  # a missed ring costs at most this much
+POLL_S = 1.0  # a missed notification costs at most this much
 RELEASE_POLL_S = 0.05  # a round takes tenths of a second
-WAITS = {"present": "gathered", "joined": "joined", "ready": "paused"}  # what follows an acknowledgement, as metrics name it
-REACH_SHARE = 0.5  # of sync.join_deadline_s: the trainer hears in time that it was not reached
-REACH_AGAIN_S = 1.0  # a connection takes milliseconds, or one lost packet more
+WAITS = {"present": "gathered", "joined": "joined", "ready": "paused"}  # what follows an acknowledgement, as named in metrics
+REACH_SHARE = 0.5  # of sync.join_deadline_s: the trainer learns in time that this pod cannot reach it
+REACH_AGAIN_S = 1.0  # a connection takes milliseconds, or slightly longer if a packet is lost
 
 
 class RoundMetrics(Protocol):
-    """What a member counts of its rounds."""
+    """Metrics that a member records of its rounds."""
 
     sync_failures: Counter
 
@@ -59,19 +59,19 @@ class PinnedVersion(Protocol):
 
 
 class Requests(Protocol):
-    """The requests under way in the engine."""
+    """The requests in progress in the engine."""
 
     async def quiesce(self, frozen: bool) -> None:
-        """Prepare the requests for new weights. `frozen`: the engine samples nothing, so there is nothing to wait for."""
+        """Prepare the requests for new weights. `frozen`: the engine is not sampling, so there is nothing to wait for."""
         ...
 
     def go_on(self) -> None:
-        """Continue after the weights were applied, or after the round went on without this pod."""
+        """Continue after the weights were applied, or after the round continued without this pod."""
         ...
 
 
 class WeightFollower:
-    """Takes part in every round that counts on this pod."""
+    """Takes part in every round that includes this pod."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class WeightFollower:
         """Whether an operator's pause keeps the engine from sampling."""
 
     async def follow(self, loop: Loop) -> None:
-        """Follow rounds and operators' pauses for ever."""
+        """Follow rounds and operators' pauses forever."""
         loop.limit_s = 2 * (self.service.config.sync.join_deadline_s + self.service.config.sync.transfer_deadline_s)
         current: Round | None = None
         while True:
@@ -104,14 +104,16 @@ class WeightFollower:
                 if current is None or not self._counts_on_me(current):
                     await self._offer()
                     await self._reach_again(current)
-            except EngineDead as error:  # a stuck engine that lived on would keep its leases for ever
+            except EngineDead as error:  # a stuck engine that stayed alive would keep its leases forever
                 raise Broken(str(error)) from None
             loop.progress()
             await self.service.notifications.wait("sync", "pause", "evaluation", timeout=POLL_S)
 
     async def released(self, limit_s: float) -> None:
-        """Return when no round counts on this pod any more, or after `limit_s`: a member that left amid a broadcast would cost
-        the others that round. No later one counts on a pod that says it drains."""
+        """Return when no round includes this pod, or after `limit_s`.
+
+        A member that left during a broadcast would cost the others that round. No later round includes a pod that is draining.
+        """
         with contextlib.suppress(TimeoutError, StoreError):
             async with asyncio.timeout(limit_s):
                 me = self.service.status.member
@@ -122,14 +124,18 @@ class WeightFollower:
         return current.phase not in ("done", "failed") and self.service.status.member in current.members
 
     async def _offer(self) -> None:
-        """Here alone, so that the pod never stays on a version and takes another at the same time."""
+        """Offer the pod for pinned work. Called only here, so that the pod never keeps one version and takes another at the same
+        time.
+        """
         if self._evaluation is not None:
             await self._evaluation.offer()
 
     async def _reach(self, current: Round) -> None:
-        """See that the group's meeting place, if it has one, can be reached. Raises `TransferFailed`, after telling the fleet: no
-        later round counts on this pod until it says otherwise."""
-        if not current.port:  # a folder
+        """Check that the group's rendezvous, if it has one, can be reached.
+
+        Raises `TransferFailed` after telling the fleet, so that later rounds exclude this pod until it reports otherwise.
+        """
+        if not current.port:  # a folder needs no connection
             return
         limit_s = REACH_SHARE * self.service.config.sync.join_deadline_s
         reached, place = await _reachable(current.host, current.port, limit_s), f"{current.host}:{current.port}"
@@ -137,15 +143,15 @@ class WeightFollower:
         if not reached:
             await self.service.store.fleet.beat(self.service.status, self.service.config.fleet.ttl_s)  # the trainer reads it next
             raise TransferFailed(
-                f"cannot reach the trainer at {place} within {limit_s:g} s: look at sync.host, name service and network policies"
+                f"cannot reach the trainer at {place} within {limit_s:g} s: check sync.host, name service and network policies"
             )
 
     async def _reach_again(self, current: Round | None) -> None:
-        """Try the meeting place of rounds that go on without this pod, and say when it can be reached."""
+        """Poll the rendezvous of rounds that exclude this pod, and report when it can be reached."""
         if current is None or not self.service.status.unreached:
             return
         if await _reachable(current.host, current.port, REACH_AGAIN_S):
-            log.info("the trainer can be reached again", host=current.host, port=current.port)
+            log.info("the trainer is reachable again", host=current.host, port=current.port)
             self.service.say(unreached="")
 
     async def _take_part(self, current: Round) -> None:
@@ -155,7 +161,9 @@ class WeightFollower:
             await self._leave_round()
             return
         if self._evaluation is not None and self._evaluation.version is not None:
-            await self.service.store.fleet.acknowledge(me, current.attempt, "declined", f"evaluates {self._evaluation.version}")
+            await self.service.store.fleet.acknowledge(
+                me, current.attempt, "declined", f"evaluating version {self._evaluation.version}"
+            )
             return
         self._clock.enter(current.phase)
         try:
@@ -168,7 +176,7 @@ class WeightFollower:
                     self._joined_epoch, stage = current.epoch, "joined"
                 case "pause":
                     if self._joined_epoch != current.epoch:
-                        raise TransferFailed(f"is not in the group of epoch {current.epoch}")
+                        raise TransferFailed(f"this pod is not in the group of epoch {current.epoch}")
                     if not self.engine.stages:
                         await self._pause()
                     stage = "ready"
@@ -181,12 +189,12 @@ class WeightFollower:
                         log.info("synced", member=me, version=current.version, epoch=current.epoch)
                     self.service.say(phase="ready", version=current.version, trainer_fence=current.trainer_fence)
                     await self._leave_round()
-                    await self._offer()  # before the trainer hears of it: no later round can come first
+                    await self._offer()  # before the acknowledgement reaches the trainer, so that no later round can come first
                     stage = "applied"
                 case phase:
-                    raise Fatal(f"unknown round phase {phase!r}: trainer and generator are of different versions")
+                    raise Fatal(f"unknown round phase {phase!r}: run trainer and generators from the same version")
         except TransferFailed as error:
-            log.warning("round failed here", attempt=current.attempt, phase=current.phase, error=str(error))
+            log.warning("weight-sync round failed on this pod", attempt=current.attempt, phase=current.phase, error=str(error))
             self._joined_epoch = 0
             self._clock.enter("")
             self.metrics.sync_failures.inc()
@@ -202,7 +210,7 @@ class WeightFollower:
         self._paused_for_round = True
 
     async def _leave_round(self) -> None:
-        """Go on, with whole weights: the new ones, or the old ones when the round went on without this pod."""
+        """Continue with complete weights: the new ones, or the old ones if the round continued without this pod."""
         if not self.engine.whole:
             self.service.say(phase="unsynced", version=-1)
             return
@@ -215,7 +223,7 @@ class WeightFollower:
         self.service.notifications.notify("version")
 
     async def _obeying(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that takes long while the engine samples; operators are obeyed meanwhile."""
+        """Run a long task while the engine samples, and obey operators meanwhile."""
         working = asyncio.create_task(work)
         try:
             while not working.done():
@@ -241,11 +249,11 @@ class WeightFollower:
 
 
 async def _reachable(host: str, port: int, limit_s: float) -> bool:
-    """Whether somebody listens there."""
+    """Return whether something listens there."""
     try:
         async with asyncio.timeout(limit_s):
             _, writer = await asyncio.open_connection(host, port)
-    except OSError:  # a name that leads nowhere, refused, no route; a timeout is one, too
+    except OSError:  # unknown name, connection refused or no route; includes timeouts
         return False
     writer.close()
     return True

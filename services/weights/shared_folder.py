@@ -1,10 +1,10 @@
 """Weights from one sender to many receivers through a folder that all of them see, for fleets without a common network.
 
-Guarantees: a file under its final name is whole; what is read is what the manifest says, tensor for tensor, or `RuntimeError`;
-files hold tensors alone, and reading one runs no code of it. Each group has a folder of its own below the run's, made and removed
-by the sender (`Outbox`); a transfer is a row of safetensors files, one a bucket, and checksums if the manifest is `verified`.
-A receiver is told of a transfer when all of it is there, and looks for nothing before: on NFS, what was looked for in vain may
-stay hidden for as long as the client believes its cache.
+Guarantees: a file under its final name is complete; what is read is what the manifest says, tensor for tensor, or `RuntimeError`;
+files hold only tensors, and reading one runs none of its code. Each group has its own folder below the run's, created and removed
+by the sender (`Outbox`); a transfer is a series of safetensors files, one per bucket, and checksums if the manifest is
+`verified`. A receiver is notified of a transfer when it is complete, and does not look for files earlier: on NFS, a file that was
+looked up too early may stay hidden for as long as the client trusts its cache.
 Imports torch; of `runtime` only this module, `checksums` and `collective` do.
 """
 
@@ -28,16 +28,16 @@ _SUMS = "checksums"
 
 
 class Outbox:
-    """The sender's side: one folder a group, in which one transfer at a time lies."""
+    """The sender's side: one folder per group, which holds one transfer at a time."""
 
     def __init__(self, root: Path) -> None:
-        """`root` belongs to the run: what others have left in it is removed when a group is opened."""
+        """`root` belongs to the run: files that others left in it are removed when a group is opened."""
         self._root = root
         self._folder: Path | None = None
         self._transfer = -1
 
     def open(self, manifest: WeightManifest) -> str:
-        """Begin a group; returns the name of its folder below `root`. Raises `OSError`."""
+        """Open a group. Returns the name of its folder below `root`. Raises `OSError`."""
         self._root.mkdir(parents=True, exist_ok=True)
         for path in self._root.iterdir():
             shutil.rmtree(path, ignore_errors=True)
@@ -48,13 +48,13 @@ class Outbox:
         return folder.name
 
     def begin(self) -> None:
-        """Begin the next transfer: nobody reads the one before any more."""
+        """Begin the next transfer, which removes the previous one: nobody reads it at this point."""
         for path in self._group.glob("*.safetensors"):
             path.unlink()
         self._transfer += 1
 
     def put(self, number: int, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Add a bucket, whose tensors lie in `buffer` (uint8, host memory)."""
+        """Add a bucket, whose tensors are in `buffer` (uint8, host memory)."""
         self._save(str(number), dict(bucket.views(buffer)))
 
     def put_checksums(self, sums: torch.Tensor) -> None:
@@ -77,28 +77,28 @@ class Outbox:
         final = _file(self._group, self._transfer, name)
         partial = final.with_suffix(".partial")
         save_file(tensors, partial)
-        with partial.open("rb") as file:  # a volume may tell of a failed write only now
+        with partial.open("rb") as file:  # a volume may report a failed write only now
             os.fsync(file.fileno())
         partial.rename(final)
 
 
 class Inbox:
-    """A receiver's side of one group; it takes every transfer of the group, one after the other."""
+    """A receiver's side of one group; takes every transfer of the group, one after the other."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `RuntimeError` if the group's folder is not seen here."""
+        """Open the group's folder. Raises `RuntimeError` if this machine does not see it."""
         self._folder, self._transfer = folder, -1
         try:
             self._manifest = msgspec.json.decode((self._folder / _MANIFEST).read_bytes(), type=WeightManifest)
         except (OSError, msgspec.MsgspecError) as error:
             raise RuntimeError(
-                f"{folder} cannot be read here ({error}): sync.folder has to be on a volume that trainer and generators share"
+                f"cannot read {folder} here ({error}): put sync.folder on a volume that trainer and generators share"
             ) from None
 
     def take(self, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
         """Read the next transfer into memory.
 
-        Raises `RuntimeError` or `TimeoutError` when it is not there, or not as the manifest says, and `Changed`.
+        Raises `RuntimeError` or `TimeoutError` if it is missing or differs from the manifest, and `WeightChanged`.
         """
         self._transfer += 1
         weights: list[tuple[str, torch.Tensor]] = []
@@ -116,7 +116,7 @@ class Inbox:
         if self._manifest.verified:
             sent = self._load(_SUMS).get(_SUMS)
             if sent is None or sent.dtype != torch.int64 or sent.shape != (len(weights), 2):
-                raise RuntimeError(f"the checksums in {self._folder} are not those of {len(weights)} tensors")
+                raise RuntimeError(f"the checksums in {self._folder} do not match its {len(weights)} tensors")
             check([name for name, _ in weights], held, sent)
         return weights
 
@@ -125,7 +125,7 @@ class Inbox:
         try:
             return load(path.read_bytes())  # not mapped: the sender may remove the file at any time
         except (OSError, SafetensorError) as error:
-            raise RuntimeError(f"{path} cannot be read: {error}") from None
+            raise RuntimeError(f"cannot read {path}: {error}") from None
 
 
 def _file(folder: Path, transfer: int, name: str) -> Path:

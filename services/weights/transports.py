@@ -1,8 +1,8 @@
 """How weights travel from the trainer's rank 0: over a gloo group, through a folder, over an NCCL group.
 
-Guarantees: a wire is opened, connected and used by rank 0 alone; every wait has a limit; errors are those of `FAILURES`, and
-after one the wire has to be opened anew. What is sent comes bucket by bucket, each whole only until the next is asked for.
-Receivers: services/weights/receivers/gloo.py and nccl_engine.py.
+Guarantees: a transport is opened, connected and used by rank 0 only; every wait has a limit; errors are those of `FAILURES`, and
+after one the transport must be opened again. Weights arrive bucket by bucket, each whole only until the next is requested.
+Receivers: services/weights/receivers/gloo.py and nccl.py.
 """
 
 from __future__ import annotations
@@ -38,34 +38,36 @@ from services.weights.host_memory import HostBuckets
 from services.weights.shared_folder import Outbox
 
 Gathered = Iterator[tuple[Bucket, list[torch.Tensor]]]
-"""Buckets with their tensors, in the manifest's order, each whole until the next is asked for."""
+"""Buckets with their tensors, in the manifest's order, each whole until the next is requested."""
 
 FAILURES = (RuntimeError, TimeoutError, OSError, SafetensorError)
 
 
 class Transport(ABC):
-    """One way of travelling. `open`, then `connect` once nobody is `absent`, then `send` any number of times, then `close`."""
+    """One way to transfer weights. Call `open`, then `connect` once nobody is `absent`, then `send` any number of times, then
+    `close`.
+    """
 
     backend: str
-    """As `sync.backend` calls it."""
+    """Its name in `sync.backend`."""
     ahead = False
-    """Whether everything is sent before members are told of it; otherwise they take part while it is sent."""
+    """Whether everything is sent before members are notified; otherwise they take part while it is sent."""
 
     def __init__(self, config: RunConfig, fleeting: bool) -> None:
-        """`fleeting` weights are gone when the next bucket is asked for, others stay as long as somebody holds them."""
+        """`fleeting` weights are gone when the next bucket is requested; others stay as long as they are referenced."""
         self.sync, self.fleeting = config.sync, fleeting
 
     @abstractmethod
     def open(self, manifest: WeightManifest) -> tuple[str, int]:
-        """Host and port where the members are to meet, or the name of a folder below the run's weights, and 0."""
+        """Return host and port of the members' rendezvous, or the name of a folder below the run's weights, and 0."""
 
     def absent(self, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` that have not come to the meeting place yet."""
+        """Return those of `ranks` that have not arrived at the rendezvous."""
         return []
 
     @abstractmethod
     def connect(self, world_size: int) -> None:
-        """Make the group of `world_size` ranks, the sender included."""
+        """Form the group of `world_size` ranks, including the sender."""
 
     @abstractmethod
     def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
@@ -73,11 +75,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the group, if there is one."""
+        """Release the group, if any."""
 
 
 class _Meeting(Transport):
-    """A wire whose members meet at a TCP store."""
+    """A transport whose members meet at a TCP store."""
 
     _store: Any = None
     _group: Any = None  # ProcessGroupGloo, or vLLM's PyNcclCommunicator
@@ -93,23 +95,23 @@ class _Meeting(Transport):
         return self.host, self._store.port
 
     def absent(self, ranks: Iterable[int]) -> list[int]:
-        """Asked of the store."""
+        """Ask the store which ranks have not arrived."""
         return [] if self._store is None else absent(self._store, ranks)
 
     def close(self) -> None:
-        """The group ends when nobody holds it."""
+        """Drop the group, which ends with its last reference."""
         self._group = self._store = None
 
     @property
     def group(self) -> Any:
-        """The connected group, or `RuntimeError`."""
+        """Return the connected group. Raises `RuntimeError` if there is none."""
         if self._group is None:
             raise RuntimeError("the group is not connected")
         return self._group
 
 
 class GlooTransport(_Meeting):
-    """Broadcasts between the memories of hosts."""
+    """Broadcasts between host memories."""
 
     backend = "gloo"
 
@@ -118,11 +120,11 @@ class GlooTransport(_Meeting):
         self._buckets = HostBuckets(CONNECTIONS + 1, fleeting)
 
     def connect(self, world_size: int) -> None:
-        """Over as many connections to each member as buckets are under way at a time."""
+        """Connect to each member, with one connection per bucket in flight."""
         self._group = make_group(self._store, 0, world_size, self.host, self._store.port, self.sync.join_deadline_s)
 
     def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
-        """One bucket is made ready, or summed up, while `CONNECTIONS` are on their way."""
+        """Prepare or checksum one bucket while `CONNECTIONS` buckets are in flight."""
         group, sums, under_way = self.group, list[torch.Tensor](), deque[Any]()
         for i, (bucket, tensors) in enumerate(gathered):
             buffer = self._buckets.memory(i, bucket, tensors)
@@ -138,7 +140,7 @@ class GlooTransport(_Meeting):
 
 
 class FolderTransport(Transport):
-    """Files in a folder that all members see."""
+    """Writes files to a folder that all members see."""
 
     backend = "filesystem"
     ahead = True
@@ -149,14 +151,14 @@ class FolderTransport(Transport):
         self._buckets = HostBuckets(2, fleeting)
 
     def open(self, manifest: WeightManifest) -> tuple[str, int]:
-        """A folder of the group's own."""
+        """Create a folder for the group."""
         return self._outbox.open(manifest), 0
 
     def connect(self, world_size: int) -> None:
-        """Nothing: a member says of itself that it sees the folder."""
+        """Do nothing: each member itself reports that it sees the folder."""
 
     def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
-        """One bucket is made ready, or summed up, while one is written."""
+        """Prepare or checksum one bucket while another is written."""
         sums: list[torch.Tensor] = []
         writing: Future[None] | None = None
         self._outbox.begin()
@@ -175,7 +177,7 @@ class FolderTransport(Transport):
             self._outbox.put_checksums(torch.cat(sums).cpu())
 
     def close(self) -> None:
-        """The folder goes with the group."""
+        """Remove the group's folder."""
         self._outbox.close()
 
 
@@ -185,11 +187,11 @@ class NcclTransport(_Meeting):
     backend = "nccl"
 
     def connect(self, world_size: int) -> None:
-        """In a thread, as NCCL itself waits for ever."""
+        """Connect in a thread, because NCCL itself waits forever."""
         self._group = _nccl_communicator(self._store, world_size, self.sync.join_deadline_s)
 
     def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
-        """vLLM's producer packs the weights into buckets of its own; a broadcast past the deadline is aborted."""
+        """Send with vLLM's producer, which packs the weights into its own buckets; a broadcast past the deadline is aborted."""
         from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BUFFERS, packed_nccl_broadcast_producer
 
         group, sums = self.group, list[torch.Tensor]()
@@ -199,7 +201,7 @@ class NcclTransport(_Meeting):
                 if manifest.verified:
                     sums.append(checksums(tensors))
                 for meta, tensor in zip(bucket.tensors, tensors, strict=True):
-                    yield meta.name, tensor.clone() if self.fleeting else tensor  # read when the next has been asked for
+                    yield meta.name, tensor.clone() if self.fleeting else tensor  # read after the next has been requested
 
         with Abort(deadline.left.total_seconds(), group.destroy) as abort:
             packed_nccl_broadcast_producer(
@@ -225,7 +227,7 @@ class NcclTransport(_Meeting):
 
 
 def make_transport(config: RunConfig, fleeting: bool) -> Transport:
-    """The wire of `sync.backend`; `auto` is NCCL where there is a GPU. `fleeting`: as in `Transport`."""
+    """Return the transport of `sync.backend`; `auto` is NCCL if there is a GPU. `fleeting`: as in `Transport`."""
     backend = config.sync.backend
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -233,7 +235,7 @@ def make_transport(config: RunConfig, fleeting: bool) -> Transport:
 
 
 def _nccl_communicator(store: Any, world_size: int, timeout_s: float) -> Any:
-    """Rank 0 of an NCCL group whose members find the unique id in `store`. Made in a thread: NCCL itself waits for ever."""
+    """Create rank 0 of an NCCL group whose members read the unique id from `store`; in a thread, because NCCL waits forever."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     from vllm.utils.nccl import unpinned_nccl_env

@@ -117,7 +117,7 @@ def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(world: W
         await wait_until(acknowledged)
         assert await acknowledged() == (
             "failed",
-            f"cannot reach the trainer at 127.0.0.1:{port} within 1 s: look at sync.host, name service and network policies",
+            f"cannot reach the trainer at 127.0.0.1:{port} within 1 s: check sync.host, name service and network policies",
         )
         assert await unreached() == f"127.0.0.1:{port}", "its heartbeat said so before it answered"
         listener.listen()
@@ -304,7 +304,7 @@ def test_a_member_without_the_volume_is_left_out_and_says_why(files: World, monk
 
     monkeypatch.setattr(files.rounds, "_give_up", heard)
     assert files.rounds.run(0).members == (good,)
-    assert "sync.folder has to be on a volume that trainer and generators share" in refusals[0]
+    assert "put sync.folder on a volume that trainer and generators share" in refusals[0]
 
 
 def test_a_volume_that_refuses_a_write_costs_an_attempt(files: World, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """Weights into a vLLM worker: runs inside the worker process, which loads it as its extension class.
 
-Guarantees of all transports: joining a group happens beside generation, never instead of it; every wait has a limit; after
+Guarantees of all transports: joining a group runs concurrently with generation and never blocks it; every wait has a limit; after
 a failure the worker can join another group and take a full update.
 With `sync.verify` each worker compares checksums of what arrived, before vLLM fuses and repacks it, with the sender's; `changed`
-names the first weight that differs. That is an answer and no error: with several workers an error would be the engine's end.
-`gloo` and `filesystem` receive all weights into host memory, in a thread beside generation, and only then apply them (staged): a
+names the first weight that differs. That is a result and not an error: with several workers an error would end the engine.
+`gloo` and `filesystem` receive all weights into host memory, in a thread next to generation, and apply them only then (staged): a
 transfer that breaks leaves the old weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that breaks leaves a
-mixture, of which nothing may be sampled until a full update has arrived (services/weights/receivers/nccl.py). The same holds of
+mixture, which must not be sampled until a full update has arrived (services/weights/receivers/nccl.py). The same applies to
 weights that arrived changed.
 """
 
@@ -38,7 +38,7 @@ from services.weights.shared_folder import Inbox
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """Where the group of an epoch meets."""
+    """The rendezvous of an epoch's group."""
 
     host: str
     port: int
@@ -50,13 +50,13 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class ReceiveInfo(WeightTransferUpdateInfo):
-    """Limit of one transfer; what it contains is in the group's manifest."""
+    """Time limit of one transfer; its contents are in the group's manifest."""
 
     timeout_s: float
 
 
 class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
-    """What both transports share: joining in a thread, and leaving no half-open reload behind."""
+    """Common to all transports: joins in a thread, and leaves no half-open reload behind."""
 
     init_info_cls = JoinInfo
     update_info_cls = ReceiveInfo
@@ -64,21 +64,23 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.whole = True
-        """Whether the model holds one version's weights; False while, and after a failure, they are a mixture."""
+        """Whether the model holds one version's weights. False while they are a mixture: during an update and after a failed
+        one.
+        """
         self.changed = ""
-        """Name of the first weight of the last update that was not what was sent; empty: none."""
+        """Name of the first weight of the last update that differs from what was sent; empty if none."""
         self._joining: Future[Any] | None = None
         threading.Thread(target=_die_with_owner, args=(int(os.environ[OWNER]),), name="owner-watch", daemon=True).start()
 
     def connect(self, info: JoinInfo, rank: int) -> Any:
-        """Meet the others and return the connection; runs in a thread, beside generation."""
+        """Connect to the group and return the connection; runs in a thread next to generation."""
         raise NotImplementedError
 
     def disconnect(self, connection: Any) -> None:
-        """Let go of a connection. Default: nothing beyond dropping it."""
+        """Release a connection. By default it is only dropped."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Start to join; `join_state` tells when it is done."""
+        """Start to join; `join_state` reports when it is done."""
         self.shutdown()
         joining: Future[Any] = Future()
         parallel = self.parallel_config
@@ -87,14 +89,14 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         def join() -> None:
             try:
                 joining.set_result(self.connect(init_info, rank))
-            except Exception as error:  # handed to whoever asks for the connection
+            except Exception as error:  # passed on to the caller of `connection`
                 joining.set_exception(error)
 
         threading.Thread(target=join, name="weight-group-join", daemon=True).start()
         self._joining = joining
 
     def join_state(self) -> str:
-        """`none`, `joining`, `joined`, or the reason why joining failed."""
+        """Return `none`, `joining`, `joined`, or the reason why joining failed."""
         if self._joining is None:
             return "none"
         if not self._joining.done():
@@ -104,14 +106,14 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 
     @property
     def connection(self) -> Any:
-        """What `connect` returned, or `RuntimeError`."""
+        """Return what `connect` returned. Raises `RuntimeError` without a connection."""
         if self._joining is None or self.join_state() != "joined":
             raise RuntimeError(f"no weight group: {self.join_state()}")
         return self._joining.result()
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Weights may be loaded inside. However it ends, the model is left so that another reload can begin."""
+        """Load weights inside this block. However the block ends, another reload can begin."""
         self.whole = False
         initialize_layerwise_reload(self.model)
         try:
@@ -122,33 +124,33 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load checkpoint-format weights into the model; only inside `reloading`."""
-        loader: Any = self.model  # every vLLM model has load_weights, torch.nn.Module does not say so
+        loader: Any = self.model  # every vLLM model has load_weights, but torch.nn.Module does not declare it
         loader.load_weights(weights)
 
     def start_weight_update(self) -> None:
-        """Nothing: the reload belongs to `receive_weights`."""
+        """Do nothing: the reload belongs to `receive_weights`."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: the reload belongs to `receive_weights`."""
+        """Do nothing: the reload belongs to `receive_weights`."""
 
     def shutdown(self) -> None:
-        """Leave the group; one that is still being joined is left as soon as it is there."""
+        """Leave the group. A group that is still being joined is left once it is connected."""
         joining, self._joining = self._joining, None
         if joining is not None:
             joining.add_done_callback(lambda done: None if done.exception() else self.disconnect(done.result()))
 
 
 class StagingEngine(JoiningEngine):
-    """Receives into host memory beside generation."""
+    """Receives into host memory while generation continues."""
 
     _staging: Future[list[tuple[str, torch.Tensor]]] | None = None
 
     def take(self, connection: Any, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
-        """Receive all weights; runs in a thread, beside generation. Raises `RuntimeError`, `TimeoutError` or `Changed`."""
+        """Receive all weights; runs in a thread next to generation. Raises `RuntimeError`, `TimeoutError` or `WeightChanged`."""
         raise NotImplementedError
 
     def stage(self, timeout_s: float) -> None:
-        """Start to receive; `stage_state` tells when it is done. Raises `RuntimeError` without a group."""
+        """Start to receive; `stage_state` reports when it is done. Raises `RuntimeError` without a group."""
         self.changed = ""
         connection = self.connection
         staging: Future[list[tuple[str, torch.Tensor]]] = Future()
@@ -156,10 +158,10 @@ class StagingEngine(JoiningEngine):
         def receive_all() -> None:
             try:
                 staging.set_result(self.take(connection, Deadline(timeout_s)))
-            except Exception as error:  # handed to whoever asks for the weights
+            except Exception as error:  # passed on to the caller that takes the weights
                 if isinstance(error, WeightChanged):
                     self.changed = error.tensor
-                else:  # the group is spent
+                else:  # the group cannot be used again
                     let_go(error)
                     self.shutdown()
                 staging.set_exception(error)
@@ -168,7 +170,7 @@ class StagingEngine(JoiningEngine):
         self._staging = staging
 
     def stage_state(self) -> str:
-        """`staging`, `staged`, or the reason why receiving failed."""
+        """Return `staging`, `staged`, or the reason why receiving failed."""
         if self._staging is None:
             return "nothing staged"
         if not self._staging.done():
@@ -177,7 +179,7 @@ class StagingEngine(JoiningEngine):
         return "staged" if error is None else f"{type(error).__name__}: {error}"
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        """Reload the model from what is staged."""
+        """Reload the model from the staged weights."""
         staging, self._staging = self._staging, None
         if staging is None:
             raise RuntimeError("no weights are staged")
@@ -187,10 +189,10 @@ class StagingEngine(JoiningEngine):
 
 
 class GlooWeightTransferEngine(StagingEngine):
-    """Weights over a gloo group."""
+    """Receives weights over a gloo group."""
 
     def connect(self, info: JoinInfo, rank: int) -> tuple[ProcessGroupGloo, WeightManifest, dict[int, torch.Tensor]]:
-        """Join the gloo group and learn what will be sent; with it memory to receive into, as long as the group stands."""
+        """Join the gloo group and read its manifest. Also returns memory to receive into, reused for the life of the group."""
         store = join_store(info.host, info.port, info.timeout_s)
         group = make_group(store, rank, info.world_size, info.host, info.port, info.timeout_s)
         return group, read_manifest(store), {}
@@ -204,10 +206,10 @@ class GlooWeightTransferEngine(StagingEngine):
 
 
 class FilesystemWeightTransferEngine(StagingEngine):
-    """Weights through files on a volume that the trainer shares; `host` is the group's folder."""
+    """Receives weights through files on a volume shared with the trainer; `host` is the group's folder."""
 
     def connect(self, info: JoinInfo, rank: int) -> Inbox:
-        """See the group's folder."""
+        """Open the group's folder."""
         return Inbox(Path(info.host))
 
     def take(self, connection: Inbox, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
@@ -221,7 +223,7 @@ class WorkerExtension:
     weight_transfer_engine: JoiningEngine
 
     def stage_weights(self, timeout_s: float) -> str:
-        """Start to receive; empty, or why not."""
+        """Start to receive. Returns an empty string, or why it could not start."""
         assert isinstance(self.weight_transfer_engine, StagingEngine)
         try:
             self.weight_transfer_engine.stage(timeout_s)
@@ -230,25 +232,25 @@ class WorkerExtension:
         return ""
 
     def weight_stage_state(self) -> str:
-        """`StagingEngine.stage_state` of this worker."""
+        """Return `StagingEngine.stage_state` of this worker."""
         assert isinstance(self.weight_transfer_engine, StagingEngine)
         return self.weight_transfer_engine.stage_state()
 
     def weight_group_state(self) -> str:
-        """`JoiningEngine.join_state` of this worker."""
+        """Return `JoiningEngine.join_state` of this worker."""
         return self.weight_transfer_engine.join_state()
 
     def weights_whole(self) -> bool:
-        """`JoiningEngine.whole` of this worker."""
+        """Return `JoiningEngine.whole` of this worker."""
         return self.weight_transfer_engine.whole
 
     def weights_changed(self) -> str:
-        """`JoiningEngine.changed` of this worker."""
+        """Return `JoiningEngine.changed` of this worker."""
         return self.weight_transfer_engine.changed
 
 
 def _die_with_owner(owner: int) -> None:
-    """End this process when the generator is gone: vLLM's engine core would live on, and keep its memory, for ever."""
+    """End this process when the generator is gone; otherwise vLLM's engine core would live on, and keep its memory, forever."""
     while any(parent.pid == owner for parent in psutil.Process().parents()):
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)

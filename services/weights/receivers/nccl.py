@@ -1,7 +1,7 @@
-"""Weights into a vLLM worker on a GPU: vLLM's packed NCCL broadcast, joined in a thread and with a limit.
+"""Weights into a vLLM worker on a GPU: vLLM's packed NCCL broadcast, joined in a thread and with a time limit.
 
-Guarantees: a broadcast that outlives its limit is aborted, so the worker always answers; after that, or after any other
-failure or a checksum that differs, `whole` is False until a full update has arrived.
+Guarantees: a broadcast that exceeds its limit is aborted, so the worker always answers; after that, or after any other failure or
+a checksum that differs, `whole` is False until a full update has arrived.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from services.weights.receivers.gloo import JoinInfo, JoiningEngine, ReceiveInfo
 
 
 class NcclWeightTransferEngine(JoiningEngine):
-    """Weights over NCCL, streamed into the model."""
+    """Receives weights over NCCL and streams them into the model."""
 
     def connect(self, info: JoinInfo, rank: int) -> tuple[PyNcclCommunicator, WeightManifest, int]:
-        """Join the NCCL group and learn what will be sent."""
+        """Join the NCCL group and read its manifest."""
         torch.accelerator.set_device_index(self.device)  # the current device is a property of the thread
         store = join_store(info.host, info.port, info.timeout_s)
         arrive(store, rank)
@@ -35,7 +35,7 @@ class NcclWeightTransferEngine(JoiningEngine):
         connection[0].destroy()
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        """Receive packed buckets and load each into the model as it comes."""
+        """Receive packed buckets and load each into the model as it arrives."""
         communicator, manifest, bucket_bytes = self.connection
         names = [meta.name for meta in manifest.tensors]
         held: list[torch.Tensor] = []

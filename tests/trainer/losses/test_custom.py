@@ -80,7 +80,7 @@ def test_those_that_come_along_pass_the_check(policy: str) -> None:
         ("float_flags", r"`clipped_low` is torch.float32, not bool"),
         ("no_flags", "`clipped_low` is None"),
         ("one_argument", "fails on three test tokens, fix it: TypeError"),
-        ("missing", "cannot be loaded .AttributeError: .*: correct it or its module"),
+        ("missing", "cannot be loaded .AttributeError: .*: fix the name or the module"),
     ],
 )
 def test_what_cannot_be_a_policy_loss_is_refused_by_name(name: str, fault: str) -> None:
