@@ -41,7 +41,7 @@ class FileSource(NamedSource):
     prompt_field: str = "prompt"
     """Field that holds the question: a string, or a list of chat messages with `role` and `content`."""
     answer_field: str = "answer"
-    """Field that holds the reference answer, a string."""
+    """Field that holds the gold answer, a string."""
     answer_pattern: str = ""
     """Regular expression whose first group is the answer within the field, e.g. `####\\s*(.+)` for GSM8K. Empty: the
     whole field."""
@@ -107,7 +107,7 @@ class VerifierConfig(Section):
     """`exact` and `reasoning_gym`: regular expression that finds the answer within the completion; the first group of its last
     match counts. Empty: the whole completion."""
     pattern: str = ""
-    """`regex`: the pattern. `{answer}` is replaced by the escaped reference answer."""
+    """`regex`: the pattern. `{answer}` is replaced by the escaped gold answer."""
     sources: list[str] = []
     """Names of the prompt sources whose completions this verifier scores. Empty: all."""
 
@@ -130,7 +130,7 @@ class VerifierConfig(Section):
 def verifier_names(verifiers: Sequence[VerifierConfig]) -> list[str]:
     """Name each of the run's verifiers by its kind; the second of a kind is `kind-2`, and so on."""
     seen: dict[str, int] = {}
-    names = []
+    names: list[str] = []
     for verifier in verifiers:
         count = seen[verifier.kind] = seen.get(verifier.kind, 0) + 1
         names.append(verifier.kind if count == 1 else f"{verifier.kind}-{count}")

@@ -1,4 +1,4 @@
-"""Start a generator pod: load the engine, wait for weights, then claim and complete tickets until told to stop."""
+"""Start a generator pod: load the engine, wait for weights, then claim and complete tickets until stopped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from services.runtime.entry import Arguments, leaving_at_once, main, open_servic
 
 
 async def generate(given: Arguments) -> None:
-    """The whole life of the pod."""
+    """Run the pod from start to end."""
     from services.generator.pod import GeneratorPod
 
     async with open_service("generator", given.config, given.name) as service:
-        with leaving_at_once():  # its tokenizer takes seconds, in which the event loop hears nothing
+        with leaving_at_once():  # loading the tokenizer blocks the event loop for seconds
             pod = GeneratorPod(service)
         await pod.run()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from services.generator.loop import RolloutLoop
+from services.operations.waiting import until_none
+from services.runtime.http.endpoints.parameters import WaitS
 from services.runtime.http.models import Draining
-from services.runtime.http.waiting import WaitS, until_none
 from services.runtime.service import Service
 
 
 def add_routes(service: Service, rollouts: RolloutLoop) -> None:
-    """Add them to the service's app."""
+    """Add the generator's endpoints to the service's app."""
     router = APIRouter(prefix="/v1", tags=["generator"])
 
     async def under_way() -> list[str]:
@@ -19,9 +20,9 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
 
     @router.post("/drain", dependencies=[service.app.state.guard])
     async def drain(wait_s: WaitS = 0.0) -> Draining:
-        """Claim no more tickets; finish or hand back what is under way, leave the fleet and exit.
+        """Claim no more tickets; finish or hand back those in progress, leave the fleet and exit.
 
-        With `wait_s` the answer comes when nothing is under way any more, or the time is over.
+        With `wait_s`, respond when no ticket is in progress or the time is up.
         """
         rollouts.draining.set()
         service.notifications.notify("room")

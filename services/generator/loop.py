@@ -1,8 +1,8 @@
 """The generator's main loop: claim tickets, generate, score, submit; hand back what it cannot finish.
 
-Guarantees: those of a rollout worker (services/generator/rollouts/worker.py); training tickets are claimed only while the engine
-holds the published weights and does not stay on them to evaluate, and no more of them than it can run at once
-(services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave lying.
+Guarantees: those of a rollout worker (services/generator/rollouts/worker.py). In addition, training tickets are claimed only
+while the engine holds the published weights and is not kept on them for evaluation, and no more tickets than it can run at once
+(services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave.
 Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`), the
 trainer (`version`), operators (`control`), its own finished groups (`room`).
 """
@@ -33,8 +33,8 @@ from services.store import Claim
 
 log = structlog.get_logger()
 
-IDLE_S = 1.0  # a missed ring costs at most this much
-SPARE_S = 0.5  # a ticket that was to be had for so long is not wanted by the pods that are below their share
+IDLE_S = 1.0  # the longest delay that a missed notification can cause
+SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
 
@@ -50,15 +50,15 @@ class RolloutLoop(RolloutWorker):
         metrics: GeneratorMetrics,
         evaluation: EvaluationWorker | None = None,
     ) -> None:
-        """`evaluation` is the pod's other worker: while that is open, no training ticket is claimed."""
+        """`evaluation` is the pod's other worker; while it holds a round, no training ticket is claimed."""
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
         self._evaluation = evaluation
         self.in_flight = InFlight(self.config, engine, metrics)
         self.draining = asyncio.Event()
         self.limit = Limit(Bounds.of(self.config).runnable)
         self._spare_from = 0.0
-        self._idle = True  # whether the last look was that of a pod that may not claim
-        self._ready_at: float | None = None  # since when it could claim; None: never yet, or it has submitted a group
+        self._idle = True  # whether the pod could not claim at the last poll
+        self._ready_at: float | None = None  # since when it can claim; None: not yet, or a group was submitted
         self._began = False
         self._scan = "0-0"
         self._adopt = True
@@ -67,16 +67,16 @@ class RolloutLoop(RolloutWorker):
 
     @property
     def evaluating(self) -> bool:
-        """Whether the pod stays on its weights for an evaluation round."""
+        """Whether the pod is kept on its weights for an evaluation round."""
         return self._evaluation is not None and self._evaluation.version is not None
 
     def why_idle(self) -> str:
-        """Why this pod would start no work now; empty: it would, or it evaluates."""
+        """Return why this pod would start no work now, or "" if it would or is evaluating."""
         state = self.service.view.state
         if self.draining.is_set():
             return "draining"
         if self.service.status.phase in ("starting", "loading"):
-            return "loading: the engine and the verifiers are not up yet"
+            return "loading: the engine and the verifiers are still starting"
         if state is None:
             return "the run does not exist yet"
         if self.service.view.paused:
@@ -84,13 +84,13 @@ class RolloutLoop(RolloutWorker):
         if self.evaluating:
             return ""
         if self.engine.version < 0:
-            return "unsynced: no weights yet, it waits for the trainer's next sync round"
+            return "unsynced: no weights yet; waiting for the trainer's next sync round"
         if self.engine.version != state.published_version:
-            return f"holds policy version {self.engine.version}, published is {state.published_version}"
+            return f"out of date: holds policy version {self.engine.version}, but {state.published_version} is published"
         return ""
 
     async def work(self, loop: Loop) -> None:
-        """Claim and complete tickets until told to stop, then drain."""
+        """Claim and complete tickets until stopped, then drain."""
         while not (self.service.stopping.is_set() or self.draining.is_set()):
             loop.progress()
             self.check_engine()
@@ -102,12 +102,12 @@ class RolloutLoop(RolloutWorker):
 
     @property
     def share(self) -> int:
-        """Tickets that this pod claims before others have had theirs."""
+        """Tickets that this pod claims before others have had their share."""
         state = self.service.view.state
         return fair_share(state.slots if state else 1, self.service.claimers)
 
     def _room(self) -> int:
-        """Tickets to ask for: up to the pod's share at once, beyond it what was to be had for `SPARE_S`."""
+        """Return how many tickets to claim: up to the pod's share at once, beyond it only tickets unclaimed for `SPARE_S`."""
         held, share = len(self.rollouts), self.share
         within = min(self.limit.groups, share) - held
         if within > 0:
@@ -118,7 +118,7 @@ class RolloutLoop(RolloutWorker):
         if self.evaluating or self.why_idle():
             self._idle = True
             return 0
-        if self._idle:  # others may begin with it
+        if self._idle:  # let the other pods claim first
             self._idle, self._spare_from = False, time.monotonic() + SPARE_S
         if not self._began:
             self._began, self._ready_at = True, time.monotonic()
@@ -131,7 +131,7 @@ class RolloutLoop(RolloutWorker):
             self._adopt, self.config.generator.max_expiries,
         )  # fmt: skip
         self._adopt = False
-        if held + room > self.share or len(claims) < room:  # others' turn, or nothing was left
+        if held + room > self.share or len(claims) < room:  # other pods go first, or no ticket is left
             self._spare_from = time.monotonic() + SPARE_S
         self.metrics.claimed.inc(len(claims))
         for claim in claims:
@@ -141,19 +141,19 @@ class RolloutLoop(RolloutWorker):
         return len(claims)
 
     async def generate(self, request_id: str, prompt: list[int], seed: int, prefix: Generated | None) -> Generated:
-        """One completion, around the changes of weights."""
+        """Generate one completion, across changes of weights."""
         return await self.in_flight.generate(request_id, prompt, seed, self.sampling, prefix)
 
     async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back, or bury it."""
+        """Hand a ticket back, or move it to the dead letters after too many failures."""
         return await self.store.tickets.fail(self.name, claim, reason, max_attempts)
 
     async def extend(self, claims: Sequence[Claim]) -> set[str]:
-        """Renew leases."""
+        """Renew leases and return the entries that are lost."""
         return await self.store.tickets.renew(self.name, claims)
 
     async def submit(self, rollout: Rollout) -> bool:
-        """Generate, score and submit, from where an earlier holder of the ticket has come to."""
+        """Generate, score and submit a ticket, continuing from the tokens that an earlier holder saved."""
         ticket = rollout.ticket
         saved = await self.store.tickets.load_partial(ticket.id)
         done = await self.complete(rollout, unpack_partial(saved, ticket, self.sampling.max_tokens))
@@ -174,7 +174,7 @@ class RolloutLoop(RolloutWorker):
         return accepted
 
     async def save_partials(self, loop: Loop) -> None:
-        """Save the tokens so far of what has been running for long."""
+        """Save the tokens so far of tickets that have been running for at least one period."""
         period = self.config.generator.partial_every_s
         while True:
             await asyncio.sleep(period)
@@ -184,19 +184,21 @@ class RolloutLoop(RolloutWorker):
             loop.progress()
 
     async def _save_partial(self, rollout: Rollout) -> int:
-        """Save the tokens so far of a ticket; how many."""
+        """Save the tokens so far of a ticket and return how many there are."""
         running = self.engine.snapshot([rollout.request(i) for i in range(rollout.ticket.group_size)])
         so_far = [done or running.get(rollout.request(i), NOTHING) for i, done in enumerate(rollout.completions)]
         tokens = sum(len(completion.tokens) for completion in so_far)
         if tokens:
-            await self.store.tickets.save_partial(self.name, rollout.claim, pack_partial(so_far), self.config.replay.payload_ttl_s)
+            await self.store.tickets.save_partial(
+                self.name, rollout.claim, pack_partial(so_far), self.config.replay.payload_ttl_s
+            )
         return tokens
 
     async def adapt(self, loop: Loop) -> None:
-        """Follow the engine's load with the number of tickets to hold."""
+        """Adjust the number of tickets to hold to the engine's load."""
         bounds = Bounds.of(self.config)
         while True:
-            if not self.evaluating:  # then other completions run there too
+            if not self.evaluating:  # while evaluating, the load includes other completions
                 before = self.limit.groups
                 self.limit = adjust(self.limit, self.engine.gauges(), len(self.rollouts), bounds)
                 if self.limit.groups > before:
@@ -208,7 +210,7 @@ class RolloutLoop(RolloutWorker):
             await asyncio.sleep(POLL_S)
 
     async def _give_back(self, most: int) -> None:
-        """Hand back up to `most` tickets that lie idle in the engine's queue, the last ones first: another pod may run them."""
+        """Hand back up to `most` tickets that are queued in the engine, newest first, so that another pod may run them."""
         running = self.engine.snapshot()
         for rollout in list(reversed(self.rollouts.values()))[: max(0, most)]:
             begun = any(
@@ -221,7 +223,7 @@ class RolloutLoop(RolloutWorker):
                     self.metrics.handed_back["load"].inc()
 
     async def show_gauges(self, loop: Loop) -> None:
-        """Tell the fleet and Prometheus how the engine does."""
+        """Report the engine's load to the fleet and to Prometheus."""
         before, last, worked = time.monotonic(), self.engine.gauges(), replace(self.verifiers.counts)
         while True:
             now, gauges, state = time.monotonic(), self.engine.gauges(), self.service.view.state
@@ -240,7 +242,7 @@ class RolloutLoop(RolloutWorker):
             await asyncio.sleep(self.config.fleet.heartbeat_s)
 
     async def drain(self) -> None:
-        """Finish what can be finished within `generator.drain_s`, in both workers; hand the rest back with its tokens so far."""
+        """Finish what can be finished within `generator.drain_s`, in both workers; hand back the rest with its tokens so far."""
         self.draining.set()
         workers: list[RolloutWorker] = [self]
         if self._evaluation is not None:
@@ -255,12 +257,12 @@ class RolloutLoop(RolloutWorker):
         log.info("drained", handed_back=len(left), tokens=tokens)
 
     async def abort(self) -> None:
-        """Hand back what is being generated, with its tokens so far; what is scored or submitted comes to its own end."""
+        """Hand back what is being generated, with its tokens so far. Tickets being scored or submitted run to their end."""
         if left := [rollout for rollout in self.rollouts.values() if rollout.generating]:
             log.info("aborted", handed_back=len(left), tokens=await self._hand_back(left))
 
     async def _hand_back(self, left: Sequence[Rollout]) -> int:
-        """Stop working on tickets, and let others go on with their tokens so far; how many tokens were saved."""
+        """Stop working on tickets and save their tokens so far for other pods; return how many tokens were saved."""
         tokens = 0
         try:
             for rollout in left:
@@ -270,6 +272,6 @@ class RolloutLoop(RolloutWorker):
                     self.metrics.handed_back["drain"].inc()
                     self.metrics.handed_back_tokens.inc(saved)
                     tokens += saved
-        except StoreError as error:  # a pod must be able to go without Redis: its leases run out
-            log.warning("not everything was handed back", error=str(error))
+        except StoreError as error:  # without Redis the pod must still exit; its leases expire
+            log.warning("some tickets were not handed back", error=str(error))
         return tokens

@@ -15,90 +15,94 @@ from services.runtime.metrics.declarations import Metrics, PhaseClock, counter, 
 FAILURES = ("verifier", "generation", "store", "other")
 HANDED_BACK = ("drain", "load")
 SYNC_WAITS = ("gathered", "joined", "paused")
-"""After a phase: for the other members, and for the trainer."""
+"""Waits after a phase: for the other members, and for the trainer."""
 
 
 class GeneratorMetrics(Metrics):
-    """What a generator counts."""
+    """The metrics of a generator."""
 
-    version: Gauge = gauge("grpo_generator_policy_version", "", "Policy version held; -1: none yet.")
-    behind: Gauge = gauge("grpo_generator_versions_behind", "", "Published policy version minus the one held.")
-    evaluating: Gauge = gauge("grpo_generator_evaluating", "", "1 while the pod stays on its weights for an evaluation round.")
-    running: Gauge = gauge("grpo_generator_rollouts", "tickets", "Training tickets under way.")
-    limit: Gauge = gauge("grpo_generator_rollouts_limit", "tickets", "Tickets that its engine can take at a time.")
+    version: Gauge = gauge("grpo_generator_policy_version", "", "Policy version of the engine. -1: none yet.")
+    behind: Gauge = gauge("grpo_generator_versions_behind", "", "Published policy version minus the engine's.")
+    evaluating: Gauge = gauge("grpo_generator_evaluating", "", "1 while the pod is kept on its weights for an evaluation round.")
+    running: Gauge = gauge("grpo_generator_rollouts", "tickets", "Training tickets in progress.")
+    limit: Gauge = gauge("grpo_generator_rollouts_limit", "tickets", "Most tickets that the engine can run at a time.")
     limit_reason: Mapping[str, Gauge] = gauges(
-        "grpo_generator_rollouts_limit_reason", "", "1 for why that limit was last set.", "reason", REASONS
+        "grpo_generator_rollouts_limit_reason", "", "1 for the reason of the limit's last change.", "reason", REASONS
     )
-    share: Gauge = gauge("grpo_generator_rollouts_share", "tickets", "Tickets it claims before others had theirs.")
+    share: Gauge = gauge("grpo_generator_rollouts_share", "tickets", "Tickets claimed before other pods have had their share.")
     requests: Mapping[str, Gauge] = gauges(
-        "grpo_generator_requests", "", "Completions in the engine: sampled now, or before their first token.", "state",
+        "grpo_generator_requests", "", "Completions in the engine: being sampled, or waiting for their first token.", "state",
         ("running", "waiting"),
     )  # fmt: skip
-    kv_usage: Gauge = gauge("grpo_generator_kv_usage_ratio", "ratio", "Share of the KV cache that running completions need.")
-    sampled: Counter = counter("grpo_generator_sampled_tokens_total", "tokens", "Tokens that the engine sampled.")
+    kv_usage: Gauge = gauge("grpo_generator_kv_usage_ratio", "ratio", "Share of the KV cache used by running completions.")
+    sampled: Counter = counter("grpo_generator_sampled_tokens_total", "tokens", "Tokens sampled by the engine.")
     claimed: Counter = counter("grpo_generator_claimed_tickets_total", "tickets", "Training tickets claimed.")
     groups: Counter = counter("grpo_generator_groups_total", "groups", "Training groups finished.")
     tokens: Counter = counter("grpo_generator_tokens_total", "tokens", "Completion tokens of finished training groups.")
     refused: Counter = counter(
-        "grpo_generator_refused_submits_total", "tickets", "Groups whose ticket was not held any more when they were submitted."
+        "grpo_generator_refused_submits_total", "tickets", "Groups refused on submission because their lease was lost."
     )
-    lost: Counter = counter("grpo_generator_lost_leases_total", "tickets", "Tickets whose lease was found to be another's.")
+    lost: Counter = counter("grpo_generator_lost_leases_total", "tickets", "Tickets whose lease was lost to another pod.")
     failures: Mapping[str, Counter] = counters(
-        "grpo_generator_failures_total", "tickets", "Rollouts that failed: a verifier, the engine, Redis, or something else.",
+        "grpo_generator_failures_total", "tickets", "Failed rollouts, by cause: a verifier, the engine, Redis, or another.",
         "reason", FAILURES,
     )  # fmt: skip
-    given_up: Counter = counter("grpo_generator_given_up_tickets_total", "tickets", "Tickets buried after their last attempt.")
+    given_up: Counter = counter(
+        "grpo_generator_given_up_tickets_total", "tickets", "Tickets moved to the dead letters after their last attempt."
+    )
     handed_back: Mapping[str, Counter] = counters(
-        "grpo_generator_handed_back_total", "tickets", "Tickets handed back: in a drain, or because the engine had no room.",
+        "grpo_generator_handed_back_total", "tickets", "Tickets handed back, because of a drain or of load on the engine.",
         "reason", HANDED_BACK,
     )  # fmt: skip
     handed_back_tokens: Counter = counter(
         "grpo_generator_handed_back_tokens_total", "tokens", "Completion tokens saved with tickets handed back in a drain."
     )
     discarded_tokens: Counter = counter(
-        "grpo_generator_discarded_tokens_total", "tokens", "Completion tokens begun anew, by sync.in_flight."
+        "grpo_generator_discarded_tokens_total", "tokens", "Completion tokens discarded on a change of weights (sync.in_flight)."
     )
-    generate_s: Histogram = histogram("grpo_generator_generate_seconds", "seconds", "Claim to last token of a group.")
+    generate_s: Histogram = histogram(
+        "grpo_generator_generate_seconds", "seconds", "Time from the claim to the last token of a group."
+    )
     score_s: Histogram = histogram(
-        "grpo_generator_score_seconds", "seconds", "Verifiers of a group, the wait for a worker included."
+        "grpo_generator_score_seconds", "seconds", "Duration of scoring a group, including the wait for a worker."
     )
-    submit_s: Histogram = histogram("grpo_generator_submit_seconds", "seconds", "Submission of a group to Redis.")
+    submit_s: Histogram = histogram("grpo_generator_submit_seconds", "seconds", "Duration of submitting a group to Redis.")
     verifier_busy: Counter = counter(
-        "grpo_generator_verifier_busy_seconds_total", "seconds", "Time that verifier workers worked."
+        "grpo_generator_verifier_busy_seconds_total", "seconds", "Time that verifier workers were busy."
     )
-    verifier_restarts: Counter = counter("grpo_generator_verifier_restarts_total", "", "Verifier workers started again.")
+    verifier_restarts: Counter = counter("grpo_generator_verifier_restarts_total", "", "Restarts of verifier workers.")
     sync_s: Mapping[str, Histogram] = histograms(
         "grpo_generator_sync_seconds", "seconds",
-        "Phases of weight-sync rounds: the pod's own part of each, and its waits for the others after it.", "phase",
+        "Duration of the phases of weight-sync rounds: the pod's own part of each, and its waits for the others.", "phase",
         (*SYNC_PHASES, *SYNC_WAITS),
     )  # fmt: skip
-    sync_failures: Counter = counter("grpo_generator_sync_failures_total", "", "Phases of weight-sync rounds that failed here.")
+    sync_failures: Counter = counter("grpo_generator_sync_failures_total", "", "Failed phases of weight-sync rounds.")
 
     def sync_clock(self) -> PhaseClock:
-        """Notes the phases of weight-sync rounds."""
+        """Return a clock that records the phases of weight-sync rounds."""
         return PhaseClock({phase: made.observe for phase, made in self.sync_s.items()})
 
     def show_limit(self, limit: Limit, share: int) -> None:
-        """Show how many tickets the pod may hold, and why."""
+        """Export how many tickets the pod may hold, and why."""
         self.limit.set(limit.groups)
         for reason, shown in self.limit_reason.items():
             shown.set(reason == limit.reason)
         self.share.set(share)
 
     def show_engine(self, engine: Gauges, before: Gauges) -> None:
-        """Show the engine's load, and what it has done since the last look."""
+        """Export the engine's load and the tokens sampled since the last poll."""
         self.requests["running"].set(engine.running)
         self.requests["waiting"].set(engine.waiting)
         self.kv_usage.set(engine.kv_usage)
         self.sampled.inc(max(0, engine.tokens - before.tokens))
 
     def show_versions(self, held: int, published: int) -> None:
-        """Show which weights the pod has."""
+        """Export the policy version of the pod and how far it is behind."""
         self.version.set(held)
         self.behind.set(max(0, published - held))
 
     def show_verifiers(self, counts: PoolCounts, before: PoolCounts) -> None:
-        """Count what verifier workers have done since the last look."""
+        """Count the work of verifier workers since the last poll."""
         self.verifier_busy.inc(counts.busy_s - before.busy_s)
         self.verifier_restarts.inc(counts.restarts - before.restarts)
 

@@ -1,8 +1,8 @@
 """A generator's side of an operator's pause (services/store/records.py, PauseMode).
 
-Guarantees: the pod says that a pause holds once it does: no token is sampled (`keep`), or nothing is under way any more (`drain`,
-`abort`); that it works again once it does. Tickets are claimed by nobody meanwhile: `claim` is refused in Redis.
-Waits for: a pause, the engine, the end of what is under way. Unblocked by: the view (`pause`), the weight follower, which stops
+Guarantees: the pod reports a pause once it is in effect: no token is sampled (`keep`), or nothing is in progress (`drain`,
+`abort`); it reports the end of the pause once it works again. Meanwhile no pod claims tickets, since Redis refuses `claim`.
+Waits for: a pause, the engine, the end of work in progress. Unblocked by: the view (`pause`), the weight follower, which stops
 and starts the engine (`frozen`), the workers (`room`, `evaluated`).
 """
 
@@ -15,18 +15,18 @@ from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.weights.member import WeightFollower
 
-POLL_S = 1.0  # a missed ring costs at most this much
+POLL_S = 1.0  # the longest delay that a missed notification can cause
 
 
 class Pausing:
-    """Carries out what a pause asks of the workers, and says when it holds."""
+    """Applies a pause to the workers and reports when it is in effect."""
 
     def __init__(self, service: Service, weights: WeightFollower, workers: Sequence[RolloutWorker]) -> None:
         self.service, self._weights, self._workers = service, weights, workers
         self._topics = ("pause", "frozen", *(worker.room for worker in workers))
 
     async def follow(self, loop: Loop) -> None:
-        """Follow operators' pauses for ever."""
+        """Follow operators' pauses until cancelled."""
         while True:
             mode = self.service.view.pause_mode
             for worker in self._workers if mode == "abort" else ():

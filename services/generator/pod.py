@@ -1,6 +1,6 @@
-"""What a generator pod is made of, and its life: load, work, leave.
+"""Assembles a generator pod and runs its life: load, work, leave.
 
-Guarantees: no loop of the engine's begins before the engine is loaded; engine and verifiers are closed whatever happens.
+Guarantees: no loop that uses the engine begins before it is loaded; engine and verifiers are always closed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from services.weights.member import WeightFollower
 from services.weights.receiver import EngineDead
 
 LOOP_LIMIT_S = 60.0
-ROUND_S = 3.0  # beyond the drain: how long a weight-sync round that counts on this pod may still take
+ROUND_S = 3.0  # after the drain: limit of the wait for a weight-sync round that includes this pod
 
 
 class GeneratorPod:
-    """A generator, put together for `run`."""
+    """A generator with all its parts. `run` runs it."""
 
     def __init__(self, service: Service) -> None:
         config = service.config
@@ -45,7 +45,7 @@ class GeneratorPod:
         service.ready = self.rollouts.why_idle
 
     async def run(self) -> None:
-        """The whole life of the pod."""
+        """Run the pod from start to end."""
         add_routes(self.service, self.rollouts)
         self._add_loops()
         try:
@@ -55,7 +55,7 @@ class GeneratorPod:
             await self.engine.close()
 
     def _add_loops(self) -> None:
-        """What goes on beside the work."""
+        """Add the loops that run alongside the main loop."""
         add, config = self.service.add_loop, self.service.config
         lease_limit_s = LOOP_LIMIT_S + config.generator.lease_s
         add("weights", self._after_loading(self.weights.follow))
@@ -68,7 +68,7 @@ class GeneratorPod:
         add("gauges", self._after_loading(self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
 
     def _after_loading(self, body: Callable[[Loop], Awaitable[None]]) -> Callable[[Loop], Awaitable[None]]:
-        """A loop that begins when the engine is loaded; until then it has nothing to show progress of."""
+        """Return a loop that begins when the engine is loaded; until then it has no progress to report."""
 
         async def run(loop: Loop) -> None:
             limit_s, loop.limit_s = loop.limit_s, float("inf")
@@ -80,9 +80,9 @@ class GeneratorPod:
         return run
 
     async def _work(self, loop: Loop) -> None:
-        """Load, claim and complete tickets until told to stop, then leave without holding up a round."""
+        """Load, claim and complete tickets until stopped, then leave without delaying a sync round."""
         self.service.say(phase="loading")
-        loop.limit_s = float("inf")  # loading takes as long as it takes
+        loop.limit_s = float("inf")  # loading has no time limit
         with leaving_at_once():
             if self.service.stopping.is_set():
                 return
@@ -102,6 +102,6 @@ class GeneratorPod:
             await self.verifiers.start()
             await self.engine.start(self.service.config)
         except VerifierFailure as error:
-            raise Fatal(f"verifiers cannot be started: {error}") from None
+            raise Fatal(f"verifiers cannot start: {error}") from None
         except EngineDead as error:
             raise Broken(str(error)) from None

@@ -37,7 +37,7 @@ class PromptSource:
     def __init__(self, config: RunConfig, sources: Sequence[Source] | None = None) -> None:
         tokenizer = PromptTokenizer(tokenizer_folder(config.model.path), config.data)
         columns = _Columns()
-        spans = []
+        spans: list[SourceSpan] = []
         for source in config.data.sources if sources is None else sources:
             first = len(columns.token_ends)
             columns.read(source, tokenizer, config.data)
@@ -55,7 +55,7 @@ class PromptSource:
         return len(self._token_starts) - 1
 
     def prompt(self, row: int) -> tuple[list[int], str]:
-        """Return the token ids and the reference answer of a row."""
+        """Return the token ids and the gold answer of a row."""
         ids = self._tokens[self._token_starts[row] : self._token_starts[row + 1]].tolist()
         return ids, self._answers[self._answer_starts[row] : self._answer_starts[row + 1]].decode()
 

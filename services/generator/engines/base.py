@@ -1,8 +1,8 @@
-"""What the generator loop asks of an inference engine.
+"""The interface between the generator loop and an inference engine.
 
 Guarantees of every engine: each token comes with the logprob it was sampled with and the policy version that sampled it;
-between `pause` and `resume` no token is made; no call waits without a limit; `close` always ends.
-An engine of one's own implements `Engine` and is named in `generator.engine`.
+between `pause` and `resume` no token is sampled; every call has a time limit; `close` always returns.
+A custom engine implements `Engine` and is named in `generator.engine`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.weights.receiver import WeightReceiver
 
 
 class GenerationFailed(Exception):
-    """One completion could not be made; the engine lives."""
+    """One completion failed; the engine still works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +32,45 @@ class Generated:
     spans: list[Span]  # cover [0, T) in order, versions ascending
     finish: Literal["stop", "length", "aborted"]  # aborted: interrupted, can be continued
     tool_spans: tuple[tuple[int, int], ...] = ()
-    """[start, end) of tokens that the policy did not sample, such as a tool's answer: ascending and apart. They are read by
-    the policy and never trained; their logprobs mean nothing."""
+    """[start, end) of tokens that the policy did not sample, such as a tool's output: ascending and disjoint. The policy reads
+    them, but they are never trained on; their logprobs are meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How a completion is sampled."""
+    """How to sample a completion."""
 
     max_tokens: int
-    temperature: float = 1.0  # 0: the likeliest token each time
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     stop: tuple[str, ...] = ()
 
     @classmethod
     def training(cls, config: RunConfig) -> SamplingParameters:
-        """Those of training completions."""
+        """Return the parameters of training completions."""
         sampling = config.sampling
         return cls(sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop))
 
     @classmethod
     def evaluation(cls, config: RunConfig) -> SamplingParameters:
-        """Those of evaluation completions, which end at the same stop strings."""
+        """Return the parameters of evaluation completions, which share the stop strings of training."""
         given, sampling = config.evaluation, config.sampling
         longest = given.max_tokens or sampling.max_tokens
         return cls(longest, given.temperature, given.top_p, given.top_k, tuple(sampling.stop))
 
 
 QUEUED_S = 0.5
-"""Longer than a completion is on its way into an engine that has room for it."""
+"""Longer than a completion needs to start in an engine that has room for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """The engine at this moment."""
+    """The present load of an engine."""
 
     running: int  # completions past their prefill
     waiting: int  # completions before their first token
-    queued: int  # of those waiting, the ones that have been for longer than `QUEUED_S`
+    queued: int  # of those waiting, the ones that have waited longer than `QUEUED_S`
     kv_usage: float  # 0..1, share of the KV cache
     tokens: int  # tokens sampled since the start
 
@@ -85,7 +85,7 @@ class Engine(WeightReceiver, Protocol):
 
     @property
     def world(self) -> int:
-        """Ranks this engine takes in a weight group."""
+        """Number of ranks that this engine has in a weight group."""
         ...
 
     async def start(self, config: RunConfig) -> None:
@@ -95,43 +95,43 @@ class Engine(WeightReceiver, Protocol):
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
     ) -> Generated:
-        """Complete `prompt` ([P] token ids) with at most `sampling.max_tokens` tokens, those of `prefix` included.
+        """Complete `prompt` ([P] token ids) with at most `sampling.max_tokens` tokens, including those of `prefix`.
 
-        `prefix` is continued, and its tokens, logprobs and both kinds of spans stand at the front of the result. The same seed
-        gives the same tokens. Raises `EngineDead` or `GenerationFailed`; cancelling the call drops the completion.
+        `prefix` is continued; its tokens, logprobs and both kinds of spans come first in the result. The same seed gives the same
+        tokens. Raises `EngineDead` or `GenerationFailed`. Cancelling the call drops the completion.
         """
         ...
 
     def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
-        """Tokens so far of running completions (all, or those named), as an abort would return them now."""
+        """Return the tokens so far of running completions (all, or those named), as an abort would return them now."""
         ...
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Stop running completions (all, or those named): each pending `generate` returns what it has as `aborted`.
+        """Stop running completions (all, or those named). Each pending `generate` returns what it has as `aborted`.
 
-        Returns when they have.
+        Returns once they have.
         """
         ...
 
     async def leave_group(self) -> None:
-        """Let go of the weight group, if any."""
+        """Leave the weight group, if any."""
         ...
 
     def gauges(self) -> Gauges:
-        """Load and progress. Cheap enough for every heartbeat."""
+        """Return load and progress. Cheap enough to call on every heartbeat."""
         ...
 
     async def close(self) -> None:
-        """End the engine's processes, by force if need be; returns within seconds."""
+        """End the engine's processes, by force if necessary; return within seconds."""
         ...
 
 
 ENGINES = {"vllm": "services.generator.engines.vllm:VllmEngine"}
-"""Engines with a name of their own; any other is named by its place."""
+"""Built-in engines by name. Any other is named by its import path."""
 
 
 def make_engine(config: RunConfig) -> Engine:
-    """The engine that `generator.engine` names, not started."""
+    """Return the engine that `generator.engine` names, not started."""
     module, _, name = ENGINES.get(config.generator.engine, config.generator.engine).partition(":")
     try:
         return getattr(importlib.import_module(module), name)()

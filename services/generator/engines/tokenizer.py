@@ -1,4 +1,4 @@
-"""The model's tokenizer, for turning completions into the text that verifiers read."""
+"""Loads the model's tokenizer, which turns completions into the text that verifiers read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.config import ConfigError, RunConfig
 
 
 def load_tokenizer(config: RunConfig) -> Any:
-    """As transformers loads it. Raises `ConfigError`."""
+    """Return the tokenizer as transformers loads it. Raises `ConfigError`."""
     from transformers import AutoTokenizer
 
     try:

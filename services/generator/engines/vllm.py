@@ -1,8 +1,8 @@
 """vLLM's `AsyncLLM` as an `Engine`.
 
-Guarantees: those of services/generator/engines/base.py. The model runs in processes of its own, which end when this one does,
-however it ends. Nothing here imports vLLM at module import.
-Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, the one part that is not public interface.
+Guarantees: those of services/generator/engines/base.py. The model runs in its own processes, which end when this process does,
+for whatever reason. Importing this module does not import vLLM.
+Pinned to vLLM 0.32.0: `snapshot` and `gauges` read its output processor, the only part that is not a public interface.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _GRACE_S = 15.0
-"""A worker keeps its own limits; an answer that is later than that by so much will never come. Covers one long iteration."""
+"""A worker has its own limits; an answer this much later will never come. Long enough for one iteration."""
 _CLOSE_S = 5.0
-"""Time for vLLM to end on its own before its processes are killed."""
+"""Seconds for vLLM to shut down before its processes are killed."""
 _JOIN_POLL_S = 0.02
 _ABORT_POLL_S = 0.005
 
@@ -49,16 +49,16 @@ class VllmEngine:
         self.whole = True
         self.world = 1
         self.stages = False
-        self._staged = -1  # the version that waits in the workers to be applied
+        self._staged = -1  # the version staged in the workers, ready to be applied
         self._started: AsyncLLM | None = None
         self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
-        self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, since when
+        self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, start time
         self._tokens = 0  # of completions that ended
         self._joined = False
-        self._strangers: set[int | None] = set()  # child processes of this one that are not the engine's
+        self._strangers: set[int | None] = set()  # child processes of this one that do not belong to the engine
 
     async def start(self, config: RunConfig) -> None:
-        """Load the model; some 10-15 s on a CPU."""
+        """Load the model, which takes 10-15 s on a CPU."""
         self._config = config
         self.world = config.generator.tensor_parallel
         self.stages = transport(config, has_gpu()) != "nccl"
@@ -80,7 +80,7 @@ class VllmEngine:
         try:
             self._started = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except ValueError as error:
-            raise ConfigError(f"vLLM refuses the configuration of model and generator: {error}") from error
+            raise ConfigError(f"vLLM rejects the configuration of the model or the generator: {error}") from error
         except RuntimeError as error:
             raise EngineDead(f"vLLM did not start: {error}") from error
         cache = self._started.vllm_config.cache_config
@@ -95,7 +95,7 @@ class VllmEngine:
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
     ) -> Generated:
-        """Complete `prompt`; a stop string that begins inside `prefix` is not seen."""
+        """Complete `prompt`. A stop string that begins inside `prefix` is not detected."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -106,13 +106,13 @@ class VllmEngine:
         tokens = prompt if prefix is None else prompt + prefix.tokens.tolist()
         parameters = sampling_params(sampling, continued_seed(seed, made), made, self._stop_tokens)
         if request_id in self._prefixes:
-            raise ValueError(f"request {request_id!r} is running already")
+            raise ValueError(f"request {request_id!r} is already running")
         self._prefixes[request_id] = prefix
         self._prompts[request_id] = hash(tuple(tokens)), time.monotonic()
         try:
             output = await last(self._llm.generate(tokens_input(tokens), parameters, request_id))
         except EngineDeadError as error:
-            raise EngineDead(f"vLLM's engine core died while it made {request_id}; its log says why") from error
+            raise EngineDead(f"vLLM's engine core died while generating {request_id}; see its log for the reason") from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
             raise GenerationFailed(f"{request_id}: {error.__cause__ or error}") from error
         finally:
@@ -121,7 +121,7 @@ class VllmEngine:
         return generated(request_id, output, prefix)
 
     def snapshot(self, request_ids: Iterable[str] | None = None) -> dict[str, Generated]:
-        """Tokens so far, read from vLLM's output processor: nothing is sent for it while a completion runs."""
+        """Return the tokens so far, read from vLLM's output processor without a message to the engine core."""
         from vllm.v1.engine import FinishReason
 
         found: dict[str, Generated] = {}
@@ -136,26 +136,26 @@ class VllmEngine:
         return [processor.request_states[key] for key in processor.external_req_ids.get(request_id, ())]
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Stop completions; returns when their `generate` calls have. One that vLLM does not know yet is waited for."""
+        """Stop completions; return once their `generate` calls have. Waits for one that vLLM has not registered yet."""
         named = set(self._prefixes) if request_ids is None else set(request_ids)
         while named := {request_id for request_id in named if request_id in self._prefixes}:
             await self._llm.abort([request_id for request_id in named if self._states(request_id)])
             await asyncio.sleep(_ABORT_POLL_S)
 
     async def pause(self) -> None:
-        """Stop after the iteration that runs, keep the requests, drop all KV and the prefix cache."""
+        """Stop after the current iteration; keep the requests, drop the KV cache and the prefix cache."""
         async with self._limit(self._config.sync.join_deadline_s, "pause"):
             await self._llm.pause_generation(mode="keep", clear_cache=True)
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
         if not self.whole:
-            raise TransferFailed("half an update was applied: a full one has to arrive before sampling goes on")
+            raise TransferFailed("an update was applied only in part: sampling cannot resume until a complete one arrives")
         async with self._limit(self._config.sync.join_deadline_s, "resume"):
             await self._llm.resume_generation()
 
     async def join(self, round: Round, first_rank: int) -> None:
-        """Join beside generation: the worker connects in a thread, and is asked until it is done."""
+        """Join while generation continues: the worker connects in a thread, and its state is polled."""
         limit_s = self._config.sync.join_deadline_s
         folder = self._config.weights_folder.absolute() / round.host if round.backend == "filesystem" else None
         info = {
@@ -178,11 +178,11 @@ class VllmEngine:
                     where = f"epoch {round.epoch} at {folder or f'{round.host}:{round.port}'}"
                     raise TransferFailed(f"weight group of {where}: {'; '.join(failures)}")
                 if time.monotonic() > deadline:
-                    raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks met within {limit_s} s")
+                    raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks joined within {limit_s} s")
                 await asyncio.sleep(_JOIN_POLL_S)
 
     async def stage(self, version: int) -> None:
-        """Receive beside generation: the worker receives in a thread, and is asked until it is done."""
+        """Receive while generation continues: the worker receives in a thread, and its state is polled."""
         self._staged = -1
         limit_s = self._config.sync.transfer_deadline_s
         async with self._limit(limit_s + _GRACE_S, "weight transfer"):
@@ -202,7 +202,7 @@ class VllmEngine:
         raise TransferFailed(f"weight transfer of version {version} failed: {'; '.join(sorted(failures))}")
 
     async def receive(self, version: int) -> None:
-        """Receive, or take what is staged; apply and stamp."""
+        """Receive the weights, or use the staged ones; apply them and set the version."""
         if self.stages and self._staged != version:
             await self.stage(version)
         self._staged = -1
@@ -218,28 +218,28 @@ class VllmEngine:
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout_s": limit_s}))
                 changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
                 await self._llm.finish_weight_update(None if changed else str(version))
-            except Exception as error:  # vLLM has no type of its own for what failed in a worker
-                if self._llm.errored or self.world > 1:  # with several workers, replies of the failed call would answer the next
+            except Exception as error:  # vLLM has no exception type for failures in a worker
+                if self._llm.errored or self.world > 1:  # with several workers, late replies would answer the next call
                     raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
                 self.whole = all(await self._llm.collective_rpc("weights_whole"))
                 raise TransferFailed(f"weight transfer of version {version} failed: {error}") from error
-            if changed:  # one worker may have taken what another has not
+            if changed:  # one worker may have applied weights that another has not
                 self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
                 raise WeightsChanged(changed[0])
         self.version, self.whole = version, True
 
     async def leave_group(self) -> None:
-        """Let the workers drop their connections."""
+        """Make the workers close their connections."""
         if self._joined:
             self._joined = False
             async with self._limit(_GRACE_S, "leaving the weight group"):
                 await self._llm.shutdown_weight_transfer_engine()
 
     def gauges(self) -> Gauges:
-        """Counted here: vLLM's own statistics cost some percent of throughput.
+        """Count the load here, since vLLM's own statistics cost some percent of throughput.
 
-        `kv_usage` is what the running completions need, in blocks: at 1 some were put off. Completions of one prompt share its
-        full blocks, as far as their prompts are the same (one that is continued has a prompt of its own).
+        `kv_usage` is what the running completions need, in blocks; at 1 some were preempted. Completions with the same prompt
+        share its full blocks (a continued completion has its own prompt).
         """
         running = waiting = queued = made = blocks = 0
         shared: dict[int, int] = {}  # blocks of each prompt
@@ -258,7 +258,7 @@ class VllmEngine:
         return Gauges(running, waiting, queued, usage, self._tokens + made)
 
     async def close(self) -> None:
-        """Fail what still runs, ask vLLM to end, then kill what is left."""
+        """Fail what is still running, ask vLLM to shut down, then kill what is left."""
         llm, self._started = self._started, None
         try:
             if llm is not None:
@@ -266,9 +266,9 @@ class VllmEngine:
                 async with asyncio.timeout(2 * _CLOSE_S):
                     await asyncio.to_thread(llm.shutdown, _CLOSE_S)
         except TimeoutError:
-            pass  # what follows does not ask
+            pass  # the processes are killed below
         del llm
-        garbage_collection.thaw()  # its finalizer fails with a trace when it runs at interpreter exit
+        garbage_collection.thaw()  # at interpreter exit its finalizer would fail with a traceback
         for child in multiprocessing.active_children():
             if child.name.startswith("EngineCore") and child.pid not in self._strangers:
                 child.kill()
@@ -276,7 +276,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _limit(self, seconds: float, what: str) -> AsyncIterator[None]:
-        """Bound calls to the engine core. One that does not answer in time is stuck, and so is the engine."""
+        """Bound calls to the engine core. If one does not answer in time, the engine is stuck."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -289,7 +289,7 @@ class VllmEngine:
 
 
 def _release(llm: AsyncLLM) -> None:
-    """Let pending `generate` calls fail, and stop listening to the engine core: its end would be logged as a crash."""
+    """Make pending `generate` calls fail, and stop listening to the engine core, whose end would be logged as a crash."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     llm.output_processor.propagate_error(EngineDeadError())

@@ -1,7 +1,7 @@
-"""From a run's configuration to vLLM's: environment, engine arguments, stop tokens.
+"""Converts a run's configuration to vLLM's: environment, engine arguments, stop tokens.
 
-Guarantees: the environment is set before vLLM is imported; `generator.engine_options` win over everything here; a
-combination that would kill the engine later is a `ConfigError` now. Imports vLLM inside functions only.
+Guarantees: the environment is set before vLLM is imported; `generator.engine_options` override everything here; a
+combination that would kill the engine later raises a `ConfigError` now. Imports vLLM inside functions only.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from services.config import ConfigError, RunConfig
 from services.weights.receivers import OWNER
 
 VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
-"""How processes that vLLM starts log; what it names is in vllm_logging.py, which they import."""
+"""Logging configuration of the processes that vLLM starts. It refers to vllm_logging.py, which they import."""
 
 _CPU_PREFILL_TOKENS = 4096
-"""Prompt tokens that a CPU engine takes into one iteration, unless a single sequence needs more: bounds activation memory."""
+"""Prompt tokens per iteration of a CPU engine, unless one sequence needs more. Limits activation memory."""
 
 
 def has_gpu() -> bool:
-    """Whether vLLM will run on CUDA."""
+    """Return whether vLLM will run on CUDA."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def set_environment(config: RunConfig, gpu: bool) -> None:
-    """Variables that vLLM reads when it is imported and that its processes inherit. What the user has set stays."""
+    """Set the variables that vLLM reads on import and that its processes inherit. Keep those the user has set."""
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(VLLM_LOGGING)}
     if Path(config.model.path).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -42,25 +42,25 @@ def set_environment(config: RunConfig, gpu: bool) -> None:
             "TORCH_COMPILE_DISABLE": "1",  # saves 2-15 s at the first request with logprobs
         }
         if config.generator.tensor_parallel == 1:
-            # On a CPU this is what lets the worker live inside the engine core: one process and its 0.6 GiB less.
+            # On a CPU this runs the worker inside the engine core, which saves one process and its 0.6 GiB.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ[OWNER] = str(os.getpid())
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # of this process; the file is for its others
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # for this process; the file is for the others
 
 
 def transport(config: RunConfig, gpu: bool) -> str:
-    """`nccl`, `gloo` or `filesystem`: what weights travel by."""
+    """Return how weights are transferred: `nccl`, `gloo` or `filesystem`."""
     return config.sync.backend if config.sync.backend != "auto" else ("nccl" if gpu else "gloo")
 
 
 def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs`."""
+    """Return the arguments of vLLM's `AsyncEngineArgs`."""
     generator = config.generator
     backend = transport(config, gpu)
     if backend == "nccl" and not gpu:
-        raise ConfigError('sync.backend = "nccl" needs GPUs, and this machine has none: use "gloo" or "auto"')
+        raise ConfigError('sync.backend = "nccl" needs GPUs, but this machine has none: use "gloo" or "auto"')
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -82,7 +82,7 @@ def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
         arguments |= {
             "enforce_eager": True,
             "kv_cache_memory_bytes": generator.cpu_kv_cache_mib << 20,
-            # A CPU generator has no offset to rewind: a seeded request must not be prefilled in chunks.
+            # A CPU generator's random offset cannot be rewound: a seeded request must not be prefilled in chunks.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.model.max_tokens, generator.max_num_seqs, _CPU_PREFILL_TOKENS),
         }
@@ -99,7 +99,7 @@ def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
 
 
 def check_cpu_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse options under which vLLM's CPU engine would die at the first prompt that is prefilled in chunks."""
+    """Reject options with which vLLM's CPU engine would die at the first prompt that is prefilled in chunks."""
     if not arguments["enable_chunked_prefill"]:
         return
     # A continued or paused completion is prefilled with its tokens, so the longest prefill is a whole sequence.
@@ -107,26 +107,26 @@ def check_cpu_arguments(arguments: dict[str, Any]) -> None:
     if arguments["max_num_batched_tokens"] < need:
         raise ConfigError(
             f"generator.engine_options.max_num_batched_tokens = {arguments['max_num_batched_tokens']} is below max_num_seqs x "
-            f"max_model_len = {need}: on a CPU a seeded request cannot be prefilled in chunks; raise it, or leave out "
+            f"max_model_len = {need}: on a CPU a seeded request cannot be prefilled in chunks; raise it, or remove "
             "enable_chunked_prefill"
         )
 
 
 def stop_tokens(path: str) -> list[int]:
-    """Token ids that end a completion: the tokenizer's and the generation configuration's end-of-sequence ids."""
+    """Return the token ids that end a completion: end-of-sequence ids of the tokenizer and the generation configuration."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     ids: set[int] = set()
     tokenizer_eos = AutoTokenizer.from_pretrained(path).eos_token_id
     try:
         generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # no generation_config.json: the model's own configuration says it
+    except OSError:  # no generation_config.json: use the model's own configuration
         generation_eos = getattr(AutoConfig.from_pretrained(path).get_text_config(), "eos_token_id", None)
     for eos in (tokenizer_eos, generation_eos):
         ids |= set(eos) if isinstance(eos, list | tuple) else {eos} if eos is not None else set()
     if not ids:
         raise ConfigError(
-            f"model.path = {path!r}: tokenizer and generation config name no end-of-sequence token; add eos_token_id"
+            f"model.path = {path!r}: tokenizer and generation config have no end-of-sequence token: add eos_token_id"
         )
     return sorted(ids)
 

@@ -1,4 +1,4 @@
-"""What vllm_logging.json names: the processes that vLLM starts read that file, so that they log as the service does."""
+"""Referenced by vllm_logging.json, which the processes that vLLM starts read so that they log as the service does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked for a completion, and what is made of its answer. Imports vLLM inside functions only."""
+"""Builds vLLM's request for a completion and converts its response. Imports vLLM inside functions only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FINISH: dict[str, Literal["stop", "length", "aborted"]] = {"stop": "stop", "len
 
 
 def sampling_params(sampling: SamplingParameters, seed: int, made: int, stop_tokens: Sequence[int]) -> SamplingParams:
-    """For a completion that has `made` tokens already."""
+    """Return the parameters for a completion that already has `made` tokens."""
     parameters = copy.copy(_parameters(sampling, tuple(stop_tokens)))
     parameters.seed, parameters.max_tokens = seed, sampling.max_tokens - made
     return parameters
@@ -27,7 +27,7 @@ def sampling_params(sampling: SamplingParameters, seed: int, made: int, stop_tok
 
 @cache
 def _parameters(sampling: SamplingParameters, stop_tokens: tuple[int, ...]) -> SamplingParams:
-    """What the completions of a run have in common: vLLM checks it for longer than it takes to begin a completion."""
+    """Return the parameters common to all completions of a run, since vLLM's checks take longer than starting a completion."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -38,21 +38,21 @@ def _parameters(sampling: SamplingParameters, stop_tokens: tuple[int, ...]) -> S
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(stop_tokens),
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # vLLM's deep copy of each would be a fifth of what a short completion costs this process
+        skip_clone=True,  # vLLM's deep copy would be a fifth of this process' time for a short completion
     )
 
 
 def continued_seed(seed: int, made: int) -> int:
-    """Seed after `made` tokens, so that a continuation does not draw the first tokens' random numbers again."""
+    """Return the seed after `made` tokens, so that a continuation does not repeat the random numbers of the first tokens."""
     return seed if made == 0 else int(np.random.SeedSequence([seed, made]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The final output: with FINAL_ONLY the only one."""
+    """Return the final output; with FINAL_ONLY it is the only one."""
     async for output in outputs:
         if output.finished:
             return output
@@ -60,12 +60,12 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 def generated(request_id: str, output: RequestOutput, prefix: Generated | None) -> Generated:
-    """vLLM's final output behind `prefix`."""
+    """Append vLLM's final output to `prefix`."""
     completion = output.outputs[0]
     finish = _FINISH.get(completion.finish_reason or "")
     if finish is None:
-        raise GenerationFailed(f"{request_id}: vLLM ended it with {completion.finish_reason!r}")
-    flat: Any = completion.logprobs  # FlatLogprobs: `logprobs=0` leaves one number a token
+        raise GenerationFailed(f"{request_id}: vLLM ended it with finish reason {completion.finish_reason!r}")
+    flat: Any = completion.logprobs  # FlatLogprobs: `logprobs=0` leaves one number per token
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)
     spans = [Span(int(span.version), span.start, span.end) for span in completion.weight_versions or () if span.end > span.start]
@@ -82,7 +82,7 @@ def generated(request_id: str, output: RequestOutput, prefix: Generated | None) 
 
 
 def _joined_spans(first: list[Span], second: list[Span], offset: int) -> list[Span]:
-    """Spans of a completion in two parts, the second starting at `offset`; equal versions at the seam become one."""
+    """Return the spans of a completion in two parts, the second starting at `offset`; equal versions at the seam are merged."""
     shifted = [Span(span.version, span.start + offset, span.end + offset) for span in second]
     if first and shifted and first[-1].version == shifted[0].version:
         seam = Span(first[-1].version, first[-1].start, shifted[0].end)

@@ -1,13 +1,13 @@
-"""How many tickets a generator holds at a time: from what its engine says of itself, and from what the others need. Pure.
+"""Limits the tickets that a generator holds at a time, by the load of its engine and the needs of the other pods. Pure.
 
-Guarantees: the limit stays in 1..`most`; it grows only while nothing queues in the engine, engine and KV cache have room for
-what is added and the pod is at its limit; it falls, to a half at most at a time, when completions go on queueing or the KV cache
-is full. So a ticket is claimed where it is run at once, and a slow pod holds few, a fast one many.
+Guarantees: the limit stays in 1..`most`. It grows only while nothing is queued in the engine, the engine and the KV cache have
+room for what is added, and the pod is at its limit. It shrinks, at most by half at a time, when completions stay queued or the
+KV cache is full. A ticket is therefore claimed by a pod that runs it at once; a slow pod holds few, a fast one many.
 
-An engine runs `generator.max_num_seqs` completions at most. When completions queue beside fewer, those that run are all it
-can run: that is remembered instead, until after `PROBE_LOOKS` more is tried, as it changes with the lengths of completions.
-vLLM reports preemptions only with its statistics on, which cost throughput. What completions need of the KV cache says as
-much: at `KV_FULL` of it some are about to be put off, or have been.
+An engine runs at most `generator.max_num_seqs` completions. If completions queue while fewer are running, those running are all
+it can run; that number is used instead, until after `PROBE_LOOKS` polls more is tried, as it changes with the lengths of
+completions. vLLM reports preemptions only with its statistics enabled, which cost throughput. KV cache usage tells as much: at
+`KV_FULL` some completions are preempted or about to be.
 """
 
 from __future__ import annotations
@@ -21,80 +21,80 @@ from services.generator.engines.base import Gauges
 Reason = Literal["start", "room", "queue", "kv"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
-POLL_S = 0.25  # between looks at the engine: several iterations, and short against a completion
-SLACK_SHARE = 4  # one more completion for so many that run: on their way into the engine, or at hand when one has ended
-PATIENCE_LOOKS = 2  # looks that a queue has to last
-KV_FULL, KV_ROOM = 0.95, 0.9  # the limit falls above the one; it grows while what is added stays below the other
-KV_CALM_LOOKS = 40  # without growth after the KV cache was full: completions have to get long before it shows again
-PROBE_LOOKS = 120  # half a minute, then more is tried again
+POLL_S = 0.25  # between polls of the engine: several iterations, and short compared to a completion
+SLACK_SHARE = 4  # one extra completion per so many running: on its way into the engine, or ready when one ends
+PATIENCE_LOOKS = 2  # polls for which a queue must last
+KV_FULL, KV_ROOM = 0.95, 0.9  # the limit shrinks above the first; it grows while usage with the addition is below the second
+KV_CALM_LOOKS = 40  # polls without growth after the KV cache was full, since completions must get long before it fills again
+PROBE_LOOKS = 120  # polls, half a minute, after which more is tried
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How many tickets to hold, and what is remembered from look to look."""
+    """How many tickets to hold, and the state kept between polls."""
 
     groups: int
     reason: Reason = "start"
-    """Why it was last set."""
+    """Why it last changed."""
     capacity: int = 0
-    """Completions that ran while others queued; 0: not known to be below `generator.max_num_seqs`."""
+    """Completions that ran while others were queued. 0: not known to be below `generator.max_num_seqs`."""
     calm: int = 0
-    """Looks since the limit last fell, or a queue was last seen that could not be shortened."""
+    """Polls since the limit last shrank, or since a queue was last seen that could not be shortened."""
     queue: tuple[int, int] = (0, 0)
-    """Of the queue there is now: looks it has lasted, completions that ran when it began."""
+    """The present queue: the polls it has lasted, and the completions that ran when it began."""
     tokens: int = 0
-    """Tokens the engine had made."""
+    """Tokens that the engine had sampled."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What does not change while a pod lives."""
+    """Limits that stay the same during the life of a pod."""
 
     most: int
-    """Groups. They end raggedly, so that more of them than fit at once are needed to keep an engine full."""
+    """Most groups. Groups end raggedly, so more of them than fit at once are needed to keep an engine full."""
     seats: int
-    """Completions an engine runs at a time at most."""
+    """Most completions that an engine runs at a time."""
     group_size: int
 
     @classmethod
     def of(cls, config: RunConfig) -> Bounds:
-        """Those of a run's generators."""
+        """Return the bounds of a run's generators."""
         seats, group_size = config.generator.max_num_seqs, config.sampling.group_size
         return cls(config.generator.max_concurrent_groups or max(1, 2 * seats // group_size), seats, group_size)
 
     @property
     def runnable(self) -> int:
-        """Groups that fill an engine if its KV cache holds them, with what is to be at hand: where the limit starts."""
+        """Groups that fill an engine if its KV cache holds them, with some slack. The limit starts here."""
         return min(self.most, max(1, (self.seats + self.seats // SLACK_SHARE) // self.group_size))
 
 
 def fair_share(slots: int, generators: int) -> int:
-    """Tickets a generator claims before others have had theirs: of a run's slots its part, rounded up."""
+    """Return how many tickets a generator claims before others have had their share: its part of the run's slots, rounded up."""
     return max(1, -(-slots // max(1, generators)))
 
 
 def adjust(limit: Limit, gauges: Gauges, held: int, bounds: Bounds) -> Limit:
-    """The limit after a look at the engine of a pod that holds `held` tickets.
+    """Return the limit after a poll of the engine of a pod that holds `held` tickets.
 
-    An engine that has made no token since the last look (paused, idle, or in a long prefill) tells nothing.
+    An engine that has sampled no token since the last poll (paused, idle, or in a long prefill) changes nothing.
     """
     if gauges.tokens == limit.tokens:
         return limit
     slack = gauges.running // SLACK_SHARE
-    most_queued = max(slack, bounds.group_size - 1)  # of a group that has begun the rest may wait
+    most_queued = max(slack, bounds.group_size - 1)  # the rest of a started group may be queued
     calm, (looks, before) = limit.calm + 1, limit.queue
     queue = (looks + 1, before if looks else gauges.running) if gauges.queued > most_queued else (0, 0)
     capacity = max(limit.capacity, gauges.running) if limit.capacity and calm < PROBE_LOOKS else 0
     limit = replace(limit, capacity=capacity, calm=calm, queue=queue, tokens=gauges.tokens)
     if gauges.kv_usage >= KV_FULL:
-        # Until it holds no more than the limit, the last fall has not had its effect.
+        # While the pod holds more than the limit, the last reduction has not taken effect yet.
         return _fall(limit, min(limit.groups, held) * 3 // 4, "kv") if 0 < held <= limit.groups else limit
     looks, before = queue
     if looks >= PATIENCE_LOOKS and gauges.running:
-        if gauges.running > before + slack:  # a prefill that gets on
+        if gauges.running > before + slack:  # a prefill that progresses
             return replace(limit, queue=(1, gauges.running))
         excess = -(-(gauges.queued - most_queued) // bounds.group_size)
-        limit = replace(limit, capacity=max(before, gauges.running), queue=(looks, gauges.running))  # it has proved to be one
+        limit = replace(limit, capacity=max(before, gauges.running), queue=(looks, gauges.running))  # confirmed as the capacity
         return _fall(limit, min(limit.groups, held - excess), "queue")
     groups = min(bounds.most, limit.groups + _growth(limit, gauges, held, bounds))
     return replace(limit, groups=groups, reason="room") if groups > limit.groups else limit
@@ -105,7 +105,7 @@ def _fall(limit: Limit, wanted: int, reason: Reason) -> Limit:
 
 
 def _growth(limit: Limit, gauges: Gauges, held: int, bounds: Bounds) -> int:
-    """Groups to add: a quarter, as far as the engine is known to begin them at once and the KV cache holds them."""
+    """Return how many groups to add: a quarter, as far as the engine can start them at once and the KV cache holds them."""
     if held < limit.groups or limit.queue[0] or (limit.reason == "kv" and limit.calm < KV_CALM_LOOKS):
         return 0
     capacity = min(limit.capacity or bounds.seats, bounds.seats)

@@ -1,7 +1,7 @@
-"""The evaluation worker of a generator: stay on one policy version, complete the round's tickets, then go back to training.
+"""The evaluation worker of a generator: stay on one policy version, complete the round's tickets, then return to training.
 
-Guarantees: while a round holds this pod, its weights do not change (it declines sync rounds) and every token of a result was
-sampled by the round's version, or the ticket is failed; when no ticket is left for this pod it returns to training by itself.
+Guarantees: while a round holds this pod, its weights do not change (it declines sync rounds). Every token of a result was
+sampled by the round's version; otherwise the ticket fails. When no ticket is left for this pod, it returns to training.
 Waits for: an open round of the version that it holds, tickets of that round. Unblocked by: dataprep and other volunteers
 (`evaluation`), the weight follower, which offers the pod between sync rounds, its own finished tickets (`evaluated`).
 """
@@ -29,7 +29,7 @@ from services.store import Claim
 
 log = structlog.get_logger()
 
-IDLE_S = 1.0  # a missed ring costs at most this much
+IDLE_S = 1.0  # the longest delay that a missed notification can cause
 
 
 class EvaluationWorker(RolloutWorker):
@@ -42,15 +42,15 @@ class EvaluationWorker(RolloutWorker):
     ) -> None:
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.evaluation(service.config))
         self.version: int | None = None
-        """The policy version that this pod stays on; None: it trains."""
+        """The policy version that this pod is kept on, or None while it trains."""
         self._member = service.status.member
         training = Bounds.of(self.config).runnable * self.config.sampling.group_size
-        self._most = max(1, training // self.config.evaluation.samples)  # tickets: as many completions as in training
+        self._most = max(1, training // self.config.evaluation.samples)  # tickets, for as many completions as in training
         self._closed = False
-        self._turns = asyncio.Lock()  # nothing is claimed while everything is handed back
+        self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
 
     async def offer(self) -> None:
-        """Offer the version held to an open round. Called by the weight follower alone, and never inside a sync round."""
+        """Volunteer for an open round of the version held. Called only by the weight follower, never inside a sync round."""
         given = self.config.evaluation
         held = self.version is not None or self._closed or self.service.view.paused
         if not given.every_steps or held or not self.engine.whole:
@@ -61,17 +61,17 @@ class EvaluationWorker(RolloutWorker):
                 self._member, version, self.service.status.trainer_fence, self.config.fleet.ttl_s, given.max_generators,
                 given.min_training_generators,
             )  # fmt: skip
-        except StoreError as error:  # the next turn offers again; until then the pod follows sync rounds as any other
-            log.warning("not offered for evaluation", error=str(error))
+        except StoreError as error:  # the next turn volunteers again; until then the pod follows sync rounds
+            log.warning("could not volunteer for evaluation", error=str(error))
             return
         if admitted:
-            log.info("evaluates", version=version)
+            log.info("evaluating", version=version)
             self.version = version
             self.service.say(phase="evaluating", world=0)
             self.notifications.notify(self.room)
 
     async def work(self, loop: Loop) -> None:
-        """Complete tickets whenever a round holds this pod, for ever."""
+        """Complete tickets whenever a round holds this pod, until cancelled."""
         while True:
             loop.progress()
             self.check_engine()
@@ -81,7 +81,7 @@ class EvaluationWorker(RolloutWorker):
             await self.notifications.wait("evaluation", "control", self.room, timeout=IDLE_S)
 
     async def _turn(self, version: int) -> None:
-        """Claim what there is room for; return to training when nothing is left, or when the round is over."""
+        """Claim as many tickets as fit; return to training when none are left or the round is over."""
         room = self._most - len(self.rollouts)
         if room <= 0:
             return
@@ -96,43 +96,43 @@ class EvaluationWorker(RolloutWorker):
             await self._hand_back()
 
     async def abort(self) -> None:
-        """Hand back everything: other generators complete the round, or this one after the pause."""
+        """Hand everything back: other generators complete the round, or this one after the pause."""
         async with self._turns:
             await self._hand_back()
 
     async def _hand_back(self) -> None:
-        """Let go of the round and of all its tickets; a pod that goes on returns to training."""
+        """Give up the round and all its tickets. Unless the pod is ending, it returns to training."""
         held = list(self.rollouts.values())
         for rollout in held:
             await self.cancel(rollout)
         if self.version is not None:
             await self.store.evaluation.resign(self._member, [rollout.claim for rollout in held])
-            log.info("returns to training", version=self.version)
+            log.info("returning to training", version=self.version)
             self.version = None
             if not self._closed:
                 self.service.say(phase="ready", world=self.engine.world)
 
     def close(self) -> None:
-        """Volunteer and claim no more; what is under way goes on."""
+        """Stop volunteering and claiming; tickets in progress continue."""
         self._closed = True
 
     async def drain(self) -> None:
         """Hand everything back before the process ends."""
         self.close()
-        with contextlib.suppress(StoreError):  # a pod must be able to go without Redis: its leases run out
+        with contextlib.suppress(StoreError):  # without Redis the pod must still exit; its leases expire
             async with self._turns:
                 await self._hand_back()
 
     async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back, or say that the round cannot be completed."""
+        """Hand a ticket back, or report that the round cannot be completed."""
         return await self.store.evaluation.fail(self._member, claim, reason, max_attempts)
 
     async def extend(self, claims: Sequence[Claim]) -> set[str]:
-        """Renew leases."""
+        """Renew leases and return the entries that are lost."""
         return await self.store.evaluation.renew(self._member, claims, self.config.generator.lease_s)
 
     async def submit(self, rollout: Rollout) -> bool:
-        """Generate, score and submit; the tokens stay here."""
+        """Generate, score and submit a ticket. Its tokens are not sent."""
         ticket = rollout.ticket
         done = await self.complete(rollout, [None] * ticket.group_size)
         header = make_header(
@@ -145,6 +145,6 @@ class EvaluationWorker(RolloutWorker):
 
 
 def mixed(header: Header, version: int) -> str:
-    """How a result is not all of `version`; empty: it is."""
+    """Return why a result is not entirely of `version`, or "" if it is."""
     held = sorted({*header.oldest, *header.newest})
-    return "" if held == [version] else f"sampled by policy versions {held}, the round is of version {version}"
+    return "" if held == [version] else f"sampled by policy versions {held}, but the round is of version {version}"

@@ -1,7 +1,7 @@
-"""What becomes of completions under way when new weights are applied: `sync.in_flight`.
+"""Handles unfinished completions when new weights are applied, as `sync.in_flight` says.
 
-Guarantees: with `keep` nothing is held up, and completions go on under the new weights; with `drain` and `abort` every completion
-is of one version, as those that did not end in time are begun anew, and none is begun between `quiesce` and `go_on`.
+Guarantees: with `keep` nothing waits, and completions continue under the new weights. With `drain` and `abort` every completion
+has a single version: those that do not end in time restart, and none starts between `quiesce` and `go_on`.
 Waits for: completions to end, at most `sync.drain_deadline_s`. Unblocked by: the engine.
 """
 
@@ -16,7 +16,7 @@ from services.generator.metrics import GeneratorMetrics
 
 
 class InFlight:
-    """Stands between the training worker and the engine."""
+    """Sits between the training worker and the engine."""
 
     def __init__(self, config: RunConfig, engine: Engine, metrics: GeneratorMetrics) -> None:
         self._mode, self._limit_s = config.sync.in_flight, config.sync.drain_deadline_s
@@ -25,12 +25,12 @@ class InFlight:
         self._open.set()
         self._idle.set()
         self._running: set[str] = set()
-        self._anew: set[str] = set()  # were stopped, to be begun anew
+        self._anew: set[str] = set()  # stopped, and to be restarted
 
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None
     ) -> Generated:
-        """As `Engine.generate`; a `prefix` of other weights is given up where completions are of one version."""
+        """Do as `Engine.generate`; discard a `prefix` of other weights if completions must have a single version."""
         if self._mode == "keep":
             return await self._engine.generate(request_id, prompt, seed, sampling, prefix)
         while True:
@@ -52,7 +52,7 @@ class InFlight:
             prefix = self._give_up(done)
 
     async def quiesce(self, frozen: bool) -> None:
-        """Before weights are applied. `frozen`: the engine samples nothing, so that there is nothing to wait for."""
+        """Prepare for new weights. `frozen`: the engine is not sampling, so there is nothing to wait for."""
         if self._mode == "keep":
             return
         self._open.clear()
@@ -64,7 +64,7 @@ class InFlight:
             await self._engine.abort(list(self._running))
 
     def go_on(self) -> None:
-        """After they were applied, or the round went on without this pod."""
+        """Resume after the weights were applied, or after the round proceeded without this pod."""
         self._open.set()
 
     def _give_up(self, done: Generated) -> None:

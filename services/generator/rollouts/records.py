@@ -1,7 +1,7 @@
-"""From completions to wire types and back; pure.
+"""Converts completions to wire types and back. Pure.
 
-Guarantees: what `unpack_partial` returns is within bounds whatever the bytes said, or it is nothing; header and payload say
-the same of which tokens are a tool's.
+Guarantees: what `unpack_partial` returns is within bounds for any bytes, or is nothing; header and payload agree on which
+tokens are a tool's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from services.protocol.messages import Header, Partial, Payload, Span, Ticket
 
 
 def pack_payload(ticket: Ticket, completions: Sequence[Generated]) -> bytes:
-    """The encoded `Payload` of a group. Raises `GenerationFailed` if an engine's tool spans cannot be."""
+    """Encode the `Payload` of a group. Raises `GenerationFailed` if an engine's tool spans are invalid."""
     for sample, completion in enumerate(completions):
         if not _apart(completion.tool_spans, len(completion.tokens)):
             raise GenerationFailed(
-                f"completion {sample} has {len(completion.tokens)} tokens and tool spans {completion.tool_spans}: they must lie "
-                "within it, ascending and apart; mend the engine that generator.engine names"
+                f"completion {sample} has {len(completion.tokens)} tokens and tool spans {completion.tool_spans}: spans must be "
+                "within it, ascending and disjoint; fix the engine that generator.engine names"
             )
     return codec.encode(Payload(np.asarray(ticket.prompt, np.int32), *_columns(completions)))
 
@@ -39,7 +39,7 @@ def make_header(
     generate_s: float,
     score_s: float,
 ) -> Header:
-    """The header of a finished group."""
+    """Return the header of a finished group."""
     return Header(
         ticket=ticket.id, seq=ticket.seq, epoch=ticket.epoch, index=ticket.index,
         payload=payload, payload_bytes=payload_bytes, prompt_tokens=len(ticket.prompt),
@@ -54,13 +54,13 @@ def make_header(
 
 
 def pack_partial(completions: Sequence[Generated]) -> bytes:
-    """The encoded `Partial` of a group that is not finished."""
+    """Encode the `Partial` of an unfinished group."""
     finish = [c.finish if c.finish in ("stop", "length") else "" for c in completions]
     return codec.encode(Partial(finish, *_columns(completions)))
 
 
 def unpack_partial(data: bytes | None, ticket: Ticket, max_tokens: int) -> list[Generated | None]:
-    """What a ticket was handed back with, one entry a sample; None where the sample starts afresh."""
+    """Decode what a ticket was handed back with: one entry per sample, None for samples to generate from the start."""
     fresh: list[Generated | None] = [None] * ticket.group_size
     if data is None:
         return fresh
@@ -103,21 +103,21 @@ def unpack_partial(data: bytes | None, ticket: Ticket, max_tokens: int) -> list[
 
 
 def _tiles(spans: Sequence[Span], length: int) -> bool:
-    """Whether the spans cover [0, length) in order, without gap or overlap."""
+    """Return whether the spans cover [0, length) in order, without gap or overlap."""
     edges = [0, *(edge for span in spans for edge in (span.start, span.end)), length]
     whole = all(before == after for before, after in zip(edges[::2], edges[1::2], strict=True))
     return whole and all(span.version >= 0 and span.start < span.end for span in spans)
 
 
 def _apart(spans: Sequence[tuple[int, int]], length: int) -> bool:
-    """Whether the spans lie in [0, length), ascending, none empty and none over another."""
+    """Return whether the spans are within [0, length), ascending, non-empty and disjoint."""
     return all(start < end for start, end in spans) and all(
         before <= after for before, after in pairwise([0, *(edge for span in spans for edge in span), length])
     )
 
 
 def _columns(completions: Sequence[Generated]) -> tuple[np.ndarray, ...]:
-    """Lengths, tokens, logprobs, spans and tool spans, as `Payload` and `Partial` hold them."""
+    """Return lengths, tokens, logprobs, spans and tool spans, as `Payload` and `Partial` hold them."""
     lengths = np.array([len(c.tokens) for c in completions], np.int32)
     tokens = np.concatenate([c.tokens for c in completions]).astype(np.int32, copy=False)
     logprobs = np.concatenate([c.logprobs for c in completions]).astype(np.float32, copy=False)

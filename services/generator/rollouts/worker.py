@@ -1,7 +1,7 @@
-"""A worker: the claimed tickets of one kind, training or evaluation, that are under way in this process.
+"""A worker: handles the claimed tickets of one kind, training or evaluation, in this process.
 
-Guarantees: a claimed ticket is submitted, handed back or failed with a reason, or its lease runs out and another pod claims
-it; nothing that goes wrong with one ticket ends the loop of its worker, but for the end of the engine, which ends the process.
+Guarantees: a claimed ticket is submitted, handed back or failed with a reason, or its lease expires and another pod claims it.
+No failure of a ticket ends its worker's loop, except the end of the engine, which ends the process.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Rollout:
     started: float = field(default_factory=time.monotonic)
     completions: list[Generated | None] = field(default_factory=list)  # finished ones, by sample
     generating: bool = True
-    submitting: bool = False  # from then on Redis alone decides who owns the ticket
+    submitting: bool = False  # from then on only Redis decides who owns the ticket
     task: asyncio.Task[None] | None = None
 
     def request(self, sample: int) -> str:
-        """Identity of one completion in the engine."""
+        """Return the engine's id of one completion."""
         return f"{self.claim.payload}.{sample}"
 
 
@@ -60,10 +60,10 @@ class Scored:
 
 
 class RolloutWorker:
-    """Takes claimed tickets through generation and scoring. A subclass claims them, and says where they go from there."""
+    """Takes claimed tickets through generation and scoring. A subclass claims them and submits the results."""
 
     room = "room"
-    """Notifications topic of this process: a ticket has ended, another may be claimed."""
+    """Notification topic of this process: a ticket has ended, so another may be claimed."""
 
     def __init__(
         self,
@@ -87,37 +87,37 @@ class RolloutWorker:
         self._fault: BaseException | None = None
 
     async def submit(self, rollout: Rollout) -> bool:
-        """Generate, score and submit a ticket. False: it was not held any more."""
+        """Generate, score and submit a ticket; return False if its lease had been lost."""
         raise NotImplementedError
 
     async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back after a failure. True: after so many of them it will not be tried again."""
+        """Hand a ticket back after a failure; return True if it reached `max_attempts` and is not retried."""
         raise NotImplementedError
 
     async def extend(self, claims: Sequence[Claim]) -> set[str]:
-        """Renew leases; the entries that are lost."""
+        """Renew leases and return the entries that are lost."""
         raise NotImplementedError
 
     async def generate(self, request_id: str, prompt: list[int], seed: int, prefix: Generated | None) -> Generated:
-        """One completion."""
+        """Generate one completion."""
         return await self.engine.generate(request_id, prompt, seed, self.sampling, prefix)
 
     async def abort(self) -> None:
-        """Hand back what is being generated: a pause does not let it finish."""
+        """Hand back what is being generated, since the pause does not let it finish."""
         raise NotImplementedError
 
     def check_engine(self) -> None:
-        """Raise `Broken` once the engine has died; leases run out, others take over."""
+        """Raise `Broken` if the engine has died; leases then expire and other pods take over."""
         if self._fault is not None:
             raise Broken(str(self._fault))
 
     async def start(self, claim: Claim) -> None:
-        """Begin to work on a ticket; one that cannot be worked on is failed for good."""
-        fault = "its bytes are not a ticket" if claim.ticket is None else self._unfit(claim.ticket)
+        """Begin to work on a ticket. One that cannot be worked on fails for good."""
+        fault = "the ticket is corrupt" if claim.ticket is None else self._unfit(claim.ticket)
         if fault or claim.ticket is None:
             await self.report(claim, fault, max_attempts=1)
             return
-        if held := self.rollouts.pop(claim.entry, None):  # our own lease ran out and came back to us
+        if held := self.rollouts.pop(claim.entry, None):  # our own lease expired and we claimed the ticket again
             await self.cancel(held)
         rollout = Rollout(claim, claim.ticket)
         self.rollouts[claim.entry] = rollout
@@ -126,13 +126,13 @@ class RolloutWorker:
     def _unfit(self, ticket: Ticket) -> str:
         longest = len(ticket.prompt) + self.sampling.max_tokens
         if longest > self.config.model.max_tokens:
-            return f"prompt and completion of {longest} tokens exceed model.max_tokens = {self.config.model.max_tokens}"
+            return f"prompt and completion have up to {longest} tokens, over model.max_tokens = {self.config.model.max_tokens}"
         if not ticket.prompt or min(ticket.prompt) < 0 or max(ticket.prompt) >= len(self.tokenizer):
-            return f"prompt is empty or has token ids outside 0..{len(self.tokenizer) - 1}, the tokenizer's vocabulary"
+            return f"the prompt is empty or has token ids outside 0..{len(self.tokenizer) - 1}, the tokenizer's vocabulary"
         return ""
 
     async def _complete(self, rollout: Rollout) -> None:
-        """One ticket from claim to submission; whatever goes wrong becomes a failure with a reason."""
+        """Take one ticket from claim to submission; turn any error into a failure with a reason."""
         structlog.contextvars.bind_contextvars(ticket=rollout.ticket.id)
         try:
             if not await self.submit(rollout):
@@ -145,10 +145,10 @@ class RolloutWorker:
             await self._fail(rollout, str(failure))
         except EngineDead as error:
             self._fault = error  # the worker's loop ends the process
-        except StoreError as error:  # no fault of the ticket: its lease runs out, and it is claimed again
+        except StoreError as error:  # not the ticket's fault: its lease expires, and it is claimed again
             self.metrics.failures["store"].inc()
-            log.warning("rollout given up for want of Redis", error=str(error))
-        except Exception as error:  # a ticket must not end the loop; it is retried, then given up with this reason
+            log.warning("rollout abandoned: Redis unavailable", error=str(error))
+        except Exception as error:  # a ticket must not end the loop; it is retried, then moved to the dead letters
             self.metrics.failures["other"].inc()
             log.warning("rollout failed", exc_info=True)
             await self._fail(rollout, f"{type(error).__name__}: {error}")
@@ -160,15 +160,15 @@ class RolloutWorker:
     async def _fail(self, rollout: Rollout, reason: str) -> None:
         try:
             given_up = await self.report(rollout.claim, reason, self.config.generator.max_attempts)
-        except StoreError as error:  # its lease runs out, and it is claimed again
+        except StoreError as error:  # its lease expires, and it is claimed again
             log.warning("failure not reported", reason=reason, error=str(error))
             return
         if given_up:
             self.metrics.given_up.inc()
-            log.error("ticket given up", reason=reason)
+            log.error("ticket moved to dead letters", reason=reason)
 
     async def complete(self, rollout: Rollout, prefixes: Sequence[Generated | None]) -> Scored:
-        """All completions of a ticket and their rewards; what `prefixes` [n] holds of a completion is continued or kept."""
+        """Return all completions of a ticket and their rewards, continuing or keeping those in `prefixes` [n]."""
         ticket = rollout.ticket
         rollout.completions = [None] * ticket.group_size
 
@@ -179,7 +179,7 @@ class RolloutWorker:
             else:
                 done = await self.generate(rollout.request(sample), ticket.prompt, ticket.seed + sample, prefix)
             if done.finish == "aborted":
-                raise GenerationFailed(f"the engine stopped completion {sample} before its end")
+                raise GenerationFailed(f"the engine stopped completion {sample} before it was finished")
             rollout.completions[sample] = done
             return done
 
@@ -187,7 +187,7 @@ class RolloutWorker:
         try:
             completions = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # those that go on when one has failed
+            for task in tasks:  # if one has failed, the others are still running
                 task.cancel()
         rollout.generating = False
         generated = time.monotonic()
@@ -201,7 +201,7 @@ class RolloutWorker:
         return Scored(completions, scores, rewards, generated - rollout.started, scored - generated)
 
     async def submit_with_retry(self, rollout: Rollout, submit: Callable[[], Awaitable[bool]]) -> bool:
-        """Submit until Redis answers: what was made is kept as long as nobody else has the ticket."""
+        """Submit until Redis answers; the group is kept as long as no other pod has the ticket."""
         rollout.submitting = True
         started = time.monotonic()
         while True:
@@ -210,12 +210,12 @@ class RolloutWorker:
                 self.metrics.submit_s.observe(time.monotonic() - started)
                 self.service.tracing.record("submit", rollout.ticket.trace, started, accepted=accepted)
                 return accepted
-            except StoreError as error:  # Redis is away or full
-                log.warning("not submitted yet", error=str(error))
+            except StoreError as error:  # Redis is unavailable or full
+                log.warning("submission failed, retrying", error=str(error))
                 await asyncio.sleep(SUBMIT_AGAIN_S)
 
     async def renew(self, loop: Loop) -> None:
-        """Renew the leases of everything under way; drop what was lost to another pod."""
+        """Renew the leases of everything in progress; drop tickets that were lost to another pod."""
         while True:
             held = list(self.rollouts.values())
             if held:

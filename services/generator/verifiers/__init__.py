@@ -1,6 +1,6 @@
 """Rewards: verifiers score completions in a pool of killable processes.
 
-Guarantees: a score lies in 0..1; a verifier that breaks, hangs or dies is a `VerifierFailure`, never a score.
+Guarantees: a score is between 0 and 1; a verifier that raises, hangs or dies is a `VerifierFailure`, never a score.
 """
 
 from services.generator.verifiers.base import VerifierFailure, combine, verifier_names

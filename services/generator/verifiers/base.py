@@ -1,4 +1,4 @@
-"""What a verifier is, how verifiers are named, and how their scores become a reward."""
+"""The interface of verifiers, their names, and how their scores combine into a reward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.config.data import VerifierConfig, verifier_names
 
 
 class VerifierFailure(Exception):
-    """Scores could not be had: a verifier broke, ran past its time limit or its process died. Not a score of zero."""
+    """A verifier raised, exceeded its time limit, or its process died. This is not a score of zero."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -17,19 +17,19 @@ class VerifierFailure(Exception):
 
 
 class Verifier(Protocol):
-    """Judges completions. Lives in a worker process, which may be killed in mid-call."""
+    """Judges completions. It lives in a worker process, which may be killed during a call."""
 
     def score(self, completion: str, answer: str) -> float:
-        """Score in 0..1 of one completion against the ticket's answer. Raises whatever went wrong."""
+        """Return the score in 0..1 of one completion against the ticket's answer. May raise any exception."""
         ...
 
 
 def combine(scores: Mapping[str, Sequence[float]], verifiers: Sequence[VerifierConfig]) -> list[float]:
-    """Rewards [n]: the scores of those of the run's verifiers that there are, each times its weight, added up."""
+    """Return the rewards [n]: the weighted sum of the scores in `scores`."""
     columns = [[verifier.weight * score for score in scores[name]] for name, verifier in named(verifiers) if name in scores]
     return [sum(row) for row in zip(*columns, strict=True)]
 
 
 def named(verifiers: Sequence[VerifierConfig]) -> list[tuple[str, VerifierConfig]]:
-    """The run's verifiers with their names."""
+    """Return the run's verifiers with their names."""
     return list(zip(verifier_names(verifiers), verifiers, strict=True))

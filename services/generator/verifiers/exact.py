@@ -1,4 +1,4 @@
-"""`exact`: the completion's answer is the gold answer, character by character, white space around them aside."""
+"""`exact`: the completion's answer equals the gold answer, character by character, ignoring surrounding white space."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from services.generator.verifiers.extract import Extractor
 
 
 class ExactVerifier:
-    """1 for equal text, else 0."""
+    """Scores 1 for equal text, else 0."""
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
         self._extract = Extractor(config.extract)
 
     def score(self, completion: str, answer: str) -> float:
-        """1.0 or 0.0."""
+        """Return 1.0 or 0.0."""
         return float(self._extract(completion) == answer.strip())

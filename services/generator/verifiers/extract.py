@@ -1,4 +1,4 @@
-"""Finding the answer inside a completion by a pattern of the user's."""
+"""Finds the answer inside a completion with a user's pattern."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 
 class Extractor:
-    """The first group of the pattern's last match, stripped; without a pattern the whole completion."""
+    """Extracts the first group of the pattern's last match, stripped; without a pattern, the whole completion."""
 
     def __init__(self, pattern: str) -> None:
-        """`pattern` has a group, which the configuration has seen to."""
+        """`pattern` has a group; the configuration checks that."""
         self._pattern = re.compile(pattern) if pattern else None
 
     def __call__(self, completion: str) -> str | None:
-        """The answer, or None where the pattern does not match."""
+        """Return the answer, or None if the pattern does not match."""
         if self._pattern is None:
             return completion.strip()
         found = None

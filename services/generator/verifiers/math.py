@@ -1,8 +1,8 @@
 """`math`: the completion's answer equals the gold answer as mathematics.
 
 The answer is the last `\\boxed{…}` or `#### …`, whichever comes later; else what follows the last "answer is"; else the last
-number or expression of the text. Plain quantities are compared exactly (quantity.py), all else by math-verify. A completion
-whose answer cannot be read scores 0; a gold answer that cannot be read is a failure of the data, not of the completion.
+number or expression of the text. Plain quantities are compared exactly (quantity.py), everything else by math-verify. A
+completion whose answer cannot be parsed scores 0. A gold answer that cannot be parsed is a fault of the data and raises.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from services.config.data import Source, VerifierConfig
 from services.generator.verifiers import quantity
 
 TAIL_CHARACTERS = 2_000
-"""An answer that is not marked is looked for in so much of the completion's end."""
+"""Length of the completion's end that is searched for an unmarked answer."""
 ANSWER_CHARACTERS = 1_000
-"""A marked answer longer than this is none."""
+"""A marked answer longer than this does not count."""
 
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|\S)")
@@ -27,13 +27,13 @@ _STATED = re.compile(r"(?i)\banswer\s*(?:is|:|=)")
 
 
 class MathVerifier:
-    """1 for an equal answer, else 0."""
+    """Scores 1 for an equal answer, else 0."""
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
         self._gold = lru_cache(maxsize=64)(_read_gold)
 
     def score(self, completion: str, answer: str) -> float:
-        """1.0 or 0.0. Raises ValueError for a gold answer that is not mathematics."""
+        """Return 1.0 or 0.0. Raises ValueError for a gold answer that is not mathematics."""
         gold, expression = self._gold(answer)
         marked = marked_answer(completion)
         if gold is not None:
@@ -46,14 +46,14 @@ class MathVerifier:
 
 
 def marked_answer(completion: str) -> str | None:
-    """Content of the last `\\boxed{…}` or `#### …`, whichever comes later; None if there is neither, empty if it has no end."""
+    """Return the content of the last `\\boxed{…}` or `#### …`, whichever comes later: None if neither exists, "" if unclosed."""
     place, answer = -1, None
     at = max(completion.rfind("\\boxed"), completion.rfind("\\fbox"))
     if at >= 0:
         place, answer = at, _boxed_content(completion, at)
     at = completion.rfind("####")
     if at > place and (match := _MARKED.match(completion, at)) is not None:
-        # Four signs also make a heading: then text follows, and the line is no number.
+        # Four signs also mark a heading; then text follows, and the line is not a number.
         closing = not completion[match.end() :].strip()
         if match[1].strip() and (closing or quantity.read(match[1]) is not None):
             answer = match[1].strip() if len(match[1]) <= ANSWER_CHARACTERS else ""
@@ -75,7 +75,7 @@ def _boxed_content(text: str, at: int) -> str:
 
 
 def _stated(tail: str) -> quantity.Quantity | None:
-    """The number after the last "answer is", else the last number."""
+    """Return the number after the last "answer is", else the last number."""
     stated = [match.end() for match in _STATED.finditer(tail)]
     found = quantity.first_in(tail[stated[-1] :]) if stated else None
     return found or quantity.last_in(tail)
@@ -85,7 +85,7 @@ def _read_gold(answer: str) -> tuple[quantity.Quantity | None, list[Any]]:
     plain = quantity.read(answer)
     expression = _parse(_boxed(f"{plain.value}" if plain else answer))
     if not expression:
-        raise ValueError(f"gold answer {answer!r} cannot be read as mathematics: use the verifier `exact`, or mend the data")
+        raise ValueError(f"gold answer {answer!r} cannot be parsed as mathematics: use the verifier `exact`, or fix the data")
     return plain, expression
 
 
@@ -98,7 +98,7 @@ def _text(answer: str) -> str:
 
 
 def _parse(text: str) -> list[Any]:
-    # Time limits are the worker's: math-verify's own are off.
+    # The worker enforces time limits, so math-verify's own are off.
     return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 

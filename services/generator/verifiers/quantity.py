@@ -1,5 +1,5 @@
-"""Plain quantities in text: `72`, `$1,234.50`, `-3/4`, `50\\%`, `5 cm^2`, `\\frac{1}{2}` read exactly, without a computer algebra
-system. Most answers are of this kind; this is a hundred times faster than parsing them as LaTeX."""
+"""Parses plain quantities in text exactly, without a computer algebra system: `72`, `$1,234.50`, `-3/4`, `50\\%`, `5 cm^2`,
+`\\frac{1}{2}`. Most answers are of this kind, and this is a hundred times faster than parsing them as LaTeX."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_CHARACTERS = 200
-"""A longer text is no plain quantity."""
+"""A longer text is not a plain quantity."""
 DECIMALS = 6
-"""Decimal fractions are compared after rounding to so many places, as math-verify does."""
+"""Decimal places to which decimal fractions are rounded before comparison, as in math-verify."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-# A word after a space, or one of these right after the number; "2xy" and "2pi" are expressions.
+# A unit is a word after a space, or one of these directly after the number; "2xy" and "2pi" are expressions.
 _ATTACHED = r"(?:[kcm]m|k?g|mg|m?[lL]|ft|in|lbs?|oz|hrs?|min|sec|s|am|pm|mph|kWh|dollars|cents)"
 _UNIT = rf"(?:(?:{_ATTACHED}\b|\s+(?!pi\b)(?:[a-zA-Zµ]{{2,}}|[mgshlLAVNJWKCFkt]\b))[a-zA-Zµ.\s/·-]*(?:\^\{{?[23]\}}?|[²³])?)"
 _QUANTITY = re.compile(
     rf"(?P<sign>[-+]?)(?P<number>{_DIGITS})(?:\s?/\s?(?P<over>\d+))?(?:\s*(?P<percent>%|percent\b))?(?P<unit>{_UNIT}?)"
 )
 _IN_TEXT = re.compile(rf"(?<![\w.^])(?<!\^\{{){_DIGITS}(?:/\d+)?(?:\s?%)?")
-# "10-4" and "10 - 4" are differences, "- 4" at the head of a line is an item; "is -4" and "= -4" are negative numbers.
+# "10-4" and "10 - 4" are differences, "- 4" at the start of a line is a list item; "is -4" and "= -4" are negative numbers.
 _NEGATIVE = re.compile(r"(?:(?:^|[^\w)\s])\s*|[a-zA-Z]\s+)-$|=\s*-\s*$")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)(\d))")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -46,7 +46,7 @@ class Quantity:
 
 
 def read(text: str) -> Quantity | None:
-    """The plain quantity that `text` is as a whole, units, currency and `x =` aside; None if it is anything else."""
+    """Return the quantity that the whole of `text` states, ignoring units, currency and `x =`, or None if it is anything else."""
     if len(text) > MAX_CHARACTERS:
         return None
     text = _plain(text)
@@ -63,21 +63,21 @@ def read(text: str) -> Quantity | None:
 
 
 def last_in(text: str) -> Quantity | None:
-    """The last number in running text, its sign, percent sign and denominator included."""
+    """Return the last number in running text, including its sign, percent sign and denominator."""
     text = _plain(text)
     found = list(_IN_TEXT.finditer(text))
     return _in_text(text, found[-1]) if found else None
 
 
 def first_in(text: str) -> Quantity | None:
-    """The first number in running text."""
+    """Return the first number in running text."""
     text = _plain(text)
     found = _IN_TEXT.search(text)
     return None if found is None else _in_text(text, found)
 
 
 def equal(gold: Quantity, found: Quantity) -> bool:
-    """Equal values. Where only one is written as a percentage, `50%` is taken for 50 as well as for 0.5."""
+    """Return whether the values are equal. If only one is written as a percentage, `50%` equals both 50 and 0.5."""
     decimal = gold.decimal or found.decimal
     readings = [(gold.value, found.value)]
     if found.percent and not gold.percent:
@@ -88,7 +88,7 @@ def equal(gold: Quantity, found: Quantity) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text without LaTeX and currency signs that do not change a value."""
+    """Return the text without LaTeX and currency signs that do not change a value."""
     text = _NARROW.sub(",", text)
     for old, new in _REPLACED.items():
         text = text.replace(old, new)

@@ -1,4 +1,4 @@
-"""`reasoning_gym`: the scorer of the task that made the prompt. The ticket's answer holds the task's entry."""
+"""`reasoning_gym`: the scorer of the task that generated the prompt. The ticket's answer holds the task's entry."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from services.protocol.entries import decode_entry
 
 
 class ReasoningGymVerifier:
-    """The task's own score, which may be partial."""
+    """Gives the task's own score, which may be partial."""
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
         if not isinstance(source, ReasoningGymSource):
             raise ValueError(
-                f'verifiers: kind "reasoning_gym" needs a source of kind "reasoning_gym", and "{source.name}" is "{source.kind}"'
+                f'verifiers: kind "reasoning_gym" needs a source of kind "reasoning_gym", but "{source.name}" is "{source.kind}"'
             )
         self._extract = Extractor(config.extract)
         self._task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
         self._entry = lru_cache(maxsize=8)(decode_entry)
 
     def score(self, completion: str, answer: str) -> float:
-        """The task's score of the extracted answer; an answer that is not there is scored as None, as the task wishes."""
+        """Return the task's score of the extracted answer; a missing answer is passed as None, as the task expects."""
         return float(self._task.score_answer(self._extract(completion), self._entry(answer)))

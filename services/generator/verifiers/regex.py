@@ -10,11 +10,11 @@ PLACEHOLDER = "{answer}"
 
 
 class RegexVerifier:
-    """1 for a match, else 0. `{answer}` in the pattern stands for the escaped gold answer."""
+    """Scores 1 for a match, else 0. `{answer}` in the pattern is replaced by the escaped gold answer."""
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
         self._pattern = config.pattern
 
     def score(self, completion: str, answer: str) -> float:
-        """1.0 or 0.0."""
+        """Return 1.0 or 0.0."""
         return float(re.search(self._pattern.replace(PLACEHOLDER, re.escape(answer)), completion) is not None)

@@ -1,4 +1,4 @@
-"""Verifiers by name. A verifier's module is imported only where a run uses it: some bring a computer algebra system along."""
+"""Verifiers by name. A verifier's module is imported only if the run uses it, since some import a computer algebra system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERIFIERS: dict[str, str] = {
 
 
 def build(config: VerifierConfig, source: Source) -> Verifier:
-    """The verifier that `config` names. Raises ValueError for settings that cannot work."""
+    """Return the verifier that `config` names. Raises ValueError for invalid settings."""
     module, _, name = VERIFIERS[config.kind].partition(":")
     make: Callable[[VerifierConfig, Source], Verifier] = getattr(importlib.import_module(module), name)
     return make(config, source)

@@ -163,7 +163,7 @@ def test_regex_escapes_the_answer():
 
 
 def test_a_task_s_scorer_needs_prompts_of_a_task():
-    with pytest.raises(ValueError, match=r"needs a source of kind \"reasoning_gym\", and \"main\" is \"jsonl\""):
+    with pytest.raises(ValueError, match=r"needs a source of kind \"reasoning_gym\", but \"main\" is \"jsonl\""):
         _verifier("reasoning_gym", FILE)
 
 

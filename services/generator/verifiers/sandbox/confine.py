@@ -1,7 +1,7 @@
-"""What an unprivileged process can give up for good: the network, other processes, files outside one folder, memory, descriptors.
+"""Irrevocably drops what a process does not need: the network, other processes, files outside one folder, memory, descriptors.
 
-Guarantees: what is given up is given up by every thread, and by whatever the process starts; where a kernel does not know a
-measure the others hold, and `confine` says which do. Linux on x86-64 and AArch64; elsewhere the limits of resources alone.
+Guarantees: every thread is confined, and so is anything the process starts. If the kernel does not support a measure, the others
+still hold, and `confine` returns which do. Works on Linux on x86-64 and AArch64; elsewhere only resource limits apply.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import struct
 from pathlib import Path
 
 MEMORY_BYTES = 4 << 30
-"""Address space: several times what the libraries map, far below what a tower of powers would take."""
-FILE_BYTES = 16 << 20  # a scratch file; nothing that scores needs a larger one
+"""Address space: several times what the libraries map, and far below what a tower of powers would take."""
+FILE_BYTES = 16 << 20  # size of a scratch file; no verifier needs a larger one
 OPEN_FILES = 256
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
@@ -33,18 +33,18 @@ _PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1  # linux/seccomp.h
 _LOAD, _EQUALS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # linux/bpf_common.h: BPF_LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, RET|K
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # linux/seccomp.h; refused with EPERM
-_X32 = 0x40000000  # bit of the numbers of a second system call table
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # linux/seccomp.h; _REFUSE returns EPERM
+_X32 = 0x40000000  # bit that marks numbers of the x32 system call table
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_RULE_PATH_BENEATH = 1
-_WRITING = 0b1_1111_1111_0010  # linux/landlock.h, first version: everything but execute, read_file and read_dir
+_WRITING = 0b1_1111_1111_0010  # linux/landlock.h, first version: everything except execute, read_file and read_dir
 _O_PATH = 0o10000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources() -> None:
-    """Bound memory, files and their size; leave no core behind."""
+    """Limit memory, open files and file size, and disable core dumps."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -52,20 +52,20 @@ def limit_resources() -> None:
 
 
 def confine(scratch: Path) -> list[str]:
-    """Give up all but reading, and writing in `scratch`, for good; the measures that hold: `files`, `calls`."""
+    """Permanently allow only reading, and writing in `scratch`; return the measures in effect: `files`, `calls`."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES or _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return []
-    held = ["files"] if _write_only_in(scratch) else []  # first: the filter refuses nothing that this needs, but may later
+    held = ["files"] if _write_only_in(scratch) else []  # first, while the system calls it needs are surely allowed
     return [*held, "calls"] if _filter_calls(machine) else held
 
 
 def _filter_calls(machine: str) -> bool:
-    """Refuse system calls, in all threads (seccomp)."""
+    """Refuse system calls in all threads (seccomp)."""
     program = [(_LOAD, 0, 0, 4), (_EQUALS, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     checks = [(_AT_LEAST, _X32), *((_EQUALS, number) for number in _FORBIDDEN[machine])]
     for i, (test, number) in enumerate(checks):
-        program.append((test, len(checks) - i, 0, number))  # past the other checks and the permission
+        program.append((test, len(checks) - i, 0, number))  # jump past the other checks and the permission
     program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     described = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
@@ -74,7 +74,7 @@ def _filter_calls(machine: str) -> bool:
 
 
 def _write_only_in(folder: Path) -> bool:
-    """Refuse to write, make or delete files elsewhere (landlock)."""
+    """Refuse to write, create or delete files outside `folder` (landlock)."""
     attributes = ctypes.create_string_buffer(struct.pack("Q", _WRITING), 8)
     rules = _libc.syscall(_LANDLOCK_CREATE, attributes, 8, 0)
     if rules < 0:

@@ -1,4 +1,4 @@
-"""What pool and worker say to each other: msgpack frames over a socket pair, each after its length (4 bytes, little-endian)."""
+"""Messages between pool and worker: msgpack frames over a socket pair, each preceded by its length (4 bytes, little-endian)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LENGTH = struct.Struct("<I")
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """First frame to a worker: the configuration, as `model_dump(mode="json")` gives it."""
+    """First frame to a worker: the configuration, as `model_dump(mode="json")` returns it."""
 
     verifiers: list[dict[str, Any]]
     sources: list[dict[str, Any]]
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """First frame of a worker: it is warm, or why it cannot be."""
+    """First frame of a worker: it is ready, or the reason why it cannot be."""
 
     error: str = ""
 
@@ -32,13 +32,13 @@ class Job(msgspec.Struct, array_like=True):
 
 
 class Verdict(msgspec.Struct, array_like=True):
-    """One verifier's scores of the group, in order of the verifiers of its source; after one with an error the group is over."""
+    """One verifier's scores of the group, in the order of its source's verifiers. One with an error ends the group."""
 
     scores: list[float]
     error: str = ""
 
 
 def frame(message: Any) -> bytes:
-    """Bytes of a message, length first."""
+    """Return the bytes of a message, length first."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body

@@ -1,8 +1,9 @@
 """A pool of warm worker processes that score whole groups.
 
-`score` waits for: an idle worker. Unblocked by: another group's end, which every group reaches within its time limit, and by
-the replacement of a worker that died. Guarantees: a group gets the scores of all verifiers of its prompt source or one
-`VerifierFailure`; a worker that broke is replaced, in the background, before the next group gets it; the pool goes on.
+Waits for: an idle worker. Unblocked by: the end of another group, which each reaches within its time limit, and the replacement
+of a worker that died.
+Guarantees: a group gets the scores of all verifiers of its prompt source, or one `VerifierFailure`; a broken worker is replaced
+in the background before it gets another group; the pool keeps working.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class PoolCounts:
     failures: int = 0
     restarts: int = 0
     busy_s: float = 0.0
-    """Time spent by workers on groups, failed ones included."""
+    """Time that workers spent on groups, including failed ones."""
 
 
 class VerifierPool:
-    """Scores groups with the verifiers of their prompt source, on `workers` processes. `sources`: all whose groups may come."""
+    """Scores groups with the verifiers of their prompt source, on `workers` processes. `sources` lists all possible sources."""
 
     def __init__(self, verifiers: Sequence[VerifierConfig], workers: int, sources: Sequence[Source]) -> None:
         self.counts = PoolCounts()
@@ -46,13 +47,13 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
+        """Process ids of the running workers."""
         return [worker.pid for worker in self._workers if worker.pid is not None]
 
     async def start(self) -> None:
         """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a broken pattern.
 
-        What workers of processes that were killed have left is swept first.
+        First delete what workers of killed processes left behind.
         """
         await asyncio.to_thread(sweep)
         outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
@@ -64,7 +65,7 @@ class VerifierPool:
             self._idle.put_nowait(worker)
 
     async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
-        """Name of each verifier of the source -> scores [n] in 0..1 of a group's completions. Raises `VerifierFailure`."""
+        """Score a group: map each verifier of the source to scores [n] in 0..1 of its completions. Raises `VerifierFailure`."""
         if source not in self._limits:
             raise VerifierFailure(f"the run has no prompt source {source!r}: its sources are {', '.join(self._limits)}")
         worker = await self._idle.get()
@@ -83,7 +84,7 @@ class VerifierPool:
             self._hand_back(worker)
 
     async def close(self) -> None:
-        """End all workers. Calls of `score` still running fail."""
+        """End all workers. Pending calls of `score` fail."""
         for task in self._replacing:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
@@ -98,7 +99,7 @@ class VerifierPool:
         task.add_done_callback(self._replacing.discard)
 
     async def _replace(self, worker: WorkerProcess) -> None:
-        """Start a dead worker anew. Where that fails, the next group tries again and reports why."""
+        """Restart a dead worker. If that fails, the next group tries again and reports the reason."""
         self.counts.restarts += 1
         try:
             await worker.start()
@@ -108,5 +109,5 @@ class VerifierPool:
 
 
 def _encodable(text: str) -> str:
-    """The text with lone surrogates, which no byte string can hold, replaced."""
+    """Replace lone surrogates, which cannot be encoded."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

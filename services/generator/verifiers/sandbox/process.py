@@ -1,7 +1,7 @@
-"""One worker process, seen from the pool: start it, let it score a group, end it.
+"""One worker process, as the pool sees it: start it, have it score a group, end it.
 
-Guarantees: every exchange ends within its limit, with scores or with a `VerifierFailure`; after a failure of the process
-it is dead and reaped, and its scratch folder gone. One exchange at a time. It inherits no secret from the environment.
+Guarantees: every exchange ends within its limit, with scores or with a `VerifierFailure`. After a failure the process is dead and
+reaped, and its scratch folder deleted. There is one exchange at a time. The process inherits no secrets from the environment.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Job, Setu
 from services.generator.verifiers.sandbox.scratch import Scratch
 
 START_LIMIT_S = 120.0
-"""Limit of a worker's start: seconds on an idle machine, tens while a model loads beside it."""
+"""Limit of a worker's start, which takes seconds on an idle machine and tens of seconds while a model loads."""
 GRACE_S = 5.0
-"""A worker ends itself at a call's limit; one that does not, because it is stopped or stuck, is killed so much later."""
+"""A worker ends itself at a call's limit. If it does not, because it is stopped or stuck, it is killed this much later."""
 REAP_LIMIT_S = 1.0
-"""A process whose end of the socket closed is gone within milliseconds; past this it is killed."""
+"""A process that has closed its socket exits within milliseconds; past this limit it is killed."""
 _SECRET = re.compile("^GRPO_|PASSWORD|SECRET|TOKEN$|_KEY$|CREDENTIAL")
 """Environment variables that a worker does not inherit."""
 _ROOT = Path(__file__).resolve().parents[4]
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class WorkerProcess:
-    """A process that may be started again and again.
+    """A process that can be restarted.
 
     `limits`: source -> its verifiers' (name, time limit of a call in seconds).
     """
@@ -52,12 +52,12 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while there is no process."""
+        """Process id, or None if there is no process."""
         return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
@@ -73,13 +73,13 @@ class WorkerProcess:
                 await self._send(self._setup)
                 hello = await self._receive(Hello)
         except (TimeoutError, EOFError, ConnectionError) as error:
-            raise VerifierFailure(f"a verifier worker did not start ({await self._end(error)}); see its messages above") from None
+            raise VerifierFailure(f"a verifier worker did not start ({await self._end(error)}); see its output above") from None
         if hello.error:
             await self.kill()
             raise VerifierFailure(f"verifiers cannot be used: {hello.error}")
 
     async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
-        """Verifier -> scores [n] of n completions. Raises `VerifierFailure`; is cancelled only at the price of the process."""
+        """Return verifier -> scores [n] of n completions. Raises `VerifierFailure`. Cancelling the call kills the process."""
         scores: dict[str, list[float]] = {}
         limits = self._limits[source]
         allowed_s = sum(limit_s for _, limit_s in limits) * len(completions) + GRACE_S
@@ -89,18 +89,18 @@ class WorkerProcess:
                 for name, _ in limits:
                     verdict = await self._receive(Verdict)
                     if verdict.error:
-                        raise VerifierFailure(f"verifier {name!r} broke: {verdict.error}")
+                        raise VerifierFailure(f"verifier {name!r} failed: {verdict.error}")
                     scores[name] = verdict.scores
         except (TimeoutError, EOFError, ConnectionError) as error:
             name, limit_s = limits[min(len(scores), len(limits) - 1)]
             raise VerifierFailure(f"verifier {name!r}, limit {limit_s:g} s: {await self._end(error)}") from None
         except asyncio.CancelledError:
-            await self.kill()  # its answer to this group would be taken for the next one's
+            await self.kill()  # its answer to this group would be taken for the next group's
             raise
         return scores
 
     async def kill(self) -> None:
-        """End the process, if there is one, and reap it."""
+        """End the process, if any, and reap it."""
         process, writer = self._process, self._writer
         self._process = self._reader = self._writer = None
         if writer is not None:
@@ -113,7 +113,7 @@ class WorkerProcess:
             self._scratch = None
 
     async def _end(self, error: Exception) -> str:
-        """How the process ended, in words; it is dead afterwards."""
+        """End the process and return how it ended, in words."""
         process = self._process
         if process is None:
             return "killed"
@@ -124,7 +124,7 @@ class WorkerProcess:
         if code is None:
             return "the worker did not answer and was killed"
         if code == -signal.SIGALRM:
-            return "a call ran past its time limit and its worker was killed"
+            return "a call exceeded its time limit and its worker was killed"
         return f"the worker died, {_signal_name(-code) if code < 0 else f'exit status {code}'}"
 
     async def _send(self, message: object) -> None:
@@ -148,7 +148,7 @@ def _spawn(descriptor: int, scratch: str) -> subprocess.Popen[bytes]:
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        process_group=0,  # a Ctrl-C at the terminal does not reach it
+        process_group=0,  # keeps Ctrl-C at the terminal from reaching it
     )
 
 

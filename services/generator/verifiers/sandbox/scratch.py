@@ -1,7 +1,7 @@
-"""Scratch folders of verifier workers: one each, gone with its worker, or with the next pool of this machine.
+"""Scratch folders of verifier workers: one each, deleted with its worker, or by the next pool on this machine.
 
-Guarantees: a folder whose owner lives is never swept, in whatever container it lives, as the owner holds a lock on it that the
-kernel lets go when it dies; nothing is swept that is another user's, or is not a folder.
+Guarantees: a folder whose owner is alive is never deleted, even from another container, since the owner holds a lock on it that
+the kernel releases when it dies. Nothing is deleted that belongs to another user or is not a folder.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 PREFIX = "grpo-verifier-"
-YOUNG_S = 60.0  # a folder may have been made and not be locked yet
+YOUNG_S = 60.0  # a younger folder may not be locked yet
 
 
 class Scratch:
-    """A folder that lasts as long as this process, or until `remove`."""
+    """A folder that exists as long as this process, or until `remove`."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -27,16 +27,16 @@ class Scratch:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Delete it, and what is in it."""
+        """Delete the folder and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def sweep() -> int:
-    """Delete the folders whose owners ended without it, by kill -9 or with their machine; how many there were."""
+    """Delete the folders whose owners ended without doing so, e.g. by kill -9 or power loss; return how many."""
     swept = 0
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, another user's, locked
+        with contextlib.suppress(OSError):  # deleted meanwhile, another user's, or locked
             swept += _sweep(path)
     return swept
 

@@ -1,10 +1,11 @@
-"""A worker process: scores groups of completions until its pool goes away.
+"""A worker process: scores groups of completions until its pool is gone.
 
-Waits for: a frame from the pool. Unblocked by: the pool, or its death (end of the stream; a worker in mid-call is ended by
-its own alarm). Guarantees: no call lasts longer than its verifier's limit, since the kernel's timer ends the process even
-inside a C loop that never returns to Python; memory is limited, and under pressure this process is the first to go. Once its
-verifiers are built it can reach no network, start no program, touch no other process and write in its scratch folder alone
-(confine.py, as far as the kernel knows how).
+Waits for: a frame from the pool. Unblocked by: the pool, or its death (end of the stream; during a call the worker's own alarm
+ends it).
+Guarantees: no call exceeds its verifier's limit, since the kernel's timer ends the process even inside a C loop that never
+returns to Python; memory is limited, and under memory pressure this process is killed first. Once its verifiers are built it
+can reach no network, start no program, touch no other process, and write only to its scratch folder (confine.py, as far as the
+kernel supports it).
 
 Run as `python -m services.generator.verifiers.sandbox.worker FD SCRATCH`.
 """
@@ -31,13 +32,13 @@ from services.generator.verifiers.sandbox.confine import confine, limit_resource
 from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Job, Setup, Verdict, frame
 
 PARENT_CHECK_S = 2.0
-"""How often an idle worker makes sure its parent lives, should a copy of the pool's end of the socket live on elsewhere."""
+"""Seconds between an idle worker's checks that its parent is alive, in case a copy of the pool's socket outlives the parent."""
 
 T = TypeVar("T")
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the first argument; the second is a folder of this process's own."""
+    """Serve the socket whose descriptor is the first argument; the second is this process' own folder."""
     scratch = Path(sys.argv[2])
     _protect()
     os.chdir(scratch)
@@ -52,10 +53,10 @@ def _serve(pool: socket.socket, parent: int, scratch: Path) -> None:
         return
     try:
         verifiers = _build(setup)
-    except Exception as error:  # whatever keeps a verifier from starting is told to the pool, which names it to the user
+    except Exception as error:  # any reason that keeps a verifier from starting is reported to the pool, and to the user
         pool.sendall(frame(Hello(_reason(error))))
         return
-    confine(scratch)  # from here on it reads what models wrote
+    confine(scratch)  # from here on it reads text that models wrote
     pool.sendall(frame(Hello()))
     while (job := _receive(pool, Job, parent)) is not None:
         for verifier, limit_s in verifiers[job.source]:
@@ -70,13 +71,13 @@ def _protect() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     limit_resources()
-    logging.disable(logging.WARNING)  # math-verify warns that its own time limit, which ours replaces, is off
+    logging.disable(logging.WARNING)  # math-verify warns that its own time limit is off; ours replaces it
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _build(setup: Setup) -> dict[str, list[tuple[Verifier, float]]]:
-    """Source -> its verifiers, each with the time limit of a call."""
+    """Map each source to its verifiers with the time limit of a call."""
     sources = TypeAdapter(list[Source]).validate_python(setup.sources)
     configs = [VerifierConfig.model_validate(config) for config in setup.verifiers]
     return {
@@ -86,21 +87,21 @@ def _build(setup: Setup) -> dict[str, list[tuple[Verifier, float]]]:
 
 
 def _judge(verifier: Verifier, limit_s: float, job: Job) -> Verdict:
-    """Scores of the group, or the error of the first call that broke."""
+    """Return the scores of the group, or the error of the first call that failed."""
     scores = []
     try:
         for completion in job.completions:
             score = _timed(limit_s, verifier, completion, job.answer)
             if not (math.isfinite(score) and 0 <= score <= 1):
-                return Verdict([], f"score {score} lies outside 0..1")
+                return Verdict([], f"score {score} is not between 0 and 1")
             scores.append(score)
-    except Exception as error:  # whatever a verifier raises is its failure, reported with its reason
+    except Exception as error:  # anything that a verifier raises is its failure, reported with the reason
         return Verdict([], _reason(error))
     return Verdict(scores)
 
 
 def _timed(limit_s: float, verifier: Verifier, completion: str, answer: str) -> float:
-    """The verifier's score; past the limit SIGALRM, left at its default, ends the process."""
+    """Return the verifier's score. Past the limit SIGALRM, with its default action, ends the process."""
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         return verifier.score(completion, answer)
@@ -109,7 +110,7 @@ def _timed(limit_s: float, verifier: Verifier, completion: str, answer: str) -> 
 
 
 def _receive(pool: socket.socket, kind: type[T], parent: int) -> T | None:
-    """The next frame; None when the pool is gone."""
+    """Return the next frame, or None if the pool is gone."""
     head = _exactly(pool, LENGTH.size, parent)
     body = head and _exactly(pool, LENGTH.unpack(head)[0], parent)
     return msgspec.msgpack.decode(body, type=kind) if body else None
