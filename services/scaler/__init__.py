@@ -1,1 +1,1 @@
-"""The scaler: keeps a run's wish for generators and the size of their Deployment the same, on a cluster."""
+"""The scaler: on a cluster, keeps the requested number of generators and their Deployment's replicas in agreement."""

@@ -1,8 +1,8 @@
-"""Start the scaler of a cluster: `grpo scale` and `kubectl scale` come to the same.
+"""Start the scaler of a cluster, which makes `grpo scale` and `kubectl scale` equivalent.
 
 GRPO_DEPLOYMENT names the generators' Deployment.
 
-Waits for: the run's wish, the Deployment's replicas. Unblocked by: `control`, or a look every `POLL_S`.
+Waits for: the requested number of generators, the Deployment's replicas. Unblocked by: `control`, or a poll every `POLL_S`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from services.store.records import Scale
 log = structlog.get_logger()
 
 DEPLOYMENT_ENV = "GRPO_DEPLOYMENT"
-POLL_S = 5.0  # how late `kubectl scale` shows in `grpo status`; the wish is followed at once
-LIMIT_S = 120.0  # a cluster's API may be away for longer than a look
+POLL_S = 5.0  # delay until `kubectl scale` shows in `grpo status`; a request is followed at once
+LIMIT_S = 120.0  # a cluster's API may be unavailable for longer than a poll
 
 
 async def follow(service: Service, deployment: Deployment, loop: Loop) -> None:
-    """Keep the wish and the Deployment the same until the pod is told to stop."""
+    """Keep the requested number and the Deployment in agreement until the pod is stopped."""
     while not service.stopping.is_set():
         if state := await service.view.refresh():
             await _follow_once(service, deployment, state.scale)
@@ -44,7 +44,7 @@ async def _follow_once(service: Service, deployment: Deployment, scale: Scale) -
         try:
             await deployment.scale(decision.replicas, replicas)
         except DeploymentChanged:
-            return  # looked at anew in a moment
+            return  # it is read again at the next poll
         log.info("generators scaled", replicas=decision.replicas, why=scale.why)
     if decision.wish is not None:
         await service.store.run.scale_generators(decision.wish, "the Deployment was scaled")
@@ -54,12 +54,12 @@ async def _follow_once(service: Service, deployment: Deployment, scale: Scale) -
 
 
 async def keep(given: Arguments) -> None:
-    """The whole life of the pod."""
+    """Run the pod from start to end."""
     name = os.environ.get(DEPLOYMENT_ENV, "")
     if not name:
-        raise ConfigError(f"no Deployment is named: set the environment variable {DEPLOYMENT_ENV}")
+        raise ConfigError(f"the environment variable {DEPLOYMENT_ENV} is not set: set it to the generators' Deployment")
     deployment = Deployment.in_cluster(name, os.environ)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look is too many
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each poll
     try:
         async with open_service("scaler", given.config, given.name) as service:
 

@@ -1,7 +1,7 @@
-"""The `/scale` subresource of one Deployment, through the cluster's API as the pod's own service account.
+"""The `/scale` subresource of one Deployment, accessed through the cluster's API with the pod's own service account.
 
-Guarantees: two verbs are used on one object, get and patch, and the chart's Role allows no more; a change that somebody else made
-since the look is never overwritten; the token is read anew for each call, as the cluster exchanges it every hour.
+Guarantees: only get and patch are used, on one object, and the chart's Role allows no more; a change by another client since the
+last read is never overwritten; the token is read for each call, since the cluster rotates it every hour.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Self
 
@@ -24,36 +25,36 @@ PATCH = {"Content-Type": "application/merge-patch+json"}
 
 
 class ClusterError(Exception):
-    """The cluster's API did not do as it was asked; the message says what it said."""
+    """The cluster's API refused a call or failed. The message quotes it."""
 
 
 class DeploymentChanged(ClusterError):
-    """Somebody else changed the Deployment since it was looked at."""
+    """Another client changed the Deployment since it was read."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many pods are wanted, as of one version of the object."""
+    """The number of replicas that one version of the object specifies."""
 
     count: int
     version: str
 
 
 class Deployment:
-    """Reads and sets how many pods a Deployment is to have."""
+    """Reads and sets the replicas of a Deployment."""
 
     def __init__(self, http: httpx.AsyncClient, path: str, token_file: Path) -> None:
         self._http, self._path, self._token_file = http, path, token_file
 
     @classmethod
     def in_cluster(cls, name: str, environ: Mapping[str, str], account: Path = ACCOUNT) -> Self:
-        """The Deployment `name` of the pod's own namespace. Raises `ConfigError` outside a cluster."""
+        """Return the Deployment `name` in the pod's own namespace. Raises `ConfigError` outside a cluster."""
         try:
             address = f"https://{_bracketed(environ['KUBERNETES_SERVICE_HOST'])}:{environ['KUBERNETES_SERVICE_PORT']}"
             namespace = (account / "namespace").read_text(encoding="utf-8").strip()
             trusted = ssl.create_default_context(cafile=str(account / "ca.crt"))
         except (KeyError, OSError) as error:
-            raise ConfigError(f"the scaler needs a cluster and a service account whose token is mounted: {error}") from None
+            raise ConfigError(f"the scaler needs a cluster and a service account with a mounted token: {error}") from None
         http = httpx.AsyncClient(base_url=address, verify=trusted, timeout=CALL_LIMIT_S)
         return cls(http, f"/apis/apps/v1/namespaces/{namespace}/deployments/{name}/scale", account / "token")
 
@@ -62,11 +63,11 @@ class Deployment:
         await self._http.aclose()
 
     async def replicas(self) -> Replicas:
-        """How many pods are wanted. Raises `ClusterError`."""
+        """Return the specified replicas. Raises `ClusterError`."""
         return _read(await self._call("GET", {}, None))
 
     async def scale(self, count: int, seen: Replicas) -> None:
-        """Want `count` pods. Raises `Changed` when it is not as it was `seen` any more."""
+        """Set the replicas to `count`. Raises `DeploymentChanged` if the Deployment changed since `seen`."""
         body = {"metadata": {"resourceVersion": seen.version}, "spec": {"replicas": count}}
         await self._call("PATCH", PATCH, body)
 
@@ -76,7 +77,7 @@ class Deployment:
             answer = await self._http.request(method, self._path, headers={**bearer, **headers}, json=body)
         except httpx.HTTPError as error:
             raise ClusterError(f"{method} {self._path}: {str(error) or type(error).__name__}") from None
-        if answer.status_code == httpx.codes.CONFLICT:
+        if answer.status_code == HTTPStatus.CONFLICT:
             raise DeploymentChanged(f"{method} {self._path}: {_said(answer)}")
         if answer.is_error:
             raise ClusterError(f"{method} {self._path}: {answer.status_code} {_said(answer)}")
@@ -86,9 +87,9 @@ class Deployment:
 def _read(answer: httpx.Response) -> Replicas:
     try:
         scale = answer.json()
-        return Replicas(int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"]))  # 0 is left out
+        return Replicas(int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"]))  # 0 is omitted
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ClusterError(f"{answer.url} is no Scale: {error}") from None
+        raise ClusterError(f"{answer.url} is not a Scale: {error}") from None
 
 
 def _said(answer: httpx.Response) -> str:

@@ -1,7 +1,7 @@
-"""Which of two numbers follows the other: the run's wish, or the replicas of the generators' Deployment. Pure.
+"""Decides which of two numbers follows the other: the requested generators, or their Deployment's replicas. Pure.
 
-Guarantees: whoever changed last is followed: `grpo scale` and the endpoints change the wish, `kubectl scale` the replicas. If
-both changed, the wish counts. A number that was followed once is never set back.
+Guarantees: the last change wins. `grpo scale` and the endpoints change the request, `kubectl scale` changes the replicas. If
+both changed, the request wins. A number that was once followed is never set back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from services.store.records import Scale
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be set; None: it stays."""
+    """What to set; None means leave unchanged."""
 
     replicas: int | None = None
     wish: int | None = None
@@ -21,7 +21,7 @@ class Decision:
 
 
 def decide(scale: Scale, replicas: int) -> Decision:
-    """Compare both numbers with the one they last agreed on, `scale.followed`."""
+    """Compare both numbers with `scale.followed`, on which they last agreed."""
     if scale.wanted is not None and scale.wanted != scale.followed:
         return Decision(replicas=scale.wanted if scale.wanted != replicas else None, followed=scale.wanted)
     if scale.followed is None:

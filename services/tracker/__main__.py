@@ -1,4 +1,4 @@
-"""Start a tracker pod: it follows the run's records in Redis and gives them to the trackers of `tracking`."""
+"""Start a tracker pod, which follows the run's records in Redis and writes them to the trackers of `tracking`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from services.runtime.entry import Arguments, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.tracking import check_tracking
 
-WRITE_LIMIT_S = 120.0  # a tracker that takes longer over a batch turns the pod's liveness red
+WRITE_LIMIT_S = 120.0  # a tracker that takes longer for a batch makes the pod fail its liveness probe
 
 
 async def track(given: Arguments) -> None:
-    """The whole life of the pod: from the run's creation to its end."""
+    """Run the pod from the run's creation to its end."""
     from services.tracker.follower import Follower, show_backlog
     from services.tracker.metrics import TrackerMetrics
 
     config = given.config
     check_tracking(config, os.environ)
     if not config.tracking.trackers:
-        raise ConfigError("no tracker is asked for: set tracking.tensorboard or tracking.wandb, or start no tracker pod")
+        raise ConfigError("no tracker is enabled: set tracking.tensorboard or tracking.wandb, or do not start a tracker pod")
     async with open_service("tracker", config, given.name) as service:
         folder = service.folder / "tracking"
         metrics = TrackerMetrics(service.registry)

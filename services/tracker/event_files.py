@@ -1,7 +1,7 @@
-"""TensorBoard's event files, by its own record format and messages; TensorFlow is not needed.
+"""Writes TensorBoard's event files in its own record format, without TensorFlow.
 
-Guarantees: what was written is in the file when `write` returns; every opening begins a file of its own, which TensorBoard reads
-after the earlier ones.
+Guarantees: when `write` returns, the records are in the file; every opening begins a new file, which TensorBoard reads after the
+earlier ones.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class EventFiles:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"  # read in the order of their names
+        path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"  # TensorBoard reads files in name order
         self._records = RecordWriter(path.open("wb"))
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
-        """One event a record: a scalar for every metric, at its step, or at the policy version that was evaluated."""
+        """Write one event per record: a scalar for every metric, at its step or at the evaluated policy version."""
         for number, records in (("step", steps), ("eval/version", rounds)):
             for record in records:
                 values = [Summary.Value(tag=name, simple_value=value) for name, value in record.items() if name != number]

@@ -1,10 +1,10 @@
 """Brings the records of a run to one tracker.
 
-Guarantees: every recorded step and evaluation round reaches the tracker, in order, however often tracker or process die in
-between; what a death may have cut off is written again, so a step may be there twice, with the same values. A tracker that
-fails is logged once and tried again; nobody but this follower waits for it.
+Guarantees: every recorded step and evaluation round reaches the tracker, in order, however often the tracker or this process
+dies. What a crash may have cut off is written again, so a step may appear twice, with the same values. A failing tracker is
+logged once and retried; only this follower waits for it.
 
-Waits for: the streams `metrics` and `evaluations` of Redis, which keep what the tracker has not taken; the tracker.
+Waits for: the Redis streams `metrics` and `evaluations`, which keep what the tracker does not have yet; the tracker.
 Unblocked by: `POLL_S`; the end of the run.
 """
 
@@ -31,19 +31,19 @@ from services.tracker.trackers import open_tracker
 
 log = structlog.get_logger()
 
-POLL_S = 1.0  # how late a step may come to its tracker
-RETRY_S = 10.0  # a tracker that failed is left alone so long
-BACKLOG_S = 2.0  # between looks at the last step recorded
+POLL_S = 1.0  # the longest delay until a step reaches its tracker
+RETRY_S = 10.0  # seconds until a failed tracker is retried
+BACKLOG_S = 2.0  # seconds between reads of the last recorded step
 BATCH = 1000  # records at a time, some hundred KB
 
 
 class Position(msgspec.Struct):
-    """What a tracker has for good, in a file beside its own: the last step and the last evaluated version. -1: none."""
+    """What a tracker has durably, stored in a file next to its own: the last step and the last evaluated version. -1: none."""
 
-    identity: str  # of the run, for trackers that know runs by one
+    identity: str  # of the run, for trackers that identify runs
     step: int = -1
     evaluated: int = -1
-    step_incarnation: int = 0  # of the run, at that step; one that was taken back to a checkpoint records steps anew
+    step_incarnation: int = 0  # of the run, at that step; after a restore to a checkpoint, steps are recorded again
     evaluated_incarnation: int = 0
 
 
@@ -55,27 +55,27 @@ class Follower:
     ) -> None:
         self.name, self.done, self.metrics = name, asyncio.Event(), metrics
         self.taken = -1
-        """The last step that the tracker took."""
+        """The last step written to the tracker."""
         self._config, self._store, self._folder, self._stopping = config, store, folder, stopping
         self._tracker: Tracker | None = None
         self._failing = False
 
     async def follow(self, loop: Loop) -> None:
-        """Follow the run until it ends, or `stopping`, and everything recorded by then was tried once more."""
+        """Follow the run until it ends or `stopping` is set, and everything recorded by then was tried once more."""
         position, steps_after, rounds_after, written = self._position(), "-", "-", False
         self.taken = position.step
         while True:
-            last = self._stopping.is_set()  # asked before the look: whatever was recorded by then is taken
+            last = self._stopping.is_set()  # read before polling, so that everything recorded by then is written
             try:
                 steps = await self._store.monitor.metrics(steps_after, BATCH)
                 rounds = await self._store.evaluation.records(rounds_after, BATCH)
             except StoreError:
                 if last:
-                    break  # Redis has gone before us
+                    break  # Redis stopped first
                 raise
             written = await self._write(position, [record for _, record in steps], [record for _, record in rounds])
             loop.progress()
-            if not written:  # what the tracker took and has not for good is to be read again
+            if not written:  # read again what the tracker received but does not have durably
                 position, steps_after, rounds_after = self._position(), "-", "-"
             else:
                 steps_after = steps[-1][0] if steps else steps_after
@@ -88,12 +88,12 @@ class Follower:
                 async with asyncio.timeout(POLL_S if written else RETRY_S):
                     await self._stopping.wait()
         if not written:
-            log.warning("records may wait in Redis, for when the run goes on", tracker=self.name, written_to_step=position.step)
+            log.warning("records left in Redis, to be written on resume", tracker=self.name, written_to_step=position.step)
         await self._close(position)
         self.done.set()
 
     async def _write(self, position: Position, steps: list[Record], rounds: list[Record]) -> bool:
-        """Write what is new, and move `position`. False: the tracker failed."""
+        """Write what is new and advance `position`. Return False if the tracker failed."""
         steps = _after(position.step, position.step_incarnation, "step", steps)
         rounds = _after(position.evaluated, position.evaluated_incarnation, "eval/version", rounds)
         if not steps and not rounds:
@@ -101,11 +101,9 @@ class Follower:
         started = time.monotonic()
         try:
             await asyncio.to_thread(self._hand_over, position.identity, steps, rounds)
-        except Exception as error:  # whatever a tracker's package raises: it is no reason to lose a record
+        except Exception as error:  # a tracker's package may raise anything; no record may be lost by it
             if not self._failing:
-                log.warning(
-                    "tracker failed, it is tried again", tracker=self.name, every_s=RETRY_S, error=str(error), exc_info=True
-                )
+                log.warning("tracker failed, retrying", tracker=self.name, every_s=RETRY_S, error=str(error), exc_info=True)
             self._failing = True
             self.metrics.failures[self.name].inc()
             await self._close(position)
@@ -135,7 +133,7 @@ class Follower:
             try:
                 await asyncio.to_thread(tracker.close)
                 self._save(position)
-            except Exception as error:  # as above; it may be broken already
+            except Exception as error:  # as above; it may already be broken
                 log.warning("tracker could not be closed", tracker=self.name, error=str(error))
 
     @property
@@ -155,7 +153,7 @@ class Follower:
 
 
 async def show_backlog(store: Store, followers: Sequence[Follower], metrics: TrackerMetrics, loop: Loop) -> None:
-    """The loop that shows how far trackers are behind, those too that hang."""
+    """Export how far the trackers are behind, including any that hang."""
     while True:
         recorded = await store.monitor.last_recorded_step()
         for follower in followers:
@@ -165,12 +163,12 @@ async def show_backlog(store: Store, followers: Sequence[Follower], metrics: Tra
 
 
 def _after(last: int, incarnation: int, key: str, records: list[Record]) -> list[Record]:
-    """Records numbered by `key` after `last`, each number once: a step trained again after a crash is recorded again. A later
-    incarnation of the run begins at a number of its own."""
+    """Return the records numbered by `key` after `last`, each number once, since a step trained again after a crash is recorded
+    again. A later incarnation of the run begins at its own number."""
     new: list[Record] = []
     for record in records:
         if (now := _incarnation(record)) < incarnation:
-            continue  # a late word of what was undone
+            continue  # a late record of steps that were undone
         if now > incarnation:
             incarnation, last = now, int(record[key]) - 1
         if record[key] > last:

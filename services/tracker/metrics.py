@@ -12,17 +12,17 @@ TRACKERS = ("tensorboard", "wandb")
 
 
 class TrackerMetrics(Metrics):
-    """What has reached each tracker."""
+    """What each tracker has received."""
 
     written: Mapping[str, Counter] = counters(
-        "grpo_tracker_written_records_total", "", "Steps and evaluation rounds that a tracker took.", "tracker", TRACKERS
+        "grpo_tracker_written_records_total", "", "Steps and evaluation rounds written to a tracker.", "tracker", TRACKERS
     )
     failures: Mapping[str, Counter] = counters(
-        "grpo_tracker_failures_total", "", "Writes that a tracker failed at; they are tried again.", "tracker", TRACKERS
+        "grpo_tracker_failures_total", "", "Failed writes to a tracker. They are retried.", "tracker", TRACKERS
     )
     write_s: Mapping[str, Histogram] = histograms(
-        "grpo_tracker_write_seconds", "seconds", "Writes of records to a tracker that came to an end.", "tracker", TRACKERS
+        "grpo_tracker_write_seconds", "seconds", "Duration of successful writes to a tracker.", "tracker", TRACKERS
     )
     backlog: Mapping[str, Gauge] = gauges(
-        "grpo_tracker_backlog_steps", "steps", "Recorded steps that a tracker has not taken; it may hang.", "tracker", TRACKERS
+        "grpo_tracker_backlog_steps", "steps", "Recorded steps not yet written to a tracker.", "tracker", TRACKERS
     )

@@ -1,4 +1,4 @@
-"""What a tracker is."""
+"""The interface of trackers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Protocol
 
 Record = dict[str, float]
-"""Metrics by name; the keys `step` and `time_s` of a training step, `eval/version` of an evaluation round."""
+"""Metrics by name, with the keys `step` and `time_s` for a training step, and `eval/version` for an evaluation round."""
 
 
 class Tracker(Protocol):
-    """Where records go. May raise anything, and be slow: whoever calls it runs no part of the training."""
+    """A destination of records. It may raise anything and may be slow, since its caller takes no part in training."""
 
-    durable: bool  # whether what was written outlives this process at once, or only when the tracker is closed
+    durable: bool  # whether written records survive this process at once, or only after `close`
 
     def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
-        """Take in training steps and evaluation rounds, in order."""
+        """Write training steps and evaluation rounds, in order."""
         ...
 
     def close(self) -> None:
-        """Bring what was written to its end: when it returns, all of it outlives this process."""
+        """Finish writing. When it returns, all records survive this process."""
         ...

@@ -1,4 +1,4 @@
-"""Which trackers there are. Each imports its own library when it is opened."""
+"""Opens trackers by name. Each imports its own library when it is opened."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from services.tracker.tracker import Tracker
 
 
 def open_tracker(name: str, config: RunConfig, folder: Path, identity: str) -> Tracker:
-    """The tracker `name`, which writes under `folder`; `identity` is the run's, the same after every restart."""
+    """Return the tracker `name`, which writes under `folder`; `identity` is the run's, the same after every restart."""
     if name == "tensorboard":
         from services.tracker.event_files import EventFiles
 
         return EventFiles(folder / name)
     from services.tracker.wandb_run import WandbRun
 
-    return WandbRun(config, folder, identity)  # it makes a folder `wandb` in there
+    return WandbRun(config, folder, identity)  # creates a folder `wandb` in it

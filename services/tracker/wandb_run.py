@@ -1,7 +1,7 @@
 """A run at Weights & Biases, online or as files for `wandb sync`.
 
-Guarantees: a run that is continued goes on under its own identity. W&B's own process writes or sends the records, and forgets
-some if this one is killed; so all that were not brought to an end in order are given to it again.
+Guarantees: a resumed run keeps its id. W&B's own process writes or sends the records and loses some if this process is killed;
+all records that were not properly finished are therefore written again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("WANDB_SILENT", "true")  # its lines are none of the log's; what goes wrong it raises
+os.environ.setdefault("WANDB_SILENT", "true")  # keeps its output out of the log; it raises its errors
 import wandb  # pyright: ignore
 
 from services.config import RunConfig
@@ -18,7 +18,7 @@ from services.tracker.tracker import Record
 
 
 class WandbRun:
-    """One life of a run: steps over `step`, evaluation rounds over `eval/version`."""
+    """One process' part of a run: steps over `step`, evaluation rounds over `eval/version`."""
 
     durable = False
 

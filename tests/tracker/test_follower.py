@@ -169,7 +169,7 @@ async def test_a_tracker_that_raises_is_logged_once_and_tried_until_it_works(
         await wait_until(lambda: recorder.steps == [0])
         stopping.set()
         await task
-    assert [log["event"] for log in logs] == ["tracker failed, it is tried again", "tracker works again"]
+    assert [log["event"] for log in logs] == ["tracker failed, retrying", "tracker works again"]
     assert recorder.opened == 6
 
 
