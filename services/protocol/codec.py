@@ -1,37 +1,37 @@
-"""Bytes on the wire: msgpack, numpy columns as raw little-endian bytes. No pickle anywhere.
+"""Encoding of messages: msgpack, with numpy columns as raw little-endian bytes. No pickle anywhere.
 
-Guarantees: `decode` of any bytes returns a valid value of the asked type or raises `CorruptMessage`; `unseal` returns the bytes
-that were sealed: a changed bit, byte or end is found but for a chance of 2^-32.
+Guarantees: `decode` of any bytes returns a valid value of the requested type or raises `CorruptMessage`; `unseal` returns the
+bytes that were sealed: a changed bit, byte or length goes undetected with a probability of 2^-32.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-from isal.isal_zlib import crc32  # the CRC-32 of zlib, ten times as fast
+from isal.isal_zlib import crc32  # same CRC-32 as zlib, ten times as fast
 
 T = TypeVar("T")
 
 SEAL_BYTES = 4
 
-_DTYPES = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
+_DTYPES: dict[Any, np.dtype[Any]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class CorruptMessage(ValueError):
-    """Bytes that are not a message of the expected type."""
+    """Bytes are not a message of the expected type."""
 
 
 def encode(message: Any) -> bytes:
-    """Bytes of a wire type."""
+    """Return the bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview, type: type[T]) -> T:
-    """The message that `data` holds. Arrays are read-only and keep no hold of `data`."""
+    """Return the message that `data` holds. Arrays are read-only and keep no reference to `data`."""
     try:
         return _decoder(type).decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
@@ -39,31 +39,31 @@ def decode(data: bytes | memoryview, type: type[T]) -> T:
 
 
 def seal(data: bytes) -> bytes:
-    """Bytes with their checksum behind them; it tells damage, and does not resist somebody who means it."""
+    """Return the bytes followed by their checksum. It detects damage, not deliberate tampering."""
     return data + crc32(data).to_bytes(SEAL_BYTES, "little")
 
 
 def unseal(data: bytes | memoryview) -> memoryview:
-    """The bytes that were sealed. Raises `CorruptMessage` if they are not the same any more."""
+    """Return the bytes that were sealed. Raises `CorruptMessage` if they have changed."""
     body, end = memoryview(data)[:-SEAL_BYTES], memoryview(data)[-SEAL_BYTES:]
-    if crc32(body).to_bytes(SEAL_BYTES, "little") != end:
-        raise CorruptMessage(f"its {len(data)} bytes are not those that were written: their checksum is another one")
+    if crc32(body) != int.from_bytes(end, "little"):
+        raise CorruptMessage(f"its {len(data)} bytes are not those that were written: the checksum differs")
     return body
 
 
 def _pack_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        array = np.ascontiguousarray(value)
+        array = np.ascontiguousarray(cast("np.ndarray[Any, Any]", value))
         code = _CODES.get(array.dtype)
         if code is None:
-            raise TypeError(f"arrays on the wire are int32 or float32, not {array.dtype}")
+            raise TypeError(f"arrays in messages must be int32 or float32, not {array.dtype}")
         return [code, list(array.shape), array.data if array.size else b""]
-    raise TypeError(f"{type(value).__name__} cannot travel")
+    raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 
 def _unpack_array(kind: type, value: Any) -> Any:
     if kind is not np.ndarray:
-        raise TypeError(f"{kind.__name__} cannot travel")
+        raise TypeError(f"{kind.__name__} cannot be decoded")
     code, shape, data = value
     if any(not isinstance(size, int) or size < 0 for size in shape):
         raise ValueError("array shape must be non-negative")

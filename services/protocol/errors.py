@@ -1,4 +1,4 @@
-"""Errors of the store, each a line that says what happened and what to do."""
+"""Errors of the store. Each message is a line that says what happened and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class StoreError(Exception):
-    """Redis cannot be used as it is; the message says why and how to mend it."""
+    """Redis cannot be used in its current state; the message says why and how to fix it."""
 
 
 class Fenced(StoreError):
@@ -34,4 +34,4 @@ class DifferentRun(StoreError):
 
 
 class NotFound(LookupError):
-    """There is no such thing in the run; the message says why, in one line."""
+    """The run has no such item; the message says why, in one line."""

@@ -1,7 +1,7 @@
-"""Every Redis key of a run. The run's name stands in a {hash tag}, so a run lives in one cluster slot, payloads in shards
-apart, each of which has keys as of a run of its own (protocol/shards.py).
+"""Every Redis key of a run. The run's name is the {hash tag}, so a run occupies one cluster slot. Payloads in shards are the
+exception: each shard has the keys of a separate run (protocol/shards.py).
 
-The Redis Functions receive the prefix `grpo:{NAME}` as their one key and build the same names from it (functions/*.lua).
+The Redis Functions receive the prefix `grpo:{NAME}` as their only key and build the same names from it (functions/*.lua).
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Keys:
 
     @property
     def replay_clock(self) -> str:
-        """Sorted set: groups in the replay table with a weight above 0, by the time they ring next."""
+        """Sorted set: groups in the replay table with a weight above 0, by their next ring time (replay clock)."""
         return f"{self.prefix}:replay:clock"
 
     @property
     def replay_idle(self) -> str:
-        """Sorted set: groups of weight 0, by the time they would ring among themselves."""
+        """Sorted set: groups of weight 0, by their ring time on a clock of their own."""
         return f"{self.prefix}:replay:idle"
 
     @property
@@ -67,7 +67,7 @@ class Keys:
 
     @property
     def replay_gaps(self) -> str:
-        """Sorted set: filtered groups since the last step, by issue sequence."""
+        """Sorted set: groups filtered since the last step, by issue sequence."""
         return f"{self.prefix}:replay:gaps"
 
     @property
@@ -77,12 +77,12 @@ class Keys:
 
     @property
     def reissue(self) -> str:
-        """Sorted set: tickets that a restore cut off, by issue sequence, waiting to be issued again."""
+        """Sorted set: tickets that a restore interrupted, by issue sequence, waiting to be issued again."""
         return f"{self.prefix}:reissue"
 
     @property
     def requeued(self) -> str:
-        """Sorted set: tickets taken from the dead letters, in the order in which they wait to be issued again."""
+        """Sorted set: tickets taken from the dead letters, in the order in which they will be issued again."""
         return f"{self.prefix}:requeued"
 
     @property
@@ -102,7 +102,7 @@ class Keys:
 
     @property
     def ledger(self) -> str:
-        """Hash: how many tickets were issued and reached each outcome."""
+        """Hash: number of tickets issued and of each outcome."""
         return f"{self.prefix}:ledger"
 
     @property
@@ -112,7 +112,7 @@ class Keys:
 
     @property
     def fleet_status(self) -> str:
-        """Hash: what each pod last said of itself."""
+        """Hash: each pod's last status."""
         return f"{self.prefix}:fleet:status"
 
     @property
@@ -142,31 +142,31 @@ class Keys:
 
     @property
     def expiries(self) -> str:
-        """Hash: entry of `tickets` -> leases that ran out."""
+        """Hash: entry of `tickets` -> leases that expired."""
         return f"{self.prefix}:expiries"
 
     @property
     def drops(self) -> str:
-        """Hash: ticket -> when and why it was dropped, for the last that were."""
+        """Hash: ticket -> when and why it was dropped, for the most recent ones."""
         return f"{self.prefix}:drops"
 
     def evaluation(self, part: str) -> str:
-        """A part of the open evaluation round (functions/evaluation.lua names them); no round, no key."""
+        """Return a part of the open evaluation round (functions/evaluation.lua names them); no round, no key."""
         return f"{self.prefix}:eval:{part}"
 
     @property
     def evaluations(self) -> str:
-        """Stream: one capped entry a complete evaluation round. Apart from `metrics`, whose entries are steps."""
+        """Stream: one capped entry per complete evaluation round. Separate from `metrics`, whose entries are steps."""
         return f"{self.prefix}:evaluations"
 
     @property
     def deadletter(self) -> str:
-        """Stream: what failed for good, with its reason."""
+        """Stream: tickets that failed for good, with the reason."""
         return f"{self.prefix}:deadletter"
 
     @property
     def metrics(self) -> str:
-        """Stream: one capped entry a step, for the console."""
+        """Stream: one capped entry per step, for the console."""
         return f"{self.prefix}:metrics"
 
     @property
@@ -176,7 +176,7 @@ class Keys:
 
     @property
     def notifications_for_all(self) -> str:
-        """Pub/sub channel: those topics that generators may wait for."""
+        """Pub/sub channel: the topics that generators may wait for."""
         return f"{self.prefix}:notifications:all"
 
     def group(self, group: str) -> str:
@@ -184,7 +184,7 @@ class Keys:
         return f"{self.prefix}:group:{group}"
 
     def payload(self, payload: str) -> str:
-        """String: tokens, behaviour logprobs and spans of a group; empty where they lie in a shard.
+        """String: tokens, behaviour logprobs and spans of a group; empty if they are stored in a shard.
 
         `payload` is `<ticket>.<fence>`.
         """
@@ -192,11 +192,11 @@ class Keys:
 
     @property
     def payloads(self) -> str:
-        """Sorted set of a shard: the payloads that it holds, by name."""
+        """Sorted set of a shard: names of the payloads it holds."""
         return f"{self.prefix}:payloads"
 
     def partial(self, ticket: str) -> str:
-        """String: tokens so far of a ticket handed back or interrupted."""
+        """String: tokens so far of a ticket that was handed back or interrupted."""
         return f"{self.prefix}:partial:{ticket}"
 
     def step(self, step: int) -> str:
@@ -204,5 +204,5 @@ class Keys:
         return f"{self.prefix}:step:{step}"
 
     def trained(self, epoch: int) -> str:
-        """Bitmap: dataset rows of the epoch that were trained; the witness that none was trained twice."""
+        """Bitmap: dataset rows of the epoch that were trained; proves that none was trained twice."""
         return f"{self.prefix}:trained:{epoch}"

@@ -1,4 +1,4 @@
-"""Wire types. Each names who makes it and who reads it; `PROTOCOL_VERSION` is the schema version that a run is bound to.
+"""Message types. Each names its producer and its consumers; `PROTOCOL_VERSION` is the schema version that a run is bound to.
 
 Guarantees: decoding untrusted bytes returns a valid value or raises `codec.CorruptMessage`; nothing is executed.
 """
@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 
 PROTOCOL_VERSION = 6
-"""Schema version of all messages and of the key layout; kept in the run's hash and checked by every service."""
+"""Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """One prompt to complete. Produced by dataprep, consumed by generators."""
 
     id: str  # "<epoch>-<index>", index = row in the data set
-    seq: int  # position in the run's order of issue, from 0
+    seq: int  # position in the run's issue order, from 0
     epoch: int
     index: int
     seed: int  # sample i of the group uses seed + i
@@ -24,7 +24,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     answer: str  # gold answer, or the task's entry as JSON (reasoning_gym)
     group_size: int
     source: str  # name of the prompt source; its verifiers score the completions
-    trace: str = ""  # context of its trace (services/runtime/tracing.py); empty: it has none
+    trace: str = ""  # trace context (services/runtime/tracing.py); empty: no trace
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +48,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     score_s: float  # verifiers
     source: str  # name of the prompt source
     tool_tokens: list[int]  # [n] completion tokens that the policy did not sample; they are never trained
-    trace: str = ""  # that of its ticket
+    trace: str = ""  # trace context of its ticket
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +60,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of a group. Produced by generators, consumed by trainer ranks. Completions lie end to end."""
+    """The tokens of a group. Produced by generators, consumed by trainer ranks. Completions are concatenated."""
 
     prompt: np.ndarray  # [P] int32
     lengths: np.ndarray  # [n] int32
@@ -77,37 +77,37 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     payload: str
     index: int  # which completion of the group
     advantage: float
-    trained_tokens: int  # response tokens in the loss: 0 when masked, else all but tool tokens
+    trained_tokens: int  # response tokens in the loss: 0 if masked, otherwise all except tool tokens
     weight: float = 1.0  # importance weight of its group: factor of its tokens' loss
-    tokens: int = 0  # of its prompt and completion together, as the header says; 0: whatever the payload says
+    tokens: int = 0  # of its prompt and completion together, from the header; 0: use the payload's number
     prompt_tokens: int = 0  # of its prompt alone, likewise
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one rank, in order; a row is one micro-batch. Every rank of a step has equally many, some may be empty."""
+    """Rows of one rank, in order; a row is one micro-batch. Every rank of a step has the same number, some may be empty."""
 
     rows: list[list[Sample]]
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What step `step` trains on. Produced by dataprep, consumed by trainer ranks, who read their own `RankPlan` beside it."""
+    """What step `step` trains on. Produced by dataprep, consumed by trainer ranks, which also read their own `RankPlan`."""
 
     step: int
     groups: list[str]
-    fresh_groups: list[str]  # those that train for the first time: each returns a slot
+    fresh_groups: list[str]  # groups that train for the first time: each returns a slot
     ranks: int
     rows_per_rank: int
     mini_batch_rows: list[int]  # rows of each mini-batch, on every rank; sums to rows_per_rank
-    denominators: list[float]  # one a mini-batch: tokens, responses or groups in the loss over all ranks, or the constant
+    denominators: list[float]  # one per mini-batch: tokens, responses or groups in the loss over all ranks, or the constant
     response_tokens: int
     total_tokens: int  # of all responses with their prompts, as if none were shared
     stats: dict[str, float]  # metrics of the data of this step, e.g. reward/train/mean
     row_tokens: int = 0  # token budget of its rows
-    traces: list[str] = []  # of those of its groups that have one
+    traces: list[str] = []  # contexts of its groups that have a trace
 
 
 class PodStatus(msgspec.Struct, frozen=True):
-    """What a pod says of itself with every heartbeat. Produced by every service, consumed by console and trainer."""
+    """A pod's status, sent with every heartbeat. Produced by every service, consumed by console and trainer."""
 
     kind: str  # generator | dataprep | trainer | tracker | scaler | web
     name: str  # stable name, e.g. generator-0
@@ -119,13 +119,15 @@ class PodStatus(msgspec.Struct, frozen=True):
     version: int  # policy version held; -1: none
     world: int  # ranks this pod takes in a sync group (tensor parallel size); 0: never a member
     gauges: dict[str, float]  # e.g. tokens_per_s, running, waiting
-    trainer_fence: int = 0  # fence of the trainer whose weights it holds; 0: none's
+    trainer_fence: int = 0  # fence of the trainer whose weights it holds; 0: none
     unreached: str = ""  # host:port of the trainer that it could not reach; empty: none
-    paused: str = ""  # the pause that holds here: keep | drain | abort; empty: it works, or what a pause asks is not done yet
+    paused: str = (
+        ""  # the pause in effect here: keep | drain | abort; empty: it works, or has not completed a requested pause yet
+    )
 
     @property
     def member(self) -> str:
-        """Identity of this process in the fleet: a restarted pod is another member."""
+        """Return the identity of this process in the fleet: a restarted pod is another member."""
         return f"{self.name}:{self.boot}"
 
 
@@ -138,22 +140,22 @@ class Round(msgspec.Struct, frozen=True):
     members: dict[str, int]  # member -> first rank in the group; the sender is rank 0
     world_size: int
     backend: str  # gloo | nccl | filesystem
-    host: str  # where members meet the sender, from gather on; of filesystem the group's folder below the run's weights
-    port: int  # of filesystem 0
+    host: str  # where members meet the sender, from gather on; for filesystem, the group's folder below the run's weights
+    port: int  # 0 for filesystem
     attempt: int  # grows with every round opened; acknowledgements name it
-    trainer_fence: int  # fence of the trainer: weights of one version are the same only if this is, too
+    trainer_fence: int  # fence of the trainer: weights of one version are the same only if it is the same too
 
 
 SYNC_PHASES = ("gather", "join", "pause", "transfer")
 """Phases of a round that its members acknowledge, in order."""
 CHANGED = "arrived changed: "
-"""Detail of a `failed` acknowledgement of the phase transfer, before the name of the first weight that was not as sent."""
+"""Prefix of the detail of a `failed` acknowledgement of the phase transfer, followed by the first weight that changed."""
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens so far of a group. Produced by a generator that hands a ticket back, consumed by the one that claims it next."""
+    """Tokens so far of a group. Produced by a generator that hands a ticket back, consumed by the next one that claims it."""
 
-    finish: list[str]  # [n] stop | length: that completion is done; empty: it is to be continued
+    finish: list[str]  # [n] stop | length: that completion is done; empty: it continues
     lengths: np.ndarray  # [n] int32
     tokens: np.ndarray  # [sum lengths] int32
     logprobs: np.ndarray  # [sum lengths] float32

@@ -1,7 +1,7 @@
-"""Payloads of one run on several masters of a Redis Cluster: the names of its shards, and which payload lies in which. Pure.
+"""Payloads of one run on several masters of a Redis Cluster: names the shards and assigns payloads to them. Pure.
 
-Guarantees: shards are spread evenly over the slots, so that masters which share those evenly have one each, or several, where
-there are as many shards as masters; a name is in the same shard for every process.
+Guarantees: shards are spread evenly over the slots. Masters that share the slots evenly have one shard each, or several, if there
+are at least as many shards as masters. A name is in the same shard for every process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from services.protocol.keys import Keys
 
 MOST = 64
-"""Shards of a run: a client has connections of its own to each."""
-OFF_CENTRE = 1 / 16  # of its share of the slots: so far beside the middle of it a shard may lie; nearer takes longer to find
+"""Maximum number of shards of a run: a client has separate connections to each."""
+OFF_CENTRE = 1 / 16  # share of its slots by which a shard may be off their centre; closer takes longer to find
 
 
 @cache
 def shards(run: str, count: int) -> tuple[Keys, ...]:
-    """Keys of each shard: those of a run that has a name which no run can have."""
+    """Return the keys of each shard: those of a run with a name that no real run can have."""
     share, found, number = REDIS_CLUSTER_HASH_SLOTS / count, dict[int, Keys](), 0
     while len(found) < count:
         keys = Keys(f"{run}/{number}")
@@ -32,5 +32,5 @@ def shards(run: str, count: int) -> tuple[Keys, ...]:
 
 
 def shard_of(payload: str, count: int) -> int:
-    """Which of `count` shards a payload lies in."""
+    """Return which of `count` shards holds a payload."""
     return crc32(payload.encode()) % count

@@ -1,7 +1,7 @@
-"""Folders that exist whole or not at all: checkpoints and exports.
+"""Folders that exist completely or not at all: checkpoints and exports.
 
-Guarantees: a folder under its final name has a manifest and every file it lists; whatever a crash leaves behind has the
-suffix `.partial` and is never taken for one. This module knows nothing of what is in them.
+Guarantees: a folder under its final name has a manifest and every file it lists; whatever a crash leaves behind has the suffix
+`.partial` and is never mistaken for a complete folder. This module does not know what the folders contain.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 
 MANIFEST = "manifest.json"
-"""Written last: a folder with it is complete."""
+"""Written last: a folder that has it is complete."""
 
 PARTIAL = ".partial"
-"""Suffix of a folder being written; before it stands the number of who writes it."""
+"""Suffix of a folder being written, after the number of its writer."""
 
 REPLACED = ".replaced" + PARTIAL
-"""Suffix of a folder that a new one took the place of, until it is deleted."""
+"""Suffix of a folder that a new one replaced, until it is deleted."""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -38,29 +38,29 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class FolderManifest(msgspec.Struct, frozen=True):
-    """What a folder holds: its files by relative path, and facts about it."""
+    """Contents of a folder: its files by relative path, and facts about it."""
 
     files: dict[str, FileRecord]
     facts: dict[str, Any]
 
 
 class FolderError(RuntimeError):
-    """A folder could not be written or is damaged: the message names the path, the reason and the remedy."""
+    """A folder could not be written or is damaged; the message names the path, the reason and the remedy."""
 
 
 def unfinished(final: Path, owner: int = 0) -> Path:
-    """The folder in which `owner` writes `final`: a name of its own, so that two who write at once do not mix their files."""
+    """Return the folder in which `owner` writes `final`. Each owner has its own, so concurrent writers do not mix their files."""
     return final.with_name(f"{final.name}.{owner}{PARTIAL}")
 
 
 def owner_of(partial: Path) -> int:
-    """Whose unfinished folder that is; 0: nobody's."""
+    """Return the owner of an unfinished folder; 0 if it has none."""
     number = partial.name.removesuffix(PARTIAL).rpartition(".")[2]
     return int(number) if number.isdigit() else 0
 
 
 def begin(final: Path, owner: int = 0) -> Path:
-    """Make and return the empty folder in which `owner` writes `final`. Raises `FolderError`."""
+    """Create and return the empty folder in which `owner` writes `final`. Raises `FolderError`."""
     partial = unfinished(final, owner)
     try:
         if partial.exists():
@@ -72,14 +72,16 @@ def begin(final: Path, owner: int = 0) -> Path:
 
 
 def digests(folder: Path, share: int, shares: int) -> dict[str, FileRecord]:
-    """Records of every `shares`-th file under `folder`, from the `share`-th on, so that ranks divide the reading."""
+    """Return records of every `shares`-th file under `folder`, starting with the `share`-th, so that ranks divide the reading."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {str(path.relative_to(folder)): _record(path) for path in paths[share::shares]}
 
 
 def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Callable[[], str] = lambda: "") -> None:
-    """Write the manifest, force every file to disk, which may take minutes, and give the folder its name unless there is an
-    `objection` then. Raises `FolderError`."""
+    """Write the manifest, force every file to disk, which may take minutes, and rename the folder to its final name.
+
+    Raises `FolderError`, also if there is an `objection` right before renaming.
+    """
     try:
         _write(partial / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         for path in [*partial.rglob("*"), partial]:
@@ -89,7 +91,7 @@ def finish(partial: Path, final: Path, manifest: FolderManifest, objection: Call
         aside = final.with_name(final.name + REPLACED)
         shutil.rmtree(aside, ignore_errors=True)
         if final.exists():
-            final.rename(aside)  # deleted under another name: under its own it is whole, or not there
+            final.rename(aside)  # deleted under another name, so that the final name is complete or absent
         partial.rename(final)
         _sync(final.parent)
         shutil.rmtree(aside, ignore_errors=True)
@@ -106,7 +108,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Exchange a file's content in one step. Raises `FolderError`."""
+    """Replace a file's content atomically. Raises `FolderError`."""
     fresh = path.with_name(path.name + PARTIAL)
     try:
         _write(fresh, data)
@@ -117,7 +119,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """The manifest of a complete folder. Raises `FolderError`."""
+    """Return the manifest of a complete folder. Raises `FolderError`."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=FolderManifest)
     except OSError as error:
@@ -127,7 +129,7 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def verify(folder: Path, manifest: FolderManifest) -> None:
-    """Compare every file with the manifest, reading it all. Raises `FolderError` that names the first difference."""
+    """Read every file and compare it with the manifest. Raises `FolderError` that names the first difference."""
     for name, expected in manifest.files.items():
         path = folder / name
         try:
@@ -141,28 +143,28 @@ def verify(folder: Path, manifest: FolderManifest) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Delete what was left unfinished, as far as that can be done."""
+    """Delete an unfinished folder, ignoring errors."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def check(folder: Path) -> FolderManifest:
-    """The manifest of a folder that is whole and undamaged: every byte is compared. Raises `FolderError`."""
+    """Return the manifest of a folder, comparing every byte. Raises `FolderError` if it is incomplete or damaged."""
     manifest = read_manifest(folder)
     verify(folder, manifest)
     return manifest
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete folders, as far as that can be done; one whose deletion is cut off has no final name any more."""
+    """Delete folders, ignoring errors. A folder whose deletion is interrupted no longer has its final name."""
     for folder in folders:
         aside = folder.with_name(folder.name + REPLACED)
-        with contextlib.suppress(OSError):  # what cannot be deleted takes space, and is tried again the next time
+        with contextlib.suppress(OSError):  # what cannot be deleted takes space, and is retried the next time
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
 
 
 def explain(path: Path, error: OSError) -> str:
-    """Why a write failed, in the words of the system, and what to do."""
+    """Return why a write failed, in the system's words, and what to do."""
     if error.errno in FULL:
         remedy = "free space there, raise the limit, or lower checkpoint.keep"
     elif error.errno in READ_ONLY:

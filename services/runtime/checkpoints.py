@@ -1,8 +1,7 @@
-"""The checkpoints of a run as they lie in its folder: `<root>/step-00000012/`, the state after training step 12, and the pointer
-`<root>/latest`.
+"""The checkpoints of a run on disk: `<root>/step-00000012/`, the state after training step 12, and the pointer `<root>/latest`.
 
-Guarantees: what is listed as complete has a manifest and was written to its end; nothing here writes or deletes; a checkpoint
-that this program cannot take up is refused with the reason, never passed over for an older one.
+Guarantees: what is listed as complete has a manifest and was written completely; nothing here writes or deletes; a checkpoint
+that this program cannot load is rejected with the reason, never skipped in favour of an older one.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ from services.runtime.atomic_folders import FolderError, FolderManifest
 logger = logging.getLogger(__name__)
 
 SNAPSHOT = "dataprep.msgpack"
-"""File of a checkpoint with dataprep's state."""
+"""File of a checkpoint that holds dataprep's state."""
 
 LAYOUT = 2
-"""Of the files in a checkpoint; 1 was DeepSpeed's own, which only as many ranks at the same ZeRO stage could load."""
+"""Layout version of the files in a checkpoint. Version 1 was DeepSpeed's own, which only as many ranks at the same ZeRO stage
+could load.
+"""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read: the message names the path, the reason and the remedy."""
+    """A checkpoint could not be written or read; the message names the path, the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +40,32 @@ class Saved:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its files."""
+        """Return the size of all its files in bytes."""
         return sum(record.size_bytes for record in self.manifest.files.values())
 
     @property
     def written_s(self) -> float:
-        """When it was written, Unix seconds."""
+        """Return when it was written, in Unix seconds."""
         return float(self.manifest.facts.get("time_s", 0.0))
 
     @property
     def refusal(self) -> str:
-        """Why this program cannot take it up, or empty."""
+        """Return why this program cannot load it, or an empty string."""
         layout = self.manifest.facts.get("layout", 1)
         if layout == LAYOUT:
             return ""
         age = "a newer" if layout > LAYOUT else "an older"
         return (
             f"{self.folder} was written by {age} version of this program (checkpoint layout {layout}, this one reads {LAYOUT}): "
-            "go on with that version, or start a new run from its export"
+            "use that version, or start a new run from its export"
         )
 
     def read(self, name: str) -> bytes:
-        """A file that lies beside the state. Raises `CheckpointError`."""
+        """Return a file stored next to the state. Raises `CheckpointError`."""
         try:
             return (self.folder / name).read_bytes()
         except OSError as error:
-            raise CheckpointError(f"{self.folder / name} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"cannot read {self.folder / name}: {error.strerror}") from error
 
     def verify(self) -> None:
         """Compare every byte with the manifest. Raises `CheckpointError`."""
@@ -72,27 +73,27 @@ class Saved:
             atomic_folders.verify(self.folder, self.manifest)
         except FolderError as error:
             raise CheckpointError(
-                f"{error}; bring the file back, or delete {self.folder} to go on from the one before"
+                f"{error}; restore the file, or delete {self.folder} to resume from the previous checkpoint"
             ) from error
 
 
 def surplus(written: Iterable[int], step: int, keep: int) -> list[int]:
-    """Which of the checkpoints of the steps `written`, in order of writing, are deleted when that of `step` is there.
+    """Return which of the checkpoints of the steps `written`, in order of writing, to delete once that of `step` exists.
 
-    Those of later steps are of a history that the run was taken back from: they go first.
+    Checkpoints of later steps belong to a history from before a restore, and are deleted first.
     """
     others = sorted((one for one in written if one != step), key=lambda one: one < step)
     return others[: max(0, len(others) + 1 - keep)]
 
 
 class CheckpointFolder:
-    """The checkpoints in one folder."""
+    """The checkpoints in one folder, read-only."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def complete(self) -> list[Saved]:
-        """Complete checkpoints, oldest step first; their files are not read."""
+        """Return complete checkpoints, oldest step first, without reading their files."""
         found = []
         for folder in self.root.glob("step-*"):
             number = folder.name.removeprefix("step-")
@@ -104,11 +105,11 @@ class CheckpointFolder:
         return sorted(found, key=lambda saved: saved.step)
 
     def written(self) -> dict[int, Path]:
-        """Folders of complete checkpoints by step, in order of writing."""
+        """Return folders of complete checkpoints by step, in order of writing."""
         return {one.step: one.folder for one in sorted(self.complete(), key=lambda one: (one.written_s, one.step))}
 
     def unfinished(self) -> list[Path]:
-        """Folders of checkpoints that are being written, or were left half-written or half-deleted."""
+        """Return folders of checkpoints that are being written, or were left partly written or partly deleted."""
         marked = self.root.glob(f"step-*{atomic_folders.PARTIAL}")
         bare = (
             path for path in self.root.glob("step-*") if path.name[5:].isdigit() and not (path / atomic_folders.MANIFEST).exists()
@@ -116,17 +117,17 @@ class CheckpointFolder:
         return sorted({*marked, *bare})
 
     def named(self) -> str:
-        """Name of the checkpoint that `latest` names, or empty."""
+        """Return the name of the checkpoint in `latest`, or an empty string."""
         try:
             return (self.root / "latest").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             return ""
 
     def latest(self) -> Saved | None:
-        """The checkpoint that `latest` names, or else the last before it, that is undamaged: every byte is compared.
+        """Return the checkpoint that `latest` names, or the last undamaged one before it. Compares every byte.
 
-        Those of later steps, which a run that was taken back left behind, come last.
-        Raises `CheckpointError` when that one is of another version of this program.
+        Checkpoints of later steps, left behind by a restore, come last. Raises `CheckpointError` if the checkpoint is from
+        another version of this program.
         """
         number = self.named().removeprefix("step-")
         named = int(number) if number.isdigit() else sys.maxsize
@@ -141,7 +142,7 @@ class CheckpointFolder:
         return None
 
     def at(self, step: int) -> Saved:
-        """The checkpoint of a step, every byte compared. Raises `CheckpointError` when there is none that can be taken up."""
+        """Return the checkpoint of a step, comparing every byte. Raises `CheckpointError` if it cannot be loaded."""
         complete = self.complete()
         for saved in complete:
             if saved.step == step:
@@ -151,6 +152,6 @@ class CheckpointFolder:
                 return saved
         name = f"step-{step:08d}"
         half = any(path.name.split(".")[0] == name for path in self.unfinished())
-        why = f"was never finished: it has no {atomic_folders.MANIFEST}" if half else "is not there"
+        why = f"was never finished: it has no {atomic_folders.MANIFEST}" if half else "does not exist"
         there = ", ".join(str(saved.step) for saved in complete) or "none"
-        raise CheckpointError(f"the checkpoint of step {step} in {self.root} {why}; complete are those of steps: {there}")
+        raise CheckpointError(f"the checkpoint of step {step} in {self.root} {why}; complete checkpoints: {there}")

@@ -1,8 +1,9 @@
-"""Service processes: started, watched, ended with all their children. `grpo run` keeps all of a run so, a trainer pod its ranks.
+"""Starts and watches service processes, and ends them with all their children. `grpo run` manages a whole run this way, a trainer
+pod its ranks.
 
-Guarantees: a service does not outlive who started it (it gets a SIGTERM when that dies) and its children do not outlive its
-kill (a session of its own, ended as a group). Children must be started from the thread that lives longest, because the
-kernel's parent-death signal is tied to the thread.
+Guarantees: a service does not outlive the process that started it (it gets a SIGTERM when that dies), and its children do not
+outlive its kill (it has its own session, which is killed as a group). Children must be started from the thread that lives
+longest, because the kernel's parent-death signal is tied to the thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from services.runtime.process_tools import die_with_parent, free_port
 
-ERROR_PREFIX = "error: "  # how a service says what ended it (services/runtime/entry.py)
+ERROR_PREFIX = "error: "  # prefix of the line in which a service reports the error that ended it (services/runtime/entry.py)
 LAST_WORDS_BYTES = 64 * 1024
 STOP_S = 5.0  # how long a process without other duties may take to end
 
@@ -29,28 +30,28 @@ class ProcessPlan:
 
     name: str
     argv: tuple[str, ...]
-    environ: Mapping[str, str] = field(default_factory=dict)  # laid over the common environment
+    environ: Mapping[str, str] = field(default_factory=dict)  # added to the common environment
 
 
 @dataclass(frozen=True)
 class ServicePlan:
-    """Pods that live and die together: all trainer ranks, or a single pod of another kind."""
+    """Pods that start and end together: all trainer ranks, or a single pod of another kind."""
 
     name: str
     pods: tuple[ProcessPlan, ...]
-    collective: bool = False  # the pods meet at MASTER_PORT, a new one with every start
-    essential: bool = True  # the run cannot do without it
-    stays: bool = False  # does not end with the run, but when it is asked to
-    stop_s: float = STOP_S  # how long it may take to end once it was asked to
+    collective: bool = False  # the pods meet at MASTER_PORT, which changes with every start
+    essential: bool = True  # the run cannot continue without it
+    stays: bool = False  # does not end with the run, only when asked to
+    stop_s: float = STOP_S  # how long it may take to end after it was asked to
 
 
 def rank_environment(rank: int, local_rank: int, world: int, host: str) -> dict[str, str]:
-    """Who a trainer rank is, as torchrun says it too (services/trainer/ranks.py); MASTER_PORT beside."""
+    """Return a trainer rank's identity as torchrun sets it (services/trainer/ranks.py); MASTER_PORT is added separately."""
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host}
 
 
 class ChildProcess:
-    """One service process and its log; without a folder for logs it prints where its parent does."""
+    """One service process and its log; without a log folder it prints to its parent's output."""
 
     def __init__(self, plan: ProcessPlan, logs: Path | None) -> None:
         self.plan = plan
@@ -60,7 +61,7 @@ class ChildProcess:
         self._log_start = 0
 
     def start(self, environ: Mapping[str, str], *pass_fds: int) -> None:
-        """Start the process; what it prints is appended to its log."""
+        """Start the process and append its output to its log."""
         with contextlib.ExitStack() as stack:
             log = None
             if self.log is not None:
@@ -74,21 +75,21 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, 0 before the first start."""
+        """Return the process id, 0 before the first start."""
         return self._process.pid if self._process else 0
 
     @property
     def code(self) -> int | None:
-        """Exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._process.poll() if self._process else None
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask it to exit."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it and all it started."""
+        """Kill it and everything it started."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -96,23 +97,23 @@ class ChildProcess:
         self._process.wait()
 
     def last_error(self) -> str:
-        """The error line of this life of the process, without its prefix; empty: it left none."""
+        """Return the error line since the process's last start, without its prefix; empty if there is none."""
         return last_error(self.log, self._log_start) if self.log else ""
 
 
 class ChildService:
-    """Pods that live and die together."""
+    """Pods that start and end together."""
 
     def __init__(self, plan: ServicePlan, logs: Path | None = None) -> None:
         self.plan = plan
         self.name = plan.name
         self.pods = [ChildProcess(pod, logs) for pod in plan.pods]
         self.started = time.monotonic()
-        self.asked = float("inf")  # when it was first asked to end
-        self.retired = False  # not wanted any more: its end is no death
+        self.asked = float("inf")  # when it was first asked to exit
+        self.retired = False  # no longer wanted: its end is not a failure
 
     def start(self, environ: Mapping[str, str], *pass_fds: int) -> None:
-        """Start every pod; files that are open under `pass_fds` are open in it too."""
+        """Start every pod. Files open under `pass_fds` are open in the pods too."""
         meeting = {"MASTER_PORT": str(free_port())} if self.plan.collective else {}
         self.started, self.asked = time.monotonic(), float("inf")
         for pod in self.pods:
@@ -120,38 +121,38 @@ class ChildService:
 
     @property
     def codes(self) -> list[int | None]:
-        """Exit codes of the pods, None for one that runs."""
+        """Return the exit codes of the pods, None for one that runs."""
         return [pod.code for pod in self.pods]
 
     @property
     def alive(self) -> bool:
-        """Whether any pod runs."""
+        """Return whether any pod runs."""
         return any(code is None for code in self.codes)
 
     def terminate(self) -> None:
-        """Ask every pod to end."""
+        """Ask every pod to exit."""
         self.asked = min(self.asked, time.monotonic())
         for pod in self.pods:
             pod.terminate()
 
     def retire(self) -> None:
-        """Ask it to end for good."""
+        """Ask it to exit for good."""
         self.retired = True
         self.terminate()
 
     @property
     def overdue(self) -> bool:
-        """Whether it was asked to end, has had its time, and still runs."""
+        """Return whether its time to exit has passed and it still runs."""
         return time.monotonic() - self.asked > self.plan.stop_s and self.alive
 
     def kill(self) -> None:
-        """End every pod and all they started."""
+        """Kill every pod and everything they started."""
         for pod in self.pods:
             pod.kill()
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    """The last line of `log` after byte `start` that begins with `error: `, without that prefix."""
+    """Return the last line of `log` after byte `start` that begins with `error: `, without that prefix."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Entry of a service process: its command line, its service opened and closed, errors made exit codes.
+"""Entry point of a service process: parses the command line, opens and closes the service, turns errors into exit codes.
 
-Guarantees: SIGTERM sets the service's `stopping`; where `leaving_at_once` stands, because nothing has begun yet, it ends the
-process; a failure that no retry can mend exits with a code and one line (EXIT_* below).
+Guarantees: SIGTERM sets the service's `stopping`; inside `leaving_at_once`, before any work has begun, it ends the process; a
+failure that a retry cannot fix exits with a code and one line (EXIT_* below).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from services.store import Store
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
 CONFIG_ENV = "GRPO_CONFIG"
-REST_POLL_S = 2.0  # how often a pod whose run is over looks whether it goes on
+REST_POLL_S = 2.0  # how often a pod whose run is over checks whether it resumed
 
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """While this lasts, SIGTERM ends the process with 0, as soon as its main thread runs Python: nothing has begun yet.
+    """Inside this block, SIGTERM ends the process with 0 as soon as its main thread runs Python: no work has begun yet.
 
-    Models load for minutes, and the first process of a container is not ended by a signal that it has no handler for. Trainer
-    ranks, which are never the first, do without: they wait for one another in calls that run no handler.
+    Loading a model takes minutes, and the first process of a container ignores a signal without a handler. Trainer ranks, which
+    are never the first process, do not need this: they wait for one another in calls that run no handler.
     """
 
     def leave(*_: object) -> None:
-        if os.getpgrp() == os.getpid():  # as everywhere but at a developer's: what it has started goes with it
+        if os.getpgrp() == os.getpid():  # true except in a developer's shell: also ends what this process has started
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.killpg(0, signal.SIGTERM)
         os._exit(EXIT_OK)
@@ -56,7 +56,7 @@ def leaving_at_once() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator[Service]:
-    """A service with its store connected, its REST endpoints up and SIGTERM handled."""
+    """Open a service with its store connected, its REST endpoints up and SIGTERM handled."""
     tokens = api_tokens(config)
     store = await Store.connect(config.redis.url, config.run.name, redis_login(config, kind))
     status = PodStatus(
@@ -66,7 +66,7 @@ async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator
     service = Service(kind, config, store, status)
     loop = asyncio.get_running_loop()
     before = {sig: signal.getsignal(sig) for sig in (signal.SIGTERM, signal.SIGINT)}
-    handled = threading.current_thread() is threading.main_thread()  # no other may handle signals; the trainer does its own
+    handled = threading.current_thread() is threading.main_thread()  # other threads cannot; the trainer handles its own
     for sig in before if handled else ():
         loop.add_signal_handler(sig, service.stop)
     try:
@@ -87,24 +87,22 @@ class Arguments:
 
     config: RunConfig
     name: str
-    path: str = ""  # of the configuration
-    stay: bool = False  # stay, idle, when the run is over: on a cluster, where whoever exits is started again
+    path: str = ""  # path of the configuration
+    stay: bool = False  # stay idle after the run is over: on a cluster a process that exits is restarted
 
 
 def arguments(kind: str, argv: list[str] | None = None) -> Arguments:
-    """Parse a service's command line; environment GRPO_CONFIG and GRPO_POD stand in for the options."""
+    """Parse a service's command line; the environment variables GRPO_CONFIG and GRPO_POD provide defaults."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=f"The {kind} service of a run.")
+    parser = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=f"Run the {kind} service of a run.")
     parser.add_argument(
         "--config", default=os.environ.get(CONFIG_ENV), help=f"resolved configuration (TOML); default ${CONFIG_ENV}"
     )
     parser.add_argument(
         "--name", default=os.environ.get("GRPO_POD", socket.gethostname()), help="name of this pod; default $GRPO_POD"
     )
-    parser.add_argument(
-        "--stay", action="store_true", help="when the run is over, stay and wait for it to be taken back to a checkpoint"
-    )
+    parser.add_argument("--stay", action="store_true", help="after the run is over, stay and wait for a restore to a checkpoint")
     options = parser.parse_args(argv)
     if not options.config:
         parser.error(f"--config or {CONFIG_ENV} is required")
@@ -112,9 +110,10 @@ def arguments(kind: str, argv: list[str] | None = None) -> Arguments:
 
 
 async def rest(kind: str, given: Arguments) -> bool:
-    """With `--stay`: while the run is over, serve the endpoints and do nothing. True: told to end; False: there is work to do.
+    """With `--stay`: while the run is over, serve the endpoints and do nothing else.
 
-    A pod whose run has ended exits, is started again, and rests: the memory of its engine or its ranks is free.
+    Returns True if told to stop, False if there is work to do. A pod whose run has ended exits, is restarted, and idles here, so
+    the memory of its engine or its ranks is free.
     """
     if not given.stay or not await _over(kind, given.config):
         return False
@@ -129,7 +128,7 @@ async def rest(kind: str, given: Arguments) -> bool:
 
 
 def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str] | None = None) -> int:
-    """Entry of a service process: set up logs, run `work`, turn errors into one line and an exit code."""
+    """Run a service process: set up logs, run `work`, turn errors into one line and an exit code."""
     try:
         with leaving_at_once():
             given = arguments(kind, argv)
@@ -157,11 +156,11 @@ async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitab
 
 
 def report(error: BaseException) -> int:
-    """Print an error a person can act on; the exit code for it. Only EXIT_FAILED is worth another try."""
+    """Print an actionable error and return its exit code. Only EXIT_FAILED is worth a retry."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     if isinstance(error, Broken):
         return EXIT_FAILED
     if isinstance(error, Fenced | OutOfOrder):
-        return EXIT_FAILED  # out of step with the run: a new process reads it anew
+        return EXIT_FAILED  # out of step with the run: a new process reads the state again
     redis = isinstance(error, StoreError) and not isinstance(error, DifferentRun)
     return EXIT_REDIS if redis else EXIT_CONFIG

@@ -1,7 +1,7 @@
-"""JSON logs on standard error: ours, vLLM's, uvicorn's and other packages' in one stream, an object a line.
+"""JSON logs on standard error: ours, vLLM's, uvicorn's and other packages' in one stream, one object per line.
 
-Guarantees: `run` and `pod` are on every line; what is bound as context (`step`, `ticket`) is on every line that is written inside
-it, a package's too, and by what is started inside.
+Guarantees: `run` and `pod` are on every line; bound context (`step`, `ticket`) is on every line written inside it, including
+lines of other packages and of tasks started inside.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 RUN, POD = "GRPO_LOG_RUN", "GRPO_LOG_POD"
-"""Environment variables by which processes that a service starts know whose they are."""
+"""Environment variables that tell the processes a service starts which run and pod they belong to."""
 GUESTS = ("DeepSpeed", "huggingface_hub", "transformers")
-"""Packages with handlers of their own. vLLM's are in generator/engines/vllm_logging.json, as it has processes of its own."""
+"""Packages with their own handlers. vLLM's are in generator/engines/vllm_logging.json, because it has its own processes."""
 
 
 def configure(run: str, pod: str, level: str = "INFO") -> None:
-    """Route structlog and the standard library's loggers to one JSON line an event."""
+    """Route structlog and the standard library's loggers to one JSON line per event."""
     os.environ |= {RUN: run, POD: pod}
-    os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar is no line
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar is not a log line
     _adopt(GUESTS)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(inherited_formatter())
@@ -40,7 +40,7 @@ def configure(run: str, pod: str, level: str = "INFO") -> None:
 
 
 def inherited_formatter() -> logging.Formatter:
-    """Formats records of this process, or of the service that started it."""
+    """Return a formatter for records of this process, or of the service that started it."""
     run, pod = os.environ.get(RUN, ""), os.environ.get(POD, "")
 
     def origin(_: object, __: str, event: EventDict) -> EventDict:
@@ -59,7 +59,7 @@ def inherited_formatter() -> logging.Formatter:
 
 
 class _Guest(logging.Logger):
-    """Of a package that would write lines of its own: what it logs goes where everybody's goes, whatever it sets up."""
+    """Logger of a package that would write its own lines: its records go to the common stream, whatever handlers it installs."""
 
     def addHandler(self, hdlr: logging.Handler) -> None:
         pass

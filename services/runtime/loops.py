@@ -1,8 +1,8 @@
 """Supervised background loops.
 
-Guarantees: a loop that fails is logged with its traceback, counted, and started again after a growing pause; a loop that
-makes no progress within its own limit turns the process's liveness red; an error that no retry can mend ends the process
-with its one-line message.
+Guarantees: a loop that fails is logged with its traceback, counted, and restarted after a growing pause; a loop that makes no
+progress within its own limit fails the process's liveness check; an error that a retry cannot fix ends the process with its
+one-line message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Fatal(Exception):
 
 
 class Broken(Exception):
-    """The process cannot go on, but a new one can take its place."""
+    """The process cannot continue, but a new one can take its place."""
 
 
 FATAL = (Fatal, Broken, ConfigError, DifferentRun)
@@ -36,7 +36,7 @@ FATAL = (Fatal, Broken, ConfigError, DifferentRun)
 
 @dataclass
 class Loop:
-    """A loop: `body` runs until it returns; it calls `progress` whenever it has got somewhere, idle waits included."""
+    """A loop: `body` runs until it returns. It calls `progress` whenever it makes progress, which includes idle waits."""
 
     name: str
     body: Callable[[Loop], Awaitable[None]]
@@ -45,21 +45,21 @@ class Loop:
     last_progress: float = field(default_factory=time.monotonic)
 
     def progress(self) -> None:
-        """Say that the loop is alive."""
+        """Report that the loop is alive."""
         self.last_progress = time.monotonic()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last progress."""
+        """Return the seconds since the last progress."""
         return time.monotonic() - self.last_progress
 
     @property
     def alive(self) -> bool:
-        """Whether the loop made progress within its limit."""
+        """Return whether the loop made progress within its limit."""
         return self.silent_s <= self.limit_s
 
     async def supervise(self) -> None:
-        """Run the body to its end, again after each failure."""
+        """Run the body to its end, restarting it after each failure."""
         pause_s = FIRST_PAUSE_S
         while True:
             started = time.monotonic()
@@ -68,20 +68,20 @@ class Loop:
                 return
             except FATAL:
                 raise
-            except Exception as error:  # a loop that is supervised may break in any way: logged, counted, begun again
+            except Exception as error:  # a supervised loop may fail in any way: log, count, restart
                 self.failures += 1
                 if time.monotonic() - started > 10 * LONGEST_PAUSE_S:
                     pause_s = FIRST_PAUSE_S
-                log.warning("loop failed, starting it again", loop=self.name, error=str(error), pause_s=pause_s, exc_info=True)
+                log.warning("loop failed, restarting it", loop=self.name, error=str(error), pause_s=pause_s, exc_info=True)
                 self.progress()
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait until they are done, asking again.
+    """Cancel tasks and wait until they are done, repeating the cancellation.
 
-    Before Python 3.12 `asyncio.wait_for` forgets a cancellation that comes as its result does, and redis-py sends with it.
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation that arrives together with its result, and redis-py sends with it.
     """
     pending = set(tasks)
     while pending:
@@ -90,4 +90,4 @@ async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
         done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         for task in done:
             if not task.cancelled():
-                task.exception()  # seen; whoever awaits the task gets it too
+                task.exception()  # mark it as seen; awaiting the task still raises it

@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, for processes whose main thread must block in collectives.
+"""An event loop in its own thread, for processes whose main thread must block in collectives.
 
-Guarantees: `call` runs a coroutine on that loop and returns or raises what it does; `close` ends the loop in order.
+Guarantees: `call` runs a coroutine on that loop and returns or raises what it does; `close` shuts the loop down in order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from services.runtime.loops import end_tasks
 T = TypeVar("T")
 
 END_S = 5.0
-"""How long what runs on a loop that is closed may take to end."""
+"""How long the tasks of a loop that is closed may take to end."""
 
 
 class Portal:
-    """The way from a blocking thread into an event loop."""
+    """Calls from a blocking thread into an event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -29,7 +29,7 @@ class Portal:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine on the loop and wait for it, `timeout` seconds at most."""
+        """Run a coroutine on the loop and wait for it, at most `timeout` seconds."""
         future = self.start(work)
         try:
             return future.result(timeout)
@@ -38,11 +38,11 @@ class Portal:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop; the future tells when it is done."""
+        """Start a coroutine on the loop; the future completes when it is done."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End what still runs on the loop, if it ends within `END_S`; stop the loop and its thread."""
+        """Cancel what still runs on the loop, waiting up to `END_S`; stop the loop and its thread."""
 
         async def end() -> None:
             await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})

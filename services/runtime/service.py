@@ -1,7 +1,7 @@
-"""What every service process is: a store, a notifications, a view of the run, a heartbeat, REST endpoints and supervised loops.
+"""The common parts of a service process: store, notifications, view of the run, heartbeat, REST endpoints, supervised loops.
 
-Guarantees: the end of the run sets `stopping`, upon which loops come to an end by themselves; the pod leaves the fleet when they
-have. Opened by services/runtime/entry.py.
+Guarantees: the end of the run sets `stopping`, after which loops finish on their own; the pod leaves the fleet when they have.
+Opened by services/runtime/entry.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from services.runtime.view import RunView
 from services.store import Store
 
 LEAVE_LIMIT_S = 3.0
-URGENT = ("phase", "version", "paused", "unreached")  # what others wait for: told at once, not with the next heartbeat
+URGENT = ("phase", "version", "paused", "unreached")  # fields that others wait for: sent at once, not with the next heartbeat
 
 
 @dataclass
 class Service:
-    """One pod of a run. Made by `open_service`."""
+    """One pod of a run. Created by `open_service`."""
 
     kind: str
     config: RunConfig
@@ -46,8 +46,8 @@ class Service:
     view: RunView = field(init=False)
     metrics: PodMetrics = field(init=False)
     tracing: TraceRecorder = field(init=False)
-    stays: bool = False  # goes on when the run is over
-    ready: Callable[[], str] = lambda: ""  # why the pod would not do work now; empty: it would
+    stays: bool = False  # stays after the run is over
+    ready: Callable[[], str] = lambda: ""  # why the pod is not ready for work; empty if it is
 
     def __post_init__(self) -> None:
         self.view = RunView(self.store, self.notifications, self.kind)
@@ -57,13 +57,13 @@ class Service:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """Return the run's folder."""
         return Path(self.config.run.dir) / self.config.run.name
 
     def say(self, **changes: object) -> None:
-        """Change what the next heartbeat says of this pod, e.g. `say(phase="ready", version=3)`, and send it at once.
+        """Change what heartbeats report of this pod, e.g. `say(phase="ready", version=3)`, and send it at once.
 
-        A pod that drains goes on saying so, whatever its loops still do.
+        A draining pod keeps reporting that it drains, whatever its loops still do.
         """
         if self.status.phase == "draining":
             changes.pop("phase", None)
@@ -74,7 +74,7 @@ class Service:
             self.notifications.notify("heartbeat")
 
     def stop(self) -> None:
-        """Ask every loop to come to an end, those that wait too."""
+        """Ask every loop to finish, including those that are waiting."""
         self.stopping.set()
         self.notifications.notify_all()
 
@@ -99,14 +99,14 @@ class Service:
             while not main.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()  # raises what no retry can mend
+                    task.result()  # raises errors that a retry cannot fix
         finally:
             await end_tasks([main, *background])
             with contextlib.suppress(StoreError, OSError, TimeoutError):
                 await asyncio.wait_for(self.store.fleet.leave(self.status), LEAVE_LIMIT_S)
 
     async def created(self, limit_s: float | None = None) -> bool:
-        """Wait until the run exists, which dataprep sees to. False: told to stop before, or `limit_s` passed."""
+        """Wait until the run exists, which dataprep creates. Returns False if told to stop first, or after `limit_s`."""
         exists, told = asyncio.create_task(self._exists()), asyncio.create_task(self._told_to_stop())
         try:
             await asyncio.wait([exists, told], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +121,7 @@ class Service:
         await self.stopping.wait()
 
     async def _listen(self, loop: Loop) -> None:
-        loop.limit_s = float("inf")  # silence is no fault of a notifications; a broken connection raises
+        loop.limit_s = float("inf")  # a quiet subscription is not a fault; a broken connection raises
         await self.notifications.listen(self.store, few=self.kind != "generator")
 
     async def _heartbeat(self, loop: Loop) -> None:
@@ -139,6 +139,6 @@ class Service:
 
 
 def replace_status(status: PodStatus, **changes: object) -> PodStatus:
-    """A copy of a status with some fields changed."""
+    """Return a copy of a status with some fields changed."""
     fields = {name: getattr(status, name) for name in status.__struct_fields__}
     return PodStatus(**{**fields, **changes})

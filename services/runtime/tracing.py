@@ -1,13 +1,13 @@
-"""Traces of groups: one trace a group, whose context travels in its ticket, its header and the plans of its steps.
+"""Traces of groups: one trace per group, whose context travels in its ticket, its header and the plans of its steps.
 
-Guarantees: without `tracing.endpoint` nothing is imported, kept or sent, and a ticket carries an empty context. With it, to
-record a span is to put it into a queue: it never waits, fails or raises; what finds the queue full is dropped and counted. One
-thread sends, however long the collector takes, and `close` leaves it alone after `CLOSE_S`.
+Guarantees: without `tracing.endpoint` nothing is imported, kept or sent, and a ticket carries an empty context. With it,
+recording a span puts it into a queue: it never waits, fails or raises; a span that finds the queue full is dropped and counted.
+One thread sends, however long the collector takes, and `close` abandons it after `CLOSE_S`.
 Waits for: nothing; the sending thread waits for spans and for the collector.
 
 A group's trace begins with the span `issue`, the parent of all others: `claim`, `generate`, `verify`, `submit` (generator),
 `settle`, `plan` (dataprep), `train` (trainer). A group that is generated or trained again has several of them. An evaluation
-round is one trace too: `issue`, then what becomes of its tickets, and `evaluate` from its opening to its end.
+round is one trace too: `issue`, then the spans of its tickets, and `evaluate` from its opening to its end.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 OUTCOMES = ("sent", "failed", "dropped")
-QUEUED = 4096  # spans that may wait, some MB; a step of 256 groups makes about 2,000
+QUEUED = 4096  # spans that may be queued, some MB; a step of 256 groups makes about 2,000
 BATCH = 512  # spans in one request
-PERIOD_S = 1.0  # a batch is sent so long after its first span, or when it is full
-POLL_S = 0.1  # how late the thread notices that it is to end
+PERIOD_S = 1.0  # a batch is sent this long after its first span, or when it is full
+POLL_S = 0.1  # how late the thread notices that it must end
 TIMEOUT_S = 10.0  # of one request
-CLOSE_S = 3.0  # for what still waits when the process ends
+CLOSE_S = 3.0  # for queued spans when the process ends
 _CONTEXT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-01")  # W3C traceparent, sampled
 
 
 class TraceRecorder:
-    """No traces: the run does not ask for them."""
+    """Records nothing: the run has no tracing. Base class of the recorders."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
-        """Spans by what became of them."""
+        """Spans by outcome."""
 
     def begin(self, always: bool = False) -> str:
-        """Begin the trace of what is about to be issued: its context, or empty without one. `always`: whatever the share."""
+        """Begin the trace of a ticket about to be issued. Returns its context, empty without tracing. `always` ignores the
+        sampling share.
+        """
         return ""
 
     def issued(self, contexts: Iterable[str], done: bool) -> None:
-        """End the spans `issue` of traces that were begun; forget them if their tickets were not issued after all."""
+        """End the spans `issue` of traces that were begun, or drop them if their tickets were not issued."""
 
     def record(
         self, name: str, context: str, started: float, ended: float | None = None, **attributes: str | int | float
@@ -63,17 +65,17 @@ class TraceRecorder:
         """Record a span of a group's trace, from `started` to `ended` (now), in seconds of `time.monotonic`."""
 
     def close(self) -> None:
-        """Send what waits, within `CLOSE_S`."""
+        """Send queued spans, within `CLOSE_S`."""
 
 
 def open_tracing(config: RunConfig, kind: str, pod: str) -> TraceRecorder:
-    """Tracing as a run asks for it. Raises `ConfigError` when its package is missing."""
+    """Open tracing as the run configures it. Raises `ConfigError` if its package is missing."""
     check_tracing(config)
     return OtlpTracing(config, kind, pod) if config.tracing.endpoint else TraceRecorder()
 
 
 def check_tracing(config: RunConfig) -> None:
-    """Raise `ConfigError` for traces that cannot be sent from here, without importing what sends them."""
+    """Raise `ConfigError` if traces cannot be sent from here. Does not import the package that sends them."""
     if not config.tracing.endpoint:
         return
     for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
@@ -89,14 +91,14 @@ def check_tracing(config: RunConfig) -> None:
 
 
 class OtlpTracing(TraceRecorder):
-    """Spans to a collector, by OTLP over HTTP. Safe to use from several threads."""
+    """Sends spans to a collector, by OTLP over HTTP. Safe to use from several threads."""
 
     def __init__(self, config: RunConfig, kind: str, pod: str) -> None:
         super().__init__()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would tell of every request; we tell of the first
-        self._share, self._random = config.tracing.share, random.Random()  # not the process's: that may be seeded
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log every failed request; we log the first
+        self._share, self._random = config.tracing.share, random.Random()  # not the process's own, which may be seeded
         self._begun: dict[str, Span] = {}
         self._queue: queue.Queue[ReadableSpan] = queue.Queue(QUEUED)
         self._closing = threading.Event()
@@ -152,24 +154,26 @@ class OtlpTracing(TraceRecorder):
             self.counts["dropped"] += 1
 
     def _send(self, exporter: SpanExporter) -> None:
-        """The thread: send what waits, until `close` and nothing waits any more."""
+        """Run the thread: send queued spans until `close` is called and the queue is empty."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         failing = False
         while batch := self._batch():
             try:
                 sent = exporter.export(batch) is SpanExportResult.SUCCESS
-            except Exception as error:  # whatever the collector or the package does: spans are no reason to end a thread
-                log.debug("spans not sent", error=str(error))
+            except Exception as error:  # errors of the collector or the package must not end the thread
+                log.debug("failed to send spans", error=str(error))
                 sent = False
             self.counts["sent" if sent else "failed"] += len(batch)
             if sent == failing:
                 failing = not sent
-                log.warning("spans are lost: the collector does not take them" if failing else "the collector takes spans again")
+                log.warning(
+                    "losing spans: the collector does not accept them" if failing else "the collector accepts spans again"
+                )
         exporter.shutdown()
 
     def _batch(self) -> list[ReadableSpan]:
-        """The next spans to send; none when it is time to end."""
+        """Return the next spans to send; none when it is time to end."""
         batch: list[ReadableSpan] = []
         until = float("inf")
         while len(batch) < BATCH and time.monotonic() < until:
@@ -186,7 +190,7 @@ class OtlpTracing(TraceRecorder):
 
 
 def _provider(run: str, kind: str, pod: str, source: random.Random, take: Any) -> TracerProvider:
-    """A provider that gives every span that ended to `take`, and draws its ids from `source`."""
+    """Return a provider that passes every ended span to `take`, and draws its ids from `source`."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.id_generator import IdGenerator

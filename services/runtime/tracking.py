@@ -1,4 +1,4 @@
-"""Whether the trackers that a run asks for can be used here: told before the run starts, without importing them."""
+"""Checks, before the run starts and without importing them, that the trackers a run configures can be used here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def check_tracking(config: RunConfig, environ: Mapping[str, str]) -> None:
     tracking = config.tracking
     for name in tracking.trackers:
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # None: a folder of that name, as W&B itself leaves in working directories
+        if (
+            found is None or found.origin is None
+        ):  # origin None: a folder of that name, which W&B itself leaves in working directories
             raise ConfigError(
                 f"tracking.{name} = {getattr(tracking, name)!r} needs the package {name}, which is not installed: "
                 "pip install 'grpo[tracking]', or remove the key"
@@ -24,12 +26,12 @@ def check_tracking(config: RunConfig, environ: Mapping[str, str]) -> None:
     if tracking.wandb_mode == "online" and not environ.get("WANDB_API_KEY") and not _logged_in(environ):
         raise ConfigError(
             'tracking.wandb_mode = "online" needs a key: set WANDB_API_KEY, run `wandb login`, or set '
-            'tracking.wandb_mode = "offline" and send the files later with `wandb sync`'
+            'tracking.wandb_mode = "offline" and upload the files later with `wandb sync`'
         )
 
 
 def _logged_in(environ: Mapping[str, str]) -> bool:
-    """Whether `wandb login` left a key, in the file where it does."""
+    """Return whether `wandb login` left a key in its file."""
     try:
         return netrc.netrc(environ.get("NETRC")).authenticators(WANDB_HOST) is not None
     except (OSError, netrc.NetrcParseError):

@@ -1,7 +1,7 @@
-"""A process's view of the run's state: at most a second old, and refreshed at once after a notification.
+"""A process's view of the run's state: at most a second old, and refreshed immediately after a notification.
 
-Waits for: notifications of changes to the run, or one second. Unblocks: whoever waits for `view.changed`; when a pause begins,
-changes or ends, it notifies those in this process that wait for `pause`.
+Waits for: notifications of changes to the run, or one second. Unblocks: tasks that wait for `view.changed`; when a pause begins,
+changes or ends, it notifies waiters for `pause` in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REFRESH_S = 1.0
 
 
 class RunView:
-    """The last known `RunState`. Decisions that must not race are made by the Redis Functions, not here."""
+    """Holds the last known `RunState`. Decisions that must not race are made by the Redis Functions, not here."""
 
     def __init__(self, store: Store, notifications: Notifications, role: str) -> None:
         self.store = store
@@ -28,17 +28,17 @@ class RunView:
 
     @property
     def paused(self) -> bool:
-        """Whether this role is asked to pause."""
+        """Return whether this role is asked to pause."""
         return self.state is not None and self.role in self.state.paused
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """How this role is asked to pause; None: it is not."""
+        """Return how this role is asked to pause, or None if it is not."""
         return None if self.state is None else self.state.pause_modes.get(self.role)
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over."""
+        """Return whether the run is over."""
         return self.state is not None and bool(self.state.finished)
 
     async def refresh(self) -> RunState | None:
@@ -52,14 +52,14 @@ class RunView:
         return state
 
     async def follow(self, loop: Loop) -> None:
-        """The loop that keeps the view fresh."""
+        """Keep the view up to date (a supervised loop)."""
         while True:
             await self.refresh()
             loop.progress()
             await self.notifications.wait("control", "version", timeout=REFRESH_S)
 
     async def created(self) -> RunState:
-        """Wait until the run exists, which dataprep sees to."""
+        """Wait until the run exists, which dataprep creates."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.state is not None)
         assert self.state is not None

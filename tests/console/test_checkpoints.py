@@ -87,12 +87,12 @@ def test_a_newer_version_s_is_listed_and_never_passed_over(run: Path, capsys: py
 def test_one_step_is_found_or_named_as_missing(run: Path) -> None:
     found = CheckpointFolder(run / "checkpoints")
     assert found.at(3).read("state") == b"x" * 100
-    with pytest.raises(CheckpointError, match=r"step 5 in .* is not there; complete are those of steps: 3, 7"):
+    with pytest.raises(CheckpointError, match=r"step 5 in .* does not exist; complete checkpoints: 3, 7"):
         found.at(5)
     with pytest.raises(CheckpointError, match=r"step 11 in .* was never finished: it has no manifest\.json"):
         found.at(11)
     (run / "checkpoints" / "step-00000003" / "state").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory; bring the file back, or delete"):
+    with pytest.raises(CheckpointError, match=r"No such file or directory; restore the file, or delete"):
         found.at(3)
 
 

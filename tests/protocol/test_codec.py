@@ -153,9 +153,9 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_arrays_of_other_types_do_not_travel() -> None:
     bad = np.zeros(2, np.float64)
-    with pytest.raises(TypeError, match="arrays on the wire are int32 or float32, not float64"):
+    with pytest.raises(TypeError, match="arrays in messages must be int32 or float32, not float64"):
         encode(Payload(bad, bad, bad, bad, bad))
-    with pytest.raises(TypeError, match="complex cannot travel"):
+    with pytest.raises(TypeError, match="complex cannot be encoded"):
         encode([1j])
 
 

@@ -67,7 +67,7 @@ def test_a_new_group_removes_what_a_killed_sender_left(outbox: Outbox, tmp_path:
     send(outbox, manifest())
     folder = Outbox(tmp_path / "weights").open(manifest())
     assert [path.name for path in (tmp_path / "weights").iterdir()] == [folder]
-    with pytest.raises(RuntimeError, match=r"sync\.folder has to be on a volume that trainer and generators share"):
+    with pytest.raises(RuntimeError, match=r"put sync\.folder on a volume that trainer and generators share"):
         Inbox(tmp_path / "weights" / left)
 
 

@@ -1,8 +1,9 @@
-"""Prometheus metrics as declarations: what every service counts, with unit and help, and every value that a label can have.
+"""Declarations of Prometheus metrics: every metric of a service, with its unit, its help and every value of its label.
 
-Guarantees: a metric has at most one label of its own, whose values are listed where it is declared, or bounded by what the
-declaration names, and every listed one shows from the start; alert rules, the dashboard and docs/operating.md are made of the
-same declarations (monitoring/). Beside its own label every metric carries `run` and `pod`, which are added when it is read.
+Guarantees: a metric has at most one label of its own. Its values are listed in the declaration, or bounded by what the
+declaration names, and every listed value is exposed from the start. Alert rules, the dashboard and docs/operating.md are
+generated from the same declarations (monitoring/). In addition to its own label, every metric carries `run` and `pod`, which are
+added on scraping.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.metrics_core import Metric
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-"""Buckets of durations: from a call of Redis to a long completion."""
+"""Buckets of durations, from a Redis call to a long completion."""
 
 Unit = Literal["", "bytes", "groups", "ratio", "seconds", "spans", "steps", "tickets", "tokens"]
 
@@ -25,7 +26,7 @@ disable_created_metrics()  # a second series for each, which nobody reads
 
 @dataclass(frozen=True)
 class Declared:
-    """One metric. `name` is as Prometheus shows it, so that of a counter ends in `_total`."""
+    """One metric. `name` is as Prometheus shows it, so a counter's ends in `_total`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -33,12 +34,12 @@ class Declared:
     help: str
     label: str = ""
     values: tuple[str, ...] = ()
-    """Of the label, all of them. None with a label: as many as `bound` says."""
+    """All values of the label. Empty for a label whose values are bounded by `bound`."""
     bound: str = ""
     buckets: tuple[float, ...] = ()
 
     def make(self, registry: CollectorRegistry) -> Any:
-        """The metric; with listed values, one a value by its name."""
+        """Return the metric; with listed values, a mapping from value to metric."""
         labels = (self.label,) if self.label else ()
         match self.kind:
             case "counter":
@@ -51,47 +52,47 @@ class Declared:
 
 
 def counter(name: str, unit: Unit, help: str) -> Any:
-    """A `Counter`. These functions return what the attribute will be, as dataclasses' `field` does."""
+    """Declare a `Counter`. These functions return what the attribute will be, like dataclasses' `field`."""
     return Declared(name, "counter", unit, help)
 
 
 def counters(name: str, unit: Unit, help: str, label: str, values: Sequence[str]) -> Any:
-    """A `Counter` for every value of `label`."""
+    """Declare a `Counter` for every value of `label`."""
     return Declared(name, "counter", unit, help, label, tuple(values))
 
 
 def gauge(name: str, unit: Unit, help: str) -> Any:
-    """A `Gauge`."""
+    """Declare a `Gauge`."""
     return Declared(name, "gauge", unit, help)
 
 
 def gauges(name: str, unit: Unit, help: str, label: str, values: Sequence[str]) -> Any:
-    """A `Gauge` for every value of `label`."""
+    """Declare a `Gauge` for every value of `label`."""
     return Declared(name, "gauge", unit, help, label, tuple(values))
 
 
 def histogram(name: str, unit: Unit, help: str, buckets: Sequence[float] = SECONDS) -> Any:
-    """A `Histogram`."""
+    """Declare a `Histogram`."""
     return Declared(name, "histogram", unit, help, buckets=tuple(buckets))
 
 
 def histograms(name: str, unit: Unit, help: str, label: str, values: Sequence[str], buckets: Sequence[float] = SECONDS) -> Any:
-    """A `Histogram` for every value of `label`."""
+    """Declare a `Histogram` for every value of `label`."""
     return Declared(name, "histogram", unit, help, label, tuple(values), buckets=tuple(buckets))
 
 
 def bounded(kind: Literal["counter", "gauge"], name: str, unit: Unit, help: str, label: str, bound: str) -> Any:
-    """A family whose label has the values that `bound` names; `labels(value)` makes one."""
+    """Declare a metric whose label has the values that `bound` names; `labels(value)` creates one."""
     return Declared(name, kind, unit, help, label, bound=bound)
 
 
 def declarations(metrics: type[Metrics]) -> dict[str, Declared]:
-    """The metrics of a class by attribute, in the order in which they are declared."""
+    """Return the metrics of a class by attribute, in order of declaration."""
     return {name: value for name, value in vars(metrics).items() if isinstance(value, Declared)}
 
 
 class Metrics:
-    """What a part of a process counts. A subclass declares its metrics as class attributes; an instance has made them."""
+    """Metrics of a part of a process. A subclass declares them as class attributes; an instance creates them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         for name, declared in declarations(type(self)).items():
@@ -99,16 +100,16 @@ class Metrics:
 
 
 class PhaseClock:
-    """Notes how long each of the phases lasted that something is in, one after the other.
+    """Records how long each of a sequence of phases lasted.
 
-    `notes`: what takes the seconds of a phase. Phases that it does not name are not noted; "" is one of them.
+    `notes` maps a phase to the function that takes its seconds. Phases it does not name are not recorded; "" is one of them.
     """
 
     def __init__(self, notes: Mapping[str, Callable[[float], object]]) -> None:
         self._notes, self._phase, self._since = notes, "", time.monotonic()
 
     def enter(self, phase: str) -> None:
-        """The phase so far ends, or goes on."""
+        """Enter a phase, which ends the previous one unless it is the same."""
         now = time.monotonic()
         if note := self._notes.get(self._phase):
             note(now - self._since)
@@ -116,7 +117,7 @@ class PhaseClock:
 
 
 class _Labelled:
-    """A registry whose samples carry further labels."""
+    """A registry whose samples carry additional labels."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry, self._labels = registry, labels
@@ -128,5 +129,5 @@ class _Labelled:
 
 
 def exposition(registry: CollectorRegistry, **labels: str) -> bytes:
-    """All metrics in Prometheus' text format, with `labels` on every sample."""
+    """Return all metrics in Prometheus' text format, with `labels` on every sample."""
     return generate_latest(_Labelled(registry, labels))  # pyright: ignore[reportArgumentType]: it collects, which is all that is asked

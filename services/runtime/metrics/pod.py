@@ -1,6 +1,6 @@
-"""Prometheus metrics that every service has: whether it would work, how its loops do, what became of its spans.
+"""Prometheus metrics of every service: readiness, progress of its loops, outcomes of its spans.
 
-Guarantees: all are set when they are read, so they cost a loop nothing.
+Guarantees: all are set on scraping, so they cost a loop nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from services.runtime.tracing import OUTCOMES
 
 
 class PodMetrics(Metrics):
-    """What is shown of a pod whatever its kind."""
+    """Metrics of a pod of any kind."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self._shown: dict[str, int] = {}  # totals that are counted elsewhere, as they were last read
+        self._shown: dict[str, int] = {}  # totals counted elsewhere, as last read
 
-    ready: Gauge = gauge("grpo_pod_ready", "", "1 while the pod would do work now, as /health/ready says.")
+    ready: Gauge = gauge("grpo_pod_ready", "", "1 while the pod is ready for work (/health/ready).")
     silent: Gauge = bounded(
         "gauge",
         "grpo_pod_loop_silent_seconds",
@@ -31,20 +31,20 @@ class PodMetrics(Metrics):
         "loops of the service",
     )
     limits: Gauge = bounded(
-        "gauge", "grpo_pod_loop_limit_seconds", "seconds", "Silence after which the pod counts as dead; +Inf: none.", "loop",
+        "gauge", "grpo_pod_loop_limit_seconds", "seconds", "Silence after which the pod counts as dead; +Inf: no limit.", "loop",
         "loops of the service",
     )  # fmt: skip
     failures: Counter = bounded(
-        "counter", "grpo_pod_loop_failures_total", "", "Failures upon which a loop was started again.", "loop",
+        "counter", "grpo_pod_loop_failures_total", "", "Failures after which a loop was restarted.", "loop",
         "loops of the service",
     )  # fmt: skip
     spans: Mapping[str, Counter] = counters(
-        "grpo_pod_spans_total", "spans", "Spans of traces: sent, refused by the collector, dropped because too many waited.",
+        "grpo_pod_spans_total", "spans", "Trace spans: sent, refused by the collector, or dropped because the queue was full.",
         "outcome", OUTCOMES,
     )  # fmt: skip
 
     def show(self, ready: bool, loops: Iterable[Loop], spans: Mapping[str, int]) -> None:
-        """Set everything to what is so now; `spans` by what became of them."""
+        """Set all metrics to their current values; `spans` by outcome."""
         self.ready.set(ready)
         for loop in loops:
             self.silent.labels(loop.name).set(loop.silent_s)

@@ -115,4 +115,4 @@ async def test_a_superseded_trainer_leaves_checkpoints_and_wishes_to_its_success
             await asyncio.to_thread(one.recovery.take_up)
         assert (await store.run.state()).restore == left  # type: ignore[union-attr]
     await store.restores.delete_run()
-    assert "vanished" in await asyncio.to_thread(owner.superseded)
+    assert "is gone" in await asyncio.to_thread(owner.superseded)
