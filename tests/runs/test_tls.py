@@ -141,7 +141,7 @@ def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> 
         assert [reached(before), reached(before), reached(after)] == [True, True, False]
         (told,) = logs
         assert "api.key_file" in told["error"]
-        assert "name a certificate and its key" in told["error"]
+        assert "set them to a certificate and its key" in told["error"]
         put(after, folder)
         assert [reached(after), reached(before), reached(after)] == [True, False, True]
         assert [entry["event"] for entry in logs[1:]] == ["certificate renewed"]

@@ -49,7 +49,7 @@ def test_grpo_web_shows_a_run_that_has_ended_and_names_a_port_that_is_taken(tmp_
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=tmp_path
     ) as process:
         assert process.stdout is not None
-        assert "run small is not running; its Redis is up" in process.stdout.readline()
+        assert "run small is not running; its Redis is started" in process.stdout.readline()
         said = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         assert said
         token = {"Authorization": f"Bearer {(run / 'api-read-token').read_text().strip()}"}
