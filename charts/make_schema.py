@@ -1,6 +1,6 @@
-"""Write charts/values.schema.json: the schema of values.yaml, and of `config` that of the configuration itself.
+"""Write charts/values.schema.json: the schema of values.yaml, with that of the configuration for `config`.
 
-`python charts/make_schema.py`; a test holds that the file is what this makes.
+Run `python charts/make_schema.py`; a test checks that the file is up to date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHART_SETS = {
     "sync": ("host",), "trainer": ("ranks",),
     "generator": ("count",), "fleet": ("scaling",), "api": (), "web": (),
 }  # fmt: skip
-"""Keys of the configuration that the chart writes itself; of a section without any, all."""
+"""Keys of the configuration that the chart sets itself. A section with an empty tuple is set entirely."""
 
 Schema = dict[str, Any]
 
@@ -44,7 +44,7 @@ COMMON: dict[str, Schema] = {
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
 }  # fmt: skip
-"""By name of the key, wherever it stands."""
+"""Schemas by name of the key, at any path."""
 
 OF_PATH: dict[str, Schema] = {
     "accelerator": {"enum": ["nvidia", "none"]},
@@ -60,11 +60,11 @@ OF_PATH: dict[str, Schema] = {
     "trainer.masterPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
     "security.user": {"type": "integer", "minimum": 1},
 }
-"""By path, where the default alone says too little."""
+"""Schemas by path, where the default value does not determine them."""
 
 
 def of_value(value: Any, path: tuple[str, ...]) -> Schema:
-    """The schema of a default of values.yaml."""
+    """Return the schema for a default of values.yaml."""
     named = OF_PATH.get(".".join(path)) or COMMON.get(path[-1] if path else "")
     if named:
         return named
@@ -80,7 +80,7 @@ def of_value(value: Any, path: tuple[str, ...]) -> Schema:
 
 
 def of_config() -> tuple[Schema, dict[str, Schema]]:
-    """The schema of `config`, and the definitions it refers to."""
+    """Return the schema of `config`, and the definitions it refers to."""
     tree = RunConfig.model_json_schema(ref_template="#/$defs/{model}")
     definitions = tree.pop("$defs")
     for section, keys in CHART_SETS.items():
@@ -98,7 +98,7 @@ def of_config() -> tuple[Schema, dict[str, Schema]]:
 
 
 def _plain(tree: Any) -> Any:
-    """Without what only readers of the model need: defaults, titles, and the word of OpenAPI for unions."""
+    """Remove what only readers of the model need: defaults, titles, and OpenAPI's keyword for unions."""
     if isinstance(tree, dict):
         kept = {key: _plain(below) for key, below in tree.items() if key not in ("default", "discriminator")}
         return {key: below for key, below in kept.items() if not (key == "title" and isinstance(below, str))}
@@ -106,7 +106,7 @@ def _plain(tree: Any) -> Any:
 
 
 def make() -> str:
-    """The file."""
+    """Return the file's text."""
     values = yaml.safe_load((HERE / "values.yaml").read_text(encoding="utf-8"))
     config, definitions = of_config()
     schema = of_value({key: value for key, value in values.items() if key != "config"}, ())

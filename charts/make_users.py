@@ -1,7 +1,7 @@
-"""Write charts/files/users.acl: what the Redis user of each kind of service may do, for the chart's own Redis.
+"""Write charts/files/users.acl: the permissions of each service's Redis user, for the chart's own Redis.
 
-A line is a kind and its rules, with @RUN@ for the name of the run; no password stands in it. `python charts/make_users.py`; a
-test holds that the file is what this makes.
+Each line is a kind of service and its rules, with @RUN@ for the name of the run and without a password. Run
+`python charts/make_users.py`; a test checks that the file is up to date.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from services.store.acl import GRANTS, rules
 
 FILE = Path(__file__).parent / "files" / "users.acl"
 RUN = "@RUN@"
-"""Stands for the name of the run, which the chart knows; no name of a run has such a character."""
+"""Placeholder for the name of the run, which the chart fills in. No run's name contains such a character."""
 
 
 def make() -> str:
-    """The file."""
+    """Return the file's text."""
     return "".join(" ".join((kind, *rules(RUN, kind))) + "\n" for kind in GRANTS)
 
 

@@ -1,9 +1,9 @@
-{{/* Combinations that a schema cannot tell, each with its remedy. */}}
+{{/* Refuses invalid combinations that a schema cannot express, each with its remedy. */}}
 
 {{- define "grpo.checks" -}}
 {{- $v := .Values }}
 {{- if gt (len .Release.Name) 40 }}
-{{- fail (printf "the release name %q has %d characters: take one of at most 40, as names of pods are made from it" .Release.Name (len .Release.Name)) }}
+{{- fail (printf "the release name %q has %d characters: use at most 40, since pod names are derived from it" .Release.Name (len .Release.Name)) }}
 {{- end }}
 {{- if and (not $v.redis.enabled) (not $v.redis.external.url) }}
 {{- fail "redis.enabled = false needs redis.external.url: set it, or redis.enabled = true" }}
@@ -16,7 +16,7 @@
 {{- end }}
 {{- $shards := int (dig "redis" "payload_shards" 0 $v.config) }}
 {{- if and $shards (not $v.redis.external.cluster) }}
-{{- fail (printf "config.redis.payload_shards = %d needs a Redis Cluster: set redis.external.cluster = true where redis.external.url is one, or remove it" $shards) }}
+{{- fail (printf "config.redis.payload_shards = %d needs a Redis Cluster: set redis.external.cluster = true if redis.external.url is one, or remove it" $shards) }}
 {{- end }}
 {{- range $key := ternary (list "externalRedis" "externalRedisPorts") (list "redisFrom") $v.redis.enabled }}
 {{- with index $v.networkPolicy $key }}
@@ -33,47 +33,47 @@
 {{- fail (printf "redis.external.caSecret = %q has no effect with redis.external.url = %q: use rediss://, or remove it" $v.redis.external.caSecret $v.redis.external.url) }}
 {{- end }}
 {{- if and (gt (int $v.trainer.nodes) 1) (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
-{{- fail (printf "trainer.nodes = %d write checkpoints into one volume: set storage.runs.accessMode = ReadWriteMany, or name a storage.runs.existingClaim that several nodes can mount" (int $v.trainer.nodes)) }}
+{{- fail (printf "trainer.nodes = %d write checkpoints to one volume: set storage.runs.accessMode = ReadWriteMany, or set storage.runs.existingClaim to one that several nodes can mount" (int $v.trainer.nodes)) }}
 {{- end }}
 {{- if and $v.preload.enabled (not $v.storage.models.enabled) }}
-{{- fail "preload.enabled = true needs a volume to put the model on: set storage.models.enabled = true" }}
+{{- fail "preload.enabled = true needs a volume for the model: set storage.models.enabled = true" }}
 {{- end }}
 {{- if and $v.preload.enabled (not (hasPrefix "/srv/grpo/models/" $v.config.model.path)) }}
 {{- fail (printf "preload.enabled = true downloads to config.model.path = %q, which is not on the volume: set a folder under /srv/grpo/models/" $v.config.model.path) }}
 {{- end }}
 {{- if and (not $v.networkPolicy.internet) $v.networkPolicy.enabled (or $v.preload.enabled (not (include "grpo.modelFolder" .))) }}
-{{- fail (printf "config.model.path = %q is downloaded, which networkPolicy.internet = false forbids: set it true, or use a folder on a volume" $v.config.model.path) }}
+{{- fail (printf "config.model.path = %q must be downloaded, but networkPolicy.internet = false forbids it: set it to true, or use a folder on a volume" $v.config.model.path) }}
 {{- end }}
 {{- if and $v.interconnect.hostNetwork $v.networkPolicy.enabled (not $v.networkPolicy.nodeCIDRs) }}
-{{- fail "interconnect.hostNetwork = true lets pods speak from the addresses of their nodes: name those in networkPolicy.nodeCIDRs, or set networkPolicy.enabled = false" }}
+{{- fail "interconnect.hostNetwork = true makes pods use the addresses of their nodes: list these in networkPolicy.nodeCIDRs, or set networkPolicy.enabled = false" }}
 {{- end }}
 {{- if and (eq $v.generator.autoscaling.kind "hpa") (not $v.generator.autoscaling.metrics) }}
-{{- fail "generator.autoscaling.kind = hpa needs generator.autoscaling.metrics: name one, or take keda" }}
+{{- fail "generator.autoscaling.kind = hpa needs generator.autoscaling.metrics: set them, or use keda" }}
 {{- end }}
 {{- if gt (int $v.generator.autoscaling.minReplicas) (int $v.generator.autoscaling.maxReplicas) }}
 {{- fail (printf "generator.autoscaling.minReplicas = %d exceeds generator.autoscaling.maxReplicas = %d: swap them" (int $v.generator.autoscaling.minReplicas) (int $v.generator.autoscaling.maxReplicas)) }}
 {{- end }}
 {{- if and (eq $v.generator.autoscaling.kind "hpa") (lt (int $v.generator.autoscaling.minReplicas) 1) }}
-{{- fail "generator.autoscaling.minReplicas = 0 is for keda alone: set 1" }}
+{{- fail "generator.autoscaling.minReplicas = 0 needs generator.autoscaling.kind = keda: set at least 1" }}
 {{- end }}
 {{- if and (eq $v.accelerator "none") (eq (dig "sync" "backend" "auto" $v.config) "nccl") }}
-{{- fail "config.sync.backend = nccl needs GPUs, and accelerator = none has none: set gloo or auto" }}
+{{- fail "config.sync.backend = nccl needs GPUs, but accelerator = none: set gloo or auto" }}
 {{- end }}
 {{- if and (eq (dig "sync" "backend" "auto" $v.config) "filesystem") (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
-{{- fail "config.sync.backend = filesystem passes weights through the volume of the runs: set storage.runs.accessMode = ReadWriteMany, or name a storage.runs.existingClaim that trainers and generators can mount" }}
+{{- fail "config.sync.backend = filesystem passes weights through the volume of the runs: set storage.runs.accessMode = ReadWriteMany, or set storage.runs.existingClaim to one that trainers and generators can mount" }}
 {{- end }}
 {{- $parallel := int (dig "trainer" "sequence_parallel" 1 $v.config) }}
 {{- $ranks := mul $v.trainer.nodes $v.trainer.ranksPerNode }}
 {{- if mod $ranks $parallel }}
-{{- fail (printf "trainer.nodes x trainer.ranksPerNode = %d ranks cannot be split into teams of config.trainer.sequence_parallel = %d: set a multiple of it" $ranks $parallel) }}
+{{- fail (printf "trainer.nodes x trainer.ranksPerNode = %d ranks cannot be divided into teams of config.trainer.sequence_parallel = %d ranks: set a multiple of it" $ranks $parallel) }}
 {{- end }}
 {{- if and (include "grpo.tracked" .) (eq (dig "tracking" "wandb_mode" "offline" $v.config) "online") (not $v.tracker.wandbSecret) }}
-{{- fail "config.tracking.wandb_mode = online needs a key: name its Secret in tracker.wandbSecret" }}
+{{- fail "config.tracking.wandb_mode = online needs an API key: set tracker.wandbSecret to a Secret with it" }}
 {{- end }}
 {{- if and $v.monitoring.rules (not (.Files.Get "files/alerts.yaml")) }}
-{{- fail "monitoring.rules = true: this chart carries no files/alerts.yaml; set it false" }}
+{{- fail "monitoring.rules = true, but this chart has no files/alerts.yaml: set it to false" }}
 {{- end }}
 {{- if and $v.monitoring.dashboard (not (.Files.Get "files/dashboard.json")) }}
-{{- fail "monitoring.dashboard = true: this chart carries no files/dashboard.json; set it false" }}
+{{- fail "monitoring.dashboard = true, but this chart has no files/dashboard.json: set it to false" }}
 {{- end }}
 {{- end }}

@@ -1,6 +1,6 @@
 {{/*
-The configuration as the services read it: values.config, and the keys that the chart itself knows best.
-Written by hand and not by toToml, which turns every whole number into a float.
+The configuration as the services read it: values.config, plus the keys that the chart sets itself.
+Not rendered with toToml, which turns every integer into a float.
 */}}
 
 {{- define "grpo.config" -}}
@@ -45,7 +45,7 @@ Written by hand and not by toToml, which turns every whole number into a float.
 {{- end }}
 {{- end }}
 
-{{/* One value. A string, a number or a truth value of JSON is one of TOML too. */}}
+{{/* Renders one value. A JSON string, number or boolean is also valid TOML. */}}
 {{- define "grpo.toml" -}}
 {{- if kindIs "map" . -}}
 {

@@ -1,4 +1,4 @@
-{{/* Names and labels. Everything is named <release>-<component> and selected by release and component. */}}
+{{/* Names and labels. Every object is named <release>-<component> and selected by release and component. */}}
 
 {{- define "grpo.labels" -}}
 {{ include "grpo.selector" . }}
@@ -13,7 +13,7 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{/* All pods of the release. */}}
+{{/* Selects all pods of the release. */}}
 {{- define "grpo.everyone" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -42,12 +42,12 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- end -}}
 {{- end }}
 
-{{/* What the endpoints' certificate is asked to bear; pods are called by address. */}}
+{{/* Host name that the endpoints' certificate must contain; pods are called by address. */}}
 {{- define "grpo.apiName" -}}
 {{ .Release.Name }}-api.{{ include "grpo.domain" . }}
 {{- end }}
 
-{{/* Names of the Secrets with tls.crt, tls.key and ca.crt of the endpoints and of the chart's own Redis; empty: no TLS. */}}
+{{/* Names of the Secrets with tls.crt, tls.key and ca.crt of the endpoints and of the chart's own Redis; empty without TLS. */}}
 {{- define "grpo.apiTls" -}}
 {{ .Values.tls.apiSecret | default (ternary (printf "%s-api-tls" .Release.Name) "" (ne .Values.tls.issuer.name "")) }}
 {{- end }}
@@ -58,7 +58,7 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- end }}
 {{- end }}
 
-{{/* Name of the Secret whose ca.crt signed the certificate of Redis; empty: whom the system trusts, or no TLS. */}}
+{{/* Name of the Secret whose ca.crt verifies the certificate of Redis; empty for the system's CA bundle, or without TLS. */}}
 {{- define "grpo.redisAuthority" -}}
 {{ .Values.redis.external.caSecret | default (include "grpo.redisTls" .) }}
 {{- end }}
@@ -72,12 +72,12 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{ .Values.auth.existingSecret | default (printf "%s-auth" .Release.Name) }}
 {{- end }}
 
-{{/* Name of the Secret with the password of each Redis user, by kind of service; empty: all are one user of an external Redis. */}}
+{{/* Name of the Secret with the password of each Redis user, by kind of service; empty if an external Redis has one user for all. */}}
 {{- define "grpo.users" -}}
 {{ .Values.redis.usersSecret | default (ternary (printf "%s-redis-users" .Release.Name) "" .Values.redis.enabled) }}
 {{- end }}
 
-{{/* Lines `kind rules` of all Redis users of the run. */}}
+{{/* Lines `kind rules` for all Redis users of the run. */}}
 {{- define "grpo.rules" -}}
 {{ .Files.Get "files/users.acl" | replace "@RUN@" (include "grpo.run" .) | trim }}
 {{- end }}
@@ -95,7 +95,7 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- if ne .Values.generator.autoscaling.kind "none" }}true{{ end }}
 {{- end }}
 
-{{/* Seconds that a generator may take to drain: generator.drain_s, what follows it, and a margin. */}}
+{{/* Seconds that a generator may take to drain: generator.drain_s, the steps that follow it, and a margin. */}}
 {{- define "grpo.generatorGrace" -}}
 {{- $generator := .Values.config.generator | default dict }}
 {{- add (ceil (dig "drain_s" 10 $generator)) 20 -}}

@@ -1,15 +1,15 @@
 {{/*
-What the pods of all services have in common.
+The parts that the pods of all services share.
 
-"grpo.podTemplate" takes root, component (a key of values, and the pod's label), kind (its image), command, and where they apply:
-  http       true: it serves /health on apiPort
-  startup    seconds that it may take to serve
+"grpo.podTemplate" takes root, component (a key of values, and the pod's label), kind (its image), command, and where applicable:
+  http       true if it serves /health on apiPort
+  startup    seconds that it may take to start serving
   drain      command of the preStop hook
-  grace      seconds between SIGTERM, or the hook, and SIGKILL
-  gpus       devices
-  runs, models, data, collective   which volumes and settings it needs
-  account    name of its service account, if it speaks to the cluster; it gets a token then
-  logins     kinds of service whose Redis users it may be; its component's own unless it says more
+  grace      seconds from SIGTERM, or from the hook, to SIGKILL
+  gpus       number of GPUs
+  runs, models, data, collective   volumes and settings that it needs
+  account    name of its service account, if it calls the cluster's API; its token is then mounted
+  logins     kinds of service whose Redis users it may use; default: its component's own
   env        further variables, YAML
 */}}
 
@@ -32,7 +32,7 @@ spec:
   serviceAccountName: {{ .account | default (printf "%s-services" .root.Release.Name) }}
   automountServiceAccountToken: {{ if .account }}true{{ else }}false{{ end }}
   enableServiceLinks: false
-  {{- /* The first process of a namespace does not hear a SIGTERM that comes before its handler, and Python takes seconds to get there. */}}
+  {{- /* The first process of a namespace ignores a SIGTERM until it installs a handler, which takes Python seconds. */}}
   shareProcessNamespace: true
   terminationGracePeriodSeconds: {{ .grace | default 30 }}
   {{- if and .collective $values.interconnect.hostNetwork }}
@@ -54,7 +54,7 @@ spec:
       command:
         - sh
         - -c
-        - until [ -e "$0" ]; do echo "waiting for the preload job to make $0"; sleep 5; done
+        - until [ -e "$0" ]; do echo "waiting for the preload job to create $0"; sleep 5; done
         - {{ $values.config.model.path | quote }}
       securityContext:
         {{- include "grpo.containerSecurity" . | nindent 8 }}
@@ -130,7 +130,7 @@ spec:
     {{- include "grpo.inputVolumes" . | nindent 4 }}
 {{- end }}
 
-{{/* What a run is made from: model and data, where they are on volumes. */}}
+{{/* Inputs of a run that are on volumes: model and data. */}}
 {{- define "grpo.inputMounts" -}}
 {{- if and .models .root.Values.storage.models.enabled }}
 - {name: models, mountPath: /srv/grpo/models, readOnly: {{ include "grpo.modelFolder" .root | default "false" }}}
@@ -267,7 +267,7 @@ capabilities:
   {{- end }}
 {{- end }}
 
-{{/* The tokens, the passwords of the pod's own Redis users, the endpoints' certificate and who signed that of Redis, as files. */}}
+{{/* Mounts as files: the tokens, the passwords of the pod's Redis users, the endpoints' certificate, and the CA of Redis'. */}}
 {{- define "grpo.secretVolume" -}}
 {{- $values := .root.Values }}
 projected:
