@@ -1,14 +1,14 @@
-# Dataprep, and what else needs no torch: scaler, console, preload, `grpo`.   docker build -f docker/dataprep.Dockerfile -t grpo-dataprep .
+# Dataprep, and everything else that needs no torch: scaler, console, preload, `grpo`.   docker build -f docker/dataprep.Dockerfile -t grpo-dataprep .
 ARG PYTHON=3.11.14-slim-bookworm
 
 FROM docker.io/library/python:${PYTHON} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# Some packages have no wheel and are compiled; lean.py strips libraries.
+# Some packages have no wheel and are compiled. lean.py strips libraries.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
     && python -m venv --without-pip /opt/grpo
 WORKDIR /src
-# Dependencies first: this layer stays as long as pyproject.toml does.
+# Dependencies first, so that this layer is cached until pyproject.toml changes.
 COPY pyproject.toml docker/lean.py ./
 RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt \
     mkdir services && touch services/__init__.py README.md \
@@ -17,7 +17,7 @@ RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt
 COPY services /src/services
 RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
 
-# The base without its installer and what Python can make anew, in one layer.
+# The base image without its installer and without files that Python can regenerate, in one layer.
 FROM docker.io/library/python:${PYTHON} AS root
 RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo \
     && rm -rf /usr/local/lib/python3.11/site-packages/* /usr/local/lib/python3.11/ensurepip /usr/local/lib/python3.11/idlelib \

@@ -4,7 +4,7 @@
 ARG PYTHON=3.11.14-slim-bookworm
 ARG VARIANT=cuda
 
-# vLLM compiles kernels at run time: a compiler stays in the image. CUDA's libraries come as Python packages, the driver from the node.
+# vLLM compiles kernels at run time, so the image keeps a compiler. CUDA's libraries are Python packages; the driver comes from the node.
 FROM docker.io/library/python:${PYTHON} AS base
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
@@ -23,7 +23,7 @@ RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# torch alone from its own index, which has other versions of what it needs.
+# Only torch comes from its own index, whose other packages have different versions.
 RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt \
     python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps torch==2.13.0 --index-url "${TORCH_INDEX}" \
     && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt \

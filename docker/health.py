@@ -1,5 +1,5 @@
 #!/opt/grpo/bin/python
-"""Whether the service of this container is alive: for Docker's own health check; Kubernetes asks the same endpoint itself."""
+"""Check whether this container's service is alive. For Docker's health check; Kubernetes probes the same endpoint directly."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import urllib.request
 
 
 def main() -> int:
-    """Exit code 0: every loop makes progress."""
+    """Exit with code 0 if every loop makes progress."""
     with open(os.environ["GRPO_CONFIG"], "rb") as file:
         api = tomllib.load(file).get("api", {})
     scheme = "https" if api.get("certificate_file") else "http"
-    own = ssl._create_unverified_context()  # the container itself, by its loopback
+    own = ssl._create_unverified_context()  # the container itself, over loopback
     with urllib.request.urlopen(f"{scheme}://127.0.0.1:{api.get('port', 0)}/health/live", timeout=5, context=own) as answer:
         return 0 if answer.status == 200 else 1
 

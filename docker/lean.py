@@ -1,6 +1,6 @@
 """Remove from an environment what dataprep never loads: `python lean.py ENVIRONMENT`. It halves the image.
 
-Guarantees: what is removed is listed below, with why; what is left still reads every kind of prompts, or the build fails.
+Guarantees: everything removed is listed below with the reason; the build fails unless the rest still reads every kind of prompts.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import sys
 from pathlib import Path
 
 UNUSED = (
-    "pyarrow/libarrow_flight.so*", "pyarrow/_flight*", "pyarrow/flight.py",  # a server of tables
+    "pyarrow/libarrow_flight.so*", "pyarrow/_flight*", "pyarrow/flight.py",  # a table server
     "pyarrow/libarrow_s3.so*", "pyarrow/_s3fs*",  # files come from volumes
-    "pyarrow/_substrait*",  # a language of queries
-    "pyarrow/include", "pyarrow/src",  # for those who compile against it
+    "pyarrow/_substrait*",  # a query language
+    "pyarrow/include", "pyarrow/src",  # for compiling against it
     "pyarrow/libarrow_python*.so.*.*.*", "pyarrow/libarrow_python.so",  # the same library under three names
     "pyarrow/libarrow_python_flight*",
-    "matplotlib/mpl-data/sample_data", "matplotlib/mpl-data/images",  # reasoning-gym imports it, and draws nothing
+    "matplotlib/mpl-data/sample_data", "matplotlib/mpl-data/images",  # reasoning-gym imports it but draws nothing
     "matplotlib/mpl-data/fonts",
     "fontTools/cffLib", "fontTools/cu2qu", "fontTools/feaLib", "fontTools/merge", "fontTools/misc/bezierTools*",
     "fontTools/otlLib", "fontTools/pens", "fontTools/qu2cu", "fontTools/subset", "fontTools/svgLib", "fontTools/ttLib",
     "fontTools/ufoLib", "fontTools/varLib", "pillow.libs/libavif*", "PIL/_avif*",
-    "hf_xet",  # a faster way from the hub; without it there is HTTP
+    "hf_xet",  # faster downloads from the hub; without it HTTP is used
     "numpy/_core/lib",
     "**/*.pyi", "**/*.pxd", "**/*.pyx", "**/*.h", "**/*.hpp",  # for compilers and type checkers
 )  # fmt: skip
 
 SYMBOLS = ("pyarrow", "kiwisolver", "yaml")
-"""Whose libraries lose their symbols; others were made by tools whose work strip undoes."""
+"""Packages whose libraries are stripped of symbols. strip would break those of other packages."""
 
 CHECK = """
 import reasoning_gym, pyarrow, pyarrow.parquet, tokenizers
@@ -36,7 +36,7 @@ reasoning_gym.create_dataset('basic_arithmetic', size=1, seed=1)[0]
 pyarrow.parquet.write_table(pyarrow.table({'a': [[{'b': 'c'}]]}), '/tmp/check.parquet')
 assert pyarrow.parquet.read_table('/tmp/check.parquet').to_pylist() == [{'a': [{'b': 'c'}]}]
 """
-"""What dataprep asks of the libraries that were cut."""
+"""What dataprep needs of the reduced libraries."""
 
 
 def lean(site: Path) -> None:

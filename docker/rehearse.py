@@ -1,12 +1,12 @@
-"""Build every image, run the example from them, print as JSON what came of it.
+"""Build every image, run the example with them, and print the results as JSON.
 
-    python docker/rehearse.py                                            (Docker with Compose 2; nothing else but Python)
-    python docker/rehearse.py -- --build-arg TORCH_INDEX=https://…       (what else `docker build` is to be told)
+    python docker/rehearse.py                                            (needs only Docker with Compose 2, and Python)
+    python docker/rehearse.py -- --build-arg TORCH_INDEX=https://…       (with further options of `docker build`)
 
-The run is that of compose.yaml with the task of examples/arithmetic and two generators. In the middle of it every container is
-told to end; then all start again and the run goes on. `faults` names what was not as it should be; the exit code is 1 then.
-Guarantees: containers, networks, volumes and secrets are the rehearsal's own and gone when it ends; images stay, with a tag of
-their own.
+The run is that of compose.yaml with the task of examples/arithmetic and two generators. Halfway through, every container is
+stopped; then all are started again and the run resumes. `faults` lists what went wrong; the exit code is then 1.
+Guarantees: containers, networks, volumes and secrets belong to the rehearsal and are removed at its end; images are kept, under
+their own tag.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import IO, Any, TypeVar
 ROOT = Path(__file__).parent.parent
 TAG = "rehearsal"
 VARIANTS = {"dataprep": "", "tracker": "", "trainer": "cpu", "generator": "cpu"}
-IN_ORDER = ("generator", "trainer", "dataprep", "redis")  # are told to end
+IN_ORDER = ("generator", "trainer", "dataprep", "redis")  # the order in which they are stopped
 GENERATORS, STEPS, MIDDLE = 2, 60, 10
 MODEL = "/srv/grpo/models/arithmetic"
 CHUNK_BYTES = 1 << 20
-LIMIT_S = 900.0  # for whatever is waited for
+LIMIT_S = 900.0  # limit of any wait
 CONFINED = 'test "$(id -u)" = 10001 && ! touch /x 2>/dev/null && touch /tmp/x && ! grep -q "^Cap.*:.*[1-9a-f]" /proc/self/status'
 Found = TypeVar("Found")
 
 
 def call(*words: str) -> str:
-    """What a command prints. Ends with its last words if it fails."""
+    """Return the output of a command. If it fails, exit with the end of its stderr."""
     done = subprocess.run(words, text=True, capture_output=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-4000:]}")
@@ -47,23 +47,23 @@ def call(*words: str) -> str:
 
 
 def until(what: str, look: Callable[[], Found | None]) -> Found:
-    """Look once a second until there is something."""
+    """Call `look` once a second until it returns something."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         if found := look():
             return found
         time.sleep(1.0)
-    raise SystemExit(f"waited {LIMIT_S:g} s in vain for {what}")
+    raise SystemExit(f"timed out after {LIMIT_S:g} s waiting for {what}")
 
 
 def name(service: str) -> str:
-    """Of a service's image."""
+    """Return the name of a service's image."""
     variant = VARIANTS[service]
     return f"grpo-{service}:{TAG}" + (f"-{variant}" if variant else "")
 
 
 def build(service: str, options: list[str]) -> float:
-    """Build a service's image; seconds."""
+    """Build a service's image and return the seconds it took."""
     began = time.monotonic()
     variant = ["--build-arg", f"VARIANT={VARIANTS[service]}"] if VARIANTS[service] else []
     call("docker", "build", "-f", f"{ROOT}/docker/{service}.Dockerfile", "-t", name(service), *variant, *options, str(ROOT))
@@ -71,7 +71,7 @@ def build(service: str, options: list[str]) -> float:
 
 
 def sizes(image: str) -> dict[str, int]:
-    """Bytes of an image as one layer on another, of all layers compressed each by itself, and of the largest."""
+    """Return the bytes of an image: all layers uncompressed, all layers compressed one by one, and the largest layer."""
     saving = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE)
     with saving, tarfile.open(fileobj=saving.stdout, mode="r|") as archive:
         files = ((archive.extractfile(member), member.size) for member in archive)
@@ -81,7 +81,7 @@ def sizes(image: str) -> dict[str, int]:
 
 
 def layer_sizes(file: IO[bytes], size: int) -> tuple[int, int]:
-    """Bytes of a layer as containers see it and as registries keep it, with gzip; Docker saves it the one way or the other."""
+    """Return the bytes of a layer uncompressed and with gzip, as registries store it; Docker saves either of the two."""
     chunk, other = file.read(CHUNK_BYTES), 0
     zipped = chunk.startswith(b"\x1f\x8b")
     work = zlib.decompressobj(wbits=31) if zipped else zlib.compressobj(6)
@@ -94,7 +94,7 @@ def layer_sizes(file: IO[bytes], size: int) -> tuple[int, int]:
 
 
 def configuration() -> str:
-    """The example's configuration, with the addresses and folders of compose.toml."""
+    """Return the example's configuration, with the addresses and folders of compose.toml."""
 
     def sections(path: str) -> list[str]:
         return re.split(r"^(?=\[)", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -107,7 +107,7 @@ def configuration() -> str:
 
 
 class Run:
-    """The run of the rehearsal; `folder` has its secrets and configuration."""
+    """The run of the rehearsal. `folder` holds its secrets and configuration."""
 
     def __init__(self, folder: Path) -> None:
         files = {"redis-password": secrets.token_hex(24), "api-token": secrets.token_hex(24), "config.toml": configuration()}
@@ -124,19 +124,19 @@ class Run:
         os.environ |= {"TAG": TAG, "VARIANT": VARIANTS["trainer"], "THREADS": "1"}
 
     def containers(self, service: str) -> list[dict[str, Any]]:
-        """All that Docker knows of a service's containers."""
+        """Return what Docker knows of a service's containers."""
         found = call(*self.compose, "ps", "-a", "-q", service).split()
         return json.loads(call("docker", "inspect", *found)) if found else []
 
     def make_model(self) -> None:
-        """Warm-start the example's model, in the generator's image, which has all that takes."""
+        """Warm-start the example's model in the generator's image, which has all the packages for it."""
         examples = ("-v", f"{ROOT}/examples:/srv/grpo/code/examples:ro", "-e", "PYTHONPATH=/srv/grpo/code")
         call(
             *self.compose, "run", "--rm", *examples, "generator", "python", "-m", "examples.arithmetic.warmstart", "--out", MODEL
         )
 
     def start(self) -> float:
-        """Start all containers, and wait until each is healthy; seconds."""
+        """Start all containers, wait until each is healthy, and return the seconds it took."""
         began = time.monotonic()
         call(*self.compose, "up", "-d", "--no-build", "--scale", f"generator={GENERATORS}")
 
@@ -148,36 +148,36 @@ class Run:
         return round(time.monotonic() - began, 1)
 
     def ask(self, *words: str) -> dict[str, Any]:
-        """The answer of `grpo WORDS --json` in dataprep's container; nothing while it starts."""
+        """Return the output of `grpo WORDS --json` in dataprep's container; empty while it starts."""
         done = subprocess.run(
             [*self.compose, "exec", "-T", "dataprep", "grpo", *words, "--json"], capture_output=True, check=False
         )
         return json.loads(done.stdout) if done.stdout.startswith(b"{") else {}
 
     def stop(self, service: str) -> dict[str, Any]:
-        """Tell a service's containers to end; the seconds they took, and their exit codes."""
+        """Stop a service's containers; return the seconds it took and their exit codes."""
         began = time.monotonic()
         call(*self.compose, "stop", service)
         codes = [found["State"]["ExitCode"] for found in self.containers(service)]
         return {"seconds": round(time.monotonic() - began, 1), "exit_codes": codes}
 
     def confined(self, service: str) -> bool:
-        """Whether its processes are no root's, may do nothing that is root's, and write nowhere but to /tmp."""
+        """Return whether its processes run without root and capabilities, and can only write to /tmp."""
         done = subprocess.run([*self.compose, "exec", "-T", service, "sh", "-c", CONFINED], capture_output=True, check=False)
         return done.returncode == 0
 
     def down(self) -> list[str]:
-        """Remove everything but the images; the fault if that failed, said on stderr so that an error before it stands, too."""
+        """Remove everything except the images. If that fails, return the fault, and print it, as an earlier error may hide it."""
         try:
             call(*self.compose, "down", "--volumes", "--timeout", "0")
         except SystemExit as error:
             print(error, file=sys.stderr)
-            return ["not everything was removed"]
+            return ["some containers, networks or volumes were not removed"]
         return []
 
 
 def rehearse(run: Run) -> dict[str, Any]:
-    """Train the example's run, all containers stopped once in the middle; what was seen."""
+    """Train the example's run, stopping all containers once halfway, and return the observations."""
     run.make_model()
     seen: dict[str, Any] = {"healthy_after_s": [run.start()]}
     seen["confined"] = {service: run.confined(service) for service in IN_ORDER}
@@ -190,20 +190,20 @@ def rehearse(run: Run) -> dict[str, Any]:
 
 
 def faults(seen: dict[str, Any]) -> list[str]:
-    """What was not as it should be."""
-    found = [f"{service} can do more than it should" for service, confined in seen["confined"].items() if not confined]
+    """Return what went wrong."""
+    found = [f"{service} is not confined" for service, confined in seen["confined"].items() if not confined]
     for service, stop in seen["stopped"].items():
-        found += [f"{service} ended with code {code} when it was told to end" for code in stop["exit_codes"] if code]
+        found += [f"{service} exited with code {code} when it was stopped" for code in stop["exit_codes"] if code]
     audit = seen["audit"]
-    if astray := audit["issued"] - sum(audit["outcomes"].values()):  # dropped as stale, filtered, evicted: ends like any other
-        found.append(f"{astray} of {audit['issued']} tickets came to no end")
-    return found + [f"audit: {message}" for message in audit["messages"]]  # lost or doubled among them
+    if astray := audit["issued"] - sum(audit["outcomes"].values()):  # dropped as stale, filtered or evicted counts as ended
+        found.append(f"{astray} of {audit['issued']} tickets have no outcome")
+    return found + [f"audit: {message}" for message in audit["messages"]]  # including lost or doubled tickets
 
 
 def main() -> int:
-    """Build, measure, run; the exit code."""
+    """Build, measure, run, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--no-build", action="store_true", help=f"take images that are there with the tag {TAG}")
+    parser.add_argument("--no-build", action="store_true", help=f"use existing images with the tag {TAG}")
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="further options of docker build")
     given = parser.parse_args()
     images: dict[str, dict[str, Any]] = {}

@@ -4,7 +4,7 @@
 ARG PYTHON=3.11.14-slim-bookworm
 ARG VARIANT=cuda
 
-# DeepSpeed compiles what a configuration needs of its operations (offloading does): a compiler stays in the image.
+# DeepSpeed compiles the operations that a configuration needs (e.g. offloading), so the image keeps a compiler.
 FROM docker.io/library/python:${PYTHON} AS base
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
@@ -22,7 +22,7 @@ RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# torch alone from its own index, which has other versions of what it needs.
+# Only torch comes from its own index, whose other packages have different versions.
 RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt \
     python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps torch==2.13.0 --index-url "${TORCH_INDEX}" \
     && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing]'

@@ -1,1 +1,1 @@
-"""Runs that show what the services do."""
+"""Runs that demonstrate what the services do."""

@@ -1,1 +1,1 @@
-"""The demo: a model of 0.9 M parameters learns to add up by GRPO on two CPU cores."""
+"""The demo: a model with 0.9 M parameters learns addition and subtraction by GRPO, on two CPU cores."""

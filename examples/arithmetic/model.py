@@ -1,6 +1,6 @@
 """The tiny Qwen3: its shape, and sampling from it without an engine.
 
-Guarantees: the folder that `save_model` fills is one that transformers and vLLM load.
+Guarantees: transformers and vLLM can load the folder that `save_model` fills.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from examples.arithmetic.tokenizer import END_ID, PAD_ID
 
 
 def make_model(vocabulary: int, longest: int) -> Qwen3ForCausalLM:
-    """A float32 model of 0.87 M parameters; `longest` is its context in tokens."""
+    """Return a float32 model of 0.87 M parameters; `longest` is its context in tokens."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=vocabulary,
@@ -26,30 +26,30 @@ def make_model(vocabulary: int, longest: int) -> Qwen3ForCausalLM:
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=32,  # the smallest that vLLM has a CPU kernel for
+            head_dim=32,  # the smallest for which vLLM has a CPU kernel
             max_position_embeddings=longest,
             tie_word_embeddings=False,
             pad_token_id=PAD_ID,
             eos_token_id=END_ID,
             bos_token_id=None,
-            initializer_range=0.06,  # 128 ** -0.5 = 0.09; the usual 0.02 learnt half as fast at this width
+            initializer_range=0.06,  # 128 ** -0.5 = 0.09; with the usual 0.02 it learned half as fast at this width
         )
     )
 
 
 def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """config.json, generation_config.json and model.safetensors."""
+    """Write config.json, generation_config.json and model.safetensors."""
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, pad_token_id=PAD_ID, eos_token_id=END_ID)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone, but a generator may be another user
+    (folder / "model.safetensors").chmod(0o644)  # created for its owner only, but a generator may be another user
 
 
 @torch.no_grad()
 def complete(
     model: Qwen3ForCausalLM, prompts: Sequence[Sequence[int]], max_tokens: int, generator: torch.Generator | None
 ) -> list[list[int]]:
-    """Completions as token ids, the end token left out; at temperature 1 from `generator`, greedily without one."""
+    """Return completions as token ids without the end token; sampled at temperature 1 with `generator`, else greedy."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         by_length[len(prompt)].append(index)
@@ -64,7 +64,7 @@ def complete(
 def _complete_equally_long(
     model: Qwen3ForCausalLM, tokens: torch.Tensor, max_tokens: int, generator: torch.Generator | None
 ) -> list[list[int]]:
-    """`tokens` [B, P] of prompts without padding, which needs no attention mask; up to `max_tokens` ids each."""
+    """Complete `tokens` [B, P], prompts of equal length that need no attention mask, with up to `max_tokens` ids each."""
     ended = torch.zeros(len(tokens), dtype=torch.bool)
     cache, made = None, []
     for _ in range(max_tokens):

@@ -1,11 +1,11 @@
 """Supervised training of the tiny model, in two lessons.
 
 First it learns to answer step by step. Then, for a sixth of the steps, it sees both ways to answer, mostly at a glance,
-which is short and nearly always wrong for a model of this size: it comes out able to work a sum out but seldom doing so.
-GRPO has to find out that it pays.
+which is short and nearly always wrong for a model of this size. It ends up able to work a sum out, but seldom does so.
+GRPO has to discover that it pays.
 
-Guarantees: the same seed, examples and thread count give the same weights; what is measured is measured on questions that
-were not taught, at temperature 1 as the run samples, and graded by the task's own scorer.
+Guarantees: the same seed, examples and thread count give the same weights; rewards are measured on questions that were not
+taught, at temperature 1 as in the run, and graded by the task's own scorer.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from examples.arithmetic.worked import Example, make_examples, make_task
 from services.config import RunConfig
 from services.config.data import ReasoningGymSource
 
-BATCH = 32  # reached a reward in 0.7 of the time that 64 took
-LEARNING_RATE = 2e-3  # 4e-3 did not learn the task with every seed
+BATCH = 32  # reached the same reward in 0.7 of the time of 64
+LEARNING_RATE = 2e-3  # with 4e-3 some seeds did not learn the task
 BOTH_WAYS_LEARNING_RATE = 1e-3
 WARMUP_STEPS = 50
-DECAY_SHARE = 0.4  # of a lesson's steps, at its end: the learning rate falls to 0
-BOTH_WAYS_SHARE = 1 / 6  # of all steps
-STEP_BY_STEP_SHARE = 0.3  # of the answers in the second lesson
+DECAY_SHARE = 0.4  # share of a lesson's steps, at its end, over which the learning rate falls to 0
+BOTH_WAYS_SHARE = 1 / 6  # share of all steps
+STEP_BY_STEP_SHARE = 0.3  # share of the answers in the second lesson
 MEASURE_EVERY = 100  # steps
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A tokenised worked example; the completion ends with the end token."""
+    """A tokenised worked example. The completion ends with the end token."""
 
     prompt: list[int]
     completion: list[int]
 
 
 def teach(config: RunConfig, source: ReasoningGymSource, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Fill `folder` with the model and its tokenizer; returns mean rewards on held-out questions."""
+    """Fill `folder` with the model and its tokenizer, and return mean rewards on held-out questions."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     held_out, worked = make_examples(source, options.held_out, options.examples, options.seed)
@@ -71,12 +71,12 @@ def teach(config: RunConfig, source: ReasoningGymSource, folder: Path, options: 
 
 
 def to_lesson(tokenizer: Tokenizer, question: str, completion: str) -> Lesson:
-    """Prompt as the chat template renders it, then completion and end token."""
+    """Encode the prompt as the chat template renders it, and the completion with the end token."""
     return Lesson(tokenizer.encode(render(question)).ids, tokenizer.encode(completion + END).ids)
 
 
 class Judge:
-    """Mean reward on held-out questions, as the run's verifier gives it."""
+    """Measures the mean reward on held-out questions, as the run's verifier scores it."""
 
     def __init__(
         self, config: RunConfig, source: ReasoningGymSource, tokenizer: Tokenizer, held_out: Sequence[Example], seed: int
@@ -88,7 +88,7 @@ class Judge:
         self._prompts = [tokenizer.encode(render(example.question)).ids for example in held_out]
 
     def __call__(self, model: Qwen3ForCausalLM, greedy: bool = False) -> float:
-        """Mean over the questions of the task's score, one completion each."""
+        """Return the task's mean score over the questions, one completion each."""
         generator = None if greedy else torch.Generator().manual_seed(self._seed)
         completions = self._tokenizer.decode_batch(complete(model.eval(), self._prompts, self._max_tokens, generator))
         model.train()
@@ -100,7 +100,7 @@ class Judge:
 
 
 def _lessons(tokenizer: Tokenizer, examples: Sequence[Example], share: float, shuffle: random.Random) -> list[Lesson]:
-    """One lesson an example, a `share` of them step by step."""
+    """Return one lesson per example; a `share` of them step by step."""
     return [
         to_lesson(tokenizer, example.question, example.step_by_step if shuffle.random() < share else example.at_a_glance)
         for example in examples
@@ -108,7 +108,7 @@ def _lessons(tokenizer: Tokenizer, examples: Sequence[Example], share: float, sh
 
 
 def _learn(model: Qwen3ForCausalLM, batches: Iterator[list[Lesson]], steps: int, learning_rate: float, judge: Judge) -> None:
-    """AdamW for `steps` steps: linear warm-up, constant, linear decay."""
+    """Train with AdamW for `steps` steps: linear warm-up, constant, linear decay."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
@@ -123,7 +123,7 @@ def _learn(model: Qwen3ForCausalLM, batches: Iterator[list[Lesson]], steps: int,
 
 
 def _batches(lessons: Sequence[Lesson], shuffle: random.Random) -> Iterator[list[Lesson]]:
-    """Batches for ever, each of prompts of like length, so that little is padded; both ways to answer stay mixed."""
+    """Yield batches endlessly, each of prompts of similar length to limit padding; both ways to answer stay mixed."""
     while True:
         order = list(lessons)
         shuffle.shuffle(order)
@@ -136,10 +136,10 @@ def _batches(lessons: Sequence[Lesson], shuffle: random.Random) -> Iterator[list
 
 
 def _loss(model: Qwen3ForCausalLM, batch: Sequence[Lesson]) -> torch.Tensor:
-    """Mean cross entropy of the completion tokens. Padding stands on the right, where causal attention does not look."""
+    """Return the mean cross entropy of the completion tokens. Padding is on the right, where causal attention ignores it."""
     longest = max(len(lesson.prompt) + len(lesson.completion) for lesson in batch)
     tokens = torch.full((len(batch), longest), PAD_ID)
-    targets = torch.full((len(batch), longest), -100)  # -100: the index that cross_entropy leaves out
+    targets = torch.full((len(batch), longest), -100)  # -100: the index that cross_entropy ignores
     for row, lesson in enumerate(batch):
         start, stop = len(lesson.prompt), len(lesson.prompt) + len(lesson.completion)
         tokens[row, :stop] = torch.tensor(lesson.prompt + lesson.completion)

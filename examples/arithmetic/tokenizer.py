@@ -1,7 +1,7 @@
 """The tokenizer of the tiny model: bytes, single digits, a few merges, a chat template.
 
-Guarantees: any text comes back from its tokens unchanged; the same text gives the same tokens through `tokenizers` and
-through transformers.
+Guarantees: decoding restores any text unchanged; the same text gives the same tokens through `tokenizers` and through
+transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, END, SYSTEM, USER, ASSISTANT)
 PAD_ID, END_ID = 0, 1  # special tokens are numbered first, in order
-VOCABULARY = 320  # at most: 5 special tokens, 256 bytes and the merges, of which so few texts give about twenty
+VOCABULARY = 320  # upper limit: 5 special tokens, 256 bytes and the merges, about twenty for this few texts
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE. Digits stay single, so what lies between them (`Calculate `, ` - `, ` = `) becomes the merges."""
+    """Train byte-level BPE. Digits stay single, so the text between them (`Calculate `, ` - `, ` = `) becomes the merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -40,7 +40,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them. `longest` in tokens."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja for transformers. `longest` is in tokens."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -56,5 +56,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
 
 
 def render(question: str) -> str:
-    """The text that `CHAT_TEMPLATE` makes of one user message, with the generation prompt."""
+    """Return what `CHAT_TEMPLATE` makes of one user message, with the generation prompt."""
     return f"{USER}{question}{END}{ASSISTANT}"

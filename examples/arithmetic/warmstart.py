@@ -1,9 +1,9 @@
-"""Makes the demo's starting point: a tiny Qwen3 with its tokenizer, taught to add up but seldom to work it out.
+"""Make the demo's starting point: a tiny Qwen3 with its tokenizer that can work sums out but seldom does.
 
     python -m examples.arithmetic.warmstart --out build/arithmetic --seed 0
 
-Guarantees: the folder is there whole or not at all; made again with the same arguments and thread count it holds the same
-bits; a folder already made with the same arguments is left as it is, and one made by somebody else is never replaced.
+Guarantees: the folder appears complete or not at all; the same arguments and thread count always give the same bits; a folder
+already made with the same arguments is left unchanged, and one made by anything else is never replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAMP = "warmstart.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the folder, or say that it is already made. Returns the exit status."""
+    """Make the folder, or report that it is already made. Return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         config = load(options.config)
@@ -44,22 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.arithmetic.warmstart", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/arithmetic"), help="folder to make (default: %(default)s)")
-    parser.add_argument(
-        "--config", type=Path, default=HERE / "config.toml", help="run whose task is taught (default: the demo's)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("build/arithmetic"), help="folder to create (default: %(default)s)")
+    parser.add_argument("--config", type=Path, default=HERE / "config.toml", help="run whose task to teach (default: the demo's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, examples and their order (default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=12_000, help="worked examples (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=256, help="questions that measure it (default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=12_000, help="number of worked examples (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=256, help="number of questions to measure with (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=540, help="training steps, the last sixth of them the second lesson (default: %(default)s)"
+        "--steps", type=int, default=540, help="training steps; the last sixth is the second lesson (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="number of torch threads (default: %(default)s)")
     return parser
 
 
 def _stamp(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    """What the folder depends on: arguments, task, answer pattern and the code of this example."""
+    """Return what the folder depends on: arguments, task, answer pattern and the code of this example."""
     code = hashlib.sha256()
     for path in sorted(HERE.glob("*.py")):
         code.update(path.read_bytes())
@@ -74,13 +72,13 @@ def _stamp(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 def _made(folder: Path, stamp: dict[str, Any]) -> bool:
-    """Whether `folder` was made from `stamp`. Raises `ValueError` when it holds something that is not ours to replace."""
+    """Return whether `folder` was made from `stamp`. Raises `ValueError` if it holds something that must not be replaced."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     try:
         return json.loads((folder / STAMP).read_text(encoding="utf-8"))["made_from"] == stamp
     except (OSError, ValueError, KeyError):
-        raise ValueError(f"--out = {folder} holds something that this command did not make: name another folder") from None
+        raise ValueError(f"--out = {folder} contains files that this command did not make: choose another folder") from None
 
 
 def _make(options: argparse.Namespace, config: RunConfig, stamp: dict[str, Any]) -> None:
@@ -88,7 +86,7 @@ def _make(options: argparse.Namespace, config: RunConfig, stamp: dict[str, Any])
     if not isinstance(source, ReasoningGymSource):
         raise ValueError(f'{options.config}: data.sources.0.kind = "{source.kind}" has no worked examples: use "reasoning_gym"')
     started = time.monotonic()
-    # Heavy imports come this late so that --help and an already made folder answer at once.
+    # Imported late, so that --help and an already made folder respond at once.
     from examples.arithmetic.teaching import teach
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +104,7 @@ def _make(options: argparse.Namespace, config: RunConfig, stamp: dict[str, Any])
 
 
 def _swap(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`; for a moment there is none, never a half."""
+    """Replace `folder` with `new`. For a moment neither exists, but never half of one."""
     old = new.with_name(f"{new.name}.old")
     if folder.exists():
         folder.rename(old)
