@@ -151,7 +151,7 @@ def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> 
 async def test_a_certificate_without_its_key_is_an_error_with_its_remedy(
     certificates: Certificates, tmp_path: Path, server: RedisServer, store: Store
 ) -> None:
-    with pytest.raises(ConfigError, match=r"api\.certificate_file .* go together"):
+    with pytest.raises(ConfigError, match=r"api\.certificate_file .* set both"):
         small_config(tmp_path, server, f"api.certificate_file={certificates.certificate}")
     with pytest.raises(ConfigError, match=r"redis\.ca_file = .* has no effect"):
         small_config(tmp_path, server, f"redis.ca_file={certificates.authority}")
