@@ -3,8 +3,8 @@
     PATH=.venv/bin:$PATH python docker/make_constraints.py        (with `uv` on the PATH)
 
 Guarantees: every package that an image installs is listed, each with one version. cpu.txt has the versions of this environment,
-in which the tests run. lean.txt and cuda.txt are resolved for the Python of the images, without installing anything; versions in an
-existing file are kept if they fit, so delete the file first to get the newest ones.
+in which the tests run. lean.txt and cuda.txt are resolved for the Python of the images, without installing anything; versions
+in an existing file are kept if they fit, so delete the file first to get the newest ones.
 """
 
 from __future__ import annotations

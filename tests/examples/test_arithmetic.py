@@ -161,5 +161,5 @@ def test_what_is_made_stays_until_the_arguments_change(folder: Path, capsys: pyt
 def test_a_folder_of_somebody_else_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     assert main(["--out", str(tmp_path), *SMALL]) == 2
-    assert f"--out = {tmp_path} holds something" in capsys.readouterr().err
+    assert f"--out = {tmp_path} contains files" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "mine"
