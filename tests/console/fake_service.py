@@ -1,7 +1,7 @@
 """A stand-in for any service: real Redis, real process, no model. The trainer counts steps; the others wait for the end.
 
-FAKE_STEP_S: seconds a step takes. FAKE_EXIT: `<pod>:<code>:<message>`, how that pod ends at once. FAKE_DEAF: a pod that does
-nothing and ignores SIGTERM. FAKE_CHILD: a pod that starts a child of its own, whose id it prints.
+FAKE_STEP_S: seconds per step. FAKE_EXIT: `<pod>:<code>:<message>` makes that pod exit immediately. FAKE_DEAF: a pod that does
+nothing and ignores SIGTERM. FAKE_CHILD: a pod that starts a child process and prints its id.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def serve(kind: str, path: str, name: str) -> int:
     while not stopping.is_set():
         await store.fleet.beat(status, config.fleet.ttl_s)
         state = await store.run.state()
-        if state is not None and state.finished and kind != "web":  # that stays until it is asked to end
+        if state is not None and state.finished and kind != "web":  # the web console runs until it is stopped
             break
         if name == "trainer-0" and state is not None:
             await train_one(store, state.committed_step + 1, config.run.steps)

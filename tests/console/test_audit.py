@@ -1,4 +1,4 @@
-"""The audit: what it calls lost, doubled and wrong, on counts by hand and on a real run."""
+"""The audit: what it reports as lost, duplicated or wrong, on hand-made counts and on a real run."""
 
 from __future__ import annotations
 

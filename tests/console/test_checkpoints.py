@@ -1,4 +1,4 @@
-"""`grpo checkpoints` lists what lies in a run's folder, and `grpo checkpoint` asks for one."""
+"""`grpo checkpoints` lists the checkpoints in a run's folder, and `grpo checkpoint` requests one."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_how_long_one_is_kept(tmp_path: Path) -> None:
 
 
 def test_how_long_one_is_kept_after_the_run_was_taken_back(tmp_path: Path) -> None:
-    """The next is that of step 7; those of later steps go first, though they were written last; one is written anew."""
+    """The next checkpoint is of step 7. Those of later steps are deleted first, although written last; one is rewritten."""
     config = small_config(tmp_path, None, "run.steps=24", "checkpoint.every_steps=4", "checkpoint.keep=3")
     assert kept_until(config, [3, 11, 15], 3) == {11: 7, 15: 11, 3: 15}
     assert kept_until(config, [3, 7, 11], 3) == {7: 7, 11: 11, 3: 15}

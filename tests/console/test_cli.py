@@ -1,4 +1,4 @@
-"""The command line: help, configuration, errors of one line, verbs on a run."""
+"""The command line: help, configuration, one-line errors, verbs on a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def grpo(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_quick(command: str) -> None:
-    """CPU seconds of the process, the best of three: the machine may be busy."""
+    """Measure CPU seconds of the process, best of three, because the machine may be busy."""
     spent = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -145,7 +145,7 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def begin(folder: RunFolder, server: RedisServer) -> None:
-    """A run with one pod and one step, as its services would have left it."""
+    """Create a run with one pod and one step, as its services would leave it."""
     config = load_resolved(folder.config)
     store = await Store.connect(server.url, config.run.name, server.password)
     await store.run.create(digest(config), "data", config.run.steps, config.slots)
@@ -155,7 +155,7 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
 
 
 def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own server is down; each command wakes it for a moment, and what was wished stays."""
+    """Its own server is down. Each command starts it briefly, and requests persist."""
     import asyncio
 
     monkeypatch.chdir(tmp_path)

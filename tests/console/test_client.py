@@ -1,4 +1,4 @@
-"""The typed client against real endpoints of every kind: each endpoint has a method, each answer its model."""
+"""The typed client against real endpoints of every service: each endpoint has a method, each response a model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OPERATE = "operate-token"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Iterator[dict[str, str]]:
-    """Address by kind of service."""
+    """Serve one service of each kind; yield their addresses by kind."""
     portal = Portal()
     world = endpoints(tmp_path_factory.mktemp("served"), server, "served")
     found = portal.call(world.__aenter__())
     source = inspect.getsource(Client)
     for _, app in found.values():
         for route in app.routes:
-            if isinstance(route, APIRoute) and not route.path.startswith("/v1/console/"):  # the page's own
+            if isinstance(route, APIRoute) and not route.path.startswith("/v1/console/"):  # used only by the page
                 assert f'"{route.path.partition("{")[0]}' in source, f"the client has no method for {route.path}"
     yield {kind: url for kind, (url, _) in found.items()}
     portal.call(world.__aexit__(None, None, None))

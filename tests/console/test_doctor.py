@@ -1,4 +1,4 @@
-"""`grpo doctor`: what is wrong is found, and each fault says what to do."""
+"""`grpo doctor` finds problems, and each comes with a remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def only(findings: Any, what: str) -> Finding:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Of a run on this machine, whose model is a tokenizer and an empty file of weights."""
+    """Return the configuration of a run on this machine whose model is a tokenizer and an empty weight file."""
     save_tokenizer_folder(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 320}')
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
@@ -40,8 +40,8 @@ def config(tmp_path: Path) -> RunConfig:
 def test_a_machine_that_is_well_and_one_whose_data_is_gone(
     tmp_path: Path, config: RunConfig, server: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command whole, with its exit codes."""
-    exec(machine._ASK_TORCH, {})  # in this process, which has torch anyway: importing it takes seconds
+    """The whole command, with its exit codes."""
+    exec(machine._ASK_TORCH, {})  # in this process, which has torch loaded: importing it takes seconds
     assert json.loads(capsys.readouterr().out).keys() == {"torch", "cuda", "gpus"}
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": None, "gpus": []})
     file = tmp_path / "run.toml"
@@ -179,7 +179,7 @@ async def test_a_release_is_looked_at_from_one_of_its_pods(
     tmp_path: Path, config: RunConfig, server: RedisServer, store: Store, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Not the pod, but what all share; a service that says where it is and is not reached there is a fault."""
+    """It checks what all pods share, not the pod itself; a service unreachable at its address is a fault."""
     (tmp_path / "run.toml").write_text(to_toml(small_config(tmp_path, server, f"run.name={store.keys.name}")))
 
     async def look() -> tuple[int, dict[str, dict[str, str]]]:
@@ -210,7 +210,7 @@ async def test_users_that_are_let_in_are_named(tmp_path: Path, config: RunConfig
         found = [one async for one in server.server(guarded_config, guarded.url, guarded.password)]
         assert only(found, "Redis: users").detail == f"can log in: {', '.join(GRANTS)}"
         (guarded.users / "trainer").write_text("wrong")
-        (guarded.users / "tracker").unlink()  # as in a pod, which has its own alone
+        (guarded.users / "tracker").unlink()  # as in a pod, which has only its own
         found = [one async for one in server.server(guarded_config, guarded.url, "")]
         assert only(found, "Redis: user trainer").state == "fault"
         assert "tracker" not in only(found, "Redis: users").detail

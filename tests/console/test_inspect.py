@@ -39,7 +39,7 @@ Show = Callable[..., Awaitable[tuple[int, str]]]
 
 @pytest.fixture
 def run(store: Store, server: RedisServer, tmp_path: Path) -> Path:
-    """The folder of a run that lies in `store`."""
+    """Create the folder of a run in `store`."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     save_tokenizer_folder(tmp_path / "model")
     folder = RunFolder.of(config)
@@ -49,7 +49,7 @@ def run(store: Store, server: RedisServer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def show(run: Path, capsys: pytest.CaptureFixture[str]) -> Show:
-    """Call a verb on the run; its exit code and what it printed."""
+    """Return a function that calls a verb on the run and returns its exit code and output."""
 
     async def call(verb: Callable[..., Awaitable[int]], *arguments: Any, as_json: bool = False) -> tuple[int, str]:
         code = await verb(str(run), "", *arguments, as_json)
@@ -59,7 +59,7 @@ def show(run: Path, capsys: pytest.CaptureFixture[str]) -> Show:
 
 
 async def tell(show: Show, verb: Callable[..., Awaitable[int]], *arguments: Any) -> Any:
-    """The same as values."""
+    """Call a verb with --json and return the decoded output."""
     code, text = await show(verb, *arguments, as_json=True)
     assert code == EXIT_OK
     return json.loads(text)
@@ -70,7 +70,7 @@ def tokens(run: Path, text: str) -> list[int]:
 
 
 async def write(store: Store, run: Path, claimed: Claim, prompt: str, completions: Sequence[str], **fields: Any) -> None:
-    """Submit a group of these texts, in two versions each."""
+    """Submit a group of these texts, each sampled by two policy versions."""
     ids = [tokens(run, text) for text in completions]
     lengths = [len(one) for one in ids]
     flat = np.array([token for one in ids for token in one], np.int32)
@@ -91,7 +91,7 @@ async def one_group(store: Store, run: Path, prompt: str = "say 5", texts: Seque
 
 
 async def weighted_table(store: Store, weights: Sequence[float]) -> flow.Team:
-    """A prioritised table with one group a weight, named 0-0 on, the oldest version of group i being i // 2."""
+    """Fill a prioritized table with one group per weight, named from 0-0; the oldest version of group i is i // 2."""
     team = await start(store, slots=len(weights), table=PRIORITIZED)
     await issue(store, team, len(weights))
     for i, one in enumerate(await claim(store, "g", len(weights))):
@@ -147,7 +147,7 @@ async def test_pages_of_the_buffer_are_sorted(
 
 
 async def test_a_page_costs_the_same_whatever_the_size_of_the_table(store: Store) -> None:
-    """Counted in commands and in bytes that the server sends: a page of 5 out of 50 and out of 1,000 groups."""
+    """Count commands and bytes sent by the server for a page of 5 out of 50 and out of 1,000 groups."""
 
     async def cost() -> tuple[int, int]:
         before: Any = await store.client.info("stats")
@@ -317,7 +317,7 @@ async def place(store: Store, ticket: str) -> tuple[str, str]:
 
 
 async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
-    """One ticket from issue to the checkpoint that covers its step, others to each of the other ends."""
+    """Follow one ticket from issue to the checkpoint that covers its step, and others to each other outcome."""
     team = await start(store, slots=12)
     with pytest.raises(NotFound, match="unknown ticket 0-0: it was not issued yet"):
         await place(store, "0-0")
@@ -364,7 +364,7 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
 
 
 async def test_a_ticket_between_two_places_is_said_to_move(store: Store) -> None:
-    """It is issued, but in neither stream: a settlement came between the reads."""
+    """The ticket is issued but in neither stream, because it was settled between the reads."""
     team = await start(store)
     await issue(store, team, 1)
     await store.client.xtrim(store.keys.tickets, 0)
@@ -408,7 +408,7 @@ async def test_what_is_no_ticket_is_an_error_of_one_line(store: Store, show: Sho
 
 
 async def two_ranks(store: Store) -> flow.Team:
-    """Step 0 trains on 0-0 and 0-1 over two ranks, step 1 on 0-0 again, with importance weights and a masked completion."""
+    """Prepare step 0 with 0-0 and 0-1 over two ranks, and step 1 with 0-0 again, with weights and a masked completion."""
     team = await start(store, table=TableRules(max_uses=2))
     names = await flow.buffer(store, team, 2)
     payloads = [(await store.inspection.group_records([name]))[name].payload for name in names]
@@ -472,7 +472,7 @@ async def test_a_step_that_is_not_prepared_is_an_error(store: Store, show: Show,
 
 
 async def test_the_record_of_a_step_is_found_whatever_happened_since(store: Store) -> None:
-    """3,000 steps; at 2,000 the trainer went back to 1,995; evaluations report between; entries share milliseconds."""
+    """3,000 steps, with a restore from 2,000 to 1,995; evaluations report in between; entries share milliseconds."""
     steps = [*range(2000), *range(1995, 3000)]
     async with store.client.pipeline(transaction=False) as pipe:
         for i, step in enumerate(steps):
@@ -502,7 +502,7 @@ async def test_the_ledger_is_the_audits(store: Store, show: Show) -> None:
 
 
 async def bury(store: Store, team: flow.Team, reasons: Sequence[str]) -> list[str]:
-    """Dead letters, oldest first."""
+    """Create dead letters, and return their ids, oldest first."""
     await issue(store, team, len(reasons))
     for one, reason in zip(await claim(store, "g", len(reasons)), reasons, strict=True):
         assert await store.tickets.fail("g", one, reason, max_attempts=1)

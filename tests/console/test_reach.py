@@ -1,4 +1,4 @@
-"""`grpo doctor --listen` and `--reach`: two real processes, a real collective, and what is said when there is none."""
+"""`grpo doctor --listen` and `--reach`: two real processes, a real collective, and the report when it fails."""
 
 from __future__ import annotations
 

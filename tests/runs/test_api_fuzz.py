@@ -1,4 +1,4 @@
-"""What every service answers is what its OpenAPI document says, whatever is sent: a short run of `python -m tests.api_fuzz`."""
+"""Every service responds as its OpenAPI document says, to any request: a short run of `python -m tests.api_fuzz`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_answers_are_as_described_whatever_is_sent(tmp_path: Path) -> None:
 
 
 def test_every_endpoint_of_a_run_is_guarded_and_its_answers_are_described(tmp_path: Path, server: RedisServer) -> None:
-    """Nobody: 401 everywhere under /v1; the read scope: 403 on all that change something."""
+    """Without a token: 401 everywhere under /v1. With the read scope: 403 on every endpoint that changes something."""
     portal = Portal()
     try:
         served = endpoints(tmp_path, server, "guarded-routes")

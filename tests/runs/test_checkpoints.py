@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: asked for by hand and over REST, a disk that refuses, SIGTERM in the middle of a step."""
+"""Checkpoints of a whole run: requested by command and over REST, a read-only disk, SIGTERM in the middle of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.harness import save_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAME = "kept"
-KEPT = ("checkpoint.every_steps=2", "checkpoint.keep=2", "filters.exclude_pass_rate=0")  # so that its prompts never run out
+KEPT = ("checkpoint.every_steps=2", "checkpoint.keep=2", "filters.exclude_pass_rate=0")  # so that prompts never run out
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run that goes on until it is told to stop; a checkpoint is due after every other step."""
+    """Write the file of a run that continues until it is stopped, with a checkpoint after every other step."""
     process = start(write_run(folder, NAME, "run.steps=1000", *KEPT))
     wait_for(lambda: steps_done(folder, NAME) >= 2, process)
     yield process
@@ -49,7 +49,7 @@ def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def ask(folder: Path, path: str, token: str = "", post: bool = False) -> Any:
-    """The trainer's answer, from the address that the fleet knows."""
+    """Return the trainer's response, from its address in the fleet."""
     (pod,) = (pod for pod in json.loads(grpo("status", str(folder / NAME), "--json").stdout)["pods"] if pod["kind"] == "trainer")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(pod["url"] + path, headers=headers, method="POST" if post else "GET")
@@ -62,7 +62,7 @@ def record(folder: Path) -> dict[str, float]:
 
 
 def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None:
-    """One run for all of it: it takes longer to start than to go through."""
+    """Use one run for all cases, because starting takes longer than the cases."""
     root = folder / NAME / "checkpoints"
     written = CheckpointFolder(root)
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None
 
     seen = steps_done(folder, NAME)
     wait_for(lambda: steps_done(folder, NAME) > seen, process)
-    process.send_signal(signal.SIGTERM)  # in the midst of something: a step takes nearly all of the time
+    process.send_signal(signal.SIGTERM)  # in the middle of a step, which takes nearly all of the time
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
     state = json.loads(grpo("status", str(folder / NAME), "--json").stdout)["state"]
@@ -122,7 +122,7 @@ def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None
 
 
 def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
-    """The run of one rank at stage 0 is continued by two at stage 3."""
+    """A run with one rank at ZeRO stage 0 is resumed by two ranks at stage 3."""
     path = write_run(folder, NAME, "run.steps=1000", *KEPT, "trainer.ranks=2", "trainer.zero_stage=3")
     process = start(path)
     written = CheckpointFolder(folder / NAME / "checkpoints")
@@ -136,7 +136,7 @@ def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
 
 
 def _seal(root: Path) -> str:
-    """Make a folder read-only, for root too; why that cannot be done, or empty."""
+    """Make a folder read-only, even for root. Return why that is not possible, or empty."""
     for options in (["--bind", root, root], ["-o", "remount,bind,ro", root]):
         done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
         if done.returncode:

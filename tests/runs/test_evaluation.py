@@ -1,6 +1,6 @@
-"""Evaluation beside training: real Redis, real sync rounds in flight, slow scripted engines; generators are killed.
+"""Evaluation during training: real Redis, real sync rounds in flight, slow scripted engines; generators are killed.
 
-Every engine notes which versions sampled what, so that what a round reports can be checked against what was done.
+Every engine records which versions sampled which tokens, so that the report of a round can be verified.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS, SAMPLES = 10, 2
 
 
 class Rows:
-    """Prompts of two evaluation sources."""
+    """Write the prompts of two evaluation sources."""
 
     spans = (SourceSpan("easy", 1.0, 0, 4), SourceSpan("hard", 1.0, 4, PROMPTS - 4))
 
@@ -43,7 +43,7 @@ class Rows:
 
 
 class Noting(ScriptedEngine):
-    """Notes the versions of every completion it finishes, by ticket."""
+    """An engine that records the versions of every finished completion, by ticket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Noting(ScriptedEngine):
 
 
 class Noted(TraceRecorder):
-    """Spans as they were recorded."""
+    """Collects recorded spans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Noted(TraceRecorder):
 
 
 class Lead:
-    """A leader that does nothing but evaluate."""
+    """A leader that only evaluates."""
 
     def __init__(self, world: World) -> None:
         self.world, self.store = world, world.store
@@ -106,7 +106,7 @@ class Lead:
         assert not self.task.done(), self.task.exception()
 
     def wait_for_results(self, count: int) -> None:
-        """Wait until a round is open and has so many."""
+        """Wait until a round is open and has this many completed prompts."""
 
         async def so_many() -> bool:
             found = (await self.store.evaluation.state(60)).round
@@ -121,7 +121,7 @@ class Lead:
         return self._call(self.store.run.audit()).get(f"ledger:{name}", 0)
 
     def shown(self, metric: str, **labels: str) -> float | None:
-        """A metric of its rounds."""
+        """Return a metric of its rounds."""
         return self.registry.get_sample_value(f"grpo_evaluation_{metric}", labels)
 
     def check_no_key_left(self) -> None:
@@ -272,7 +272,7 @@ def test_a_completion_of_two_versions_is_refused_by_its_generator(tmp_path: Path
         world.portal.call(wait_until(lambda: volunteers(world)))
         (name,) = volunteers(world)
         world.portal.call(wait_until(lambda: engines[name].gauges().tokens > 0))
-        engines[name].version = 1  # as if weights had come in behind the lane's back
+        engines[name].version = 1  # as if new weights had been loaded unnoticed
         lead.wait_for(0)
         assert "sampled by policy versions" in world.portal.call(world.store.evaluation.state(60)).abandoned
         assert lead.reports() == {}

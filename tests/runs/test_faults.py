@@ -1,4 +1,4 @@
-"""The driver of tests/faults, in short: eight faults on one real run, and that it finds a guard that is missing."""
+"""A short run of tests/faults: eight faults on one real run, and a check that it detects a missing guard."""
 
 from __future__ import annotations
 

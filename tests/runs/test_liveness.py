@@ -1,6 +1,6 @@
-"""A loop that is blocked turns its pod's liveness red within the limit that it states, and nothing else.
+"""A blocked loop makes its pod's liveness probe fail within the loop's limit, and no other.
 
-The trainer's is its main thread, which tests/runs/test_run_evaluation.py holds in the midst of a step of a whole run.
+The trainer's loop is its main thread, which tests/runs/test_run_evaluation.py blocks in the middle of a step of a whole run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.generator.test_pausing import pod
 from tests.support.harness import small_config, wait_until
 
 LIMIT_S = 2.0
-Blocked = tuple[Service, str, str]  # pod, name of the loop, the store's method that never answers
+Blocked = tuple[Service, str, str]  # pod, name of the loop, the store's method that never returns
 
 
 @asynccontextmanager
@@ -127,7 +127,7 @@ asyncio.run(main())
 
 
 def test_a_stopped_process_answers_no_probe_until_it_goes_on(tmp_path: Path, server: RedisServer) -> None:
-    """SIGSTOP holds the endpoints too: a probe with a timeout fails, as for a blocked interpreter."""
+    """SIGSTOP also stops the endpoints: a probe with a timeout fails, as with a blocked interpreter."""
     small_config(tmp_path, server)
     process = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path / "run.toml")], stdout=subprocess.PIPE, text=True)
     try:

@@ -1,7 +1,7 @@
-"""Whole runs through `grpo run`: real processes, real Redis, a real trainer; the scripted engine makes the tokens.
+"""Whole runs through `grpo run`: real processes, real Redis, a real trainer; the scripted engine generates the tokens.
 
-The scripted engine's tokens depend on prompt and seed alone, so a run with faults has to end in the very same weights as
-one without.
+The scripted engine's tokens depend only on prompt and seed, so a run with faults must end with exactly the same weights as one
+without.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ STEPS = 8
 
 
 def write_run(folder: Path, name: str, *overrides: str) -> Path:
-    """A configuration file for `grpo run`; the console fills in server, password and token."""
+    """Write a configuration file for `grpo run`; the console adds server, password and token."""
     config = small_config(
         folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
         'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
         "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5",
-        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # rewards that differ, and rows left out
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # different rewards, and excluded rows
         *overrides,
     )  # fmt: skip
     path = folder / f"{name}.toml"
@@ -79,7 +79,7 @@ def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: 
 
 
 def pids_of(folder: Path, name: str, pod: str) -> list[int]:
-    """Processes of a pod of this run, found by their command lines."""
+    """Return the processes of a pod of this run, found by their command lines."""
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> str:
-    """The weights of a run that nothing happened to."""
+    """Return the weights of an undisturbed run."""
     output = finish(start(write_run(folder, "calm")))
     assert "0 tickets lost, 0 duplicated" in output
     assert weights(folder, "calm") != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
@@ -108,7 +108,7 @@ def undisturbed(folder: Path) -> str:
 
 
 def check_whole(folder: Path, name: str, steps: int = STEPS) -> None:
-    """Every step trained, nothing lost or doubled, the lag bound kept."""
+    """Check that every step was trained, no ticket was lost or duplicated, and the lag bound was kept."""
     facts = summary(folder, name)
     assert facts["steps"] == steps
     assert (facts["lost"], facts["doubled"], facts["stale_dropped"]) == (0, 0, 0)
@@ -141,7 +141,7 @@ def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undis
 
 
 def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undisturbed: str) -> None:
-    """Each service as its own Redis user; one of every kind killed, then the master of some shards, whose replica takes over."""
+    """Each service is its own Redis user. One of each kind is killed, then the master of some shards, whose replica takes over."""
     (folder / "cluster").mkdir()
     with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
         path = write_run(folder, "spread", "redis.payload_shards=6", f'redis.users_dir="{folder / "cluster" / "users"}"')
@@ -163,7 +163,7 @@ def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undis
 
 
 async def check_shards(cluster: RedisCluster) -> None:
-    """What lies in shards is what the index names; in the end every key goes."""
+    """Check that the shards hold exactly what the index names, and that deleting the run deletes every key."""
     store = await Store.connect(cluster.url(cluster.third), "spread", cluster.login())
     await store.run.state()
     nodes = (cluster.owner, cluster.replica, cluster.third)
@@ -179,7 +179,7 @@ async def check_shards(cluster: RedisCluster) -> None:
 
 
 def interrupt(process: subprocess.Popen[str], folder: Path, name: str, steps: int) -> str:
-    """Ctrl-C when so many steps are done; what was printed."""
+    """Send Ctrl-C once this many steps are trained, and return the output."""
     wait_for(lambda: steps_done(folder, name) >= steps, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)

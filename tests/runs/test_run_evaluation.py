@@ -47,7 +47,7 @@ def reported(folder: Path, name: str) -> list[int]:
 
 @asynccontextmanager
 async def administrator(run: Path) -> AsyncIterator[Store]:
-    """The run's store for somebody who may do everything."""
+    """Return the run's store, logged in with full permissions."""
     config = load_resolved(run / "config.toml")
     store = await Store.connect(config.redis.url, config.run.name, (run / "redis" / "password").read_text().strip())
     try:
@@ -57,14 +57,14 @@ async def administrator(run: Path) -> AsyncIterator[Store]:
 
 
 async def damage(run: Path) -> None:
-    """While the trainer is paused, damage three of the last prepared step's payloads, each in a way of its own."""
+    """While the trainer is paused, damage three payloads of the last prepared step, each in a different way."""
     async with administrator(run) as store:
         await store.run.pause("trainer", "its data are damaged")
 
         async def prepared() -> bool:
             state = await store.run.state()
             ahead = state.prepared_step - state.committed_step if state else 0
-            # The rows of the first that is prepared may have been fetched already.
+            # The rows of the first prepared step may already have been fetched.
             return ahead == 2 and any(pod.paused for pod in await store.fleet.members(TTL_S))
 
         await wait_until(prepared, 60)
@@ -79,7 +79,7 @@ async def damage(run: Path) -> None:
 
 
 async def hang(run: Path, held: Path) -> None:
-    """While a step of the trainer hangs, its liveness is red within the limit that it states, for its loop and nothing else."""
+    """While a step of the trainer hangs, its liveness probe fails within the loop's limit, for that loop only."""
     async with administrator(run) as store, httpx.AsyncClient(timeout=10) as http:
         urls = {pod.name: f"{pod.url}/health/live" for pod in await store.fleet.members(TTL_S)}
 
@@ -106,7 +106,7 @@ def test_a_run_reports_its_rounds_and_trains_as_ever_through_damaged_payloads_an
     save_model_folder(tmp_path / "model")
     held, run = tmp_path / "held", tmp_path / "evaluated"
     monkeypatch.setenv(HELD, str(held))
-    # The first that is loaded may evaluate, else version 0 may pass before there is another to train.
+    # The first loaded generator may evaluate; otherwise version 0 might pass before another one is there to train.
     options = (
         "evaluation.min_training_generators=0",
         'loss.policy="tests.support.held_loss:dapo"',

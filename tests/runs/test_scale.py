@@ -1,4 +1,4 @@
-"""A run that grows and shrinks while it trains: real processes, a real trainer; the scripted engine makes the tokens."""
+"""A run that grows and shrinks while it trains: real processes, a real trainer; the scripted engine generates the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.harness import save_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 44
-DEADLINE_S = 20.0  # sync.join_deadline_s: members that start beside a round are slow to answer on a loaded machine
+DEADLINE_S = 20.0  # sync.join_deadline_s: members that start during a round respond slowly on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
-    """Generators by name; into `opened`, for a process that is first seen loaded, the version of the last round until then."""
+    """Return generators by name. Record in `opened`, for each newly loaded process, the version of the last round so far."""
 
     async def ask() -> dict[str, PodStatus]:
         async with attach(str(run)) as attached:
             pods = await attached.store.fleet.members(attached.ttl_s)
-            last, _ = await attached.store.fleet.round()  # after the pods: a round that is opened later counts on those seen here
+            last, _ = await attached.store.fleet.round()  # after the pods: a round opened later includes those seen here
         for pod in pods:
             if pod.kind == "generator" and pod.world:
                 opened.setdefault(pod.member, last.version if last else -1)
@@ -45,7 +45,7 @@ def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
 
 
 def said(run: Path, event: str) -> list[dict[str, Any]]:
-    """What the generators' processes said of an event, in the order of their names and of time."""
+    """Return the log lines of the generators' processes with an event, ordered by name and time."""
     lines = (line for path in sorted((run / "logs").glob("generator-*.log")) for line in path.read_text().splitlines())
     return [json.loads(line) for line in lines if f'"{event}"' in line]
 

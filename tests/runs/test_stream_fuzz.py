@@ -1,6 +1,6 @@
-"""What lies in the streams and payloads may be anything: it ends as a dead letter, and no loop ends with it.
+"""Arbitrary bytes in streams and payloads end as dead letters, and never end a loop.
 
-`pytest tests/runs/test_stream_fuzz.py --entries 10000` for the long run; some hundred by default.
+Run `pytest tests/runs/test_stream_fuzz.py --entries 10000` for a long test; the default is about a hundred entries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def entries(request: pytest.FixtureRequest) -> int:
 
 
 def odd_value(rng: random.Random, depth: int = 0) -> object:
-    """Any value that msgpack knows."""
+    """Return any value that msgpack can encode."""
     plain = [
         None, True, -1, 2**63 - 1, -(2**63), float("nan"), float("inf"), -0.0, "", "\x00", "𝔘nicode", b"", rng.randbytes(9),
         1e308, rng.randrange(-5, 5), rng.random(), "0-0", ["i", [2**40], b""], ["f", [-1], b"\x00" * 4],
@@ -46,7 +46,7 @@ def odd_value(rng: random.Random, depth: int = 0) -> object:
 
 
 def mutated(rng: random.Random, message: object) -> bytes:
-    """Bytes near those of a message: cut, flipped, with another value in a field, or none of it."""
+    """Return bytes similar to a message: truncated, with flipped bits, with another value in a field, or unrelated."""
     data = bytearray(codec.encode(message))
     match rng.randrange(5):
         case 0:
@@ -65,7 +65,7 @@ def mutated(rng: random.Random, message: object) -> bytes:
 
 
 async def test_headers(store: Store, tmp_path: Path, entries: int) -> None:
-    """Through the dataprep leader's settling."""
+    """Send them through the dataprep leader's settling."""
     config, rng = small_config(tmp_path), random.Random(1)
     team = await flow.start(store, slots=entries + BATCH)
     for first in range(0, entries, BATCH):
@@ -96,7 +96,7 @@ async def test_headers(store: Store, tmp_path: Path, entries: int) -> None:
 
 
 async def test_tickets(tmp_path: Path, server: RedisServer, entries: int) -> None:
-    """Through a generator's claims."""
+    """Send them through a generator's claims."""
     rng = random.Random(2)
     async with pod(tmp_path, server) as one:
         store, count = one.service.store, entries // 4
@@ -117,18 +117,18 @@ async def test_tickets(tmp_path: Path, server: RedisServer, entries: int) -> Non
 
 
 async def test_payloads(store: Store, entries: int) -> None:
-    """Through what a trainer's rank does with those of its rows: each is named as damaged, or has the rows that were planned."""
+    """Send them through a trainer rank: each is either reported as damaged or has the planned rows."""
     rng, good = random.Random(4), codec.encode(payload())
     fine = 0
     for first in range(0, entries, BATCH):
         names = [f"0-{i}.1" for i in range(first, first + BATCH)]
         async with store.client.pipeline() as pipe:
-            for name in names:  # damaged in Redis, or made like that by a generator
+            for name in names:  # damaged in Redis, or by a generator
                 data = mutated(rng, payload())
                 pipe.set(store.keys.payload(name), codec.seal(data) if rng.random() < 0.7 else data or good)
             await pipe.execute()
         left = names
-        while left:  # it would go on for ever if others than these were named
+        while left:  # it would never end if other names were reported
             plan = RankPlan([[Sample(name, 0, 1.0, 2, tokens=4)] for name in left])
             try:
                 rows = batches.build(plan, await store.steps.payloads(left), vocabulary=100, row_tokens=8)
@@ -150,7 +150,7 @@ def payload() -> Payload:
 
 
 def test_payloads_and_partials(entries: int) -> None:
-    """Whatever the bytes are, they are read as what they are to be, or refused; a partial that cannot be used is none."""
+    """Any bytes are either read as the expected type or refused; an unusable partial counts as none."""
     rng, good, given = random.Random(3), payload(), ticket(0)
     for _ in range(entries):
         data = mutated(rng, good)

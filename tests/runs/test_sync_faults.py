@@ -1,4 +1,4 @@
-"""The driver of tests/sync_faults, in short: each kind of fault once, in rounds whose members are real processes."""
+"""A short run of tests/sync_faults: each kind of fault once, in rounds whose members are real processes."""
 
 from __future__ import annotations
 

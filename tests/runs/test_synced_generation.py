@@ -1,6 +1,6 @@
-"""The generator says what the trainer's weights say: real DeepSpeed steps, real vLLM, weights in files, transformers as judge.
+"""Generators sample from the trainer's weights: real DeepSpeed steps, real vLLM, weights in files, checked with transformers.
 
-Over gloo: tests/weights/test_weight_transfer.py.
+For gloo, see tests/weights/test_weight_transfer.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.tiny_vllm import assert_greedy, make_config, make_model, refe
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # importing vLLM and DeepSpeed warns
 
 STEPS = 4
-CHECKED = (0, 2, STEPS)  # versions: after the first sync, a middle step and the last
+CHECKED = (0, 2, STEPS)  # versions after the first sync, a middle step and the last step
 PROMPTS = [[5, 17, 33], [6, 40, 80, 12], [90, 3, 3, 7, 50]]
 
 

@@ -1,4 +1,4 @@
-"""TLS to Redis and on the endpoints: who is not trusted is not talked to."""
+"""TLS to Redis and on the endpoints: untrusted peers are refused."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(scope="module")
 def renewed(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Others for the same name, from another authority."""
+    """Make certificates for the same name from another authority."""
     return make_certificates(tmp_path_factory.mktemp("renewed"))
 
 
 @pytest.fixture
 def encrypted(certificates: Certificates, tmp_path: Path) -> Iterator[str]:
-    """Address of a Redis that speaks TLS alone."""
+    """Start a Redis that accepts only TLS, and yield its address."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("no redis-server that speaks TLS")
@@ -126,7 +126,7 @@ def test_endpoints_over_tls(certificates: Certificates, renewed: Certificates, t
 
 
 def renew(url: str, before: Certificates, after: Certificates, folder: Path) -> None:
-    """A certificate is renewed at the second try; the first was no pair with its key, which is told once."""
+    """A certificate is renewed at the second attempt; the first did not match its key, which is logged once."""
 
     def reached(trusted: Certificates) -> bool:
         with Client(url, "", str(trusted.authority)) as client:

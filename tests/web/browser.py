@@ -1,4 +1,4 @@
-"""A headless Chromium: Debian's, driven by playwright. Without either, tests of the page are skipped with the reason."""
+"""Debian's headless Chromium, driven by playwright. Without either, tests of the page are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PAGES = {
     "sync": "sync", "ledger": "ledger", "deadletters": "deadletters", "deadletter": "deadletters/{letter}",
     "checkpoints": "checkpoints", "evaluation": "evaluation",
 }  # fmt: skip
-"""Every page by name: where it is, with the names of a step, a group and a dead letter to be filled in."""
+"""Path of every page by name, with placeholders for a step, a group and a dead letter."""
 KEPT = "grpo-token"  # where the page keeps the token (static/api.js)
-LIMIT_MS = 60_000  # of any wait for the page, on a busy machine
+LIMIT_MS = 60_000  # for any wait for the page, on a busy machine
 
 
 def why_not() -> str:
-    """Why there is no browser here, or empty."""
+    """Return why there is no browser here; empty: there is one."""
     try:
         import playwright.sync_api  # noqa: F401
     except ImportError:
@@ -41,7 +41,7 @@ def _own() -> bool:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser."""
+    """Open a browser."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -54,8 +54,7 @@ def chromium() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = WIDE, token: str = "") -> Iterator[Any]:
-    """A tab at `url` in which `token` was given before; what it complains of is in `page.complaints`: errors, and what its
-    security policy refused."""
+    """Open a tab at `url`, with `token` already entered. `page.complaints` collects errors and violations of the security policy."""
     context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")
     try:
         if token:
@@ -76,12 +75,12 @@ def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = 
 
 
 def go(page: Any, path: str) -> None:
-    """Go to a page of the console and wait until it has its answers."""
+    """Go to a page of the console and wait until it has loaded its data."""
     page.evaluate("path => { location.hash = '/' + path }", path)
     settle(page)
 
 
 def settle(page: Any) -> None:
-    """Wait until nothing on the page is asked for any more."""
+    """Wait until the page has no pending requests."""
     page.wait_for_selector("main h1")
     page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")

@@ -1,6 +1,6 @@
-"""Screenshots of every page in both themes: `python -m tests.web.screenshots`, some two minutes.
+"""Takes screenshots of every page in both themes: `python -m tests.web.screenshots`, about two minutes.
 
-Without --url it makes a run of its own, with an engine that answers sums by rule.
+Without --url it starts its own run, with an engine that answers sums by a rule.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.web.browser import NARROW, PAGES, WIDE, chromium, go, opened, settle
 from tests.web.world import shown
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "screenshots"
-COLOURS = 256  # of a palette: the pages have few, and the files are half
+COLOURS = 256  # in the palette: pages use few colours, and the files get half as large
 TALLEST = 1500  # pixels
 STEPS, TRAINED = 400, 44
-NARROW_PAGES = ["overview", "fleet", "group", "ledger"]  # shown at 360 pixels too
+NARROW_PAGES = ["overview", "fleet", "group", "ledger"]  # also shown at 360 pixels
 
 
 def places(url: str, token: str) -> dict[str, str]:
-    """Every page, with the last step that was trained, a group of it, and the last dead letter."""
+    """Return the path of every page, with the last trained step, one of its groups, and the last dead letter."""
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
         state = http.get("/v1/state").json()["state"]
         plan = http.get(f"/v1/steps/{state['committed_step']}").json()["plan"]
@@ -36,12 +36,12 @@ def places(url: str, token: str) -> dict[str, str]:
 
 
 def _worth_a_look(group: dict[str, Any]) -> tuple[float, int]:
-    """Rewards that differ, then tokens of several versions."""
+    """Rank groups: first those with different rewards, then those with tokens of several versions."""
     return group["advantage"]["max"] > group["advantage"]["min"], group["newest"] - group["oldest"]
 
 
 def save(page: Any, path: Path) -> None:
-    """Save what is shown, in few colours."""
+    """Save a screenshot with few colours."""
     height = min(TALLEST, page.evaluate("() => document.documentElement.scrollHeight"))
     size = page.viewport_size
     page.set_viewport_size({"width": size["width"], "height": max(height, 400)})
@@ -53,7 +53,7 @@ def save(page: Any, path: Path) -> None:
 
 
 def shoot(url: str, folder: Path, token: str) -> None:
-    """Save every page of the console at `url`, as an operator sees them."""
+    """Save every page of the console at `url`, as an operator sees it."""
     folder.mkdir(parents=True, exist_ok=True)
     sessions = [
         (theme, *shape) for theme in ("light", "dark") for shape in ((WIDE, "", [*PAGES]), (NARROW, "-narrow", NARROW_PAGES))
@@ -69,7 +69,7 @@ def shoot(url: str, folder: Path, token: str) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="", help="address of a console; default: of a run made for it")
     parser.add_argument("--token", default="", help="token that may operate, with --url")

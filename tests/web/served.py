@@ -1,4 +1,4 @@
-"""The console of a run in Redis, served inside a test."""
+"""Serves the console of a run in Redis inside a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.harness import wait_until
 
 @contextlib.asynccontextmanager
 async def served(config: RunConfig, store: Store) -> AsyncIterator[str]:
-    """Yields the address."""
+    """Serve the console and yield its address."""
     told, until = list[str](), asyncio.Event()
     serving = asyncio.create_task(show(config, store, told.append, until))
     try:

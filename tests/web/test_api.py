@@ -1,4 +1,4 @@
-"""What the page asks the server for, over a real socket and a real Redis."""
+"""The endpoints that the page uses, over a real socket and a real Redis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN = {"Authorization": "Bearer test-token"}
 
 @pytest_asyncio.fixture
 async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """The console of a run."""
+    """Serve the console of a run."""
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", "generator.count=3")
     async with served(config, store) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
         yield client
@@ -38,7 +38,7 @@ def row(step: int, incarnation: float = 1.0, reward: float | None = 0.5) -> dict
 
 
 async def frames(http: httpx.AsyncClient, count: int) -> list[dict[str, object]]:
-    """The next frames of the stream."""
+    """Return the next frames of the stream."""
     found = []
     async with http.stream("GET", "/v1/console/live") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -97,7 +97,7 @@ async def test_everybody_who_watches_shares_one_look(http: httpx.AsyncClient, st
         await asyncio.sleep(2.5)
         return await looks() == at
 
-    await wait_until(resting, 60.0)  # nobody watches
+    await wait_until(resting, 60.0)  # no page is open
 
 
 async def test_there_is_room_for_so_many_pages(http: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ async def test_there_is_room_for_so_many_pages(http: httpx.AsyncClient, store: S
 
     events = [asyncio.Event(), asyncio.Event()]
     two = [asyncio.create_task(watch(shown)) for shown in events]
-    for shown in events:  # both are in before anybody else asks
+    for shown in events:  # both are connected before the next request
         await asyncio.wait_for(shown.wait(), 30.0)
 
     async def refused() -> bool:
@@ -143,10 +143,10 @@ async def test_series_are_drawn_in_so_many_points_and_follow_a_run_that_was_take
     for version in (4, 9):
         body = msgspec.json.encode({"eval/version": version, "run/incarnation": 1.0})
         await store.client.xadd(store.keys.evaluations, {"m": body})
-    await asyncio.sleep(1.0)  # a look is shared for half a second
+    await asyncio.sleep(1.0)  # a poll is reused for half a second
     assert [one["eval/version"] for one in (await http.get("/v1/console/evaluations")).json()["rounds"]] == [9, 4]
     await store.monitor.record(row(6, incarnation=2.0, reward=60.0))
-    await asyncio.sleep(1.0)  # a look is shared for half a second
+    await asyncio.sleep(1.0)  # a poll is reused for half a second
     again = (await http.get("/v1/console/series")).json()
     assert again["steps"] == list(range(7))
     assert again["columns"]["reward/train/mean"][6] == 60.0
@@ -191,7 +191,7 @@ async def test_redis_that_does_not_answer_is_said_and_the_last_look_stays(store:
         raise StoreError("Redis went away")
 
     monkeypatch.setattr(store.run, "state", gone)
-    await asyncio.sleep(1.0)  # a look is shared for half a second
+    await asyncio.sleep(1.0)  # a poll is reused for half a second
     await watch.look()
     bad = msgspec.json.decode(watch.frame())
     assert (good["fault"], bad["fault"]) == ("", "Redis went away")

@@ -1,4 +1,4 @@
-"""Frames for many: a slow page misses some, one that takes none is dropped."""
+"""Frames for many pages: a slow page misses some, and a page that receives none is disconnected."""
 
 from __future__ import annotations
 

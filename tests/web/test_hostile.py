@@ -1,4 +1,4 @@
-"""What models, data sets and pods write is text on the page, whatever it says and however long it is."""
+"""Text from models, data sets and pods stays text on the page, whatever it contains and however long it is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = "42"
 
 
 async def bring_in(store: Store, folder: Path) -> str:
-    """A group whose completions are hostile, in a run whose names and reasons are."""
+    """Create a group with hostile completions, in a run with hostile names and reasons."""
     save_tokenizer_folder(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     team = await start(store)
@@ -55,7 +55,7 @@ async def bring_in(store: Store, folder: Path) -> str:
 
 
 def visit(url: str, group: str, letter: str) -> None:
-    """Every page says what is there, and none does what it says."""
+    """Every page shows the text, and none executes it."""
     with chromium() as browser, opened(browser, url) as page:
         dialogs: list[Any] = []
         page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))

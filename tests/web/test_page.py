@@ -20,7 +20,7 @@ from tests.web.world import REASON, Shown, kill, shown
 pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-"),
 ]  # fmt: skip
-# Rules of axe-core that a page is held to: WCAG 2.2 A and AA, and its best practices.
+# Rules of axe-core that every page must satisfy: WCAG 2.2 A and AA, and best practices.
 AXE = """async () => {
     const found = await axe.run(document, { resultTypes: ['violations'] });
     return found.violations.map(one => `${one.id}: ${one.help}: ` + one.nodes.slice(0, 3).map(node => node.html).join(' | '));
@@ -35,13 +35,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
 
 @pytest.fixture
 def browser(run: Shown) -> Iterator[Any]:
-    """One of its own for each test: what ails one must not reach the next."""
+    """Open a separate browser for each test, so that problems of one do not affect the next."""
     with chromium() as browser:
         yield browser
 
 
 def places(run: Shown) -> dict[str, str]:
-    """Every page, with a step that is kept, a group of it and a dead letter."""
+    """Return the path of every page, with a kept step, one of its groups and a dead letter."""
     with httpx.Client(base_url=run.url, headers=bearer(run.read_token)) as http:
         run.wait_for(lambda: run.kept_step is not None, "a step that is kept")
         step = run.kept_step

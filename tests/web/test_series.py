@@ -1,4 +1,4 @@
-"""What charts draw."""
+"""The data of charts."""
 
 from __future__ import annotations
 

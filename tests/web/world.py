@@ -1,4 +1,4 @@
-"""A real small run for the page to show: the scripted engine, a real trainer, evaluation rounds, and two tickets that failed."""
+"""A small real run for the page: the scripted engine, a real trainer, evaluation rounds, and two failed tickets."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.support.harness import save_model_folder, small_config
 T = TypeVar("T")
 
 NAME, REASON = "shown", "verifier math: worker killed after 5.0 s"
-LIMIT_S = 150.0  # for a run to get so far, on a busy machine
+LIMIT_S = 150.0  # for the run to reach a state, on a busy machine
 
 
 @dataclass
 class Shown:
-    """A run at work and the address of its page."""
+    """A live run and the address of its page."""
 
     folder: Path
     url: str
@@ -39,16 +39,16 @@ class Shown:
 
     @property
     def token(self) -> str:
-        """What an operator gives."""
+        """Token with scope operate."""
         return (self.folder / "api-token").read_text().strip()
 
     @property
     def read_token(self) -> str:
-        """What somebody gives who may look."""
+        """Token with scope read."""
         return (self.folder / "api-read-token").read_text().strip()
 
     def ask(self, question: Callable[[Store], Coroutine[Any, Any, T]], kind: str = "console") -> T:
-        """Ask the run's Redis as its user for a kind of service. In a thread of its own, as playwright has a loop in this one."""
+        """Query the run's Redis as the user of a kind of service, in a new thread because playwright has a loop in this one."""
 
         async def asked() -> T:
             config = load_resolved(self.folder / "config.toml")
@@ -62,13 +62,13 @@ class Shown:
             return thread.submit(lambda: asyncio.run(asked())).result()
 
     def state(self) -> RunState:
-        """The run's state."""
+        """Return the run's state."""
         state = self.ask(lambda store: store.run.state())
         assert state is not None
         return state
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
-        """Wait until `true()`, as long as the run goes on."""
+        """Wait until `true()`, while the run is alive."""
         deadline = time.monotonic() + LIMIT_S
         while not true():
             assert self.process.poll() is None, self.output.read_text()
@@ -77,13 +77,13 @@ class Shown:
 
     @property
     def kept_step(self) -> int | None:
-        """A step that was trained and whose plan is there."""
+        """A trained step whose plan is still kept."""
         state = self.state()
         return state.committed_step if state.committed_step > state.checkpointed_step else None
 
 
 def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
-    """The configuration of the run."""
+    """Write the configuration of the run."""
     save_model_folder(folder / "model")
     prompts, held_out = folder / "sums.jsonl", folder / "held_out.jsonl"
     for file, first, count in ((prompts, 0, 4000), (held_out, 5000, 8)):
@@ -107,7 +107,7 @@ def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
 
 @contextlib.contextmanager
 def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.1) -> Iterator[Shown]:
-    """A run that has trained so many of its steps, with a checkpoint and two tickets that failed."""
+    """Start a run and wait until it has trained some steps, with a checkpoint and two failed tickets."""
     port = free_port()
     path = write_run(folder, steps, port, token_s)
     output = folder / "output.txt"
@@ -126,7 +126,7 @@ def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.
     finally:
         process.send_signal(signal.SIGINT)
         time.sleep(1.0)
-        process.send_signal(signal.SIGINT)  # at once: nobody goes on with it
+        process.send_signal(signal.SIGINT)  # immediately: the run is not resumed
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
@@ -135,7 +135,7 @@ def shown(folder: Path, steps: int = 2000, trained: int = 3, token_s: float = 0.
 
 
 def bury(run: Shown, count: int) -> bool:
-    """Fail tickets in a generator's name until so many dead letters are there."""
+    """Fail tickets in the name of a generator until there are enough dead letters."""
 
     async def failed(store: Store) -> int:
         buried = 0
@@ -146,7 +146,7 @@ def bury(run: Shown, count: int) -> bool:
             _, claims = await store.tickets.claim("script", state.published_version, state.published_by, 30.0, 1)
             for claim in claims:
                 buried += await store.tickets.fail("script", claim, REASON, 1)
-            await asyncio.sleep(0.02)  # the generators are quick
+            await asyncio.sleep(0.02)  # the generators are fast
         return buried
 
     run.ask(failed, "generator")
@@ -154,7 +154,7 @@ def bury(run: Shown, count: int) -> bool:
 
 
 def pids(run: Shown, pod: str) -> list[int]:
-    """Processes of a pod of the run."""
+    """Return the processes of a pod of the run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -165,6 +165,6 @@ def pids(run: Shown, pod: str) -> list[int]:
 
 
 def kill(run: Shown, pod: str) -> None:
-    """Kill a pod with -9."""
+    """Kill a pod with SIGKILL."""
     for pid in pids(run, pod):
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The run folder: whose it is, what may be deleted, who holds it."""
+"""The run folder: which run it belongs to, what may be deleted, which process holds its lock."""
 
 from __future__ import annotations
 

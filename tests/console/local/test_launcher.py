@@ -1,4 +1,4 @@
-"""`grpo run` from outside: real console, real Redis, real processes; only the services are fakes."""
+"""`grpo run` from the outside: real console, real Redis, real processes; only the services are fake."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
 
 
 def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One of those that go is deaf: it is killed, and no death either. The last wish outlives an interruption."""
+    """A draining generator that ignores SIGTERM is killed, and that counts as no death. The last request outlives a restart."""
     file, run = config_file(tmp_path), tmp_path / "small"
     arguments = ("run", file, "run.steps=1000", "generator.count=1", "generator.drain_s=0", "--no-screen")
 
@@ -211,7 +211,7 @@ def test_a_terminal_gets_the_live_screen(tmp_path: Path) -> None:
     console = subprocess.Popen(arguments, stdout=end, stderr=end, env=environment(TERM="xterm"), cwd=ROOT)
     os.close(end)
     shown = b""
-    with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+    with contextlib.suppress(OSError):  # how a terminal reports that the writer has closed it
         while chunk := os.read(terminal, 65536):
             shown += chunk
     os.close(terminal)
@@ -239,7 +239,7 @@ def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
 
 
 async def forget(server: RedisServer, run: str) -> None:
-    """Leave the shared server as it was."""
+    """Delete the run from the shared server."""
     store = await Store.connect(server.url, run, server.password)
     await store.restores.delete_run()
     await store.close()

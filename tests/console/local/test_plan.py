@@ -1,4 +1,4 @@
-"""Which processes a run has, and who sees which GPU."""
+"""The processes of a run, and the GPUs that each sees."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_run_grows_by_its_last_generators_and_as_far_as_there_are_gpus(tmp_pat
     assert most_generators(config(tmp_path, "trainer.ranks=2", "generator.tensor_parallel=4"), eight) == 1
     assert most_generators(small, []) is None
     assert most_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"]) is None
-    assert most_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # shared already
+    assert most_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # already shared
 
 
 def test_the_wish_counts_and_else_the_configuration(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_services_inherit_no_overrides_and_no_more_threads_than_cores(tmp_path: 
     assert common["OMP_NUM_THREADS"] == "1"
     assert "GRPO__RUN__STEPS" not in common
     assert common["GRPO_REDIS_PASSWORD"] == "x"
-    assert "HF_HUB_OFFLINE" not in common  # the model's path is no folder here
+    assert "HF_HUB_OFFLINE" not in common  # the model's path is not a folder here
     (tmp_path / "model").mkdir()
     assert common_environment(given, config(tmp_path), ["0"]).get("OMP_NUM_THREADS") is None
     assert common_environment(given, config(tmp_path), ["0"])["HF_HUB_OFFLINE"] == "1"

@@ -1,4 +1,4 @@
-"""The picture of a run: drawn from whatever metrics there are."""
+"""The report image, drawn from whatever metrics are available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, summary.json, and the numbers people read."""
+"""metrics.jsonl, summary.json, and formatted numbers."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_evaluation_rounds_of_what_was_undone_go_though_no_round_takes_their_pla
     rounds.add([{EVALUATED: version, **first} for version in (0, 3, 4, 6, 9)])
     rounds.outlive(steps)
     assert versions() == [0, 3, 4, 6, 9]
-    rounds.add([{EVALUATED: 4, **back}])  # a round may be complete before the step that made its version is recorded
+    rounds.add([{EVALUATED: 4, **back}])  # a round may complete before the step that produced its version is recorded
     steps.add([{"step": 3, **back}])
     rounds.outlive(steps)
     assert versions() == [0, 3, 4]
     rounds.add([{EVALUATED: 6, **back}])
     steps.add([{"step": 4, **back}, {"step": 5, **back}, {"step": 5, **again}])
-    steps.close()  # killed before it took out the round of version 6
+    steps.close()  # killed before it removed the round of version 6
     rounds.close()
     steps, rounds = mirrors()
     rounds.outlive(steps)

@@ -1,4 +1,4 @@
-"""When a dead service starts again and when the run ends: decisions by hand-made histories."""
+"""When a dead service is restarted and when the run ends: decisions on hand-made histories."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_verdicts_end_the_run_at_once(code: int) -> None:
 
 
 def test_want_of_a_redis_that_has_served_is_no_verdict() -> None:
-    """A pod that starts gives up a server that does not answer for 4 s, which must not end the run."""
+    """A starting pod gives up on a server that does not respond for 4 s, which must not end the run."""
     served = {**SHORT, "redis_served": True}
     assert isinstance(decide("trainer", STUCK, [3], **served)[0], Start)
     assert isinstance(decide("trainer", STUCK, [2], **served)[0], GiveUp)
