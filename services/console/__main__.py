@@ -6,6 +6,7 @@ never prints a traceback.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import typer
 from services.console.commands import running, steering, watching
 from services.console.commands.inspecting import inspect_app, replay_app
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
+from services.console.options import DEFAULT_WAIT_S
 
 app = typer.Typer(
     help="Run, watch and control asynchronous GRPO training.", epilog=EXIT_CODES,
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage_error = typer.BadParameter.__base__  # from the click that typer bundles, which has no public name
     assert usage_error is not None
     try:
-        given = list(sys.argv[1:] if argv is None else argv)
+        given = with_waits(sys.argv[1:] if argv is None else argv)
         result = typer.main.get_command(app).main(args=given or ["--help"], prog_name="grpo", standalone_mode=False)
     except ConsoleError as error:
         return _report(error, error.code)
@@ -58,6 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _report(error.format_message(), EXIT_CONFIG)  # type: ignore[attr-defined]
         return _report_known(error)
     return result if isinstance(result, int) else EXIT_OK
+
+
+def with_waits(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with the default after each `--wait` that has no number."""
+    given: list[str] = []
+    for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        given.append(word)
+        if word == "--wait" and not after.replace(".", "", 1).isdigit():
+            given.append(str(DEFAULT_WAIT_S))
+    return given
 
 
 def _report_known(error: Exception) -> int:

@@ -23,7 +23,7 @@ from services.console.local.run import start_server
 from services.protocol.errors import StoreError
 from services.runtime.entry import CONFIG_ENV
 from services.runtime.http.credentials import REDIS_PASSWORD_ENV, redis_login
-from services.store import Store
+from services.store import RunState, Store
 from services.store.connection.client import Login
 
 RUNS = Path("runs")  # default of run.dir
@@ -60,6 +60,21 @@ async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
         url, login = (server.url, Login(server.password)) if server else (config.redis.url, redis_login(config, "console"))
         async with _store(url, config.run.name, login) as store:
             yield Attached(config.run.name, store, config.fleet.ttl_s, server is None, config, folder)
+
+
+async def existing(attached: Attached) -> RunState:
+    """Return the run's state. Raise `ConsoleError` when there is none."""
+    state = await attached.store.run.state()
+    if state is None:
+        raise ConsoleError(
+            f"run {attached.name} does not exist in its Redis: it was never started, or it was deleted", EXIT_CONFIG
+        )
+    return state
+
+
+def later(attached: Attached) -> str:
+    """Return the end of a message about a request, which a stopped run applies later."""
+    return "" if attached.live else "; the run is stopped and applies this when it resumes"
 
 
 def find(run: str) -> RunFolder | None:

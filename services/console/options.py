@@ -21,6 +21,10 @@ TokenFile = Annotated[
 CaFile = Annotated[
     str, typer.Option(help="CA bundle (PEM) used to verify the server certificate; default: api.ca_file, or the system's.")
 ]
-WaitS = Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0, max=300, help="Seconds to wait for completion.")]
+WaitS = Annotated[
+    float,
+    typer.Option("--wait", metavar="[SECONDS]", min=0, max=3600, help="Wait for completion, at most this long; default: 300."),
+]
+DEFAULT_WAIT_S = 300  # of `--wait` without a number
 Listen = Annotated[bool, typer.Option("--listen", help="Only test a collective: wait for another machine to connect.")]
 Reach = Annotated[str, typer.Option(metavar="HOST:PORT", help="Only test a collective: connect to the address --listen prints.")]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -36,9 +35,9 @@ class Look:
 
     at: float = float("-inf")  # monotonic seconds just before the poll began
     state: RunState | None = None
-    members: list[Member] = field(default_factory=list)
-    records: list[dict[str, float]] = field(default_factory=list)  # metrics recorded since the last poll
-    evaluations: list[dict[str, float]] = field(default_factory=list)  # rounds completed since the last poll
+    members: list[Member] = field(default_factory=list[Member])
+    records: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # metrics recorded since the last poll
+    evaluations: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # rounds completed since the last poll
 
     @property
     def finished(self) -> str:
@@ -82,7 +81,7 @@ class Observer:
 
     async def look_to_the_end(self) -> list[Look]:
         """Poll until the metrics stream has no more entries."""
-        looks = []
+        looks: list[Look] = []
         while (look := await self.look()) is not None:
             looks.append(look)
             if len(look.records) < BATCH:
@@ -93,9 +92,9 @@ class Observer:
 async def fleet(store: Store, ttl_s: float) -> list[Member]:
     """Return the pods with a heartbeat within `ttl_s`, by name, with its age."""
     statuses = await store.fleet.members(ttl_s)
-    seconds, microseconds = await store.client.time()
-    scores: Any = await store.client.zrange(store.keys.fleet, 0, -1, withscores=True)
-    heard: dict[bytes, float] = {member: float(score) for member, score in scores}
+    commands = store.connection.commands
+    seconds, microseconds = await commands.time()
+    heard = dict(await commands.zrange(store.keys.fleet, 0, -1, withscores=True))
     now_s = seconds + microseconds / 1e6
     return sorted(
         (

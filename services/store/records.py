@@ -96,7 +96,7 @@ class SweptTable:
     """Issue sequences of filtered groups since the last step, beyond those that were passed over."""
     first: tuple[tuple[str, int], ...]
     """Group and issue sequence of those that the sampler would draw, first one first."""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict[str, float])
     """Sampling weights of those groups."""
     reissue: int = 0
     """Outstanding tickets that a restore cut off and that wait to be issued again."""
@@ -141,6 +141,10 @@ class Scale:
         )
 
 
+Role = Literal["generator", "dataprep", "trainer"]
+ROLES: tuple[Role, ...] = ("generator", "dataprep", "trainer")
+"""The services that pause and resume."""
+
 PauseMode = Literal["keep", "drain", "abort"]
 """What a pause does to the requests of generators: `keep` freezes them where they are, `drain` lets them finish, `abort` ends
 them and hands their tickets back. Dataprep and trainer come to a halt between two turns or steps, in every mode."""
@@ -183,7 +187,7 @@ class RunState:
     """Who wants a checkpoint now, and why; a name of the wish before it."""
     checkpoint_failed: str = ""
     """Why the last attempt to write a checkpoint failed; empty: it did not."""
-    pause_modes: dict[str, PauseMode] = field(default_factory=dict)
+    pause_modes: dict[str, PauseMode] = field(default_factory=dict[str, PauseMode])
     """How those roles pause that do."""
     payload_shards: int = 0
     """Over how many shards its payloads are spread; 0: they lie with the index."""

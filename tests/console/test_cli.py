@@ -159,7 +159,7 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     import asyncio
 
     monkeypatch.chdir(tmp_path)
-    config = small_config(tmp_path, None, 'run.dir="runs"')
+    config = small_config(tmp_path, None, 'run.dir="runs"', "fleet.ttl_s=600")
     folder = RunFolder.of(config)
     folder.write(config)
     server = start_server(folder, "everysec")
@@ -181,7 +181,7 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     assert grpo(capsys, "pause", "small", "--role", "king")[0] == 2
     assert grpo(capsys, "stop", "small", "--why", "enough")[0] == 0
     status = json.loads(grpo(capsys, "status", "small", "--json")[1])
-    assert (status["state"]["paused"], status["state"]["stopping"]) == ({}, "enough")
+    assert (status["state"]["paused"], status["state"]["stopping"]) == ({}, f"{getpass.getuser()}: enough")
     assert (status["pods"][0]["name"], status["last_step"]["step"]) == ("trainer-0", 0.0)
     assert status["pods"][0]["age_s"] >= 0
     code, text, _ = grpo(capsys, "audit", "small", "--json")

@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.console.__main__ import main
+from services.console.commands.control import Target
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.inspect import verbs
 from services.console.local.folder import RunFolder
@@ -52,7 +53,8 @@ def show(run: Path, capsys: pytest.CaptureFixture[str]) -> Show:
     """Return a function that calls a verb on the run and returns its exit code and output."""
 
     async def call(verb: Callable[..., Awaitable[int]], *arguments: Any, as_json: bool = False) -> tuple[int, str]:
-        code = await verb(str(run), "", *arguments, as_json)
+        given = (Target(str(run)),) if verb is verbs.requeue else (str(run), "")
+        code = await verb(*given, *arguments, as_json)
         return code, capsys.readouterr().out
 
     return call
@@ -586,7 +588,7 @@ async def test_a_run_that_is_over_refuses_a_requeue(store: Store, show: Show) ->
     team = await start(store)
     ids = await bury(store, team, ["broke"])
     await store.run.finish("trained 4 of 4 steps")
-    with pytest.raises(ConsoleError, match=r"no longer issues tickets \(trained 4 of 4 steps\)"):
+    with pytest.raises(ConsoleError, match="the run is over: trained 4 of 4 steps"):
         await show(verbs.requeue, ids, False, "")
     assert await store.dead_letters.count() == 1
 
@@ -612,7 +614,7 @@ def test_the_command_line_reaches_every_verb(server: RedisServer, tmp_path: Path
         await store.close()
 
     def grpo(*arguments: str) -> tuple[int, str, str]:
-        code = main([*arguments, "--run", str(folder.path)])
+        code = main([*arguments, str(folder.path)])
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 

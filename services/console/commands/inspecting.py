@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
 
 from services.console.commands import finish
-from services.console.options import Json, RedisUrl
+from services.console.options import Api, CaFile, Json, RedisUrl, Run, TokenFile
 
 inspect_app = typer.Typer(help="Inspect the contents and history of a run.", rich_markup_mode=None)
 replay_app = typer.Typer(help="Requeue failed tickets.", rich_markup_mode=None)
 
-Run = Annotated[str, typer.Option("--run", metavar="RUN", help="Run folder, or run name under runs/; default: the newest run.")]
+ENTRY_ID = re.compile(r"\d+-\d+")
 Limit = Annotated[int, typer.Option(min=1, max=500, help="Entries to show.")]
 Offset = Annotated[int, typer.Option(min=0, max=2**31, help="Entries to skip.")]
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="Requeue the dead letters whose reason contains this text.")]
@@ -31,9 +33,9 @@ def buffer(
     as_json: Json = False,
 ) -> int:
     """Show the replay table: how full it is, how it is sampled, and its groups."""
-    from services.console.inspect import verbs as inspect_verbs
+    from services.console.inspect import verbs
 
-    return finish(inspect_verbs.buffer(run, redis_url, sort, reverse, offset, limit, as_json))
+    return finish(verbs.buffer(run, redis_url, sort, reverse, offset, limit, as_json))
 
 
 @inspect_app.command()
@@ -46,9 +48,9 @@ def group(
     as_json: Json = False,
 ) -> int:
     """Show one group: where it is or how it ended, its prompt, completions, scores and advantages."""
-    from services.console.inspect import verbs as inspect_verbs
+    from services.console.inspect import verbs
 
-    return finish(inspect_verbs.group(run, redis_url, ticket, offset, limit, as_json))
+    return finish(verbs.group(run, redis_url, ticket, offset, limit, as_json))
 
 
 @inspect_app.command()
@@ -61,50 +63,66 @@ def step(
     as_json: Json = False,
 ) -> int:
     """Show one step: its groups and how they are packed or, once the step is retired, its metrics."""
-    from services.console.inspect import verbs as inspect_verbs
+    from services.console.inspect import verbs
 
-    return finish(inspect_verbs.step(run, redis_url, number, offset, limit, as_json))
+    return finish(verbs.step(run, redis_url, number, offset, limit, as_json))
 
 
 @inspect_app.command()
 def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Show where all tickets are and how they ended, counted at one instant. `grpo audit` also checks the counts."""
-    from services.console.inspect import verbs as inspect_verbs
+    from services.console.inspect import verbs
 
-    return finish(inspect_verbs.ledger(run, redis_url, as_json))
+    return finish(verbs.ledger(run, redis_url, as_json))
 
 
 @inspect_app.command()
 def deadletter(
-    id: Annotated[str, typer.Argument(metavar="ID", help="Dead letter to show with its body; default: list them.")] = "",
-    run: Run = "",
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID] [RUN]", help="Dead letter to show with its body; default: list them.")
+    ] = None,
     redis_url: RedisUrl = "",
     limit: Limit = 20,
     before: Annotated[str, typer.Option(metavar="ID", help="List those older than this one.")] = "",
     as_json: Json = False,
 ) -> int:
     """List the tickets that failed permanently, and why."""
-    from services.console.inspect import verbs as inspect_verbs
+    from services.console.inspect import verbs
 
-    if id:
-        return finish(inspect_verbs.dead_letter(run, redis_url, id, as_json))
-    return finish(inspect_verbs.dead_letters(run, redis_url, limit, before, as_json))
+    run, ids = run_and_ids(words or [])
+    if ids:
+        return finish(verbs.dead_letter(run, redis_url, ids[0], as_json))
+    return finish(verbs.dead_letters(run, redis_url, limit, before, as_json))
 
 
 @replay_app.command()
 def requeue(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of dead letters.")] = None,
-    run: Run = "",
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN] [ID]...", help="Run folder or run name, and ids of dead letters.")
+    ] = None,
     redis_url: RedisUrl = "",
     everything: Annotated[bool, typer.Option("--all", help="Requeue all dead letters.")] = False,
     reason: Reason = "",
     as_json: Json = False,
+    api: Api = "",
+    token_file: TokenFile = "",
+    ca_file: CaFile = "",
 ) -> int:
     """Requeue the tickets of dead letters.
 
     A dead letter stays, with a reason, if it never counted as failed or if its ticket has moved on since. Exit code 1: nothing
-    was requeued.
+    was requeued. --api must be dataprep's address.
     """
-    from services.console.inspect import verbs as inspect_verbs
+    from services.console.commands.control import Target
+    from services.console.inspect import verbs
 
-    return finish(inspect_verbs.requeue(run, redis_url, ids or [], everything, reason, as_json))
+    run, ids = run_and_ids(words or [])
+    return finish(verbs.requeue(Target(run, redis_url, api, token_file, ca_file), ids, everything, reason, as_json))
+
+
+def run_and_ids(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Tell a run's name or folder from ids of dead letters, which look like 1790000000000-0."""
+    runs = [word for word in words if not ENTRY_ID.fullmatch(word)]
+    if len(runs) > 1:
+        raise typer.BadParameter(f"{runs[1]!r} is not the id of a dead letter: grpo inspect deadletter lists them")
+    return "".join(runs), [word for word in words if ENTRY_ID.fullmatch(word)]

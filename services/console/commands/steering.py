@@ -27,13 +27,9 @@ def pause(
     and hand back their tickets with the tokens generated so far (abort). Dataprep and the trainer pause between two steps. With
     --wait, exit code 1: some pods have not paused in time.
     """
-    from services.console.commands import over_http as steer
-    from services.console.commands import verbs
+    from services.console.commands import control
 
-    roles = verbs.roles(role, mode)
-    if api:
-        return steer.pause(steer.Endpoint(api, token_file, ca_file), run, roles, mode, why, wait)
-    return finish(verbs.pause(run, redis_url, roles, mode, why, wait))
+    return finish(control.pause(control.Target(run, redis_url, api, token_file, ca_file), role, mode, why, wait))
 
 
 def resume(
@@ -49,13 +45,9 @@ def resume(
 
     With --wait, exit code 1: some pods have not resumed in time.
     """
-    from services.console.commands import over_http as steer
-    from services.console.commands import verbs
+    from services.console.commands import control
 
-    roles = verbs.roles(role)
-    if api:
-        return steer.resume(steer.Endpoint(api, token_file, ca_file), run, roles, wait)
-    return finish(verbs.resume(run, redis_url, roles, wait))
+    return finish(control.resume(control.Target(run, redis_url, api, token_file, ca_file), role, wait))
 
 
 def scale(
@@ -64,76 +56,91 @@ def scale(
     run: Run = "",
     redis_url: RedisUrl = "",
     why: Why = "",
+    wait: WaitS = 0.0,
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
 ) -> int:
     """Set the number of generators, while the run trains.
 
-    New generators start and join the next weight sync. Surplus generators finish or hand back their work, and exit.
+    New generators start and join the next weight sync. Surplus generators finish or hand back their work, and exit. With --wait,
+    exit code 1: the fleet does not have that size in time.
     """
-    from services.console.commands import over_http as steer
-    from services.console.commands import scale as scaling
+    from services.console.commands import control
 
-    if api:
-        return steer.scale(steer.Endpoint(api, token_file, ca_file), run, number, why)
-    return finish(scaling.scale(run, redis_url, number, why))
+    return finish(control.scale(control.Target(run, redis_url, api, token_file, ca_file), number, why, wait))
 
 
 def drain(
     pod: Annotated[str, typer.Argument(metavar="POD", help="Name of a generator, as grpo status lists it.")],
     run: Run = "",
+    redis_url: RedisUrl = "",
     wait: WaitS = 0.0,
+    token_file: TokenFile = "",
+    ca_file: CaFile = "",
 ) -> int:
     """Drain one generator: it finishes or hands back its work, leaves the fleet and exits.
 
-    It may be restarted afterwards. To reduce the number of generators, use `grpo scale`.
+    It may be restarted afterwards. To reduce the number of generators, use `grpo scale`. With --wait, exit code 1: it still has
+    work when the time is over.
     """
-    from services.console.commands import over_http as steer
+    from services.console.commands import control
 
-    return finish(steer.drain(pod, run, wait))
+    return finish(control.drain(control.Target(run, redis_url, "", token_file, ca_file), pod, wait))
 
 
 def checkpoint(
     run: Run = "",
     redis_url: RedisUrl = "",
     why: Why = "",
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is written.")] = False,
+    wait: WaitS = 0.0,
+    api: Api = "",
+    token_file: TokenFile = "",
+    ca_file: CaFile = "",
 ) -> int:
     """Make the trainer write a checkpoint now.
 
-    A step in training is finished first. With --wait, exit code 1: the checkpoint could not be written.
+    A step in training is finished first. With --wait, exit code 1: the checkpoint was not written in time, or could not be.
+    --api must be the trainer's address.
     """
-    from services.console.commands import checkpoints as verbs
+    from services.console.commands import control
 
-    return finish(verbs.checkpoint(run, redis_url, why, wait))
+    return finish(control.checkpoint(control.Target(run, redis_url, api, token_file, ca_file), why, wait))
 
 
 def restore(
     step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Step of a checkpoint, as grpo checkpoints lists it.")],
     run: Run = "",
     redis_url: RedisUrl = "",
+    wait: WaitS = 0.0,
+    api: Api = "",
+    token_file: TokenFile = "",
+    ca_file: CaFile = "",
 ) -> int:
     """Restore a run to a checkpoint, now or, if it is stopped, when it resumes.
 
-    Later steps are trained again, on the same prompts in the same order.
+    Later steps are trained again, on the same prompts in the same order. With --wait, exit code 1: the run has not been restored
+    in time. --api must be the trainer's address.
     """
-    from services.console.commands import checkpoints as verbs
+    from services.console.commands import control
 
-    return finish(verbs.restore(step, run, redis_url))
+    return finish(control.restore(control.Target(run, redis_url, api, token_file, ca_file), step, wait))
 
 
 def stop(
-    run: Run = "", redis_url: RedisUrl = "", why: Why = "", api: Api = "", token_file: TokenFile = "", ca_file: CaFile = ""
-) -> int:  # fmt: skip
+    run: Run = "",
+    redis_url: RedisUrl = "",
+    why: Why = "",
+    wait: WaitS = 0.0,
+    api: Api = "",
+    token_file: TokenFile = "",
+    ca_file: CaFile = "",
+) -> int:
     """End a run early, permanently.
 
-    The trainer finishes its step, saves and ends the run. To resume later, press Ctrl-C in `grpo run` instead. --api must be
-    dataprep's address.
+    The trainer finishes its step, saves and ends the run. To resume later, press Ctrl-C in `grpo run` instead. With --wait, exit
+    code 1: the run has not ended in time. --api must be dataprep's address.
     """
-    from services.console.commands import over_http as steer
-    from services.console.commands import verbs
+    from services.console.commands import control
 
-    if api:
-        return steer.stop(steer.Endpoint(api, token_file, ca_file), run, why)
-    return finish(verbs.stop(run, redis_url, why))
+    return finish(control.stop(control.Target(run, redis_url, api, token_file, ca_file), why, wait))

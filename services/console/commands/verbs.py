@@ -1,23 +1,18 @@
-"""Implements `grpo status`, `audit`, `pause`, `resume` and `stop`. Each verb returns the exit code."""
+"""Implements `grpo status` and `grpo audit`. Each returns the exit code."""
 
 from __future__ import annotations
 
-import getpass
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from services.console.attach import Attached, attach
-from services.console.commands.over_http import concluded
-from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.attach import Attached, attach, existing
+from services.console.errors import EXIT_FAILED, EXIT_OK
 from services.console.printable import printable, safe_json
 from services.operations.observe import Member, fleet
-from services.runtime.http.models import ROLES
-from services.runtime.http.waiting import not_paused, until_none
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationState
-from services.store.records import PauseMode
 
 
 async def status(run: str, redis_url: str, as_json: bool) -> int:
@@ -64,79 +59,9 @@ async def audit(run: str, redis_url: str, as_json: bool) -> int:
     return EXIT_OK if found.ok else EXIT_FAILED
 
 
-async def pause(run: str, redis_url: str, roles: Sequence[str], mode: PauseMode, why: str, wait_s: float) -> int:
-    """Pause roles until they are resumed."""
-    modes: dict[str, PauseMode] = {role: mode if role == "generator" else "keep" for role in roles}
-    async with attach(run, redis_url) as attached:
-        await existing(attached)
-        for role, each in modes.items():
-            await attached.store.run.pause(
-                role, ": ".join(part for part in (getpass.getuser(), why or "grpo pause") if part), each
-            )
-        left = await _left(attached, modes, wait_s)
-    return concluded(f"run {attached.name}: {', '.join(roles)} paused{later(attached)}", left, wait_s)
-
-
-async def resume(run: str, redis_url: str, roles: Sequence[str], wait_s: float) -> int:
-    """Resume roles."""
-    async with attach(run, redis_url) as attached:
-        await existing(attached)
-        for role in roles:
-            await attached.store.run.resume(role)
-        left = await _left(attached, dict.fromkeys(roles, ""), wait_s)
-    return concluded(f"run {attached.name}: {', '.join(roles)} resumed{later(attached)}", left, wait_s)
-
-
-async def _left(attached: Attached, modes: Mapping[str, str], wait_s: float) -> list[str]:
-    """Return the pods that have not complied after `wait_s`."""
-    store, ttl_s = attached.store, attached.ttl_s
-
-    async def look() -> list[str]:
-        return [name for role, mode in modes.items() for name in await not_paused(store, role, mode, ttl_s)]
-
-    return await until_none(look, wait_s)
-
-
-async def stop(run: str, redis_url: str, why: str) -> int:
-    """End a run early."""
-    async with attach(run, redis_url) as attached:
-        state = await existing(attached)
-        if state.finished:
-            raise ConsoleError(f"run {attached.name} has already finished: {state.finished}", EXIT_CONFIG)
-        await attached.store.run.stop(why or f"{getpass.getuser()}, grpo stop")
-    print(f"run {attached.name}: stop requested: the trainer finishes its step, saves and ends the run{later(attached)}")
-    return EXIT_OK
-
-
-async def existing(attached: Attached) -> RunState:
-    """Return the run's state. Raise `ConsoleError` when there is none."""
-    state = await attached.store.run.state()
-    if state is None:
-        raise ConsoleError(
-            f"run {attached.name} does not exist in its Redis: it was never started, or it was deleted", EXIT_CONFIG
-        )
-    return state
-
-
 async def _last_step(attached: Attached) -> dict[str, float]:
     entries: Any = await attached.store.client.xrevrange(attached.store.keys.metrics, count=1)
     return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
-
-
-def roles(role: str, mode: PauseMode = "keep") -> tuple[str, ...]:
-    """Return the roles that `--role` selects. Raise `ConsoleError` for an unknown role, or one without that mode."""
-    if role != "all" and role not in ROLES:
-        raise ConsoleError(f"--role {role} is not one of all, {', '.join(ROLES)}", EXIT_CONFIG)
-    if mode != "keep" and role not in ("all", "generator"):
-        raise ConsoleError(
-            f"--mode {mode} applies to generators only; {role} pauses between two steps: remove --mode", EXIT_CONFIG
-        )
-    return ROLES if role == "all" else (role,)
-
-
-def later(attached: Attached) -> str:
-    """Return the end of a message about a request, which a stopped run applies later."""
-    return "" if attached.live else "; the run is stopped and applies this when it resumes"
 
 
 def _show(attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float]) -> None:

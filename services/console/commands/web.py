@@ -6,8 +6,7 @@ import asyncio
 import signal
 
 from services.config import RunConfig
-from services.console.attach import attach
-from services.console.commands.verbs import existing
+from services.console.attach import attach, existing
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.local.folder import RunFolder
 

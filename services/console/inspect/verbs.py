@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 
 from rich.console import Console, RenderableType
 
-from services.console.attach import Attached, attach
+from services.console.attach import Attached, attach, existing
 from services.console.commands.audit import as_table
 from services.console.commands.audit import audit as count
-from services.console.commands.verbs import existing, later, print_json
+from services.console.commands.control import Target
+from services.console.commands.control import requeue as request_requeue
+from services.console.commands.verbs import print_json
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.inspect import tables
 from services.console.printable import safe_json
@@ -92,23 +94,14 @@ async def dead_letter(run: str, redis_url: str, id: str, as_json: bool) -> int:
     return EXIT_OK
 
 
-async def requeue(run: str, redis_url: str, ids: Sequence[str], everything: bool, reason: str, as_json: bool) -> int:
+async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: str, as_json: bool) -> int:
     """Requeue dead letters. Return exit code 1 when none could be."""
-    if (bool(ids), everything, bool(reason)).count(True) != 1:
-        raise ConsoleError(
-            "give exactly one of: ids of dead letters (see grpo inspect deadletter), --reason TEXT, --all", EXIT_CONFIG
-        )
-    async with _looking(run, redis_url) as attached:
-        state = await existing(attached)
-        found = await deadletters.requeue(attached.store, ids or None, reason)
-        if state.ended and not found.requeued:
-            over = state.finished or f"stopping: {state.stopping}"
-            raise ConsoleError(f"nothing can be requeued: run {attached.name} no longer issues tickets ({over})", EXIT_CONFIG)
+    found, run = await request_requeue(target, ids, everything, reason)
     if as_json:
         _show(found, "", True)
     else:
         console().print(tables.requeue_table(found))
-        print(f"run {attached.name}: {len(found.requeued)} requeued, {len(found.refused)} refused{later(attached)}")
+        print(f"{run.prefix}{len(found.requeued)} requeued, {len(found.refused)} refused{run.later}")
     return EXIT_FAILED if found.refused and not found.requeued else EXIT_OK
 
 

@@ -54,6 +54,8 @@ class AskedRestore(Answer):
 
     step: int
     """Step of the checkpoint. The trainer restarts and continues after it."""
+    waiting_for: list[str] = []
+    """Those that have not complied yet; see `wait_s`."""
 
 
 class AskedCheckpoint(Answer):
@@ -63,6 +65,8 @@ class AskedCheckpoint(Answer):
     """Step of the checkpoint; until it is written, the earliest possible one, because a step in training is finished first."""
     saved: bool
     """Whether it is already written."""
+    failure: str = ""
+    """Why the trainer could not write it; empty: it has not failed."""
 
 
 def inspect_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> CheckpointList:

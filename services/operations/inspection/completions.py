@@ -78,7 +78,7 @@ def read_completions(
     else:
         prompt, note = read_passage(payload.prompt.tolist(), reader), notes_on_text(reader)
     given, why = _advantages(header, kind)
-    completions = []
+    completions: list[Completion] = []
     for i in range(len(header.lengths))[shown]:
         passage, spans = None, []
         if payload is not None and ends is not None:

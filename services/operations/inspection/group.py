@@ -225,8 +225,9 @@ def _with_tokens(
     if header is None:
         return Group(**about, notes=notes)
     prompt, completions, more = read_completions(header, payload, reader, kind, shown)
+    known: dict[str, Any] = {"seq": header.seq, **about}
     return Group(
-        **{"seq": header.seq, **about}, source=header.source, generator=header.generator, generate_s=header.generate_s,
+        **known, source=header.source, generator=header.generator, generate_s=header.generate_s,
         score_s=header.score_s, prompt=prompt, size=len(header.lengths), offset=shown.start, completions=completions,
         notes=notes + more,
     )  # fmt: skip

@@ -7,7 +7,7 @@ audit only reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from services.protocol.errors import StoreError
@@ -92,11 +92,11 @@ def assess(run: str, counts: Mapping[str, int]) -> AuditReport:
         messages=(),
     )
     faults = _faults(report, counts["outstanding"], ledger)
-    return AuditReport(**{**vars(report), "messages": tuple(faults)})
+    return replace(report, messages=tuple(faults))
 
 
 def _faults(report: AuditReport, outstanding: int, ledger: Mapping[str, int]) -> list[str]:
-    faults = []
+    faults: list[str] = []
     if report.lost > 0:
         faults.append(f"{report.lost} of {report.issued} issued tickets are lost")
     if report.lost < 0:

@@ -12,35 +12,20 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, HTTPException, Response
+from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.config import ConfigError
 from services.runtime.http.authorization import limit_body, token_guard
 from services.runtime.http.certificate import Certificate
 from services.runtime.http.credentials import ApiTokens
-from services.runtime.http.models import (
-    ROLES,
-    Desired,
-    Live,
-    LoopHealth,
-    Pause,
-    PodState,
-    Ready,
-    Reason,
-    Role,
-    Scaled,
-    ScaleRequest,
-    State,
-)
-from services.runtime.http.problems import install, problems
-from services.runtime.http.waiting import WaitS, not_paused, not_scaled, until_none
+from services.runtime.http.endpoints.control import control_router
+from services.runtime.http.models import Live, LoopHealth, Ready
+from services.runtime.http.problems import install
 from services.runtime.metrics.declarations import exposition
 from services.runtime.service import Service
-from services.store.records import Scale
 
 ADDRESS_ENV = "GRPO_ADDRESS"
 
@@ -60,7 +45,7 @@ def make_app(service: Service, tokens: ApiTokens) -> FastAPI:
     install(app)
     app.middleware("http")(limit_body)
     app.include_router(_health(service))
-    app.include_router(_control(service, app.state.guard, app.state.reader))
+    app.include_router(control_router(service, app.state.guard, app.state.reader))
     return app
 
 
@@ -94,63 +79,6 @@ def _health(service: Service) -> APIRouter:
         service.metrics.show(not service.ready(), service.loops, service.tracing.counts)
         text = exposition(service.registry, run=service.config.run.name, pod=service.status.name)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-    return router
-
-
-def _control(service: Service, guard: Any, reader: Any) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["control"])
-    store, ttl_s = service.store, service.config.fleet.ttl_s
-
-    def asked_of(role: Role | None) -> Role:
-        if role is not None:
-            return role
-        if service.kind not in ROLES:
-            raise HTTPException(422, f"a {service.kind} cannot be paused: give role, one of {', '.join(ROLES)}")
-        return service.kind  # type: ignore[return-value]
-
-    @router.get("/state", dependencies=[reader])
-    async def state() -> State:
-        """Return the state of this pod and of the run, including its desired state, who requested it and why."""
-        run = await service.view.refresh()
-        status = service.status
-        pod = PodState(**{name: getattr(status, name) for name in status.__struct_fields__})
-        return State(run=service.config.run.name, pod=pod, state=run)
-
-    @router.post("/pause", dependencies=[guard])
-    async def pause(wish: Pause | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
-        """Pause this service's role, or another, until it is resumed. Pods that start later are paused too."""
-        asked, wish = asked_of(role), wish or Pause()
-        if asked != "generator" and wish.mode != "keep":
-            raise HTTPException(
-                422, f'mode: "{wish.mode}" applies to generators only; {asked} pauses between two steps: remove it'
-            )
-        await store.run.pause(asked, wish.text, wish.mode)
-        waiting_for = await until_none(lambda: not_paused(store, asked, wish.mode, ttl_s), wait_s)
-        return Desired(role=asked, paused=True, mode=wish.mode, why=wish.text, waiting_for=waiting_for)
-
-    @router.post("/resume", dependencies=[guard])
-    async def resume(role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
-        """Resume this service's role, or another."""
-        asked = asked_of(role)
-        await store.run.resume(asked)
-        waiting_for = await until_none(lambda: not_paused(store, asked, "", ttl_s), wait_s)
-        return Desired(role=asked, paused=False, mode=None, why="", waiting_for=waiting_for)
-
-    @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
-    async def scale(wish: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
-        """Set the number of generators, which `grpo run` or the cluster then applies.
-
-        409: there are too few GPUs, or an autoscaler sets the number.
-        """
-        state = await store.run.state()
-        refusal = service.config.fleet.refusal or (state.scale if state else Scale()).refusal(wish.replicas)
-        if refusal := refusal or (state.finished if state else ""):
-            raise HTTPException(409, refusal)
-        why = Reason(why=wish.why, who=wish.who).text
-        await store.run.scale_generators(wish.replicas, why)
-        waiting_for = await until_none(lambda: not_scaled(store, wish.replicas, ttl_s), wait_s)
-        return Scaled(replicas=wish.replicas, why=why, waiting_for=waiting_for)
 
     return router
 

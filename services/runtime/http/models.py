@@ -6,10 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.store.records import PauseMode, RunState
+from services.store.records import PauseMode, Role, RunState
 
-ROLES = ("generator", "dataprep", "trainer")
-Role = Literal["generator", "dataprep", "trainer"]
 WHY = Field(default="", max_length=200, description="Reason, recorded with the desired state.")
 WHO = Field(default="", max_length=100, description="Who makes the request, recorded with the desired state.")
 
@@ -19,11 +17,6 @@ class Reason(BaseModel):
 
     why: str = WHY
     who: str = WHO
-
-    @property
-    def text(self) -> str:
-        """Both in one line; `REST` if both are empty."""
-        return ": ".join(part for part in (self.who, self.why) if part) or "REST"
 
 
 class Pause(Reason):

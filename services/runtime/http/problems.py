@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from services.operations.control import InvalidRequest, Refused
 from services.protocol.errors import Busy, NotFound, OutOfOrder, StoreError
 
 log = structlog.get_logger()
@@ -65,6 +66,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(NotFound, _on_not_found)
+    app.add_exception_handler(Refused, _on_refused)
+    app.add_exception_handler(InvalidRequest, _on_invalid_request)
     app.add_exception_handler(StoreError, _on_store_error)
     app.add_exception_handler(RedisError, _on_store_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -78,6 +81,14 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
 
 async def _on_not_found(_: Request, error: Exception) -> Response:
     return problem(404, str(error))
+
+
+async def _on_refused(_: Request, error: Exception) -> Response:
+    return problem(409, str(error))
+
+
+async def _on_invalid_request(_: Request, error: Exception) -> Response:
+    return problem(422, str(error))
 
 
 async def _on_invalid(_: Request, error: Exception) -> Response:

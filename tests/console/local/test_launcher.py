@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import json
 import os
 import pty
@@ -157,7 +158,7 @@ def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytes
         wait_until(lambda: len(generators()) == 3 and "deaf" in log(run, "generator-2"), "three generators")
         first = processes_of(run)["generator-0"]
         assert main(["status", str(run)]) == 0
-        assert "generators: 2 running, 3 desired (day)" in capsys.readouterr().out
+        assert f"generators: 2 running, 3 desired ({getpass.getuser()}: day)" in capsys.readouterr().out
         assert scale("0") == "run small: desired generators set to 0; the run waits until there is one\n"
         wait_until(lambda: generators() == {"generator-2"}, "all gone but the deaf one")
         scale("5")

@@ -7,17 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from services.operations.inspection.checkpoints import (
-    AskedCheckpoint,
-    AskedRestore,
-    CheckpointList,
-    inspect_checkpoints,
-    request_checkpoint_of,
-    request_restore_to,
-)
+from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore, CheckpointList, inspect_checkpoints
+from services.runtime.http.endpoints.control import run_control
+from services.runtime.http.endpoints.parameters import WaitS
 from services.runtime.http.models import Reason
 from services.runtime.http.problems import problems
-from services.runtime.http.waiting import WaitS, until_none
 from services.runtime.service import Service
 
 
@@ -25,16 +19,7 @@ def add_routes(service: Service) -> None:
     """Add the endpoints to the service's app."""
     router = APIRouter(prefix="/v1", tags=["checkpoints"])
     root = service.folder / "checkpoints"
-
-    store = service.store
-
-    async def not_written(step: int) -> list[str]:
-        state = await store.run.state()
-        return [] if state is None or state.checkpointed_step >= step or state.checkpoint_failed else ["trainer"]
-
-    async def not_restored() -> list[str]:
-        state = await store.run.state()
-        return [] if state is None or max(state.restore, state.restoring) < 0 else ["trainer"]
+    control = run_control(service)
 
     @router.get("/checkpoints", dependencies=[service.app.state.reader])
     async def checkpoints() -> CheckpointList:
@@ -47,13 +32,8 @@ def add_routes(service: Service) -> None:
 
         With `wait_s`, the response is sent when the checkpoint is written, has failed, or the time is over; see `saved`.
         """
-        asked = await request_checkpoint_of(store, (reason or Reason()).text)
-        if asked.saved or not wait_s:
-            return asked
-        await until_none(lambda: not_written(asked.step), wait_s)
-        state = await store.run.state()
-        saved = state is not None and state.checkpointed_step >= asked.step
-        return AskedCheckpoint(step=state.checkpointed_step if state and saved else asked.step, saved=saved)
+        reason = reason or Reason()
+        return await control.checkpoint(reason.why, reason.who, wait_s)
 
     @router.post("/restore", dependencies=[service.app.state.guard], responses=problems(404))
     async def restore(step: Annotated[int, Query(ge=0, le=2**31)], wait_s: WaitS = 0.0) -> AskedRestore:
@@ -61,8 +41,6 @@ def add_routes(service: Service) -> None:
 
         The trainer restarts for this, so this process may exit before it can confirm the restore.
         """
-        asked = await request_restore_to(store, root, step)
-        await until_none(not_restored, wait_s)
-        return asked
+        return await control.restore(step, wait_s)
 
     service.app.include_router(router)

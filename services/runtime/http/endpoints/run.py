@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from services.operations.endpoints.inspection import inspection_router
 from services.operations.inspection.ledger import AuditReport, audit
-from services.runtime.http.models import ROLES, Pause, Reason, RunDesire
+from services.runtime.http.endpoints.control import run_control
+from services.runtime.http.endpoints.inspection import inspection_router
+from services.runtime.http.endpoints.parameters import WaitS
+from services.runtime.http.models import Pause, Reason, RunDesire
 from services.runtime.http.problems import problems
-from services.runtime.http.waiting import WaitS, not_paused, until_none
 from services.runtime.service import Service
+from services.store.records import ROLES
 
 
 def add_routes(service: Service) -> None:
     """Add the endpoints to the service's app."""
     router = APIRouter(prefix="/v1", tags=["run"])
     guard = [service.app.state.guard]
-    run = service.config.run.name
-
-    store, ttl_s = service.store, service.config.fleet.ttl_s
-
-    async def not_there(modes: dict[str, str]) -> list[str]:
-        return [name for role, mode in modes.items() for name in await not_paused(store, role, mode, ttl_s)]
-
-    async def not_ended() -> list[str]:
-        state = await store.run.state()
-        return [] if state is None or state.finished else ["trainer"]
+    run, store, control = service.config.run.name, service.store, run_control(service)
 
     @router.get("/ledger", dependencies=[service.app.state.reader])
     async def ledger() -> dict[str, int]:
@@ -41,25 +34,19 @@ def add_routes(service: Service) -> None:
     async def pause(wish: Pause | None = None, wait_s: WaitS = 0.0) -> RunDesire:
         """Pause every role: generators in the given mode, the others between two steps."""
         wish = wish or Pause()
-        modes = {role: wish.mode if role == "generator" else "keep" for role in ROLES}
-        for role in ROLES:
-            await store.run.pause(role, wish.text, wish.mode if role == "generator" else "keep")
-        return RunDesire(run=run, desired="paused", waiting_for=await until_none(lambda: not_there(modes), wait_s))
+        left = await control.pause(ROLES, wish.mode, wish.why, wish.who, wait_s)
+        return RunDesire(run=run, desired="paused", waiting_for=left)
 
     @router.post("/run/resume", dependencies=guard)
     async def resume(wait_s: WaitS = 0.0) -> RunDesire:
         """Resume every role."""
-        for role in ROLES:
-            await store.run.resume(role)
-        return RunDesire(
-            run=run, desired="running", waiting_for=await until_none(lambda: not_there(dict.fromkeys(ROLES, "")), wait_s)
-        )
+        return RunDesire(run=run, desired="running", waiting_for=await control.resume(ROLES, wait_s))
 
     @router.post("/run/stop", dependencies=guard, responses=problems(409))
     async def stop(reason: Reason | None = None, wait_s: WaitS = 0.0) -> RunDesire:
         """End the run after the step in training: checkpoint, export, exit. 409: the run is being restored."""
-        await store.run.stop((reason or Reason()).text)
-        return RunDesire(run=run, desired="stopping", waiting_for=await until_none(not_ended, wait_s))
+        reason = reason or Reason()
+        return RunDesire(run=run, desired="stopping", waiting_for=await control.stop(reason.why, reason.who, wait_s))
 
     service.app.include_router(router)
     service.app.include_router(inspection_router(service))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, HTTPException, Path, Query
+from fastapi import APIRouter, Path, Query
 
 from services.operations.inspection import MAX_PAGE
 from services.operations.inspection.buffer import Buffer, inspect_buffer
@@ -15,11 +15,11 @@ from services.operations.inspection.deadletters import (
     RequeueAnswer,
     inspect_dead_letter,
     inspect_dead_letters,
-    requeue,
 )
 from services.operations.inspection.group import Group, inspect_group
 from services.operations.inspection.step import Step, inspect_step
 from services.operations.inspection.text import TextReader
+from services.runtime.http.endpoints.control import run_control
 from services.runtime.http.models import RequeueRequest
 from services.runtime.http.problems import problems
 from services.runtime.service import Service
@@ -33,7 +33,7 @@ Completions = Annotated[int, Query(ge=1, le=MAX_COMPLETIONS, description="Comple
 def inspection_router(service: Service) -> APIRouter:
     """Return the router of these endpoints."""
     router = APIRouter(prefix="/v1", tags=["inspection"], dependencies=[service.app.state.reader])
-    config, store = service.config, service.store
+    config, store, control = service.config, service.store, run_control(service)
     reader = TextReader(config.model.path)
 
     @router.get("/buffer", responses=problems(404))
@@ -64,9 +64,6 @@ def inspection_router(service: Service) -> APIRouter:
     @router.post("/deadletters/requeue", dependencies=[service.app.state.guard], responses=problems(404, 409))
     async def put_back(which: RequeueRequest) -> RequeueAnswer:
         """Requeue the tickets of dead letters."""
-        state, answer = await store.run.state(), await requeue(store, None if which.all else which.ids)
-        if state is not None and state.ended and not answer.requeued:
-            raise HTTPException(409, f"the run is over: {state.finished or state.stopping}")
-        return answer
+        return await control.requeue(None if which.all else which.ids)
 
     return router

@@ -1,0 +1,201 @@
+"""Implements the commands that control a run, over its Redis or, with `--api`, a service's endpoints. Each returns the exit code.
+
+Guarantees: a request that the run or a service refuses prints one line and sets an exit code; a wait that times out is exit
+code 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.config import RunConfig, load_resolved
+from services.console.attach import attach, existing, find, later
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.operations.control import Control, InvalidRequest, Refused, RunControl, modes_of
+from services.operations.inspection.deadletters import RequeueAnswer
+from services.protocol.errors import NotFound
+from services.runtime.http.client import ApiError, Client
+from services.runtime.http.control import HttpControl
+from services.runtime.http.credentials import API_TOKEN_ENV, api_tokens
+from services.store import RunState
+from services.store.records import ROLES, PauseMode, Role
+
+LONGEST_WRITE_S = 3600.0  # to wait for a checkpoint, whose time limit is the trainer's
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run that a command controls, and the way to it."""
+
+    run: str = ""
+    redis_url: str = ""
+    api: str = ""
+    token_file: str = ""
+    ca_file: str = ""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A run that a command can control."""
+
+    control: Control
+    prefix: str = ""
+    """What messages about the run begin with."""
+    later: str = ""
+    """What messages about a request to a stopped run end with."""
+    state: RunState | None = None
+    """Its state before the request; None: reached through endpoints."""
+    live: bool = True
+
+
+@contextlib.asynccontextmanager
+async def reach(target: Target) -> AsyncIterator[Reached]:
+    """Reach a run's Redis, or the service that `--api` names. Turn refusals into one-line errors."""
+    name = ""
+    try:
+        if target.api:
+            with client_of(target.api, target.token_file, target.ca_file, target.run) as client:
+                yield Reached(HttpControl(client))
+            return
+        async with attach(target.run, target.redis_url) as attached:
+            name = f"run {attached.name}: "
+            state = await existing(attached)
+            fleet = attached.config.fleet if attached.config else None
+            control = RunControl(attached.store, attached.ttl_s, fleet, attached.folder.checkpoints if attached.folder else None)
+            yield Reached(control, name, later(attached), state, attached.live)
+    except (InvalidRequest, NotFound, Refused) as error:
+        raise ConsoleError(f"{name}{error}", EXIT_CONFIG) from None
+    except ApiError as error:
+        raise ConsoleError(str(error), EXIT_CONFIG if 0 < error.status < 500 else EXIT_FAILED) from None
+
+
+@contextlib.contextmanager
+def client_of(url: str, token_file: str = "", ca_file: str = "", run: str = "") -> Iterator[Client]:
+    """Open a client with the run's token: from `--token-file`, the environment, or the run's folder."""
+    folder = find(run)
+    config = load_resolved(folder.config) if folder else None
+    trusted = ca_file or (config.api.ca_file if config else "")
+    with Client(url, _token(token_file, config), trusted, config.api.server_name if config else "") as client:
+        yield client
+
+
+def _token(path: str, config: RunConfig | None) -> str:
+    if path:
+        try:
+            return Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConsoleError(f"--token-file {path} cannot be read: {error}", EXIT_CONFIG) from None
+    if given := os.environ.get(API_TOKEN_ENV, "").strip():
+        return given
+    if config is None:
+        raise ConsoleError(
+            f"no token: give --token-file, set {API_TOKEN_ENV}, or name a run whose folder is on this machine", EXIT_CONFIG
+        )
+    return api_tokens(config).operate
+
+
+async def pause(target: Target, role: str, mode: PauseMode, why: str, wait_s: float) -> int:
+    """Pause roles until they are resumed."""
+    roles = roles_of(role, mode)
+    async with reach(target) as run:
+        left = await run.control.pause(roles, mode, why or "grpo pause", getpass.getuser(), wait_s)
+    return concluded(f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s)
+
+
+async def resume(target: Target, role: str, wait_s: float) -> int:
+    """Resume roles."""
+    roles = roles_of(role)
+    async with reach(target) as run:
+        left = await run.control.resume(roles, wait_s)
+    return concluded(f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s)
+
+
+async def stop(target: Target, why: str, wait_s: float) -> int:
+    """End a run early."""
+    async with reach(target) as run:
+        if run.state is not None and run.state.finished:
+            raise Refused(f"it has already finished: {run.state.finished}")
+        left = await run.control.stop(why or "grpo stop", getpass.getuser(), wait_s)
+    return concluded(
+        f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s
+    )
+
+
+async def scale(target: Target, generators: int, why: str, wait_s: float) -> int:
+    """Set the desired number of generators, which is part of the run's state and outlives the console and the pods."""
+    async with reach(target) as run:
+        left = await run.control.scale(generators, why or "grpo scale", getpass.getuser(), wait_s)
+    waits = "; the run waits until there is one" if generators == 0 else ""
+    return concluded(f"{run.prefix}desired generators set to {generators}{waits}{run.later}", left, wait_s)
+
+
+async def checkpoint(target: Target, why: str, wait_s: float) -> int:
+    """Request a checkpoint. Return exit code 1 when it could not be written, or was not in time."""
+    async with reach(target) as run:
+        asked = await run.control.checkpoint(why or "grpo checkpoint", getpass.getuser(), wait_s if run.live else 0.0)
+    if asked.saved:
+        return concluded(f"{run.prefix}checkpoint of step {asked.step} written")
+    if asked.failure:
+        raise ConsoleError(f"{run.prefix}{asked.failure}", EXIT_FAILED)
+    what = f"{run.prefix}checkpoint requested, of step {asked.step} or the step in training{run.later}"
+    return concluded(what, ["trainer"], wait_s)
+
+
+async def restore(target: Target, step: int, wait_s: float) -> int:
+    """Restore a run to a checkpoint; a stopped run does this when it resumes."""
+    async with reach(target) as run:
+        left = (await run.control.restore(step, wait_s if run.live else 0.0)).waiting_for
+    return concluded(f"{run.prefix}restore to step {step} requested{run.later}", left, wait_s)
+
+
+async def drain(target: Target, pod: str, wait_s: float) -> int:
+    """Drain a generator, found by its name in the fleet: it finishes its work, leaves the fleet and exits."""
+    async with attach(target.run, target.redis_url) as attached:
+        members = await attached.store.fleet.members(attached.ttl_s)
+    pods = {status.name: status for status in members if status.kind == "generator"}
+    if pod not in pods:
+        raise ConsoleError(
+            f"run {attached.name} has no generator {pod!r}; existing: {', '.join(sorted(pods)) or 'none'}", EXIT_CONFIG
+        )
+    try:
+        with client_of(pods[pod].url, target.token_file, target.ca_file, target.run) as client:
+            left = client.drain(wait_s).rollouts
+    except ApiError as error:
+        raise ConsoleError(str(error), EXIT_CONFIG if 0 < error.status < 500 else EXIT_FAILED) from None
+    return concluded(f"{pod} is draining: it claims no more tickets", [f"{left} tickets of {pod}"] if left else [], wait_s)
+
+
+async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: str) -> tuple[RequeueAnswer, Reached]:
+    """Requeue dead letters."""
+    if (bool(ids), everything, bool(reason)).count(True) != 1:
+        raise ConsoleError(
+            "give exactly one of: ids of dead letters (see grpo inspect deadletter), --reason TEXT, --all", EXIT_CONFIG
+        )
+    async with reach(target) as run:
+        return await run.control.requeue(ids or None, reason), run
+
+
+def roles_of(role: str, mode: PauseMode = "keep") -> tuple[Role, ...]:
+    """Return the roles that `--role` selects. Raise `ConsoleError` for an unknown role, or one without that mode."""
+    chosen: tuple[Role, ...] = ROLES if role == "all" else tuple(known for known in ROLES if known == role)
+    if not chosen:
+        raise ConsoleError(f"--role {role} is not one of all, {', '.join(ROLES)}", EXIT_CONFIG)
+    try:
+        modes_of(chosen, mode)
+    except InvalidRequest as error:
+        raise ConsoleError(f"--mode {mode}: {error}", EXIT_CONFIG) from None
+    return chosen
+
+
+def concluded(what: str, left: Sequence[str] = (), wait_s: float = 0.0) -> int:
+    """Print the result of a request and return the exit code."""
+    if wait_s and left:
+        print(f"{what}; timed out after {wait_s:g} s waiting for {', '.join(left)}")
+        return EXIT_FAILED
+    print(what)
+    return EXIT_OK

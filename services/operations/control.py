@@ -1,0 +1,164 @@
+"""What an operator can ask of a run: each verb once, for the command line, the REST endpoints and the page.
+
+Guarantees: a verb can be repeated without a second effect; it waits at most `wait_s` seconds and returns the names of those that
+have not complied by then. `RunControl` carries the verbs out in the run's Redis, `HttpControl` (http_control.py) through the
+endpoints of a service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from services.config.generation import Fleet
+from services.operations.inspection.checkpoints import (
+    AskedCheckpoint,
+    AskedRestore,
+    request_checkpoint_of,
+    request_restore_to,
+)
+from services.operations.inspection.deadletters import RequeueAnswer, requeue
+from services.operations.waiting import not_paused, not_scaled, until_none
+from services.store import RunState, Store
+from services.store.records import PauseMode, Role, Scale
+
+
+class Refused(Exception):
+    """The run does not allow this now; the message says why."""
+
+
+class InvalidRequest(ValueError):
+    """The request contradicts itself; the message says what to change."""
+
+
+class Control(Protocol):
+    """The verbs. `why` and `who` are recorded with the run."""
+
+    async def pause(self, roles: Sequence[Role], mode: PauseMode, why: str, who: str, wait_s: float = 0.0) -> list[str]:
+        """Pause roles: generators in `mode`, the others between two steps. Return the pods not paused yet."""
+        ...
+
+    async def resume(self, roles: Sequence[Role], wait_s: float = 0.0) -> list[str]:
+        """Resume roles. Return the pods that have not resumed yet."""
+        ...
+
+    async def stop(self, why: str, who: str, wait_s: float = 0.0) -> list[str]:
+        """End the run after the step in training. Return who still runs."""
+        ...
+
+    async def scale(self, replicas: int, why: str, who: str, wait_s: float = 0.0) -> list[str]:
+        """Set the number of generators. Return the surplus and the missing ones. Raise `Refused` if nothing applies it."""
+        ...
+
+    async def checkpoint(self, why: str, who: str, wait_s: float = 0.0) -> AskedCheckpoint:
+        """Request a checkpoint of the committed steps. Raise `NotFound` when the trainer cannot write it."""
+        ...
+
+    async def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
+        """Restore the run to the checkpoint of `step`. Raise `NotFound` when there is no such checkpoint."""
+        ...
+
+    async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:
+        """Requeue dead letters: those named, or all whose reason contains `reason`. Raise `Refused` when the run is over."""
+        ...
+
+
+class RunControl:
+    """Carries the verbs out in the run's Redis."""
+
+    def __init__(self, store: Store, ttl_s: float, fleet: Fleet | None = None, checkpoints: Path | None = None) -> None:
+        """`ttl_s`: a pod without a heartbeat for this long is gone. `checkpoints`: the folder that `restore` reads."""
+        self._store, self._ttl_s, self._fleet, self._checkpoints = store, ttl_s, fleet, checkpoints
+
+    async def pause(self, roles: Sequence[Role], mode: PauseMode, why: str, who: str, wait_s: float = 0.0) -> list[str]:
+        """Pause roles: generators in `mode`, the others between two steps. Return the pods not paused yet."""
+        modes = modes_of(roles, mode)
+        for role, each in modes.items():
+            await self._store.run.pause(role, reason(why, who), each)
+        return await until_none(lambda: self._not_paused(modes), wait_s)
+
+    async def resume(self, roles: Sequence[Role], wait_s: float = 0.0) -> list[str]:
+        """Resume roles. Return the pods that have not resumed yet."""
+        for role in roles:
+            await self._store.run.resume(role)
+        return await until_none(lambda: self._not_paused(dict.fromkeys(roles, "")), wait_s)
+
+    async def stop(self, why: str, who: str, wait_s: float = 0.0) -> list[str]:
+        """End the run after the step in training. Return who still runs."""
+        await self._store.run.stop(reason(why, who))
+        return await until_none(self._not_ended, wait_s)
+
+    async def scale(self, replicas: int, why: str, who: str, wait_s: float = 0.0) -> list[str]:
+        """Set the number of generators. Return the surplus and the missing ones. Raise `Refused` if nothing applies it."""
+        state = await self._store.run.state()
+        if refusal := self._refusal(state, replicas):
+            raise Refused(refusal)
+        await self._store.run.scale_generators(replicas, reason(why, who))
+        return await until_none(lambda: not_scaled(self._store, replicas, self._ttl_s), wait_s)
+
+    async def checkpoint(self, why: str, who: str, wait_s: float = 0.0) -> AskedCheckpoint:
+        """Request a checkpoint of the committed steps. Raise `NotFound` when the trainer cannot write it."""
+        before = await self._store.run.state()
+        asked = await request_checkpoint_of(self._store, reason(why, who))
+        if asked.saved or not wait_s:
+            return asked
+        failed_before = before.checkpoint_failed if before else ""
+        await until_none(lambda: self._not_written(asked.step, failed_before), wait_s)
+        state = await self._store.run.state()
+        if state is None:
+            return asked
+        saved = state.checkpointed_step >= asked.step
+        failure = "" if saved or state.checkpoint_failed == failed_before else state.checkpoint_failed
+        return AskedCheckpoint(step=state.checkpointed_step if saved else asked.step, saved=saved, failure=failure)
+
+    async def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
+        """Restore the run to the checkpoint of `step`. Raise `NotFound` when there is no such checkpoint."""
+        if self._checkpoints is None:
+            raise InvalidRequest("a restore needs the run's folder: run the command where it is, or give --api of the trainer")
+        asked = await request_restore_to(self._store, self._checkpoints, step)
+        return AskedRestore(step=asked.step, waiting_for=await until_none(self._not_restored, wait_s))
+
+    async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:
+        """Requeue dead letters: those named, or all whose reason contains `reason`. Raise `Refused` when the run is over."""
+        state, answer = await self._store.run.state(), await requeue(self._store, ids, reason)
+        if state is not None and state.ended and not answer.requeued:
+            raise Refused(f"the run is over: {state.finished or state.stopping}")
+        return answer
+
+    def _refusal(self, state: RunState | None, replicas: int) -> str:
+        if state is not None and state.finished:
+            return f"the run has already finished: {state.finished}"
+        return (self._fleet.refusal if self._fleet else "") or (state.scale if state else Scale()).refusal(replicas)
+
+    async def _not_paused(self, modes: Mapping[Role, str]) -> list[str]:
+        return [
+            name for role, mode in modes.items() for name in await not_paused(self._store, role, mode, self._ttl_s)
+        ]  # fmt: skip
+
+    async def _not_ended(self) -> list[str]:
+        state = await self._store.run.state()
+        return [] if state is None or state.finished else ["trainer"]
+
+    async def _not_written(self, step: int, failed_before: str) -> list[str]:
+        state = await self._store.run.state()
+        failed = state is not None and state.checkpoint_failed not in ("", failed_before)
+        return [] if state is None or state.checkpointed_step >= step or failed else ["trainer"]
+
+    async def _not_restored(self) -> list[str]:
+        state = await self._store.run.state()
+        return [] if state is None or max(state.restore, state.restoring) < 0 else ["trainer"]
+
+
+def modes_of(roles: Sequence[Role], mode: PauseMode) -> dict[Role, PauseMode]:
+    """Return how each role pauses. Raise `InvalidRequest` when `mode` applies to none of them."""
+    if mode != "keep" and "generator" not in roles:
+        raise InvalidRequest(
+            f"mode {mode!r} applies to generators only; {', '.join(roles)} pauses between two steps: leave the mode out"
+        )
+    return {role: mode if role == "generator" else "keep" for role in roles}
+
+
+def reason(why: str, who: str) -> str:
+    """Return the line that is recorded with the run."""
+    return ": ".join(part for part in (who, why) if part) or "REST"
