@@ -141,7 +141,7 @@ def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undis
 
 
 def test_payloads_on_all_masters_of_a_cluster_change_nothing(folder: Path, undisturbed: str) -> None:
-    """Each service is its own Redis user. One of each kind is killed, then the master of some shards, whose replica takes over."""
+    """Each service is its own Redis user. One of each kind is killed, then a master of some shards, whose replica takes over."""
     (folder / "cluster").mkdir()
     with redis_cluster(folder / "cluster", find_server(), "spread", replicated=1) as cluster:
         path = write_run(folder, "spread", "redis.payload_shards=6", f'redis.users_dir="{folder / "cluster" / "users"}"')

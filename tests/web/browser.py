@@ -54,7 +54,7 @@ def chromium() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = WIDE, token: str = "") -> Iterator[Any]:
-    """Open a tab at `url`, with `token` already entered. `page.complaints` collects errors and violations of the security policy."""
+    """Open a tab at `url` with `token` entered. `page.complaints` collects errors and violations of the security policy."""
     context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")
     try:
         if token:
