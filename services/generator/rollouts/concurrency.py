@@ -22,7 +22,7 @@ Reason = Literal["start", "room", "queue", "kv"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 POLL_S = 0.25  # between polls of the engine: several iterations, and short compared to a completion
-SLACK_SHARE = 4  # one extra completion per so many running: on its way into the engine, or ready when one ends
+SLACK_SHARE = 4  # one extra completion per this many running: on its way into the engine, or ready when one ends
 PATIENCE_LOOKS = 2  # polls for which a queue must last
 KV_FULL, KV_ROOM = 0.95, 0.9  # the limit shrinks above the first; it grows while usage with the addition is below the second
 KV_CALM_LOOKS = 40  # polls without growth after the KV cache was full, since completions must get long before it fills again
