@@ -1,4 +1,4 @@
-"""Alert rules, dashboard and the tables of docs/operating.md, made of the metrics that the services declare.
+"""Alert rules, dashboard and the tables of docs/operating.md, generated from the metrics that the services declare.
 
-`python -m monitoring` writes them; `python -m monitoring --check` says which are not up to date.
+`python -m monitoring` writes them; `python -m monitoring --check` reports which are out of date.
 """

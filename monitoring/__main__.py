@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "operating.md"
 
 
 def made() -> dict[Path, str]:
-    """Every file that is made, with what it is to hold."""
+    """Return every generated file with its content."""
     files = ROOT / "charts" / "files"
     return {
         files / "alerts.yaml": alerts.as_yaml(),
@@ -23,9 +23,9 @@ def made() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write them, or with --check say which are not up to date; the exit code."""
+    """Write the files, or with --check report which are out of date. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m monitoring", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
     old = {
         path: text
         for path, text in made().items()
@@ -33,7 +33,7 @@ def main() -> int:
     }  # fmt: skip
     if parser.parse_args().check:
         for path in old:
-            print(f"{path.relative_to(ROOT)} is not up to date: run python -m monitoring")
+            print(f"{path.relative_to(ROOT)} is out of date: run python -m monitoring")
         return int(bool(old))
     for path, text in old.items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: an overview by hand, then a row for every room with a panel for every metric that it declares."""
+"""The Grafana dashboard: a hand-written overview, then a row per package with a panel for every metric it declares."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ def _step(*names: str) -> tuple[tuple[str, str], ...]:
 OVERVIEW = (
     Panel("Steps", (
         (f"max by (run, mark) (grpo_run_done_steps{{{SCOPE}}})", "{{mark}}"), (f"max by (run) (grpo_run_steps{{{SCOPE}}})", "of"),
-    ), "How far the run is."),
-    Panel("Reward", _step("reward/gen/mean", "reward/train/mean"), "Mean reward of what was generated and of what was trained."),
+    ), "Progress of the run."),
+    Panel("Reward", _step("reward/gen/mean", "reward/train/mean"), "Mean reward of generated and of trained groups."),
     Panel("Tokens", (
         (f"sum by (run) (rate(grpo_generator_sampled_tokens_total{{{SCOPE}}}[$__rate_interval]))", "sampled"),
         (f"sum by (run) (rate(grpo_trainer_tokens_total{{{SCOPE}}}[$__rate_interval]))", "trained"),
-    ), "Tokens a second: completions sampled, prompts and completions trained."),
-    Panel("What the trainer does", (
+    ), "Tokens per second: completions sampled, prompts and completions trained."),
+    Panel("Trainer phases", (
         (f"sum by (run, phase) (rate(grpo_trainer_phase_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{phase}}"),
-    ), "Shares of its time.", "percentunit"),
-    Panel("Why no step is made", (
+    ), "Share of its time.", "percentunit"),
+    Panel("Why no step is prepared", (
         (f"sum by (run, why) (rate(grpo_dataprep_wait_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{why}}"),
-    ), "Shares of dataprep's time: `ahead` means that the trainer is what the run waits for, `groups` that generators are.",
+    ), "Share of dataprep's time: `ahead` means that the run waits for the trainer, `groups` that it waits for generators.",
         "percentunit"),
     Panel("Staleness", (
         *_step("staleness/trained/mean", "staleness/trained/max"),
         (f"max by (run) (grpo_dataprep_lag_bound_steps{{{SCOPE}}})", "bound"),
     ), "Steps between the weights that sampled and the step that trains."),
-    Panel("Tickets", ((f"max by (run, place) (grpo_run_tickets{{{SCOPE}}})", "{{place}}"),), "Where tickets are."),
+    Panel("Tickets", ((f"max by (run, place) (grpo_run_tickets{{{SCOPE}}})", "{{place}}"),), "Number of tickets in each place."),
     Panel("Slots", (
         (f"max by (run) (grpo_run_used_slots{{{SCOPE}}})", "used"), (f"max by (run) (grpo_run_slots{{{SCOPE}}})", "slots"),
-    ), "Tickets that may be under way."),
+    ), "Tickets that may be in progress."),
     Panel("Fleet", (
         (f"max by (run, kind) (grpo_run_pods{{{SCOPE}}})", "{{kind}}"),
-        (f"max by (run) (grpo_run_wanted_generators{{{SCOPE}}})", "generators wanted"),
-    ), "Pods that are heard of."),
+        (f"max by (run) (grpo_run_wanted_generators{{{SCOPE}}})", "generators desired"),
+    ), "Pods with a recent heartbeat."),
     Panel("Redis' memory", (
         (f"max by (run) (grpo_redis_used_memory_bytes{{{SCOPE}}})", "used"),
         (f"max by (run) (grpo_redis_memory_limit_bytes{{{SCOPE}}})", "limit"),
-    ), "0: it has no limit.", "bytes"),
+    ), "0: no limit.", "bytes"),
 )  # fmt: skip
 
 
 def panel_of(metric: Declared) -> Panel:
-    """The chart of one metric: of a counter its rate, of a histogram two quantiles."""
+    """Return the chart of one metric: a counter's rate, two quantiles of a histogram."""
     by, legend = (f"run, pod, {metric.label}", f"{{{{pod}}}} {{{{{metric.label}}}}}") if metric.label else ("run, pod", "{{pod}}")
     unit, name = UNITS.get(metric.unit, "short"), metric.name
     match metric.kind:
         case "counter":
             rate = f"sum by ({by}) (rate({name}{{{SCOPE}}}[$__rate_interval]))"
-            return Panel(_title(name), ((rate, legend),), f"{metric.help} A second.", "percentunit" if unit == "s" else unit)
+            return Panel(_title(name), ((rate, legend),), f"{metric.help} Per second.", "percentunit" if unit == "s" else unit)
         case "gauge":
             return Panel(_title(name), ((f"max by ({by}) ({name}{{{SCOPE}}})", legend),), metric.help, unit)
         case _:
@@ -92,14 +92,14 @@ def _title(name: str) -> str:
 
 
 def panels() -> Iterator[tuple[str, list[Panel]]]:
-    """Every row with its panels."""
+    """Yield every row with its panels."""
     yield "Overview", list(OVERVIEW)
     for room in declared.ROOMS:
         yield TITLES[room], [panel_of(metric) for metric in declared.of(room)]
 
 
 def as_json() -> str:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard in Grafana's import format."""
     made: list[dict[str, Any]] = []
     top = 0
     for title, row in panels():
@@ -114,7 +114,8 @@ def as_json() -> str:
     for number, panel in enumerate(flat, 1):
         panel["id"] = number
     board = {
-        "title": "grpo", "uid": "grpo", "description": "Made by `python -m monitoring` of what the services declare.",
+        "title": "grpo", "uid": "grpo",
+        "description": "Generated by `python -m monitoring` from the metrics that the services declare.",
         "tags": ["grpo"], "schemaVersion": 39, "editable": True, "refresh": "30s", "time": {"from": "now-3h", "to": "now"},
         "templating": {"list": [_source(), _runs()]}, "panels": made,
     }  # fmt: skip

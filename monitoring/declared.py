@@ -1,4 +1,4 @@
-"""Every metric that a service shows, and which of them a PromQL expression names."""
+"""Every metric that a service exposes, and the ones that a PromQL expression names."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ ROOMS: dict[str, tuple[type[Metrics], ...]] = {
     "tracker": (TrackerMetrics,),
     "pod": (PodMetrics,),
 }
-"""What is shown under which heading: the run by dataprep, `pod` by every service."""
+"""The metrics under each heading: those of the run come from dataprep, `pod` from every service."""
 COMMON = ("run", "pod", "instance", "job", "le")
 _NAME = re.compile(r"\b(grpo_\w+)(?:\{([^}]*)\})?")
 _MATCH = re.compile(r"(\w+)\s*(=~|!~|!=|=)\s*\"([^\"]*)\"")
 
 
 def of(room: str) -> list[Declared]:
-    """The metrics under a heading."""
+    """Return the metrics under a heading."""
     return [declared for metrics in ROOMS[room] for declared in declarations(metrics).values()]
 
 
 def everything() -> dict[str, Declared]:
-    """All metrics by name."""
+    """Return all metrics by name."""
     return {declared.name: declared for room in ROOMS for declared in of(room)}
 
 
 def series() -> dict[str, Declared]:
-    """All names of series: a histogram has three."""
+    """Return all series names: a histogram has three."""
     found: dict[str, Declared] = {}
     for declared in everything().values():
         parts = ("_bucket", "_sum", "_count") if declared.kind == "histogram" else ("",)
@@ -46,12 +46,12 @@ def series() -> dict[str, Declared]:
 
 
 def faults(expression: str) -> Iterator[str]:
-    """What an expression names that no service shows: metrics, labels, values of labels."""
+    """Yield what an expression names that no service exposes: metrics, labels, values of labels."""
     known = series()
     for name, matchers in _NAME.findall(expression):
         declared = known.get(name)
         if declared is None:
-            yield f"no service shows {name}"
+            yield f"no service exposes {name}"
             continue
         for label, how, value in _MATCH.findall(matchers or ""):
             if label not in (*COMMON, declared.label):

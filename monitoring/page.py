@@ -1,4 +1,4 @@
-"""The parts of docs/operating.md that are made: the tables of metrics, and of alerts with their runbooks."""
+"""The generated parts of docs/operating.md: the tables of metrics, and of alerts with their runbooks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from monitoring import declared
 from monitoring.alerts import ALERTS
 
 HEADINGS = {
-    "run": "Of the run (every dataprep pod shows them, leader or standby)", "dataprep": "Of dataprep",
-    "generator": "Of generators",
-    "trainer": "Of the trainer, by rank 0", "tracker": "Of trackers", "pod": "Of every pod",
+    "run": "Run (exposed by every dataprep pod, leader or standby)", "dataprep": "Dataprep",
+    "generator": "Generator",
+    "trainer": "Trainer (rank 0)", "tracker": "Tracker", "pod": "Every pod",
 }  # fmt: skip
 
 
 def metrics() -> str:
-    """A table a room."""
+    """Return one table per package."""
     lines: list[str] = []
     for room in declared.ROOMS:
         lines += [f"**{HEADINGS[room]}**", "", "| metric | label | meaning |", "|---|---|---|"]
@@ -28,7 +28,7 @@ def metrics() -> str:
 
 
 def alerts() -> str:
-    """A section an alert."""
+    """Return one section per alert."""
     lines: list[str] = []
     for alert in ALERTS:
         summary = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"<\1>", alert.summary)
@@ -37,7 +37,7 @@ def alerts() -> str:
 
 
 def fill(page: str) -> str:
-    """The page with what is made between its markers."""
+    """Return the page with the generated parts between their markers."""
     for name, text in (("metrics", metrics()), ("alerts", alerts())):
         begin, end = f"<!-- {name}: made by python -m monitoring -->", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)

@@ -31,9 +31,9 @@ def test_every_expression_names_declared_metrics_only() -> None:
 
 def test_a_wrong_expression_is_found_out() -> None:
     assert list(declared.faults('rate(grpo_generator_token_total{run="a"}[1m])')) == [
-        "no service shows grpo_generator_token_total"
+        "no service exposes grpo_generator_token_total"
     ]
-    assert list(declared.faults("grpo_trainer_step_seconds")) == ["no service shows grpo_trainer_step_seconds"]
+    assert list(declared.faults("grpo_trainer_step_seconds")) == ["no service exposes grpo_trainer_step_seconds"]
     assert list(declared.faults('grpo_run_pods{color="red"}')) == ["grpo_run_pods has no label color"]
     assert list(declared.faults('grpo_run_pods{kind=~"trainer|cook"}')) == ["grpo_run_pods has no kind 'cook'"]
 

@@ -100,6 +100,6 @@ def test_the_first_tensor_that_differs_is_named() -> None:
     sent = held.clone()
     check(["a", "b", "c", "d"], [held[:3], held[3:]], sent)
     sent[2, 1] += 1
-    with pytest.raises(WeightChanged, match="of c are not") as raised:
+    with pytest.raises(WeightChanged, match="of c differ from") as raised:
         check(["a", "b", "c", "d"], [held[:3], held[3:]], sent)
     assert raised.value.tensor == "c"

@@ -74,14 +74,14 @@ def test_a_new_group_removes_what_a_killed_sender_left(outbox: Outbox, tmp_path:
 def test_weights_that_changed_on_the_way_are_named(outbox: Outbox, tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "weights" / outbox.open(manifest()))
     send(outbox, manifest(), wrong_sums=True)
-    with pytest.raises(WeightChanged, match="of a are not"):
+    with pytest.raises(WeightChanged, match="of a differ from"):
         inbox.take(Deadline(10))
 
 
 def test_a_transfer_that_is_not_there_or_not_whole_is_refused(outbox: Outbox, tmp_path: Path) -> None:
     folder = tmp_path / "weights" / outbox.open(manifest())
     inbox = Inbox(folder)
-    with pytest.raises(RuntimeError, match=r"0\.0\.safetensors cannot be read"):
+    with pytest.raises(RuntimeError, match=r"cannot read .*0\.0\.safetensors"):
         inbox.take(Deadline(10))
     for transfer, (spoil, why) in enumerate(
         [
