@@ -1,7 +1,7 @@
 """The Redis Functions as one library, named by the digest of its code.
 
-Different versions of the code have different names, so runs of two versions may share a server, and a service that
-finds the library loaded need not load it again.
+Different versions of the code have different names, so runs of two versions may share a server, and a service that finds the
+library loaded need not load it again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FILES = ("tickets", "replay", "steps", "deadletters", "control", "fleet", "evalu
 
 @cache
 def library() -> tuple[str, str]:
-    """Name of the library and its code, as `FUNCTION LOAD` takes it."""
+    """Return the name of the library and its code, in the format of `FUNCTION LOAD`."""
     folder = files(__name__)
-    # Each file is a block of its own, so that its locals stay its own; later files may use the helpers that a shared
-    # file leaves in the prelude only.
+    # Each file becomes a separate block, so that its locals stay its own; later files may use only the helpers that a shared file
+    # leaves in the prelude.
     parts = [(folder / f"{name}.lua").read_text() for name in SHARED]
     parts += [f"do\n{(folder / f'{name}.lua').read_text()}\nend" for name in FILES]
     body = "\n".join(parts)

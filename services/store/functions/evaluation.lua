@@ -54,9 +54,7 @@ end
 
 -- args: leader fence, version, then ticket id and body of each. Returns 1 when the round of `version` is open, now or by an
 -- earlier call; 0 when another is, or the version was dealt with before.
-register('eval_open', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('eval_open', function(prefix, args)
   local version = redis.call('HGET', part(prefix, 'round'), 'version')
   if version then return version == args[2] and 1 or 0 end
   if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
@@ -74,9 +72,7 @@ register('eval_open', function(prefix, args)
 end, true)
 
 -- args: leader fence, version, rounds. The rounds up to `version` were due and can no longer be held; they are counted.
-register('eval_skip', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('eval_skip', function(prefix, args)
   if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
   redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
   count(prefix, 'evaluations_skipped', args[3])
@@ -197,9 +193,7 @@ end)
 
 -- args: leader fence, version, reason, record. Ends the round: with a record it is reported, without one it was
 -- abandoned for the reason. Returns 1, or 0 when the round was ended before; no key of it is left either way.
-register('eval_close', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('eval_close', function(prefix, args)
   if redis.call('HGET', part(prefix, 'round'), 'version') ~= args[2] then return 0 end
   if args[4] ~= '' then
     redis.call('XADD', prefix .. ':evaluations', 'MAXLEN', '~', 10000, '*', 'm', args[4])

@@ -66,9 +66,7 @@ end)
 
 -- args: trainer fence, attempt, phase, round without its members, then member and first rank of each. Opens or advances a round; a
 -- new attempt forgets the acknowledgements of the old. Answers are counted anew in every phase.
-register('round', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('round', function(prefix, args)
   local key, ranks = prefix .. ':sync', prefix .. ':sync:ranks'
   local mark = args[1] .. ' ' .. args[2] .. ' ' .. args[3]
   if redis.call('HGET', key, 'attempt') ~= args[2] then redis.call('DEL', key) end

@@ -1,9 +1,8 @@
-"""Which commands a Redis Function sends and which keys it touches, read from its code. Pure.
+"""The commands that a Redis Function sends and the keys that it touches, read from its code. Pure.
 
-Guarantees: every command and key that stands in a function, or in a helper that it may call, is named; a key that is put
-together from a part and a variable is named by its part and `*`; a key counts as written unless wherever it stands it stands in a
-command that reads. Redis holds a function to what its caller may do, so this is
-what the caller has to be allowed (services/store/acl.py).
+Guarantees: every command and key in a function, or in a helper that it may call, is named; a key composed of a part and a
+variable is named by its part and `*`; a key counts as written unless every command it appears in only reads. Redis checks a
+function against the permissions of its caller, so this is what the caller must be allowed to do (services/store/acl.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from importlib.resources import files
 
 from services.store.functions import FILES, SHARED
 
-_BLOCK = re.compile(r"^(?:local function (\w+)|local (\w+)(?:, \w+)* =|register\('(\w+)')")
+_BLOCK = re.compile(r"^(?:local function (\w+)|local (\w+)(?:, \w+)* =|register(?:_leader|_trainer)?\('(\w+)')")
 _COMMAND = re.compile(r"(?:redis\.call\(|call_over\(\w+, )'([A-Z]+)'(?:, '([A-Z]+)')?")
 _KEY = re.compile(r"'(:[a-z:]+)'( \.\.)?")
 _READ = re.compile(r"redis\.call\('([A-Z]+)', prefix \.\. '(:[a-z:]+)'( \.\.)?")
@@ -45,7 +44,7 @@ _READING = frozenset(
     ]
 )
 _WORD = re.compile(r"\w+")
-_CONTAINERS = ("XGROUP",)  # commands whose first argument says which of several it is
+_CONTAINERS = ("XGROUP",)  # commands whose first argument selects a subcommand
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,19 @@ class Footprint:
 
     commands: frozenset[str]
     writes: frozenset[str]
-    """Keys behind the run's prefix, `:run` or `:step:*`."""
+    """Keys below the run's prefix, `:run` or `:step:*`."""
     reads: frozenset[str]
-    """The same, of those that it never writes."""
+    """Keys that it reads and never writes."""
 
 
 @cache
 def footprints() -> dict[str, Footprint]:
-    """Of every function of the library, by its name there."""
+    """Return the footprint of every function of the library, by name."""
     folder = files("services.store.functions")
     shared: dict[str, str] = {}
     for name in SHARED:
         shared |= _blocks((folder / f"{name}.lua").read_text())
-    found = {}
+    found: dict[str, Footprint] = {}
     for name in FILES:
         blocks = shared | _blocks((folder / f"{name}.lua").read_text())
         found |= {block[1:]: _footprint(blocks, block) for block in blocks if block.startswith("@")}
@@ -74,7 +73,7 @@ def footprints() -> dict[str, Footprint]:
 
 
 def _blocks(code: str) -> dict[str, str]:
-    """The parts of a file by the name that others use; registered functions as `@<name>`."""
+    """Return the parts of a file by the names that others use; registered functions as `@<name>`."""
     blocks: dict[str, str] = {}
     current = ""
     for line in code.splitlines():

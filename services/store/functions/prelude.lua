@@ -77,6 +77,28 @@ local function register(name, body, grows)
   }
 end
 
+-- Register a function whose first argument is the fencing number `field` of the run; a caller that has lost it is refused.
+local function register_fenced(field, name, body, grows)
+  register(name, function(prefix, args)
+    return fenced(prefix, field, args[1]) or body(prefix, args)
+  end, grows)
+end
+
+local function register_leader(name, body, grows) register_fenced('leader_fence', name, body, grows) end
+
+local function register_trainer(name, body, grows) register_fenced('trainer_fence', name, body, grows) end
+
+-- The arguments from `first` on as records with these fields, one after the other.
+local function records(args, first, ...)
+  local fields, found = {...}, {}
+  for i = first, #args, #fields do
+    local record = {}
+    for j, field in ipairs(fields) do record[field] = args[i + j - 1] end
+    found[#found + 1] = record
+  end
+  return found
+end
+
 -- Bytes of a header, or of what goes with a dead letter: a group of thousands of completions has a header of a tenth of it.
 local ENTRY_BYTES = 1048576
 local REASON_BYTES = 4096

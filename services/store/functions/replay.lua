@@ -33,32 +33,32 @@ end
 -- (uniform in 0..1), row, pass rate and whether that is solved ('' when they are not kept).
 -- Actions: `insert`; `failed:<reason>` buries; any other is the outcome to count (`stale`, `filtered:<reason>`).
 -- An entry that was settled before is passed over, which makes a repeated call harmless. Returns how many were settled.
-register('settle', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
-  for i = 2, #args, 12 do
-    if args[i + 3] == 'insert' and not weight_of(args[i + 6]) then
-      return redis.error_reply('INVALID weight ' .. args[i + 6] .. ' of group ' .. args[i + 1] .. ' is not in 0..1e9')
+register_leader('settle', function(prefix, args)
+  local settlements = records(args, 2, 'entry', 'ticket', 'payload', 'action', 'oldest', 'header', 'weight', 'variate', 'victim',
+    'row', 'rate', 'solved')
+  for _, each in ipairs(settlements) do
+    if each.action == 'insert' and not weight_of(each.weight) then
+      return redis.error_reply('INVALID weight ' .. each.weight .. ' of group ' .. each.ticket .. ' is not in 0..1e9')
     end
   end
   local t, settled, outcomes = open_table(prefix), {}, {}
-  for i = 2, #args, 12 do
-    local entry, ticket, payload, action = args[i], args[i + 1], args[i + 2], args[i + 3]
-    if redis.call('XACK', prefix .. ':headers', 'dataprep', entry) == 1 then
-      settled[#settled + 1] = entry
+  for _, each in ipairs(settlements) do
+    local ticket, payload, action = each.ticket, each.payload, each.action
+    if redis.call('XACK', prefix .. ':headers', 'dataprep', each.entry) == 1 then
+      settled[#settled + 1] = each.entry
       local seq = tonumber(redis.call('ZSCORE', prefix .. ':outstanding', ticket)) -- what dataprep issued, whatever the header says
       local known = seq ~= nil
       redis.call('ZREM', prefix .. ':outstanding', ticket)
-      if known and args[i + 9] ~= '' then keep_rate(prefix, args[i + 9], seq, args[i + 10], args[i + 11]) end
+      if known and each.row ~= '' then keep_rate(prefix, each.row, seq, each.rate, each.solved) end
       if known and action == 'insert' then
-        insert(t, ticket, payload, seq, tonumber(args[i + 4]), args[i + 5], weight_of(args[i + 6]), tonumber(args[i + 7]),
-          tonumber(args[i + 8]))
+        insert(t, ticket, payload, seq, tonumber(each.oldest), each.header, weight_of(each.weight), tonumber(each.variate),
+          tonumber(each.victim))
       else
         if payload ~= '' then redis.call('UNLINK', prefix .. ':payload:' .. payload) end
         local reason = string.match(action, '^failed:(.*)')
         local outcome = not known and 'unknown_headers' or reason and 'failed' or action
         if not known or reason then
-          dead_letter(prefix, ticket, reason or 'header of a ticket that is not outstanding', args[i + 5], known and 'failed')
+          dead_letter(prefix, ticket, reason or 'header of a ticket that is not outstanding', each.header, known and 'failed')
         else
           remember_drop(prefix, ticket, action)
           if string.match(action, '^filtered:') then redis.call('ZADD', t.key .. 'gaps', seq, ticket) end
@@ -81,9 +81,7 @@ end)
 
 -- Entries of the headers stream that nobody settled: those delivered before first, then new ones. Only the leader reads.
 -- args: leader fence, count. Returns {entry, fields, …}.
-register('read_headers', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('read_headers', function(prefix, args)
   local result = {}
   for _, id in ipairs({'0', '>'}) do
     local left = tonumber(args[2]) - #result / 2
@@ -103,9 +101,7 @@ end)
 -- there are slots: more cannot matter.
 -- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the gaps after those, {group, sequence, weight, …} that the
 -- sampler would draw first, sum of weights}.
-register('sweep_and_peek', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('sweep_and_peek', function(prefix, args)
   local t = open_table(prefix)
   local stale = redis.call('ZRANGEBYSCORE', t.key .. 'version', '-inf', '(' .. string.format('%.17g', tonumber(args[2]) * SHIFT),
     'LIMIT', 0, SWEPT_TOGETHER)
@@ -139,17 +135,13 @@ register('sweep_and_peek', function(prefix, args)
 end)
 
 -- args: leader fence, issue sequence. Filtered groups up to it have had their place in a step that was not made.
-register('pass_over', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('pass_over', function(prefix, args)
   return redis.call('ZREMRANGEBYSCORE', prefix .. ':replay:gaps', '-inf', args[2])
 end)
 
 -- args: trainer fence, then group and weight of each. Groups that are not in the table any more are passed over.
 -- Returns how many were there.
-register('reweigh', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('reweigh', function(prefix, args)
   for i = 3, #args, 2 do
     if not weight_of(args[i]) then
       return redis.error_reply('INVALID weight ' .. args[i] .. ' of group ' .. args[i - 1] .. ' is not in 0..1e9')
@@ -169,9 +161,7 @@ end)
 
 -- Weights by recency grow with every version. From time to time all are multiplied by one factor, which changes no draw.
 -- args: leader fence, base it is now, base it becomes, factor. Returns how many groups were rescaled; 0 when it was done before.
-register('rescale', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('rescale', function(prefix, args)
   local t, factor = open_table(prefix), tonumber(args[4])
   if (tonumber(redis.call('HGET', t.key .. 'state', 'base')) or 0) ~= tonumber(args[2]) then return 0 end
   local there = scale_weights(t, factor)

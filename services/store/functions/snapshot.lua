@@ -5,9 +5,7 @@
 
 -- args: trainer fence, token, lease ms. Holds the leader off until `snapshot_end`, or for the length of the lease.
 -- Returns {run, ledger, outstanding, requeued, last dead letter, 1 if an evaluation round is open}; the first two are field, value, …
-register('snapshot_begin', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('snapshot_begin', function(prefix, args)
   local run = redis.call('HGETALL', prefix .. ':run')
   redis.call('HSET', prefix .. ':run', 'frozen_by', args[2], 'frozen_until_ms', now_ms() + tonumber(args[3]))
   local last = redis.call('XREVRANGE', prefix .. ':deadletter', '+', '-', 'COUNT', 1)[1]
@@ -20,9 +18,7 @@ end)
 
 -- args: trainer fence, token, lease ms. Holds the leader off for longer. Returns 0 when the lease had run out: what was copied since
 -- may be of two instants.
-register('snapshot_hold', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('snapshot_hold', function(prefix, args)
   local held = redis.call('HMGET', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
   if held[1] ~= args[2] or tonumber(held[2]) <= now_ms() then return 0 end
   redis.call('HSET', prefix .. ':run', 'frozen_until_ms', now_ms() + tonumber(args[3]))
@@ -30,9 +26,7 @@ register('snapshot_hold', function(prefix, args)
 end)
 
 -- args: trainer fence, token. Lets the leader go on. Returns 0 as `snapshot_hold` does.
-register('snapshot_end', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('snapshot_end', function(prefix, args)
   local held = redis.call('HMGET', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
   if held[1] ~= args[2] then return 0 end
   redis.call('HDEL', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
@@ -43,9 +37,7 @@ end)
 -- args: trainer fence, step. From here to `restore_end` nobody leads, nobody claims, and no claim of before is honoured; what fails
 -- in between is begun again by the next trainer. The incarnation that begins is a time, so that it is new to a server that was replaced
 -- by an empty one, too.
-register('restore_begin', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('restore_begin', function(prefix, args)
   local run = prefix .. ':run'
   redis.call('HDEL', run, 'leader', 'leader_until_ms', 'leader_fence', 'frozen_by', 'frozen_until_ms', 'published_by')
   redis.call('HSET', run, 'restoring', args[2], 'published_version', -1)

@@ -25,9 +25,7 @@ end
 -- groups had their place in this step, plan, then the plan of each rank. Lists are separated by spaces.
 -- Returns 1 when prepared, now or by an earlier call with this very plan; refused unless `step` follows the last prepared one and
 -- the groups are fit. Uses are counted; who reached max_uses leaves.
-register('prepare', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('prepare', function(prefix, args)
   local step, plan = tonumber(args[2]), args[7]
   local key, prepared = prefix .. ':step:' .. step, number(prefix, 'prepared_step')
   if prepared == step and redis.call('HGET', key, 'plan') == plan then return 1 end
@@ -67,9 +65,7 @@ register('prepare', function(prefix, args)
 end)
 
 -- args: trainer fence, step. Returns 1 when committed now, 0 when it was before: committing twice is harmless.
-register('commit', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('commit', function(prefix, args)
   local step, committed = tonumber(args[2]), number(prefix, 'committed_step')
   if step <= committed then return 0 end
   if step ~= committed + 1 or step > number(prefix, 'prepared_step') then
@@ -121,9 +117,7 @@ end
 -- each; then of each step from the first on that has any of them: step, its plan without them, number of ranks, plan of each.
 -- The groups cannot be trained: they become dead letters and leave every step to come. Refused when another step was prepared
 -- meanwhile. A repeated call finds them in no step, and changes nothing. Returns how many were buried.
-register('discard_damaged', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('discard_damaged', function(prefix, args)
   local prepared, last = number(prefix, 'prepared_step'), 4 + 2 * tonumber(args[4])
   if prepared ~= tonumber(args[3]) then return redis.error_reply('OUTOFORDER step ' .. prepared .. ' was prepared meanwhile') end
   local bad, found, first, buried = {}, {}, {}, 0
@@ -156,9 +150,7 @@ end)
 -- args: trainer fence, version. The fleet holds `version` of this trainer: slots of the steps it contains are given back. A trainer that
 -- trained a version again publishes its own, and generators that hold the other's claim nothing any more.
 -- Returns 1 when published now, 0 when it was before.
-register('publish', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('publish', function(prefix, args)
   local version, published = tonumber(args[2]), number(prefix, 'published_version')
   if version == published and redis.call('HGET', prefix .. ':run', 'published_by') ~= args[1] then
     redis.call('HSET', prefix .. ':run', 'published_by', args[1])
@@ -178,9 +170,7 @@ register('publish', function(prefix, args)
 end)
 
 -- args: trainer fence, step. A checkpoint holds everything up to and including `step`; who asked for one before has it.
-register('checkpointed', function(prefix, args)
-  local refusal = fenced(prefix, 'trainer_fence', args[1])
-  if refusal then return refusal end
+register_trainer('checkpointed', function(prefix, args)
   redis.call('HSET', prefix .. ':run', 'checkpointed_step', args[2])
   redis.call('HDEL', prefix .. ':run', 'checkpoint', 'checkpoint_failed')
   return 1

@@ -58,29 +58,26 @@ end
 -- number of epochs that begin, name and rows of each, then ticket id and body of each.
 -- Returns how many were issued: all, or 0 when the cursor has moved on, which makes a repeated call harmless; also 0 when there
 -- are fewer free slots, or the requeued tickets are others.
-register('issue', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('issue', function(prefix, args)
   local cursor, requeued, epochs = number(prefix, 'cursor'), tonumber(args[4]), tonumber(args[5])
-  local first = 6 + 2 * epochs
-  local n = (#args - first + 1) / 2
+  local tickets = records(args, 6 + 2 * epochs, 'id', 'body')
+  local n = #tickets
   if cursor ~= tonumber(args[2]) or n == 0 or n > number(prefix, 'slots') - number(prefix, 'slots_used') then return 0 end
   local waiting = requeued > 0 and redis.call('ZRANGE', prefix .. ':requeued', 0, requeued - 1)
   for i = 1, requeued do
-    if waiting[i] ~= args[first + 2 * (i - 1)] then return 0 end
+    if waiting[i] ~= (tickets[i] or {}).id then return 0 end
   end
-  for i = 1, n do
-    local id = args[first + 2 * (i - 1)]
+  for _, ticket in ipairs(tickets) do
+    local id = ticket.id
     local epoch, row = string.match(id, '^(%d+)-(%d+)$')
     if redis.call('ZSCORE', prefix .. ':outstanding', id) or redis.call('GETBIT', prefix .. ':trained:' .. epoch, row) == 1 then
       return redis.error_reply('OUTOFORDER ticket ' .. id .. ' was issued before')
     end
   end
   local places = {}
-  for i = 1, n do
-    local id, body = args[first + 2 * (i - 1)], args[first + 2 * (i - 1) + 1]
-    redis.call('XADD', prefix .. ':tickets', '*', 'ticket', id, 'body', body)
-    places[2 * i - 1], places[2 * i] = cursor + i - 1, id
+  for i, ticket in ipairs(tickets) do
+    redis.call('XADD', prefix .. ':tickets', '*', 'ticket', ticket.id, 'body', ticket.body)
+    places[2 * i - 1], places[2 * i] = cursor + i - 1, ticket.id
   end
   call_over(places, 'ZADD', prefix .. ':outstanding')
   if requeued > 0 then redis.call('ZREMRANGEBYRANK', prefix .. ':requeued', 0, requeued - 1) end
@@ -95,9 +92,7 @@ end, true)
 
 -- args: leader fence, then ticket id and body of each. Tickets that a restore cut off are issued again: under their old sequence, on the
 -- slots they hold. One that was issued again before is passed over, which makes a repeated call harmless. Returns how many were.
-register('issue_again', function(prefix, args)
-  local refusal = fenced(prefix, 'leader_fence', args[1])
-  if refusal then return refusal end
+register_leader('issue_again', function(prefix, args)
   local issued = 0
   for i = 2, #args, 2 do
     if redis.call('ZREM', prefix .. ':reissue', args[i]) == 1 then
@@ -193,16 +188,16 @@ end)
 -- any more (counted, and the payload deleted); -1 when the payload is missing; -2 when the header is larger than an entry may be.
 register('submit', function(prefix, args)
   local answers, done, partials = {}, {}, {}
-  for i = 1, #args, 5 do
-    local entry, ticket = args[i + 1], args[i + 3]
-    local payload = ticket .. '.' .. args[i + 2]
+  for _, group in ipairs(records(args, 1, 'consumer', 'entry', 'fence', 'ticket', 'header')) do
+    local entry, ticket = group.entry, group.ticket
+    local payload = ticket .. '.' .. group.fence
     local key = prefix .. ':payload:' .. payload
     local answer = 1
-    if #args[i + 4] > ENTRY_BYTES then
+    if #group.header > ENTRY_BYTES then
       answer = -2
-    elseif owns(prefix, args[i], entry, args[i + 2]) then
+    elseif owns(prefix, group.consumer, entry, group.fence) then
       if redis.call('PERSIST', key) == 1 or redis.call('EXISTS', key) == 1 then
-        redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', args[i + 4])
+        redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', group.header)
         redis.call('HDEL', prefix .. ':claims', entry)
         done[#done + 1], partials[#partials + 1] = entry, prefix .. ':partial:' .. ticket
       else
