@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from services.config import to_toml
-from services.console.client import ApiError, Client
+from services.runtime.http.client import ApiError, Client
 from tests.kubernetes import chart, network
 from tests.kubernetes.cluster import Cluster
 from tests.support.certificates import make_certificates
