@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from pydantic import BaseModel, ValidationError
@@ -130,18 +130,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _assign(tree: dict[str, Any], parts: list[str], text: str, origin: str) -> None:
-    node: Any = tree
+    node: object = tree
     for part in parts[:-1]:
-        node = node.setdefault(part, {}) if isinstance(node, dict) else _item(node, part, origin)
-    if isinstance(node, dict):
-        node[parts[-1]] = _value(text)
-    else:
+        table = _table(node)
+        node = _item(node, part, origin) if table is None else table.setdefault(part, {})
+    if (table := _table(node)) is None:
         raise ConfigError(f"{origin}: {'.'.join(parts[:-1])} is not a section")
+    table[parts[-1]] = _value(text)
+
+
+def _table(node: object) -> dict[str, Any] | None:
+    return cast("dict[str, Any]", node) if isinstance(node, dict) else None
 
 
 def _item(node: Any, part: str, origin: str) -> Any:
-    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-        return node[int(part)]
+    if isinstance(node, list) and part.isdigit() and int(part) < len(entries := cast("list[Any]", node)):
+        return entries[int(part)]
     raise ConfigError(f"{origin}: {part!r} does not name a section or an entry")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from services.config import ConfigError, RunConfig
 
@@ -30,10 +30,11 @@ def check_model(config: RunConfig) -> None:
 def largest_token_id(folder: Path) -> int:
     """Return the largest id in the tokenizer of `folder`, or -1 if its `tokenizer.json` has none."""
     tree = _read(folder / "tokenizer.json")
-    vocabulary = tree.get("model", {}).get("vocab", {})
+    vocabulary: list[Any] | dict[str, int] = tree.get("model", {}).get("vocab", {})
+    added = cast("list[dict[str, Any]]", tree.get("added_tokens") or [])
     # A unigram model lists its tokens in the order of their ids; others map tokens to ids.
     ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list(vocabulary.values())
-    return max(ids + [token["id"] for token in tree.get("added_tokens") or []], default=-1)
+    return max(ids + [token["id"] for token in added], default=-1)
 
 
 def _check_vocabulary(folder: Path, size: int | None) -> None:

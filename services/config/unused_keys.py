@@ -8,7 +8,7 @@ accepted it, can be resumed (`load`, `load_resolved`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from services.config.base import Section
 from services.config.evaluation import Evaluation
@@ -35,13 +35,15 @@ def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
     *way, name = key.split(".")
     for part in way:
         node = node[int(part)] if part.isdigit() else getattr(node, part)
-    return getattr(node, name), type(node).model_fields[name].default
+    section: Section = node
+    return getattr(section, name), type(section).model_fields[name].default
 
 
 def _shown(value: Any) -> str:
     """Format a value as the file has it, on one line."""
     if isinstance(value, list):
-        value = [item.model_dump(exclude_unset=True) if isinstance(item, Section) else item for item in value]
+        items = cast("list[Any]", value)
+        value = [item.model_dump(exclude_unset=True) if isinstance(item, Section) else item for item in items]
     return repr(value)
 
 

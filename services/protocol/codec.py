@@ -46,7 +46,7 @@ def seal(data: bytes) -> bytes:
 def unseal(data: bytes | memoryview) -> memoryview:
     """Return the bytes that were sealed. Raises `CorruptMessage` if they have changed."""
     body, end = memoryview(data)[:-SEAL_BYTES], memoryview(data)[-SEAL_BYTES:]
-    if crc32(body) != int.from_bytes(end, "little"):
+    if crc32(body).to_bytes(SEAL_BYTES, "little") != bytes(end):
         raise CorruptMessage(f"its {len(data)} bytes are not those that were written: the checksum differs")
     return body
 

@@ -7,7 +7,7 @@ against them and would take a list for a wrong answer.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 _TUPLE = "__tuple__"
 _ITEMS = "__items__"
@@ -23,18 +23,19 @@ def decode_entry(text: str) -> dict[str, Any]:
     entry = json.loads(text, object_hook=_unpack)
     if not isinstance(entry, dict):
         raise ValueError("not a reasoning-gym entry")
-    return entry
+    return cast("dict[str, Any]", entry)
 
 
 def _pack(value: Any) -> Any:
     if isinstance(value, tuple):
-        return {_TUPLE: [_pack(item) for item in value]}
+        return {_TUPLE: [_pack(item) for item in cast("tuple[Any, ...]", value)]}
     if isinstance(value, list):
-        return [_pack(item) for item in value]
+        return [_pack(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and not value.keys() & {_TUPLE, _ITEMS}:
-            return {key: _pack(item) for key, item in value.items()}
-        return {_ITEMS: [[_pack(key), _pack(item)] for key, item in value.items()]}
+        table = cast("dict[Any, Any]", value)
+        if all(isinstance(key, str) for key in table) and not table.keys() & {_TUPLE, _ITEMS}:
+            return {key: _pack(item) for key, item in table.items()}
+        return {_ITEMS: [[_pack(key), _pack(item)] for key, item in table.items()]}
     return value
 
 

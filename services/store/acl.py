@@ -95,7 +95,7 @@ def rules(run: str, kind: str) -> list[str]:
     commands = {*_CONNECTING, *_LISTENING, *_TOGETHER, *grant.commands, "hgetall"}.union(*(each.commands for each in prints))
     writes = {":*"} if grant.everything else set(grant.writes).union(*(each.writes for each in prints))
     writes = {key for key in writes if not key.startswith(_NOTIFICATIONS)}
-    reads = set() if grant.everything else set(grant.reads).union(*(each.reads for each in prints)) - writes
+    reads = set[str]() if grant.everything else set(grant.reads).union(*(each.reads for each in prints)) - writes
     return [
         "resetchannels", f"&{keys.notifications}", "resetkeys", f"~{keys.prefix}",
         *(f"~{keys.prefix}{key}" for key in sorted(writes)),

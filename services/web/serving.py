@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from services.config import RunConfig
 from services.operations.endpoints import checkpoints, run
@@ -58,7 +58,7 @@ async def show(config: RunConfig, store: Store, say: Callable[[str], None], unti
 
 
 @contextlib.asynccontextmanager
-async def _watching(service: Service, watch: Watch, until: asyncio.Event) -> AsyncIterator[None]:
+async def _watching(service: Service, watch: Watch, until: asyncio.Event) -> AsyncGenerator[None]:
     async def follow(loop: Loop) -> None:
         await watch.follow(until, loop)
 

@@ -42,7 +42,7 @@ class Seen:
 
     evaluation: EvaluationState | None = None
     round: Round | None = None
-    acknowledged: dict[str, tuple[str, str]] = field(default_factory=dict)
+    acknowledged: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     dead_letters: int = 0
 
 

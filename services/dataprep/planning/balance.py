@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def _even_out(costs: np.ndarray, owner: np.ndarray, movable: np.ndarray, loads: 
     theirs = theirs[np.argsort(costs[theirs], kind="stable")]
     offers = np.concatenate(([0], costs[theirs]))  # 0: move a place without taking one in return
     wanted = costs[mine] - gap / 2
-    at = np.minimum(np.searchsorted(offers, wanted), len(offers) - 1)
+    at = np.minimum(cast("np.ndarray", np.searchsorted(offers, wanted)), len(offers) - 1)
     below = np.maximum(at - 1, 0)
     at = np.where(np.abs(offers[at] - wanted) <= np.abs(offers[below] - wanted), at, below)
     closed = costs[mine] - offers[at]  # load that moves from high to low

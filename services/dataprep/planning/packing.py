@@ -96,7 +96,7 @@ def _together(responses: Sequence[Response], limit: int, budget: int, rows: int)
     for _, members in groupby(range(len(responses)), key=lambda i: responses[i].group):
         waiting = sorted(members, key=lambda i: (-responses[i].tokens, i))
         while waiting and row < rows:
-            shared, others = 0, []
+            shared, others = 0, list[int]()
             for i in waiting:
                 tokens = responses[i].tokens
                 if tokens - shared <= free[row] and tokens <= room[row]:

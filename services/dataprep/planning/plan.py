@@ -89,7 +89,8 @@ def plan_step(
         raise PlanningError(f"step {step} has no groups")
     _check_lengths(groups, layout.row_tokens)
     rows: list[list[list[Sample]]] = [[] for _ in range(layout.ranks)]
-    mini_batch_rows, denominators, response_tokens, total_tokens = [], [], 0, 0
+    mini_batch_rows, denominators = list[int](), list[float]()
+    response_tokens = total_tokens = 0
     for members in deal([_group_tokens(group) for group in groups], min(layout.mini_batches, len(groups))):
         samples = _columns(groups, members)
         packed = _pack_ranks(samples, layout)
@@ -178,7 +179,7 @@ def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
     if layout.same_rows:
         return _deal_rows(pack([responses], budget)[0], costs, layout.ranks)
     shares = spread(costs, layout.ranks, samples.tokens >= ALONE * samples.prompts)
-    packed = []
+    packed: list[list[list[int]]] = []
     for share, share_rows in zip(shares, pack([[responses[i] for i in share] for share in shares], budget), strict=True):
         rank_rows = [[share[i] for i in row] for row in share_rows]
         packed.append(sorted(rank_rows, key=lambda row: -int(costs[row].sum())))
@@ -199,11 +200,11 @@ def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[lis
 
 
 def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> list[Sample]:
-    return [
-        Sample(
-            groups[samples.group[i]].payload, int(samples.index[i]), float(samples.advantages[i]),
-            int(samples.trained_tokens[i]), float(groups[samples.group[i]].weight), int(samples.tokens[i]),
-            int(samples.prompts[i]),
-        )
-        for i in sorted(row)
-    ]  # fmt: skip
+    return [_sample(groups[int(samples.group[i])], samples, i) for i in sorted(row)]
+
+
+def _sample(group: PlanGroup, samples: _Samples, i: int) -> Sample:
+    return Sample(
+        group.payload, int(samples.index[i]), float(samples.advantages[i]), int(samples.trained_tokens[i]), float(group.weight),
+        int(samples.tokens[i]), int(samples.prompts[i]),
+    )  # fmt: skip

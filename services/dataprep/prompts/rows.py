@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -75,7 +75,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise DataError(f"{where}: not valid JSON ({error}): fix or remove the line") from None
             if not isinstance(record, dict):
                 raise DataError(f"{where}: expected a JSON object, not {type(record).__name__}: fix or remove the line")
-            yield where, record
+            yield where, cast("dict[str, Any]", record)
 
 
 def _parquet(path: Path, source: FileSource) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,15 +106,18 @@ def _field(record: dict[str, Any], name: str, key: str, where: str) -> Any:
 def _prompt(value: Any, name: str, where: str) -> str | Messages:
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(_is_message(message) for message in value):
-        return value
+    if isinstance(value, list) and value and all(map(_is_message, cast("list[Any]", value))):
+        return cast("Messages", value)
     raise DataError(
         f"{where}: field {name!r} must be a string or a list of messages with `role` and `content`, not {_short(value)}"
     )
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    if not isinstance(value, dict):
+        return False
+    message = cast("dict[Any, Any]", value)
+    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
 def _answer(value: Any, name: str, where: str) -> str:

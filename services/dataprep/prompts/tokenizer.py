@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
@@ -110,9 +110,10 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    source = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    source: str | list[dict[str, str]] | None = _json(folder / "chat_template.json").get("chat_template")
+    source = source or config.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return {entry["name"]: entry["template"] for entry in source}.get("default")
     return source
 
 
@@ -121,8 +122,8 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
+    cast("Any", environment).filters["tojson"] = _tojson
+    cast("Any", environment).globals["raise_exception"] = _raise
     return environment
 
 
@@ -145,7 +146,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja2's own filter escapes HTML
 
 
-def _token_text(token: Any) -> str:
+def _token_text(token: str | dict[str, str]) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 

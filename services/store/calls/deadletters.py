@@ -15,23 +15,23 @@ class DeadLetterStream(Facet):
 
     async def count(self) -> int:
         """How many are kept."""
-        return int(await self._redis.ask(self._redis.client.xlen(self._keys.deadletter)))
+        return int(await self._redis.ask(self._redis.commands.xlen(self._keys.deadletter)))
 
     async def page(self, count: int = 100, before: str = "") -> list[DeadLetter]:
         """The last `count` dead letters, or those before the entry `before`; newest first."""
         end = f"({before}" if before else "+"
-        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.deadletter, end, "-", count))
+        entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.deadletter, end, "-", count))
         return [_read(entry, fields) for entry, fields in entries]
 
     async def get(self, id: str) -> DeadLetter | None:
         """A dead letter by its entry id, `<ms>-<n>`."""
-        entries = await self._redis.ask(self._redis.client.xrange(self._keys.deadletter, id, id))
+        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, id, id))
         return _read(*entries[0]) if entries else None
 
     async def requeue(self, ids: Sequence[str]) -> list[Requeued]:
         """Take dead letters out of the stream and have their tickets issued again. One that was not counted as failed, or whose
         ticket is elsewhere by now, stays, with the reason. Safe to repeat."""
-        answers = []
+        answers: list[Requeued] = []
         for first in range(0, len(ids), REQUEUED_TOGETHER):
             reply = await self._redis.call("requeue", *ids[first : first + REQUEUED_TOGETHER])
             for i in range(0, len(reply), 4):

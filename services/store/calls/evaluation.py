@@ -102,7 +102,7 @@ class EvaluationCalls(Facet):
 
     async def results(self) -> dict[str, bytes]:
         """Encoded headers of the open round by ticket."""
-        found = await self._redis.ask(self._redis.client.hgetall(self._keys.evaluation("results")))
+        found = await self._redis.ask(self._redis.commands.hgetall(self._keys.evaluation("results")))
         return {ticket.decode(errors="replace"): header for ticket, header in found.items()}
 
     async def report(self, fence: int, version: int, record: dict[str, float]) -> bool:
@@ -116,12 +116,12 @@ class EvaluationCalls(Facet):
     async def records(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Records of complete rounds after an entry id, oldest first."""
         first = after if after == "-" else f"({after}"
-        entries = await self._redis.ask(self._redis.client.xrange(self._keys.evaluations, first, "+", count))
+        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.evaluations, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
     async def last_record(self) -> dict[str, float]:
         """Record of the last complete round; empty: there is none."""
-        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.evaluations, count=1))
+        entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.evaluations, count=1))
         return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
 
 

@@ -7,7 +7,7 @@ or the tickets under way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from services.store.calls.payloads import ELSEWHERE
 from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
 
+T = TypeVar("T")
 Sort = Literal["order", "version", "weight"]
 
 READ_TOGETHER = 256  # entries, groups or plans in one request
@@ -57,14 +58,14 @@ class Inspection(Facet):
             "version": self._keys.replay_version,
             "weight": self._keys.replay_weight,
         }[sort]
-        found = await self._redis.ask(self._redis.client.zrange(key, offset, offset + limit - 1, desc=reverse))
+        found = await self._redis.ask(self._redis.commands.zrange(key, offset, offset + limit - 1, desc=reverse))
         records = await self.group_records([name.decode() for name in found])
-        weights = await self._redis.ask(self._redis.client.zmscore(self._keys.replay_weight, list(records))) if records else []
+        weights = await self._redis.ask(self._redis.commands.zmscore(self._keys.replay_weight, list(records))) if records else []
         return [TableRow(record, weight) for record, weight in zip(records.values(), weights, strict=True)]
 
     async def group_records(self, groups: Sequence[str]) -> dict[str, GroupRecord]:
         """Settled groups by name; those that are gone are left out."""
-        found = {}
+        found: dict[str, GroupRecord] = {}
         for first in range(0, len(groups), READ_TOGETHER):
             names = groups[first : first + READ_TOGETHER]
             rows = await self._redis.send(*[("HMGET", self._keys.group(name), "header", "payload", "uses") for name in names])
@@ -113,7 +114,7 @@ class Inspection(Facet):
         if found is None:
             return None
         entry, fields = found
-        async with self._redis.client.pipeline(transaction=True) as pipe:
+        async with self._redis.commands.pipeline(transaction=True) as pipe:
             pipe.hget(self._keys.claims, entry)
             pipe.xpending_range(self._keys.tickets, "generators", entry, entry, 1)
             pipe.hget(self._keys.attempts, entry)
@@ -131,7 +132,7 @@ class Inspection(Facet):
 
     async def payload(self, name: str) -> Payload | None:
         """A payload, or None where there is none that can be read."""
-        raw = await self._redis.ask(self._redis.client.get(self._keys.payload(name)))
+        raw = await self._redis.ask(self._redis.commands.get(self._keys.payload(name)))
         if raw == ELSEWHERE:
             [raw] = await self._payloads.sealed([name])
         try:
@@ -141,7 +142,7 @@ class Inspection(Facet):
 
     async def kept_step(self, step: int) -> KeptStep | None:
         """A step that was prepared and is not retired, whole."""
-        raw = await self._redis.ask(self._redis.client.hgetall(self._keys.step(step)))
+        raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.step(step)))
         plan = _message(raw.get(b"plan"), StepPlan)
         if plan is None:
             return None
@@ -150,7 +151,7 @@ class Inspection(Facet):
 
     async def retired_step(self) -> int:
         """The last step whose plan was deleted, as a checkpoint covers it; -1: none."""
-        retired = await self._redis.ask(self._redis.client.hget(self._keys.run, "retired_step"))
+        retired = await self._redis.ask(self._redis.commands.hget(self._keys.run, "retired_step"))
         return -1 if retired is None else int(retired)
 
     async def step_record(self, step: int) -> dict[str, float | None] | None:
@@ -161,8 +162,8 @@ class Inspection(Facet):
         an entry of at most `step` stands before one beyond it, the former is of `step`, or close to it.
         """
         stream = self._keys.metrics
-        first = await self._redis.ask(self._redis.client.xrange(stream, count=1))
-        last = await self._redis.ask(self._redis.client.xrevrange(stream, count=NEAR))
+        first = await self._redis.ask(self._redis.commands.xrange(stream, count=1))
+        last = await self._redis.ask(self._redis.commands.xrevrange(stream, count=NEAR))
         if not first:
             return None
         if max(map(_step, last)) <= step:
@@ -170,15 +171,15 @@ class Inspection(Facet):
         low, high = _ms(first[0]), _ms(last[0])
         while low < high:
             middle = (low + high) // 2
-            after = await self._redis.ask(self._redis.client.xrange(stream, f"{middle}-0", "+", 1))
+            after = await self._redis.ask(self._redis.commands.xrange(stream, f"{middle}-0", "+", 1))
             if not after or _step(after[0]) > step:
                 high = middle
             else:
                 low = _ms(after[0]) + 1
-        return _first(await self._redis.ask(self._redis.client.xrevrange(stream, f"{high}", "-", NEAR)), step)
+        return _first(await self._redis.ask(self._redis.commands.xrevrange(stream, f"{high}", "-", NEAR)), step)
 
     async def _at_once(self, *commands: tuple[Any, ...]) -> list[Any]:
-        async with self._redis.client.pipeline(transaction=True) as pipe:
+        async with self._redis.commands.pipeline(transaction=True) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
             return await self._redis.ask(pipe.execute())
@@ -186,7 +187,7 @@ class Inspection(Facet):
     async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
         """The entry of a ticket in a stream that holds as many as there are slots, at most."""
         after = "-"
-        while entries := await self._redis.ask(self._redis.client.xrange(stream, after, "+", READ_TOGETHER)):
+        while entries := await self._redis.ask(self._redis.commands.xrange(stream, after, "+", READ_TOGETHER)):
             for entry, fields in entries:
                 if fields.get(b"ticket") == ticket.encode():
                     return entry, fields
@@ -198,7 +199,7 @@ def _group(name: str, header: bytes, payload: bytes | None, uses: bytes | None) 
     return GroupRecord(name, (payload or b"").decode(errors="replace"), int(uses or 0), _message(header, Header))
 
 
-def _message(raw: bytes | None, type: type) -> Any:
+def _message(raw: bytes | None, type: type[T]) -> T | None:
     try:
         return None if raw is None else codec.decode(raw, type)
     except codec.CorruptMessage:

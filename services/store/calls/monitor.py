@@ -43,12 +43,12 @@ class Monitor(Facet):
     async def metrics(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
         """Entries of the metrics stream after an entry id, oldest first."""
         first = after if after == "-" else f"({after}"
-        entries = await self._redis.ask(self._redis.client.xrange(self._keys.metrics, first, "+", count))
+        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.metrics, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
     async def last_recorded_step(self) -> int:
         """The last step in the metrics stream; -1: there is none."""
-        entries = await self._redis.ask(self._redis.client.xrevrange(self._keys.metrics, count=1))
+        entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.metrics, count=1))
         return int(msgspec.json.decode(entries[0][1][b"m"])["step"]) if entries else -1
 
     async def sizes(self) -> Sizes:
@@ -70,7 +70,7 @@ class Monitor(Facet):
     async def listen(self, few: bool = True) -> AsyncIterator[str]:
         """Topics that changed, as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, those that
         no generator waits for, as `headers` and `acks`. A hint, never the truth."""
-        async with self._redis.client.pubsub(ignore_subscribe_messages=True) as channel:
+        async with self._redis.commands.pubsub(ignore_subscribe_messages=True) as channel:
             await self._redis.ask(
                 channel.psubscribe(self._keys.notifications) if few else channel.subscribe(self._keys.notifications_for_all)
             )

@@ -111,7 +111,7 @@ class Payloads:
 
     async def find_shards(self) -> int:
         """Look how many there are."""
-        await self.spread(int(await self._redis.ask(self._redis.client.hget(self._keys.run, FIELD)) or 0))
+        await self.spread(int(await self._redis.ask(self._redis.commands.hget(self._keys.run, FIELD)) or 0))
         return len(self.shards)
 
     async def spread(self, count: int) -> None:

@@ -79,7 +79,7 @@ class ReplayTable(Facet):
 
     async def recency_base(self) -> int:
         """Policy version that weights by recency are relative to."""
-        return int(await self._redis.ask(self._redis.client.hget(self._keys.replay_state, "base")) or 0)
+        return int(await self._redis.ask(self._redis.commands.hget(self._keys.replay_state, "base")) or 0)
 
     async def pass_over(self, fence: int, gaps_until: int) -> None:
         """Forget filtered groups up to an issue sequence: their step had nothing to train on."""
@@ -87,6 +87,6 @@ class ReplayTable(Facet):
 
     async def rates(self) -> dict[int, PassRate]:
         """Dataset row -> the settled group of it that counts, where pass rates are kept."""
-        raw = await self._redis.ask(self._redis.client.hgetall(self._keys.rates))
+        raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.rates))
         parted = ((int(row), value.split(b" ")) for row, value in raw.items())
         return {row: PassRate(int(seq), float(rate)) for row, (seq, rate, _) in parted}

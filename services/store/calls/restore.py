@@ -167,7 +167,7 @@ class Restores(Facet):
     async def _forget_after(self, stream: str, key: str, last: int, write: Write) -> None:
         """Delete the entries of a history that is to be written anew: those numbered by `key` after `last`."""
         before = "+"
-        while entries := await self._redis.ask(self._redis.client.xrevrange(stream, before, "-", TOGETHER)):
+        while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, before, "-", TOGETHER)):
             gone = [entry for entry, fields in entries if msgspec.json.decode(fields[b"m"])[key] > last]
             await write([("XDEL", stream, *gone)] if gone else [])
             before = f"({entries[-1][0].decode()}"

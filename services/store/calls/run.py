@@ -30,7 +30,7 @@ class Runs(Facet):
 
     async def state(self) -> RunState | None:
         """The run's state, or None when it was not created yet."""
-        state = read_state(self._keys.name, await self._redis.ask(self._redis.client.hgetall(self._keys.run)))
+        state = read_state(self._keys.name, await self._redis.ask(self._redis.commands.hgetall(self._keys.run)))
         if state is not None:
             await self._payloads.spread(state.payload_shards)
         return state

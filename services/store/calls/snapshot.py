@@ -93,7 +93,7 @@ class SnapshotWriter(Facet):
                 yield Rows(key, fields)
         after = "-"
         while last_letter:
-            entries = await self._redis.ask(self._redis.client.xrange(self._keys.deadletter, after, last_letter, TOGETHER))
+            entries = await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, after, last_letter, TOGETHER))
             if not entries:
                 break
             yield Letters([(entry.decode(), {k.decode(): v for k, v in fields.items()}) for entry, fields in entries])
@@ -106,7 +106,7 @@ class SnapshotWriter(Facet):
         planned = {
             name.decode() for plan in head.plans.values() for field in ("groups", "departed") for name in plan[field].split()
         }
-        while found := await self._redis.ask(self._redis.client.zrange(self._keys.replay_order, first, first + together - 1)):
+        while found := await self._redis.ask(self._redis.commands.zrange(self._keys.replay_order, first, first + together - 1)):
             names = [name.decode() for name in found]
             seen |= planned.intersection(names)
             first += len(names)
@@ -146,7 +146,7 @@ class SnapshotWriter(Facet):
     async def _scan(self, key: str) -> AsyncIterator[dict[str, bytes]]:
         cursor = 0
         while True:
-            cursor, found = await self._redis.ask(self._redis.client.hscan(key, cursor, count=TOGETHER))
+            cursor, found = await self._redis.ask(self._redis.commands.hscan(key, cursor, count=TOGETHER))
             if found:
                 yield {name.decode(): value for name, value in found.items()}
             if cursor == 0:

@@ -37,12 +37,12 @@ class Steps(Facet):
 
     async def plan(self, step: int) -> StepPlan | None:
         """The plan of a step, or None when it is not prepared or already retired."""
-        raw = await self._redis.ask(self._redis.client.hget(self._keys.step(step), "plan"))
+        raw = await self._redis.ask(self._redis.commands.hget(self._keys.step(step), "plan"))
         return None if raw is None else codec.decode(raw, StepPlan)
 
     async def rank_plan(self, step: int, rank: int) -> RankPlan:
         """The rows of one rank."""
-        raw = await self._redis.ask(self._redis.client.hget(self._keys.step(step), f"rank:{rank}"))
+        raw = await self._redis.ask(self._redis.commands.hget(self._keys.step(step), f"rank:{rank}"))
         if raw is None:
             raise StoreError(f"step {step} was planned without rank {rank}: start as many ranks as trainer.ranks says")
         return codec.decode(raw, RankPlan)

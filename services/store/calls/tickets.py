@@ -55,9 +55,8 @@ class Tickets(Facet):
 
     async def order(self) -> tuple[bytes, dict[str, bytes]]:
         """The prompt order as `issue` last left it: its state, and the rows of each source's epoch. Empty before the first."""
-        raw = {
-            name.decode(): value for name, value in (await self._redis.ask(self._redis.client.hgetall(self._keys.order))).items()
-        }
+        found = await self._redis.ask(self._redis.commands.hgetall(self._keys.order))
+        raw = {name.decode(): value for name, value in found.items()}
         return raw.pop("state", b""), {name.removeprefix("rows:"): rows for name, rows in raw.items()}
 
     async def issue_again(self, fence: int, tickets: Sequence[Ticket]) -> int:
@@ -67,12 +66,12 @@ class Tickets(Facet):
 
     async def reissue(self, count: int) -> list[tuple[str, int]]:
         """The first tickets that a restore cut off and that were not issued again, with their issue sequence."""
-        found = await self._redis.ask(self._redis.client.zrange(self._keys.reissue, 0, count - 1, withscores=True))
+        found = await self._redis.ask(self._redis.commands.zrange(self._keys.reissue, 0, count - 1, withscores=True))
         return [(name.decode(), int(seq)) for name, seq in found]
 
     async def requeued(self, count: int) -> list[str]:
         """The first tickets that wait to be issued again."""
-        return [name.decode() for name in await self._redis.ask(self._redis.client.zrange(self._keys.requeued, 0, count - 1))]
+        return [name.decode() for name in await self._redis.ask(self._redis.commands.zrange(self._keys.requeued, 0, count - 1))]
 
     async def claim(
         self,
@@ -139,4 +138,4 @@ class Tickets(Facet):
 
     async def load_partial(self, ticket: str) -> bytes | None:
         """The tokens so far of a ticket that somebody began."""
-        return await self._redis.ask(self._redis.client.get(self._keys.partial(ticket)))
+        return await self._redis.ask(self._redis.commands.get(self._keys.partial(ticket)))

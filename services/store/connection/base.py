@@ -7,7 +7,7 @@ a server that was replaced by an empty one, or took a Cluster's slot over, gets 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import redis.asyncio as aioredis
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
@@ -16,21 +16,24 @@ from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, Sto
 from services.protocol.keys import Keys
 from services.store.connection.client import Login, check_server, explain, make_client, plain_client
 from services.store.connection.cluster import SlotOwner
+from services.store.connection.commands import Commands, typed
 from services.store.connection.fast_connection import FastConnection
 from services.store.functions import library
+
+T = TypeVar("T")
 
 
 class Connection:
     """Calls functions and plain commands; everything it raises is a `StoreError` or one of its kind."""
 
     def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
-        self.client = client
+        self.client, self.commands = client, typed(client)
         self.keys = keys
         self.url = url
         self.login = Login()
         self.owner: SlotOwner | None = None  # of the run's slot; None: the server is no node of a Cluster
         self._fast = FastConnection.beside(client)
-        self._plain = plain_client(client) if self._fast is None else None
+        self._plain = typed(plain_client(client)) if self._fast is None else None
         self._library, code = library()
         self._load = ("FUNCTION", "LOAD", code)
 
@@ -64,7 +67,7 @@ class Connection:
         if isinstance(reply, RedisError) and "already exists" not in str(reply) and not _no_right(reply):
             raise explain(self.url, reply) from None
 
-    async def ask(self, reply: Awaitable[Any]) -> Any:
+    async def ask(self, reply: Awaitable[T]) -> T:
         """Await a plain command; its errors become the store's."""
         try:
             return await reply
@@ -135,7 +138,7 @@ def facts(info: bytes) -> dict[str, str]:
     return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
-async def _replies(plain: aioredis.Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+async def _replies(plain: Commands, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
     """By redis-py, which knows TLS and unix sockets; as a wire gives them."""
     if len(commands) == 1:  # cheaper than a pipeline of one
         try:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
@@ -21,6 +21,7 @@ from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionE
 
 from services.protocol.errors import StoreError
 from services.store.connection.cluster import Address, Elsewhere, SlotOwner, ToOwner, in_cluster
+from services.store.connection.commands import typed
 from services.store.connection.fast_connection import VANISHED
 
 OLDEST_SERVER = (7, 0)  # the first Redis with Functions
@@ -61,9 +62,9 @@ class ClusterNode:
 class _Trusting(aioredis.SSLConnection):
     """Reads whom it trusts whenever it connects: the file may have been renewed since the last time."""
 
-    def _connection_arguments(self) -> Mapping:
+    def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
-        return super()._connection_arguments()
+        return cast("Any", super())._connection_arguments()
 
 
 class _ToOwnerByTLS(ToOwner, _Trusting):
@@ -93,7 +94,7 @@ def _client(
     if tls:
         _check_certificates(login.ca_file)
     try:
-        client = aioredis.Redis.from_url(
+        client: aioredis.Redis = cast("Any", aioredis.Redis).from_url(
             url,
             password=login.password or None,
             **who,
@@ -172,7 +173,7 @@ async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()
 async def _said(url: str, login: Login, node: Address) -> dict[str, Any] | StoreError:
     try:
         async with _probe(url, login, node=node) as probe:
-            return await probe.info()
+            return await typed(probe).info()
     except RedisError as error:
         return explain(f"{url.partition('://')[0]}://{node[0]}:{node[1]}", error)
 
@@ -180,7 +181,7 @@ async def _said(url: str, login: Login, node: Address) -> dict[str, Any] | Store
 @asynccontextmanager
 async def _probe(
     url: str, login: Login, owner: SlotOwner | None = None, node: Address | None = None
-) -> AsyncIterator[aioredis.Redis]:
+) -> AsyncGenerator[aioredis.Redis]:
     """To the server at `url`; else to the `owner`, or to this `node` of its Cluster."""
     probe = _client(url, login, owner, PROBE_RETRIES, PROBE_TIMEOUT_S, PROBE_TIMEOUT_S)
     if node:
@@ -193,7 +194,7 @@ async def _probe(
 
 async def _info(probe: aioredis.Redis) -> dict[str, Any]:
     """One section a call: a server that is too old takes no two, and is to be told that it is too old."""
-    return await probe.info("server") | await probe.info("memory")
+    return await typed(probe).info("server") | await typed(probe).info("memory")
 
 
 def _owner(shown: str, probe: aioredis.Redis, key: str) -> SlotOwner:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
@@ -82,7 +82,7 @@ class SlotOwner:
         try:
             await connection.connect()
             await connection.send_command("CLUSTER", "SLOTS")
-            ranges: Any = await connection.read_response()
+            ranges = cast("list[tuple[Any, ...]]", await connection.read_response())
         finally:
             await connection.disconnect(nowait=True)
         found = [(first, last, [_address(each, node) for each in nodes]) for first, last, *nodes in ranges]
@@ -102,7 +102,7 @@ class ToOwner(aioredis.Connection):
     """A connection to the owner."""
 
     def __init__(self, *, owner: SlotOwner, **settings: Any) -> None:
-        super().__init__(**settings)
+        cast("Any", super()).__init__(**settings)
         self._owner = owner
 
     async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
@@ -114,7 +114,7 @@ class ToOwner(aioredis.Connection):
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """The next reply; `Elsewhere` for what the owner would not say."""
         try:
-            return await super().read_response(*args, **options)
+            return cast("Any", await super().read_response(*args, **options))
         except ResponseError as error:
             word = error.status_code or str(error).partition(" ")[0]
             if word not in ELSEWHERE:

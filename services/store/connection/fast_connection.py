@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -101,7 +101,7 @@ _connections: WeakKeyDictionary[aioredis.Redis, FastConnection] = WeakKeyDiction
 
 
 @asynccontextmanager
-async def _limit(seconds: float) -> AsyncIterator[None]:
+async def _limit(seconds: float) -> AsyncGenerator[None]:
     """Errors of the socket, and a wait past the limit, as the errors that the retry rule knows."""
     try:
         async with asyncio.timeout(seconds):
@@ -122,7 +122,7 @@ class _Line:
 
     @classmethod
     async def open(cls, host: str, port: int) -> _Line:
-        loop, failures = asyncio.get_running_loop(), []
+        loop, failures = asyncio.get_running_loop(), list[str]()
         for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, protocol)
             try:
@@ -162,7 +162,7 @@ class _Line:
         while (reply := self._reader.gets()) is _MORE:
             if not (received := await loop.sock_recv_into(self._sock, self._buffer)):
                 raise ConnectionError("the server closed the connection")
-            self._reader.feed(self._buffer, 0, received)  # pyright: ignore[reportArgumentType]  takes any buffer
+            self._reader.feed(self._buffer, 0, received)
         return reply
 
 
