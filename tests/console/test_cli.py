@@ -136,7 +136,7 @@ def test_a_configuration_is_printed_complete(capsys: pytest.CaptureFixture[str],
 def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = grpo(capsys, "config", "--explain")
     assert code == 0
-    assert "sampling.temperature: float = 1.0\n    Softmax temperature; the trainer divides" in text
+    assert "sampling.temperature: float = 1.0\n    Softmax temperature. The trainer divides" in text
     assert 'replay.sampler: "fifo" | "lifo" | "freshest" | "uniform" | "prioritized" = "fifo"' in text
     assert "model.path: str  (required)" in text
     keys = json.loads(grpo(capsys, "config", "--explain", "--json")[1])

@@ -42,9 +42,10 @@ def smoke(
     steps: Annotated[int, typer.Option(min=1, help="Number of further steps to wait for.")] = 3,
     limit_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 600.0,
 ) -> int:
-    """Verify that a run makes progress: it trains a few more steps, or finishes, and no ticket is lost.
+    """Verify that a run makes progress.
 
-    This command only reads. Exit code 1: the run made too little progress in time; the message says why.
+    The run must train a few more steps, or finish, without losing a ticket. This command only reads. Exit code 1: the run made too
+    little progress in time; the message says why.
     """
     from services.console.commands import smoke as smoking
 
@@ -57,8 +58,9 @@ def acl(
         Path, typer.Option("--users", metavar="DIR", help="Folder of passwords (redis.users_dir); missing ones are created.")
     ],
 ) -> int:
-    """Print the Redis users of a run, one per kind of service, as lines of an ACL file with password digests.
+    """Print the Redis users of a run as lines of an ACL file.
 
+    There is one user per kind of service, with a password digest.
     `grpo run` adds them to its own server. For any other server, add the lines there and give each pod the password of its kind.
     """
     from services.console.local.secrets import user_passwords
@@ -82,9 +84,9 @@ def doctor(
     listen: Listen = False,
     reach: Reach = "",
 ) -> int:
-    """Check this machine, its Redis and a configuration before a run, and print a remedy for each problem.
+    """Check this machine, its Redis and a configuration.
 
-    Exit code 1: a problem would stop the run.
+    Each problem comes with a remedy. Exit code 1: a problem would stop the run.
     """
     from services.console.doctor import visit
 

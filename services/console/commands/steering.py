@@ -79,9 +79,10 @@ def drain(
     token_file: TokenFile = "",
     ca_file: CaFile = "",
 ) -> int:
-    """Drain one generator: it finishes or hands back its work, leaves the fleet and exits.
+    """Drain one generator.
 
-    It may be restarted afterwards. To reduce the number of generators, use `grpo scale`. With --wait, exit code 1: it still has
+    It finishes or hands back its work, leaves the fleet and exits. It may be restarted afterwards. To reduce the number of
+    generators, use `grpo scale`. With --wait, exit code 1: it still has
     work when the time is over.
     """
     from services.console.commands import control
@@ -117,9 +118,9 @@ def restore(
     token_file: TokenFile = "",
     ca_file: CaFile = "",
 ) -> int:
-    """Restore a run to a checkpoint, now or, if it is stopped, when it resumes.
+    """Restore a run to a checkpoint.
 
-    Later steps are trained again, on the same prompts in the same order. With --wait, exit code 1: the run has not been restored
+    A stopped run is restored when it resumes. Later steps are trained again, on the same prompts in the same order. With --wait, exit code 1: the run has not been restored
     in time. --api must be the trainer's address.
     """
     from services.console.commands import control

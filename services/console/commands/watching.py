@@ -23,9 +23,10 @@ def web(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on; default: web.host.")] = "",
 ) -> int:
-    """Serve the web console of a run: what status and inspect show, live, with charts and controls.
+    """Serve the web console of a run.
 
-    It prints the address and serves the page until Ctrl-C. The controls need the run's token.
+    The console shows what status and inspect show, live, with charts and controls. The command prints the address and serves the
+    page until Ctrl-C. The controls need the run's token.
     """
     from services.console.commands import web as page
 
