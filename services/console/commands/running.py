@@ -44,8 +44,8 @@ def smoke(
 ) -> int:
     """Verify that a run makes progress.
 
-    The run must train a few more steps, or finish, without losing a ticket. This command only reads. Exit code 1: the run made too
-    little progress in time; the message says why.
+    The run must train a few more steps, or finish, without losing a ticket. This command only reads. Exit code 1: the run made
+    too little progress in time; the message says why.
     """
     from services.console.commands import smoke as smoking
 

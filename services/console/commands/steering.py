@@ -120,8 +120,8 @@ def restore(
 ) -> int:
     """Restore a run to a checkpoint.
 
-    A stopped run is restored when it resumes. Later steps are trained again, on the same prompts in the same order. With --wait, exit code 1: the run has not been restored
-    in time. --api must be the trainer's address.
+    A stopped run is restored when it resumes. Later steps are trained again, on the same prompts in the same order. With
+    --wait, exit code 1: the run has not been restored in time. --api must be the trainer's address.
     """
     from services.console.commands import control
 
