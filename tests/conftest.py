@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -46,6 +47,31 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_unconfigure() -> None:
     """Nothing is left to fork."""
     starter.stop()
+
+
+FIRST = (
+    "runs/test_checkpoints", "runs/test_faults", "kubernetes/test_pods", "runs/test_run", "runs/test_scale",
+    "monitoring/test_observed", "weights/test_weight_transfer", "trainer/step/test_policy",
+    "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page", "weights/test_nccl",
+    "trainer/model/test_reference", "runs/test_sync_faults", "runs/", "trainer/",
+)  # fmt: skip
+"""Parts of paths of tests that take long, the longest first: what is left for the end is short."""
+APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py")
+"""Slow tests whose workers differ: what they share they share by files. Others stay together, with their engines and ranks."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several workers one takes all slow tests of a file, and long ones come first."""
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((number for number, part in enumerate(FIRST) if part in path), len(FIRST))
+
+    for item in items:
+        path = item.path.as_posix()
+        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group") and not path.endswith(APART):
+            item.add_marker(pytest.mark.xdist_group(path))
+    items.sort(key=place)
 
 
 def skip_without(program: str) -> None:
@@ -100,3 +126,11 @@ async def store(server: RedisServer) -> AsyncIterator[Store]:
     """A store on the default server."""
     async for store in _store(server):
         yield store
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Qwen3 in float32."""
+    from tests.support.tiny_model import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"))

@@ -159,7 +159,7 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     import asyncio
 
     monkeypatch.chdir(tmp_path)
-    config = small_config(tmp_path, None, 'run.dir="runs"')
+    config = small_config(tmp_path, None, 'run.dir="runs"', "fleet.ttl_s=600")  # its pod is heard of once
     folder = RunFolder.of(config)
     folder.write(config)
     server = start_server(folder, "everysec")

@@ -23,9 +23,9 @@ from tests.support.preloading.request import Request, send
 PLAIN = "TESTS_PLAIN_PROCESSES"
 """Environment variable that, where it is set, lets processes start in the usual way, and theirs, too."""
 ROOT = Path(__file__).parent.parent.parent.parent
-ROOM = " " * 8000  # for the command lines of what is forked
-USUAL = ("services.generator.verifiers.sandbox", "services.console.doctor", "tests.support.preloading")
-"""Modules that start in the usual way: confined or measured for what they import and hold."""
+ROOM = " " * 16000  # for the command line of what is forked, and for its environment
+USUAL = ("tests.support.preloading",)
+"""Modules that start in the usual way."""
 WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # what execnet starts for pytest-xdist
 STARTERS = ("services.console", "services.trainer.node", "tests.console.local.launch", "tests.faults", "tests.sync_faults")
 """Modules that start processes themselves."""
@@ -50,7 +50,7 @@ def start(preloaded: str) -> None:
     assert threading.current_thread() is threading.main_thread(), "what is forked counts this thread as its parent"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.support.preloading.zygote", str(theirs.fileno()), preloaded, ROOM]
-    environ = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT), "ROOM": ROOM}
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(
         command, env=environ, cwd=ROOT, stdin=nothing, stdout=nothing, stderr=None, pass_fds=[theirs.fileno()]
@@ -118,7 +118,15 @@ def _execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *othe
 
 def _ours(args: Any, environ: dict[str, str]) -> bool:
     """Whether it is a Python program of this repository that may be forked."""
-    if _connection is None or _owner != os.getpid() or environ.get(PLAIN) or not isinstance(args, list | tuple) or os.fspath(args[0]) != sys.executable:
+    if (
+        _connection is None
+        or _owner != os.getpid()
+        or environ.get(PLAIN)
+        or not isinstance(args, list | tuple)
+        or os.fspath(args[0]) != sys.executable
+    ):
+        return False
+    if environ.get("PYTHONPATH", str(ROOT)).split(os.pathsep)[0] != str(ROOT):  # another copy of the code
         return False
     words = [os.fspath(word) for word in args[1:]]
     match words:

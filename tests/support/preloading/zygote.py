@@ -28,15 +28,18 @@ from tests.support.preloading import fork, starter
 from tests.support.preloading.request import Request, receive
 
 LIGHT = (
-    "asyncio", "fastapi", "httpx", "msgspec", "numpy", "pydantic", "redis.asyncio", "redis.asyncio.cluster", "rich", "typer",
-    "services.console.commands.inspecting", "services.console.commands.running", "services.console.commands.steering",
-    "services.console.commands.watching", "services.console.local.run", "services.console.local.report", "services.dataprep.loop", "services.generator.pod", "services.operations.observe",
+    "asyncio", "fastapi", "httpx", "msgspec", "numpy", "pydantic", "redis.asyncio", "redis.asyncio.cluster", "rich",
+    "typer", "services.console.commands.inspecting", "services.console.commands.running",
+    "services.console.commands.steering", "services.console.commands.watching", "services.console.local.run",
+    "services.console.local.report", "services.dataprep.loop", "services.generator.pod",
+    "services.generator.verifiers.math", "services.generator.verifiers.registry", "services.operations.observe",
     "services.runtime.entry", "services.runtime.portal", "services.web.serving", "tokenizers", "uvicorn",
 )  # fmt: skip
 HEAVY = (
     "torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto", "deepspeed", "peft",
-    "services.trainer.worker", "services.trainer.loop", "services.trainer.step.policy", "services.trainer.weight_sender", "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor", "vllm.model_executor.models.qwen3",
+    "services.trainer.worker", "services.trainer.loop", "services.trainer.step.policy", "services.trainer.weight_sender",
+    "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor", "vllm.model_executor.models.qwen3",
     "services.generator.engines.vllm", "services.weights.receivers.gloo", "matplotlib.pyplot",
 )  # fmt: skip
 PRELOADED = {"light": LIGHT, "heavy": LIGHT + HEAVY}
@@ -92,11 +95,11 @@ def _become(request: Request, files: list[int]) -> None:
         os.setsid()
     else:
         os.setpgid(0, request.group)
-    _name(request.argv)
     os.chdir(request.cwd)
     os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environ)
+    _show(request.argv, tuple(f"{name}={value}" for name, value in request.environ.items()))
     asked = starter.adopt(_zygote_of_its_own) if starter.starts_others(request.argv) else None
     _lay(files, request.files, asked)
     if request.before is not None:
@@ -107,12 +110,12 @@ def _become(request: Request, files: list[int]) -> None:
         warnings._processoptions(said.split(","))  # type: ignore[attr-defined]
 
 
-def _name(argv: tuple[str, ...]) -> None:
-    """Show these as the command line in /proc, where the zygote's own was."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    line = b"".join(word.encode() + b"\0" for word in argv)[: end - start]
-    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+def _show(argv: tuple[str, ...], environ: tuple[str, ...] = ()) -> None:
+    """Show these as command line and environment in /proc, where the zygote's own were; nothing points to those any more."""
+    fields = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    for words, start, end in ((argv, fields[44], fields[45]), (environ, fields[46], fields[47])):
+        shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start]
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def _lay(files: list[int], numbers: tuple[int, ...], kept: int | None) -> None:
@@ -132,7 +135,8 @@ def _zygote_of_its_own(connection: socket.socket) -> None:
     """Serve the process that this one was forked from."""
     fork.die_with_parent()
     os.setpgid(0, 0)
-    _name(("zygote",))
+    os.environ.clear()
+    _show(("zygote",))
     nothing = os.open(os.devnull, os.O_RDWR)
     _lay([nothing] * 3, (0, 1, 2), connection.fileno())
     try:
