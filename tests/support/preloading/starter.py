@@ -6,6 +6,7 @@ Everything else, and what is started with `PLAIN` in its environment or from ano
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -27,8 +28,16 @@ ROOM = " " * 16000  # for the command line of what is forked, and for its enviro
 USUAL = ("tests.support.preloading",)
 """Modules that start in the usual way."""
 WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # what execnet starts for pytest-xdist
-STARTERS = ("services.console", "services.trainer.node", "tests.console.local.launch", "tests.faults", "tests.sync_faults")
+STARTERS = (
+    "services.console",
+    "services.generator",
+    "services.trainer.node",
+    "tests.console.local.launch",
+    "tests.faults",
+    "tests.sync_faults",
+)
 """Modules that start processes themselves."""
+SPAWN = "from multiprocessing.spawn import spawn_main"  # what multiprocessing starts, for vLLM
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(ROOT / "services/generator/engines/vllm_logging.json"),
@@ -37,6 +46,7 @@ ENVIRONMENT = {
 """What libraries read when they are imported, as the services set it."""
 
 _usual = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_usual_spawn = multiprocessing.util.spawnv_passfds
 _asking = threading.Lock()
 _connection: socket.socket | None = None
 _owner = 0  # the process that `_connection` is of
@@ -91,6 +101,7 @@ def _install(connection: socket.socket, zygote: int) -> None:
     global _connection, _owner, _zygote
     _connection, _owner, _zygote = connection, os.getpid(), zygote
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _spawn
 
 
 def _execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
@@ -107,26 +118,40 @@ def _execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, *othe
     streams = [number if number >= 0 else usual for usual, number in enumerate((p2cread, c2pwrite, errwrite))]
     kept = sorted(set(pass_fds) - {0, 1, 2})
     request = Request(
-        argv=tuple(os.fspath(word) for word in args), environ={os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()},
-        cwd=os.fsdecode(folder), umask=_umask() if umask < 0 else umask, files=(0, 1, 2, *kept), session=session,
-        group=os.getpgrp() if group < 0 else group, before=preexec_fn,
-    )  # fmt: skip
+        argv=tuple(os.fspath(word) for word in args),
+        environ={os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()},
+        cwd=os.fsdecode(folder),
+        umask=_umask() if umask < 0 else umask,
+        files=(0, 1, 2, *kept),
+        session=session,
+        group=os.getpgrp() if group < 0 else group,
+        before=preexec_fn,
+    )
     self.pid = _ask(request, [*streams, *kept])
     self._child_created = True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
+def _spawn(path: bytes, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
+    """What multiprocessing starts a process by."""
+    words = tuple(os.fsdecode(word) for word in args)
+    if not _ready(dict(os.environ)) or not any(word.startswith(SPAWN) for word in words):
+        return _usual_spawn(path, args, passfds)
+    files = (0, 1, 2, *passfds)
+    request = Request(words, dict(os.environ), os.getcwd(), _umask(), files, False, os.getpgrp(), None)
+    return _ask(request, list(files))
+
+
+def _ready(environ: dict[str, str]) -> bool:
+    """Whether there is a zygote, and one that has imported this copy of the code."""
+    if _connection is None or _owner != os.getpid() or environ.get(PLAIN):
+        return False
+    return environ.get("PYTHONPATH", str(ROOT)).split(os.pathsep)[0] == str(ROOT)
+
+
 def _ours(args: Any, environ: dict[str, str]) -> bool:
     """Whether it is a Python program of this repository that may be forked."""
-    if (
-        _connection is None
-        or _owner != os.getpid()
-        or environ.get(PLAIN)
-        or not isinstance(args, list | tuple)
-        or os.fspath(args[0]) != sys.executable
-    ):
-        return False
-    if environ.get("PYTHONPATH", str(ROOT)).split(os.pathsep)[0] != str(ROOT):  # another copy of the code
+    if not _ready(environ) or not isinstance(args, list | tuple) or os.fspath(args[0]) != sys.executable:
         return False
     words = [os.fspath(word) for word in args[1:]]
     match words:

@@ -181,7 +181,8 @@ def _program(words: tuple[str, ...]) -> Callable[[], object]:
     """What the interpreter would run of these words, with `sys.argv` and the module `__main__` as it would set them."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    words = words[1:] if words[0] == "-u" else words
+    while words[0] in ("-u", "-B") or words[0].startswith("-W"):
+        words = words[1:]
     match words:
         case ("-m", name, *given):
             sys.argv = ["-m", *given]
