@@ -66,7 +66,8 @@ APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py
 """Slow tests whose workers differ: what they share they share by files. Others stay together, with their engines and ranks."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Of several workers one takes all slow tests of a file, and long ones come first."""
 
     def place(item: pytest.Item) -> int:
@@ -76,7 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.as_posix()
         if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group") and not path.endswith(APART):
-            item.add_marker(pytest.mark.xdist_group(path))
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    yield  # pytest-randomly mixes, pytest-xdist notes the groups
     items.sort(key=place)
 
 
