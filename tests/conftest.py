@@ -59,16 +59,17 @@ FIRST = (
     "runs/test_checkpoints", "runs/test_faults", "kubernetes/test_pods", "runs/test_run", "runs/test_scale",
     "monitoring/test_observed", "weights/test_weight_transfer", "trainer/step/test_policy",
     "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page", "weights/test_nccl",
-    "trainer/model/test_reference", "runs/test_sync_faults", "runs/", "trainer/",
+    "trainer/model/test_reference", "runs/test_sync_faults", "runs/", "trainer/", "generator/", "kubernetes/test_chart",
+    "console/local/test_launcher", "store/test_shards", "dataprep/",
 )  # fmt: skip
 """Parts of paths of tests that take long, the longest first: what is left for the end is short."""
 APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py")
-"""Slow tests whose workers differ: what they share they share by files. Others stay together, with their engines and ranks."""
+"""Tests whose workers differ: what they share they share by files. Others stay together, with their engines and ranks."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Of several workers one takes all slow tests of a file, and long ones come first."""
+    """Of several workers one takes all tests of a file, and long ones come first."""
 
     def place(item: pytest.Item) -> int:
         path = item.path.as_posix()
@@ -76,8 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
     for item in items:
         path = item.path.as_posix()
-        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group") and not path.endswith(APART):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if not path.endswith(APART):
+            item.add_marker(pytest.mark.xdist_group(path.partition("/tests/")[2]))
     yield  # pytest-randomly mixes, pytest-xdist notes the groups
     items.sort(key=place)
 

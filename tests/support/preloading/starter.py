@@ -41,7 +41,8 @@ SPAWN = "from multiprocessing.spawn import spawn_main"  # what multiprocessing s
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_CONFIG_PATH": str(ROOT / "services/generator/engines/vllm_logging.json"),
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg", "TQDM_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg",
+    "TQDM_DISABLE": "1",
 }  # fmt: skip
 """What libraries read when they are imported, as the services set it."""
 
@@ -159,6 +160,8 @@ def _ours(args: Any, environ: dict[str, str]) -> bool:
             return name.startswith(("services.", "tests.")) and not name.startswith(USUAL)
         case ["-u", "-c", code]:
             return code.strip() == WORKER
+        case ["-c", code, *_]:
+            return "sys.modules" not in code  # else it asks what is imported by what
         case [path, *_]:
             return path.endswith(".py")
     return False
