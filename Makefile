@@ -1,4 +1,4 @@
-# The commands of this repository: make demo, make test, make check, make bench, make bench-check, make clean.
+# The commands of this repository: make demo, make test, make test-fast, make check, make bench, make bench-check, make clean.
 # Everything is installed into .venv by the first of them that runs. On machines whose package index has no CPU build of
 # torch under its plain version, name one:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -14,17 +14,23 @@ DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell comm
 	$(if $(shell command -v chromium),,chromium)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check bench bench-check clean install debian
+.PHONY: demo test test-fast check bench bench-check clean install debian
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/demo/
 	$(BIN)/python -m examples.arithmetic.warmstart --out build/arithmetic
 	$(BIN)/grpo run examples/arithmetic/config.toml --fresh
 
-# Hundreds of tests kill, stop and time real processes, on machines that others use, too. What fails may try once more, without the
-# others; what fails twice is broken.
+# Hundreds of tests kill, stop and time real processes; those wait more than they compute, so there are more workers than cores.
+# `make test-fast`, about a minute, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: $(INSTALLED) debian
-	$(BIN)/python -m pytest -q || { [ $$? = 1 ] && echo "again, what failed:" && $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; }
+	$(PYTEST)
+
+test-fast: $(INSTALLED)
+	$(PYTEST) -m "not slow"
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

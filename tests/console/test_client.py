@@ -65,7 +65,7 @@ def test_every_endpoint_by_its_method(served: dict[str, str]) -> None:
     with Client(served["trainer"], OPERATE) as trainer:
         assert trainer.checkpoints().checkpoints == []
         assert trainer.checkpoint("now", wait_s=0.1).saved is False
-        with pytest.raises(ApiError, match="is not there"):
+        with pytest.raises(ApiError, match="does not exist"):
             trainer.restore(3)
 
 

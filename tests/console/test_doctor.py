@@ -98,7 +98,7 @@ async def test_what_a_replica_would_lose_as_master_is_a_fault(tmp_path: Path, co
         assert found.remedy.startswith("set maxmemory-policy noeviction and appendonly yes")
         cluster.call(cluster.replica, "ACL", "SETUSER", "default", "resetpass", ">another")
         found = await look()
-        assert (found.state, "refused the password" in found.detail) == ("fault", True)
+        assert (found.state, "rejected the password" in found.detail) == ("fault", True)
         await see_that_masters_with_shards_are_looked_at(cluster, config)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from services.config import load
 from tests.faults.campaign import Outcome, campaign
 from tests.faults.kinds import Shape, chosen, sequence
-from tests.faults.mutants import MUTANTS, copy_code
+from tests.faults.mutants import MUTANTS, ROOT, copy_code
 from tests.faults.report import result, table
 from tests.faults.run_under_test import PROFILES, Setting
 
@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     parser.add_argument("--appendfsync", choices=("always", "everysec"), default="always")
     parser.add_argument("--mutant", choices=MUTANTS, default="", help="run code in which this guard is removed")
+    parser.add_argument(
+        "--in-place", action="store_true", help="run the tree itself and no copy of it: nobody may change it meanwhile"
+    )
     parser.add_argument("--steps", type=int, default=150, help="of each run; faults that are left go to the next")
     parser.add_argument("--generators", type=int, default=3)
     parser.add_argument("--token-s", type=float, default=0.06, help="seconds the scripted engine takes for a token")
@@ -41,10 +44,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="keep everything here; default: a temporary folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(argv)
+    if options.in_place and options.mutant:
+        parser.error("--mutant changes the code, and --in-place runs the tree itself")
 
     folder = options.folder or Path(tempfile.mkdtemp(prefix="faults-"))
-    code = folder / "code"
-    copy_code(code, options.mutant)
+    code = ROOT if options.in_place else folder / "code"
+    if not options.in_place:
+        copy_code(code, options.mutant)
     setting = Setting(
         folder.resolve(), code.resolve(), options.profile, options.engine, options.steps, options.generators, options.token_s,
         options.appendfsync,

@@ -60,7 +60,7 @@ class Setting:
 
     folder: Path
     code: Path
-    """Holds the copy of `services`."""
+    """Holds the copy of `services`, or the tree itself."""
     profile: str = "fifo"
     engine: str = "scripted"
     steps: int = 100
@@ -170,12 +170,12 @@ class RunUnderTest:
         found = []
         for proc in Path("/proc").glob("[0-9]*"):
             try:
-                words = (proc / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                words = (proc / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
                 inherited = f"GRPO_CONFIG={self.folder.path}/".encode() in (proc / "environ").read_bytes()
                 in_redis = os.readlink(proc / "cwd") == str(self.folder.redis)
             except OSError:  # gone meanwhile, or another user's
                 continue
-            is_console = words[-3:-1] == [str(self.path), "--no-screen"]
+            is_console = words[-2:] == [str(self.path), "--no-screen"]
             named = {"console": is_console, "redis": in_redis, "": is_console or in_redis or inherited}.get(pod, own in words)
             if named and words != [""]:  # one that has ended and was not waited for has none
                 found.append(int(proc.name))

@@ -131,14 +131,14 @@ class Cluster:
             return [f"no {component} yet"]
         return [why for pod in pods for kind in ("startupProbe", "livenessProbe", "readinessProbe") if (why := pod.probe(kind))]
 
-    def wait(self, true: Callable[[], object], what: str, limit_s: float = 200.0) -> None:
-        """Wait for a fact. Fails with the end of every log."""
+    def wait(self, true: Callable[[], object], what: str, limit_s: float = 200.0, every_s: float = TICK_S) -> None:
+        """Wait for a fact, which is looked at every so often. Fails with the end of every log."""
         deadline = time.monotonic() + limit_s
         while not true():
             assert time.monotonic() < deadline, f"{what}\n{self.words()}"
             looping = [name for name, pod in self.pods.items() if len(pod.codes) > RESTARTS]
             assert not looping, f"{what}: {looping} start again and again\n{self.words()}"
-            time.sleep(TICK_S)
+            time.sleep(every_s)
 
     def words(self) -> str:
         """What the pods last said."""

@@ -93,7 +93,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         made.close()
 
 
-NOT_THERE = ("nsenter: cannot open", "sh: 1: cd: can't cd to")  # it has no process, or no files yet
+ASK_S = 1.0  # between commands in a pod, each of which takes a second of a core
+NOT_THERE = ("nsenter: cannot open", "sh: 1: cd: can't cd to", "setpriv: failed to execute")
+"""What is said where there is no process yet, or no files."""
 
 
 def grpo(cluster: Cluster, *words: str, code: int = 0) -> str:
@@ -146,9 +148,9 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     cluster.api.scale(1)
     cluster.wait(lambda: set(leaving) <= cluster.gone.keys(), "two generators do not go", 200)
     assert {cluster.gone[name] for name in leaving} == {0}, "a drain ends by itself, within the grace period"
-    cluster.wait(lambda: state(cluster)["scale"]["wanted"] == 1, "the wish does not follow kubectl scale")
+    cluster.wait(lambda: state(cluster)["scale"]["wanted"] == 1, "the wish does not follow kubectl scale", every_s=ASK_S)
     trained = state(cluster)["committed_step"]
-    cluster.wait(lambda: state(cluster)["committed_step"] >= trained + 2, "it does not go on after scaling")
+    cluster.wait(lambda: state(cluster)["committed_step"] >= trained + 2, "it does not go on after scaling", every_s=ASK_S)
 
     # What a trainer does before its pod ends: it asks Redis as the console, whose password it has beside its own
     trainer = cluster.of("trainer")[0]
@@ -158,12 +160,12 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     # A node of the trainer is lost: both meet again, and go on where they were
     os.kill(cluster.of("trainer")[1].main, signal.SIGKILL)
     trained = state(cluster)["committed_step"]
-    cluster.wait(lambda: state(cluster)["committed_step"] >= trained + 2, "the trainer does not go on without a node", 400)
+    cluster.wait(lambda: state(cluster)["committed_step"] >= trained + 2, "the trainer does not go on without a node", 400, ASK_S)
     restarted = {name for name, pod in cluster.pods.items() if pod.codes and not pod.leaving}
     assert restarted == {"demo-trainer-0", "demo-trainer-1"}, cluster.words()
 
     grpo(cluster, "stop", "--why", "seen enough")
-    cluster.wait(lambda: state(cluster)["finished"], "the run does not end", 300)
+    cluster.wait(lambda: state(cluster)["finished"], "the run does not end", 300, ASK_S)
     account = json.loads(grpo(cluster, "audit", "--json"))
     assert (account["lost"], account["doubled"]) == (0, 0)
     exported = cluster.held.folder / "demo-runs" / "demo" / "model" / "model.safetensors"

@@ -51,7 +51,7 @@ def test_each_guard_that_can_be_removed_is_still_there(mutant: str, tmp_path: Pa
 @pytest.mark.timeout(300)
 def test_eight_faults_change_nothing(tmp_path: Path) -> None:
     run = ("--generators", "2", "--steps", "28", "--token-s", "0.1")
-    done = drive(tmp_path / "faults", "--faults", "8", "--seed", "8802", "--kinds", QUICK, *run)
+    done = drive(tmp_path / "faults", "--faults", "8", "--seed", "8802", "--kinds", QUICK, "--in-place", *run)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["faults"] + found["missed"] == 8

@@ -26,6 +26,8 @@ from services.console.local.redis_server import find_server
 from services.store import Store
 from tests.support.documented import undocumented
 from tests.support.harness import save_model_folder, small_config
+from tests.support.once import once
+from tests.support.preloading.starter import PLAIN
 from tests.support.redis_cluster import RedisCluster, redis_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -46,9 +48,9 @@ def write_run(folder: Path, name: str, *overrides: str) -> Path:
     return path
 
 
-def start(path: Path, *options: str) -> subprocess.Popen[str]:
+def start(path: Path, *options: str, **environ: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environ)
 
 
 def finish(process: subprocess.Popen[str], limit_s: float = 240) -> str:
@@ -93,16 +95,20 @@ def pids_of(folder: Path, name: str, pod: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    save_model_folder(folder / "model")
+    """Of all runs here, those of other pytest-xdist workers, too."""
+    with once(tmp_path_factory, "run") as (folder, new):
+        if new:
+            save_model_folder(folder / "model")
     return folder
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> str:
-    """Return the weights of an undisturbed run."""
-    output = finish(start(write_run(folder, "calm")))
-    assert "0 tickets lost, 0 duplicated" in output
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the weights of an undisturbed run, whose processes start as a user's do."""
+    with once(tmp_path_factory, "calm") as (_, new):
+        if new:
+            output = finish(start(write_run(folder, "calm"), **{PLAIN: "1"}))
+            assert "0 tickets lost, 0 duplicated" in output
     assert weights(folder, "calm") != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
     return weights(folder, "calm")
 

@@ -98,10 +98,10 @@ async def test_a_function_of_another_service_ends_at_its_first_forbidden_command
         await store.run.create("config", "data", 4, 8)
         fence = await store.run.lead("d", 60)
         assert fence is not None
-        with pytest.raises(StoreError, match="does not allow that to this user"):
+        with pytest.raises(StoreError, match="denies this user permission"):
             await pod.tickets.issue(fence, 0, [ticket(0)])
         assert await store.tickets.issue(fence, 0, [ticket(0)]) == 1
-        with pytest.raises(StoreError, match="does not allow that to this user"):
+        with pytest.raises(StoreError, match="denies this user permission"):
             await pod.run.audit()
         assert (await store.run.audit())["tickets"] == 1
         assert (await pod.run.state()) == (await store.run.state())
@@ -119,7 +119,7 @@ async def test_whoever_may_not_load_the_functions_says_who_does(tmp_path: Path) 
     try:
         store = await Store.connect(server.url, RUN, Login(password(server, "generator"), acl.user_name(RUN, "generator")))
         try:
-            with pytest.raises(StoreError, match="has not got the functions of this version yet: dataprep loads them"):
+            with pytest.raises(StoreError, match="does not have the functions of this version yet: start dataprep"):
                 await store.fleet.members(1.0)
             admin = await Store.connect(server.url, RUN, Login(password(server, "dataprep"), acl.user_name(RUN, "dataprep")))
             await admin.close()

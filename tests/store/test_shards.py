@@ -315,7 +315,7 @@ async def test_a_payload_that_its_shard_lost_is_told_like_a_damaged_one(cluster:
         with pytest.raises(Damaged) as told:
             await store.steps.payloads(names)
         assert list(told.value.reasons) == [names[1]]
-        assert "or did its server lose its last moments?" in told.value.reasons[names[1]]
+        assert "or a server that lost its last writes" in told.value.reasons[names[1]]
         await store.replay.sweep_and_peek(team.leader, 1, 8)
         assert await store.payloads.sweep() == 2
 
@@ -327,7 +327,7 @@ async def test_a_run_that_is_gone_leaves_payloads_to_whoever_knows_how_many_shar
         (name, *_) = [record.payload for record in (await store.inspection.group_records(groups)).values()]
         await store.client.hdel(store.keys.run, "payload_shards")  # pyright: ignore[reportGeneralTypeIssues]
         async with connected(cluster, run) as other:
-            with pytest.raises(StoreError, match="lie in shards, and the run does not say in how many"):
+            with pytest.raises(StoreError, match="are in shards, but the run does not say in how many"):
                 await other.steps.payloads([name])
             await other.restores.delete_run()
             assert sum(len(keys_of(cluster, node, run)) for node in cluster.nodes[:3]) > 12
@@ -375,13 +375,13 @@ async def test_shards_are_refused_where_there_is_no_cluster(server: RedisServer)
     store = await Store.connect(server.url, "alone", server.password)
     try:
         with pytest.raises(
-            StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster, and Redis at .* is a server alone"
+            StoreError, match=r"redis.payload_shards = 3 needs a Redis Cluster, but Redis at .* is a single server"
         ):
             await store.run.create("config", "dataset", 1, 1, payload_shards=3)
         assert await store.run.state() is None
         await store.client.hset(store.keys.run, mapping={"payload_shards": 3})  # type: ignore[misc]
         with pytest.raises(
-            StoreError, match=r"payloads of run 'alone' lie in a Redis Cluster, and Redis at .* is a server alone"
+            StoreError, match=r"payloads of run 'alone' are in a Redis Cluster, but Redis at .* is a single server"
         ):
             await store.restores.delete_run()
         await store.client.delete(store.keys.run)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from services.runtime import logs
 from tests.sync_faults.faults import NEED_NETWORKS, chosen, sequence
-from tests.sync_faults.network import UNSHARE, permitted
+from tests.sync_faults.network import UNSHARE, leave_network, permitted
 
 INSIDE = "--inside"
 
@@ -34,7 +34,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     networks = options.inside or permitted()
     if networks and not options.inside:
-        os.execvp(UNSHARE[0], [*UNSHARE, sys.executable, "-m", "tests.sync_faults", INSIDE, *argv])
+        if os.geteuid() != 0:
+            os.execvp(UNSHARE[0], [*UNSHARE, sys.executable, "-m", "tests.sync_faults", INSIDE, *argv])
+        leave_network()
     if not networks:
         print(f"no networks can be made here: without {', '.join(NEED_NETWORKS)}", file=sys.stderr)
     names = [f"generator-{i}" for i in range(options.members)]

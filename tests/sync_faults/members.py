@@ -15,7 +15,6 @@ from typing import Any
 
 from services.config import RunConfig, to_toml
 from services.runtime.portal import Portal
-from services.runtime.process_tools import die_with_parent
 from tests.faults.proxy import Proxy
 from tests.sync_faults.faults import Fault
 from tests.sync_faults.network import Loopback, Networks
@@ -48,13 +47,13 @@ class Member:
 
     def start(self) -> None:
         """Start its process."""
-        command = [*self._network.inside(self.name), sys.executable, "-m", "tests.sync_faults.member"]
+        command = [sys.executable, "-m", "tests.sync_faults.member"]
         command += ["--config", str(self._config), "--name", self.name, *(["--streams"] if self._streams else [])]
         pipe = subprocess.PIPE
         self.applied.clear()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=log, text=True, preexec_fn=die_with_parent, env=os.environ
+                command, stdin=pipe, stdout=pipe, stderr=log, text=True, preexec_fn=self._network.join(self.name), env=os.environ
             )
         threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
 

@@ -6,10 +6,13 @@ processes. Needs iproute2 and util-linux, and to be root or allowed to make user
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from services.runtime.process_tools import die_with_parent
@@ -17,6 +20,8 @@ from services.runtime.process_tools import die_with_parent
 TRAINER, REDIS = "10.77.0.1", "10.77.0.2"
 NOBODY = "02:00:00:00:00:fe"  # a hardware address that nobody has
 START_LIMIT_S = 30.0
+CLONE_NEWNET = 0x40000000  # linux/sched.h
+_libc = ctypes.CDLL(None, use_errno=True)
 UNSHARE = ("unshare", "--net", *(() if os.geteuid() == 0 else ("--user", "--map-root-user")))
 """Runs a command in a network of its own, in which it may do as it likes."""
 
@@ -29,6 +34,12 @@ def permitted() -> bool:
     return subprocess.run([*UNSHARE, "sh", "-c", trial], capture_output=True, check=False).returncode == 0
 
 
+def leave_network() -> None:
+    """What `UNSHARE` does, for this process, which is root's and has one thread."""
+    if _libc.unshare(CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "no network of its own can be made")
+
+
 class Loopback:
     """No networks: everybody is at 127.0.0.1."""
 
@@ -37,9 +48,9 @@ class Loopback:
     def add(self, member: str) -> None:
         """Nothing to make."""
 
-    def inside(self, member: str) -> list[str]:
-        """What goes before a member's command."""
-        return []
+    def join(self, member: str) -> Callable[[], None]:
+        """For `preexec_fn` of a member's process: there is no network to join."""
+        return die_with_parent
 
     def close(self) -> None:
         """Nothing to end."""
@@ -73,9 +84,9 @@ class Networks:
         for link in ("lo", "eth"):
             self._ip_of(member, "link", "set", link, "up")
 
-    def inside(self, member: str) -> list[str]:
-        """What goes before a command that is to run in a member's network."""
-        return ["nsenter", f"--net=/proc/{self._holders[member].pid}/ns/net"]
+    def join(self, member: str) -> Callable[[], None]:
+        """For `preexec_fn` of a member's process: join its network."""
+        return partial(_join, self._holders[member].pid)
 
     def cut_trainer(self, member: str) -> None:
         """Let nothing of the member's reach the trainer, though all else is reached."""
@@ -100,11 +111,19 @@ class Networks:
             holder.wait()
 
     def _ip_of(self, member: str, *arguments: str) -> None:
-        subprocess.run([*self.inside(member), "ip", *arguments], check=True)
+        inside = ("nsenter", f"--net=/proc/{self._holders[member].pid}/ns/net")
+        subprocess.run([*inside, "ip", *arguments], check=True)
 
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
+
+
+def _join(holder: int) -> None:
+    die_with_parent()
+    with Path("/proc", str(holder), "ns", "net").open() as network:
+        if _libc.setns(network.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "a member cannot join its network")
 
 
 def _network_of(pid: int) -> str:

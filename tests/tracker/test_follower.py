@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from services.config import ConfigError, RunConfig, digest, to_toml
 from services.console.local.redis_server import RedisServer
 from services.runtime import tracking
-from services.runtime.loops import Loop
+from services.runtime.loops import Loop, end_tasks
 from services.store import Store
 from services.tracker import follower
 from services.tracker.event_files import EventFiles
@@ -28,6 +28,7 @@ from services.tracker.follower import Follower
 from services.tracker.metrics import TrackerMetrics
 from services.tracker.tracker import Record
 from tests.support.harness import small_config, wait_until
+from tests.support.preloading.starter import PLAIN
 from tests.tracker.readers import read_tensorboard, read_wandb
 
 
@@ -131,8 +132,7 @@ async def test_another_process_takes_up_where_the_last_one_was(store: Store, rec
         await store.monitor.record(record(step))
     _, _, task = following(store, tmp_path)
     await wait_until(lambda: recorder.steps == [0, 1, 2, 3])
-    task.cancel()
-    await asyncio.wait([task])
+    await end_tasks([task])
     await store.monitor.record(record(4))
     _, stopping, task = following(store, tmp_path)
     stopping.set()
@@ -148,8 +148,7 @@ async def test_what_a_tracker_has_not_for_good_is_given_to_the_next_life_again(
         await store.monitor.record(record(step))
     _, _, task = following(store, tmp_path)
     await wait_until(lambda: recorder.steps == [0, 1, 2, 3])
-    task.cancel()
-    await asyncio.wait([task])
+    await end_tasks([task])
     recorder.steps = []
     for _ in range(2):
         await store.monitor.record(record(4))
@@ -261,6 +260,7 @@ class Pod:
             "WANDB_MODE": "offline",
             "GRPO_API_TOKEN": "t",
             "HOME": str(log.parent),
+            PLAIN: "1",  # an import that warns is an error, too
         }
         command = [sys.executable, "-m", "services.tracker", "--config", str(config), "--name", "tracker-0"]
         self.log = log
@@ -325,4 +325,4 @@ def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(server: Red
     rows = read_wandb(folder / "wandb")  # the first life's may have died with it, and are in the second's
     assert {row["step"]: row["reward/train/mean"] for row in rows if "reward/train/mean" in row} == {s: s / 8 for s in range(6)}
     assert [row["eval/version"] for row in rows if "eval/version" in row] == [6]
-    assert len({path.stem.rpartition("-")[2] for path in (folder / "wandb").glob("offline-run-*")}) == 1  # one identity
+    assert len({path.stem.split("-")[3] for path in (folder / "wandb").glob("offline-run-*")}) == 1  # one identity

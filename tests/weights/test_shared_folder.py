@@ -85,8 +85,8 @@ def test_a_transfer_that_is_not_there_or_not_whole_is_refused(outbox: Outbox, tm
         inbox.take(Deadline(10))
     for transfer, (spoil, why) in enumerate(
         [
-            (lambda path: path.write_bytes(path.read_bytes()[:-5]), "cannot be read"),
-            (lambda path: path.write_bytes(b"\xff" * 64), "cannot be read"),
+            (lambda path: path.write_bytes(path.read_bytes()[:-5]), "cannot read"),
+            (lambda path: path.write_bytes(b"\xff" * 64), "cannot read"),
             (lambda path: save_file({"a": torch.zeros(4, 3)}, path), r"does not hold a as float32 \[3, 4\]"),
             (lambda path: save_file({"z": torch.zeros(3, 4)}, path), r"does not hold a as float32 \[3, 4\]"),
         ]

@@ -101,9 +101,9 @@ def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
-    with launched("run", file, "run.steps=100", FAKE_STEP_S="0.1") as console:
+    with launched("run", file, "run.steps=300", FAKE_STEP_S="0.1") as console:
         wait_until(lambda: len(steps(run)) > 2, "the first steps")
-        busy = grpo("run", file, "run.steps=100", "--fresh")
+        busy = grpo("run", file, "run.steps=300", "--fresh")
         assert busy.returncode == 2
         assert f"in use by process {console.pid}" in busy.stderr
         live = grpo("pause", run, "--role", "dataprep", "--why", "lunch")
@@ -119,10 +119,10 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert ": lunch" in shown
     assert "applies this when it resumes" in shown
-    done = grpo("run", file, "run.steps=100", FAKE_STEP_S="0.01")
+    done = grpo("run", file, "run.steps=300", FAKE_STEP_S="0.01")
     assert (done.returncode, done.stderr) == (0, "")
     assert "resuming at" in done.stdout
-    assert steps(run) == list(range(100))
+    assert steps(run) == list(range(300))
     fresh = grpo("run", file, "run.steps=3", "--fresh")
     assert (fresh.returncode, steps(run)) == (0, [0, 1, 2])
 
@@ -233,7 +233,7 @@ def test_a_configuration_error_of_a_service_ends_the_run(tmp_path: Path) -> None
 
 def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path)
-    done = grpo("run", file, "run.steps=100", FAKE_STEP_S="60", FAKE_EXIT="generator-0:1:the engine is broken")
+    done = grpo("run", file, "run.steps=300", FAKE_STEP_S="60", FAKE_EXIT="generator-0:1:the engine is broken")
     assert done.returncode == 1
     assert "generator-0 died 3 times in a row without completing a step: the engine is broken (log: " in done.stderr
     assert json.loads((tmp_path / "small" / "summary.json").read_text())["status"] == "failed"

@@ -94,8 +94,8 @@ def test_the_wish_counts_and_else_the_configuration(tmp_path: Path) -> None:
 
 def test_more_than_there_is_room_for_is_refused_with_the_remedy() -> None:
     assert Scale(most=3).refusal(3) == Scale().refusal(1000) == ""
-    assert "generators = 4 are more than the 3 that there are GPUs for" in Scale(most=3).refusal(4)
-    assert "ask for fewer" in Scale().refusal(10_001)
+    assert "generators = 4 exceeds the 3 that fit on the GPUs" in Scale(most=3).refusal(4)
+    assert "request fewer" in Scale().refusal(10_001)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class Work:
                     if await flow.submit(store, name, one):
                         self.submitted.append(one.ticket_id)
             except StoreError as error:  # a generator may not load them: a moment later dataprep has
-                if "has not got the functions of this version yet" not in str(error):
+                if "does not have the functions of this version yet" not in str(error):
                     raise
             await asyncio.sleep(0.005)
 
@@ -189,7 +189,7 @@ async def test_what_a_cluster_is_not_used_for(program: str, tmp_path: Path, monk
     node.start()
     try:
         with pytest.raises(
-            StoreError, match=r"did not come to serve the run .* knows no master of slot \d+.*redis-cli --cluster"
+            StoreError, match=r"is not serving the run yet .* knows no master of slot \d+.*redis-cli --cluster"
         ):
             await Store.connect(node.url, RUN, node.password)
         with redis.Redis(port=node.port, password=node.password) as admin:
@@ -197,14 +197,14 @@ async def test_what_a_cluster_is_not_used_for(program: str, tmp_path: Path, monk
             admin.execute_command("ACL", "SETUSER", "blind", "on", ">secret", "~*", "&*", "+@all", "-cluster")
         with pytest.raises(StoreError, match=r"no such database .*: end redis.url in /0, the only one of a Redis Cluster"):
             await Store.connect(node.url.replace("/0", "/3"), RUN, node.password)
-        with pytest.raises(StoreError, match=r"others no socket file reaches: set redis.url to redis://host:port/0"):
+        with pytest.raises(StoreError, match=r"other nodes cannot be reached through a socket file: set redis.url to redis://host:port/0"):
             await Store.connect(f"unix://{tmp_path / 'socket'}", RUN, node.password)
-        with pytest.raises(StoreError, match=r"does not allow that to this user .*: give it the rights that `grpo acl` prints"):
+        with pytest.raises(StoreError, match=r"denies this user permission .*: give it the rights that `grpo acl` prints"):
             await Store.connect(node.url.replace("//", "//blind:secret@"), RUN)
         with redis.Redis(port=node.port, password=node.password) as admin:
             admin.config_set("min-replicas-to-write", 1)
         monkeypatch.setattr(client, "RETRIES", 2)  # it may have one in a moment
-        with pytest.raises(StoreError, match=r"did not come to serve the run \(NOREPLICAS"):
+        with pytest.raises(StoreError, match=r"is not serving the run yet \(NOREPLICAS"):
             await Store.connect(node.url, RUN, node.password)
     finally:
         node.kill()

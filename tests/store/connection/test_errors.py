@@ -60,7 +60,7 @@ async def pretender(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
 async def test_a_server_that_is_not_there() -> None:
     message = await refusal("redis://127.0.0.1:1/0")
     assert message.startswith("Redis at redis://127.0.0.1:1/0 cannot be reached")
-    assert message.endswith("is it running, and is redis.url right?")
+    assert message.endswith("check that it is running and that redis.url is right")
 
 
 async def test_a_host_that_is_not_known() -> None:
@@ -104,13 +104,13 @@ async def test_a_server_without_functions() -> None:
 @pytest.mark.parametrize("password", [None, "wrong"])
 async def test_a_wrong_password(any_server: RedisServer, password: str | None) -> None:
     message = await refusal(any_server.url, password)
-    assert "refused the password: set redis.password_file or GRPO_REDIS_PASSWORD" in message
+    assert "rejected the password: set redis.password_file or GRPO_REDIS_PASSWORD" in message
 
 
 async def test_a_password_in_the_address_is_not_shown(any_server: RedisServer) -> None:
     message = await refusal(any_server.url.replace("//", "//:hunter2@"))
     assert "hunter2" not in message
-    assert f"Redis at {any_server.url} refused the password" in message
+    assert f"Redis at {any_server.url} rejected the password" in message
 
 
 async def test_an_eviction_policy_is_refused(any_server: RedisServer) -> None:

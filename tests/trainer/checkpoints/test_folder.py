@@ -288,7 +288,7 @@ def test_listing_needs_no_pointer_and_ignores_strangers(tmp_path: Path) -> None:
     assert latest is not None
     assert latest.read("snapshot") == b"step-00000012"
     assert latest.size_bytes == len("step-00000012")
-    with pytest.raises(CheckpointError, match="cannot read .*absent"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*absent"):
         latest.read("absent")
 
 

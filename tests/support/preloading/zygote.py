@@ -1,0 +1,204 @@
+"""The process that has imported everything once and forks those that are asked for: `python -m tests.support.preloading.zygote`.
+
+Its arguments: the number of the socket that it is asked by, what it imports (a name in `PRELOADED`), and blanks that leave room
+for the command lines of those it forks. What it forks may itself start processes: it gets a zygote of its own, forked from it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.preloading import fork, starter
+from tests.support.preloading.request import Request, receive
+
+LIGHT = (
+    "asyncio", "fastapi", "httpx", "msgspec", "numpy", "pydantic", "redis.asyncio", "redis.asyncio.cluster", "rich",
+    "typer", "services.console.commands.inspecting", "services.console.commands.running",
+    "services.console.commands.steering", "services.console.commands.watching", "services.console.local.run",
+    "services.console.local.report", "services.dataprep.loop", "services.generator.pod",
+    "services.generator.verifiers.math", "services.generator.verifiers.registry", "services.operations.observe",
+    "services.runtime.entry", "services.runtime.portal", "services.web.serving", "tokenizers", "uvicorn",
+)  # fmt: skip
+HEAVY = (
+    "torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto", "deepspeed", "peft",
+    "services.trainer.worker", "services.trainer.loop", "services.trainer.step.policy", "services.trainer.weight_sender",
+    "vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.uniproc_executor", "vllm.v1.executor.multiproc_executor", "vllm.model_executor.models.qwen3",
+    "services.generator.engines.vllm", "services.weights.receivers.gloo", "matplotlib.pyplot",
+)  # fmt: skip
+PRELOADED = {"light": LIGHT, "heavy": LIGHT + HEAVY}
+_FIRST_FREE = 300  # files that travel are put out of the way of the numbers they are wanted under
+
+
+def main() -> None:
+    """Import, and serve until nobody is left to ask; returns in what is forked, too, once that has run."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    os.setpgid(0, 0)  # what is sent to the group of who asks is not for it
+    _preload(PRELOADED[sys.argv[2]])
+    _serve(connection)
+
+
+def _preload(names: tuple[str, ...]) -> None:
+    from services.runtime import logs
+
+    logs._adopt(logs.GUESTS)  # as services do before they import these packages
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that a collection touches none of it, in no process
+
+
+def _serve(connection: socket.socket) -> None:
+    while (asked := receive(connection)) is not None:
+        request, files = asked
+        pid = fork.fork_brother()
+        if pid == 0:
+            connection.close()
+            _live(request, files)
+        for file in files:
+            os.close(file)
+        connection.send(str(pid).encode())
+
+
+def _live(request: Request, files: list[int]) -> None:
+    """Become the process that was asked for, and end with it."""
+    code = 1
+    try:
+        _become(request, files)
+        code = _run(request)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _become(request: Request, files: list[int]) -> None:
+    if request.session:
+        os.setsid()
+    else:
+        os.setpgid(0, request.group)
+    os.chdir(request.cwd)
+    os.umask(request.umask)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    _show(request.argv, tuple(f"{name}={value}" for name, value in request.environ.items()))
+    asked = starter.adopt(_zygote_of_its_own) if starter.starts_others(request.argv) else None
+    _lay(files, request.files, asked)
+    if request.before is not None:
+        request.before()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=stream.isatty() or stream is sys.stderr)  # type: ignore[attr-defined]
+    if said := request.environ.get("PYTHONWARNINGS"):
+        warnings._processoptions(said.split(","))  # type: ignore[attr-defined]
+
+
+def _show(argv: tuple[str, ...], environ: tuple[str, ...] = ()) -> None:
+    """Show these as command line and environment in /proc, where the zygote's own were; nothing points to those any more."""
+    fields = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    for words, start, end in ((argv, fields[44], fields[45]), (environ, fields[46], fields[47])):
+        shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start]
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
+def _lay(files: list[int], numbers: tuple[int, ...], kept: int | None) -> None:
+    """Open the files under their numbers, and no others but `kept`."""
+    aside = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for file in files]
+    stay = {*aside, *([] if kept is None else [kept])}
+    for number in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if number not in stay:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    for file, number in zip(aside, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _zygote_of_its_own(connection: socket.socket) -> None:
+    """Serve the process that this one was forked from."""
+    fork.die_with_parent()
+    os.setpgid(0, 0)
+    os.environ.clear()
+    _show(("zygote",))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    _lay([nothing] * 3, (0, 1, 2), connection.fileno())
+    try:
+        _serve(connection)
+    finally:
+        os._exit(0)
+
+
+def _run(request: Request) -> int:
+    """Run what the command line says and what is to be run at the end; the exit code."""
+    try:
+        code = _outcome(_program(request.argv[1:]))
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        starter.stop()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    return code
+
+
+def _outcome(program: Callable[[], object]) -> int:
+    try:
+        program()
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _program(words: tuple[str, ...]) -> Callable[[], object]:
+    """What the interpreter would run of these words, with `sys.argv` and the module `__main__` as it would set them."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    while words[0] in ("-u", "-B") or words[0].startswith("-W"):
+        words = words[1:]
+    match words:
+        case ("-m", name, *given):
+            sys.argv = ["-m", *given]
+            sys.path[0] = os.getcwd()
+            return lambda: runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        case ("-c", code, *given):
+            sys.argv = ["-c", *given]
+            sys.path[0] = ""
+            return lambda: exec(code, module.__dict__)
+        case (path, *given):
+            sys.argv = [path, *given]
+            sys.path[0] = str(Path(path).parent.absolute())
+            module.__file__ = path
+            return lambda: exec(compile(Path(path).read_text(), path, "exec"), module.__dict__)
+    raise ValueError(f"no program: {words}")
+
+
+if __name__ == "__main__":
+    main()
