@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
-from tensorboard.summary.writer.record_writer import RecordWriter  # pyright: ignore
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from services.tracker.tracker import Record
 
