@@ -15,7 +15,7 @@ import numpy as np
 from services.protocol.messages import Header
 
 SOLVED_TOLERANCE = 1e-8
-"""A completion is solved if its reward is at most this far below the largest (docs/semantics.md, Eval)."""
+"""A completion is solved if its reward is at most this far below the largest (docs/semantics.md, Evaluation)."""
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
 """Bins of a group's solve rate in percent: none, above 0 up to 25, …, above 75 and below 100, all."""
