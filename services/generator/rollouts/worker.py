@@ -126,7 +126,7 @@ class RolloutWorker:
     def _unfit(self, ticket: Ticket) -> str:
         longest = len(ticket.prompt) + self.sampling.max_tokens
         if longest > self.config.model.max_tokens:
-            return f"prompt and completion have up to {longest} tokens, over model.max_tokens = {self.config.model.max_tokens}"
+            return f"prompt and completion of up to {longest} tokens exceed model.max_tokens = {self.config.model.max_tokens}"
         if not ticket.prompt or min(ticket.prompt) < 0 or max(ticket.prompt) >= len(self.tokenizer):
             return f"the prompt is empty or has token ids outside 0..{len(self.tokenizer) - 1}, the tokenizer's vocabulary"
         return ""
