@@ -1,9 +1,9 @@
 """The typed store: one method per Redis Function, and the only user of Redis clients.
 
 Guarantees: every hand-over is one atomic call; every call may be repeated after a lost reply without a second effect (except
-`monitor.record`: readers take the first of its entries for a step), so the client itself retries through a restart of the
-server. A repeated call may report that there was nothing to do; its caller then reads the state again. A method that cannot do
-its work raises a `StoreError`.
+`monitor.record`: readers take the first of its entries for a step), so the client itself retries through a restart of the server.
+A repeated call may report that there was nothing to do; its caller then reads the state again. A method that fails raises a
+`StoreError`.
 
 A store is made of facets, one for each part of a run's state, which share one connection: `store.tickets.claim()`,
 `store.steps.commit()`. The Redis users of a run may call the functions of the facets they work with (acl.py).
@@ -36,7 +36,7 @@ __all__ = ["BufferedGroup", "Claim", "HeaderEntry", "RunState", "Settlement", "S
 
 
 class Store:
-    """A run's state in Redis. Make one with `connect`; close it with `close`."""
+    """A run's state in Redis. Create it with `connect`; close it with `close`."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -50,7 +50,7 @@ class Store:
 
     @classmethod
     async def connect(cls, url: str, run: str, login: Login | str | None = None) -> Self:
-        """Connect, check the server and load the functions. Raises `StoreError` within seconds when any of it fails.
+        """Connect, check the server and load the functions. Raises `StoreError` within seconds on failure.
 
         `login` may be a plain password.
         """
@@ -58,12 +58,12 @@ class Store:
 
     @property
     def client(self) -> aioredis.Redis:
-        """redis-py's client, for plain commands."""
+        """Return redis-py's client, for plain commands."""
         return self.connection.client
 
     @property
     def keys(self) -> Keys:
-        """The names of the run's keys."""
+        """Return the names of the run's keys."""
         return self.connection.keys
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The Redis users of a run, one a kind of service: what each may do, and the access list that says so. Pure.
+"""The Redis users of a run, one per kind of service: the permissions of each, and the access list that grants them. Pure.
 
 Guarantees: a user may call the functions that its service calls, may send the commands of those functions and touch their keys
-(Redis holds a function to the rights of whoever calls it), and may read what its service reads; nothing else, of no other run.
-A function that nobody granted is refused at its first command that is not allowed, as Redis has no rights on single functions.
-Only those who may load functions can change them: `default` of a server of our own, dataprep and the trainer.
+(Redis checks a function against the permissions of its caller), and may read what its service reads; nothing else, and no other
+run. A function that was not granted fails at its first command that is not allowed, because Redis has no permissions on single
+functions. Only users that may load functions can change them: `default` of our own server, dataprep and the trainer.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from services.store.functions.footprint import footprints
 
 _CONNECTING = ("auth", "hello", "ping", "select", "client|setname", "info", "time", "fcall", "cluster|slots")
 _LISTENING = ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "publish")
-_NOTIFICATIONS = ":notifications"  # names channels, no keys
+_NOTIFICATIONS = ":notifications"  # names channels, not keys
 _TOGETHER = ("multi", "exec", "discard")
 _LOADING = ("function|load",)
 _LOOKING = (
     "get", "mget", "hget", "hmget", "hgetall", "zrange", "zscore", "zmscore", "zcard", "hlen", "getbit",
     "xrange", "xrevrange", "xlen", "xpending",
 )  # fmt: skip
-"""What people look at a run with (store/inspection.py, store/deadletters.py)."""
+"""Functions that inspection calls (store/inspection.py, store/deadletters.py)."""
 _COPYING = (*_LOOKING, "scan", "hscan", "lrange")
 _RESTORING = ("del", "hset", "ltrim", "rpush", "set", "unlink", "xadd", "xdel", "zadd")
-"""What `restore_write` is told to send."""
+"""Commands that `restore_write` may be given."""
 _WAYS = {"reads": "%R~", "writes": "~"}
 _POD = ("beat", "leave", "members", "desire")
-"""Functions of every service: its heartbeat, and what its endpoints are asked for."""
+"""Functions of every service: its heartbeat, and the requests to its endpoints."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What one kind of service does: functions of the library, further commands, and keys behind the run's prefix."""
+    """Permissions of one kind of service: functions of the library, additional commands, and keys below the run's prefix."""
 
     functions: tuple[str, ...]
     commands: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
-    """Read by commands of its own; those of functions come from their code."""
+    """Keys read by its own commands; those of functions are found in their code."""
     writes: tuple[str, ...] = ()
     everything: bool = field(default=False, kw_only=True)
-    """Writes every key of the run: whoever takes it back to a checkpoint."""
+    """Whether it writes every key of the run, as a restore to a checkpoint requires."""
     pod: bool = field(default=True, kw_only=True)
-    """A pod of the run, with what every pod does."""
+    """Whether it is a pod of the run, with everything that every pod does."""
     shards: Literal["", "reads", "writes"] = field(default="", kw_only=True)
-    """What it does with payloads in shards (store/payloads.py)."""
+    """Access to payloads in shards (store/payloads.py)."""
 
 
 GRANTS: dict[str, Grant] = {
@@ -79,17 +79,18 @@ GRANTS: dict[str, Grant] = {
     "scaler": Grant((), ("hgetall",), reads=(":run",)),
     "autoscaler": Grant((), ("xinfo|groups",), reads=(":run", ":tickets"), pod=False),
 }  # fmt: skip
-"""By kind of service; `console` is whoever watches and steers a run from outside: `grpo status`, `inspect`, `pause`; `autoscaler`
-is a cluster's (KEDA), which counts the tickets that nobody has claimed."""
+"""Grants by kind of service. `console` watches and controls a run from outside: `grpo status`, `inspect`, `pause`. `autoscaler`
+is a cluster's (KEDA), which counts unclaimed tickets.
+"""
 
 
 def user_name(run: str, kind: str) -> str:
-    """Name of the Redis user of a kind of service."""
+    """Return the name of the Redis user of a kind of service."""
     return f"{run}.{kind}"
 
 
 def rules(run: str, kind: str) -> list[str]:
-    """What that user may do, as `ACL SETUSER` takes it: commands, keys and channels, without a password."""
+    """Return that user's permissions in the format of `ACL SETUSER`: commands, keys and channels, without a password."""
     grant, keys = GRANTS[kind], Keys(run)
     prints = [footprints()[name] for name in (*(_POD if grant.pod else ()), *grant.functions)]
     commands = {*_CONNECTING, *_LISTENING, *_TOGETHER, *grant.commands, "hgetall"}.union(*(each.commands for each in prints))
@@ -106,7 +107,7 @@ def rules(run: str, kind: str) -> list[str]:
 
 
 def users(run: str, passwords: Mapping[str, str]) -> list[str]:
-    """A line of an access list for each kind of service in `passwords`; it holds their digests alone."""
+    """Return a line of an access list for each kind of service in `passwords`; it contains only their digests."""
     return [
         " ".join(("user", user_name(run, kind), "reset", "on", f"#{digest(password)}", *rules(run, kind)))
         for kind, password in passwords.items()
@@ -114,11 +115,13 @@ def users(run: str, passwords: Mapping[str, str]) -> list[str]:
 
 
 def access_list(run: str, administrator: str, passwords: Mapping[str, str]) -> str:
-    """A server's whole access list: the default user, who may do everything with the password `administrator`, and the run's."""
+    """Return a server's whole access list: the default user, who may do everything with the password `administrator`, and the
+    run's users.
+    """
     everything = f"user default reset on #{digest(administrator)} ~* &* +@all"
     return "".join(f"{line}\n" for line in (everything, *users(run, passwords)))
 
 
 def digest(password: str) -> str:
-    """How an access list holds a password: SHA-256, in hexadecimal."""
+    """Return a password as an access list stores it: SHA-256, in hexadecimal."""
     return hashlib.sha256(password.encode()).hexdigest()

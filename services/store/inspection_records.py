@@ -1,6 +1,6 @@
-"""What a look into a run finds: values read from Redis for people, who decide nothing by them.
+"""Results of inspecting a run: values read from Redis for people, on which no decision depends.
 
-Guarantees: bytes that are no message are a missing value here, never an error.
+Guarantees: bytes that are not a valid message are a missing value here, never an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.protocol.messages import Header, RankPlan, StepPlan, Ticket
 
-TICKET_ID = re.compile(r"[0-9]{1,9}-[0-9]{1,9}", re.ASCII)  # as functions/deadletters.lua has it: rows fit a bitmap
+TICKET_ID = re.compile(r"[0-9]{1,9}-[0-9]{1,9}", re.ASCII)  # same as in functions/deadletters.lua: rows fit a bitmap
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,24 @@ class DeadLetter:
     ticket: str
     reason: str
     failed: bool
-    """The ledger counts its ticket as failed; False: nobody had issued it."""
+    """Whether the ledger counts its ticket as failed; False: the ticket was never issued."""
     body: bytes
-    """The ticket or header that failed, or whatever came in its place."""
+    """The ticket or header that failed, or other bytes found in its place."""
 
     @property
     def at_s(self) -> float:
-        """When, Unix seconds of the server."""
+        """Return its time, in Unix seconds of the server."""
         return int(self.id.partition("-")[0]) / 1000
 
 
 @dataclass(frozen=True)
 class Requeued:
-    """What `requeue` made of a dead letter."""
+    """Result of `requeue` for a dead letter."""
 
     id: str
     ticket: str
     refusal: str
-    """Why it was left as it is; empty: its ticket was put back, to be issued again."""
+    """Why it was left unchanged; empty: its ticket was put back, to be issued again."""
     before: bool
     """Whether an earlier call put it back."""
 
@@ -53,7 +53,7 @@ class TableState:
     max_uses: int
     size: int
     weight_sum: float | None
-    """None: its groups have no weights."""
+    """Sum of weights; None: its groups have no weights."""
     inserted: int
     drawn: int
     uses: dict[int, int]
@@ -64,7 +64,7 @@ class TableState:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """What Redis keeps of a group that was settled."""
+    """What Redis stores of a settled group."""
 
     group: str
     payload: str
@@ -87,13 +87,13 @@ class Drop:
     outcome: str
     """`stale`, `evicted`, `filtered:<why>` or `failed`."""
     dead_letter: str
-    """Its dead letter, of one that failed."""
+    """Its dead letter, if it failed."""
     at_s: float
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Everything that names a ticket, in one instant."""
+    """Everything that names a ticket, at the same instant."""
 
     ticket: str
     outstanding: int | None
@@ -115,14 +115,14 @@ class IssuedTicket:
 
     ticket: Ticket | None
     consumer: str
-    """Who holds it, or empty."""
+    """The consumer that holds it, or empty."""
     fence: int
     idle_s: float
-    """Since its lease was last renewed."""
+    """Seconds since its lease was last renewed."""
     attempts: int
-    """Failures reported."""
+    """Number of failures reported."""
     expiries: int
-    """Leases that ran out."""
+    """Number of leases that expired."""
 
 
 @dataclass(frozen=True)

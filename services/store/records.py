@@ -1,4 +1,4 @@
-"""What the store hands out and takes: values read from Redis, without a way back to it."""
+"""Values that the store returns and takes: read from Redis, without a connection to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.protocol.messages import PROTOCOL_VERSION, Header, Ticket
 
 @dataclass(frozen=True)
 class Claim:
-    """A ticket under lease. `fence` proves the claim; `ticket` is None when its bytes are corrupt."""
+    """A ticket under lease. `fence` proves the claim; `ticket` is None if its bytes are corrupt."""
 
     entry: str
     fence: int
@@ -22,13 +22,13 @@ class Claim:
 
     @property
     def payload(self) -> str:
-        """Suffix of the payload key: unique to this claim, so that no late writer can touch another's bytes."""
+        """Return the suffix of the payload key: unique to this claim, so that no late writer can touch another's bytes."""
         return f"{self.ticket_id}.{self.fence}"
 
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """An entry of the headers stream; `header` is None when its bytes are corrupt, `fault` says how."""
+    """An entry of the headers stream; `header` is None if its bytes are corrupt, and `fault` says how."""
 
     entry: str
     ticket: str
@@ -40,35 +40,38 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class Settlement:
-    """What becomes of a header: `insert`, `stale`, `filtered:<reason>` or `failed:<reason>`."""
+    """The action for a header: `insert`, `stale`, `filtered:<reason>` or `failed:<reason>`."""
 
     item: HeaderEntry
     action: str
     oldest: int = 0
     weight: float = 1.0
-    """What it is drawn in proportion to, by the sampler `prioritized`; lowest leaves first by `lowest_priority`."""
+    """Its sampling weight for the sampler `prioritized`; the lowest is evicted first by `lowest_priority`."""
     variate: float = 0.0
     """Exp(1)-distributed: sets its clock."""
     victim: float = 0.0
-    """Uniform in 0..1: who leaves a full table for it, by the remover `uniform`."""
+    """Uniform in 0..1: selects the group that leaves a full table for it, for the remover `uniform`."""
     rate: tuple[int, float, bool] | None = None
-    """Dataset row, pass rate and whether that excludes the row, where the order of later epochs depends on it."""
+    """Dataset row, pass rate and whether that excludes the row, if the order of later epochs depends on it."""
 
 
 @dataclass(frozen=True)
 class PassRate:
-    """How well a row is answered: of its settled groups the first issued that reached `filters.exclude_pass_rate`, else the
-    last issued, so that it does not depend on the order in which they were settled."""
+    """How well a row is answered, from one of its settled groups.
+
+    That is the first issued group that reached `filters.exclude_pass_rate`, or otherwise the last issued one, so the result does
+    not depend on the order of settling.
+    """
 
     seq: int
     """Issue sequence of the group."""
     rate: float
-    """Its mean reward over the largest reward of its source."""
+    """Its mean reward divided by the largest reward of its source."""
 
 
 @dataclass(frozen=True)
 class TableRules:
-    """What the replay table is held to; fixed for the life of a run (the vocabulary is docs/replay.md's)."""
+    """Rules of the replay table, fixed for the life of a run (for the vocabulary, see docs/replay.md)."""
 
     sampler: str = "fifo"
     remover: str = "fifo"
@@ -78,30 +81,30 @@ class TableRules:
 
 @dataclass(frozen=True)
 class SweptTable:
-    """What the leader decides on: the table and what is on its way to it, in one instant."""
+    """What the leader bases its decisions on: the table and what is on its way to it, at the same instant."""
 
     stale: int
-    """Groups this very look dropped as stale."""
+    """Groups that this call dropped as stale."""
     size: int
     outstanding: int
     oldest_outstanding: int
-    """Issue sequence of the oldest ticket not settled; -1: there is none."""
+    """Issue sequence of the oldest unsettled ticket; -1: none."""
     inserted: int
     drawn: int
     requeued: int
     """Tickets taken from the dead letters that wait to be issued again."""
     uses: dict[int, int]
-    """Groups in the table by how often they were drawn."""
+    """Number of groups in the table by number of uses."""
     gaps: tuple[int, ...]
     """Issue sequences of filtered groups since the last step, beyond those that were passed over."""
     first: tuple[tuple[str, int], ...]
-    """Group and issue sequence of those that the sampler would draw, first one first."""
+    """Group and issue sequence of those that the sampler would draw, in that order."""
     weights: dict[str, float] = field(default_factory=dict[str, float])
     """Sampling weights of those groups."""
     reissue: int = 0
-    """Outstanding tickets that a restore cut off and that wait to be issued again."""
+    """Outstanding tickets that a restore interrupted and that wait to be issued again."""
     weight_sum: float = 0.0
-    """Sum of the weights in the table; where groups have none, their number."""
+    """Sum of the weights in the table, or the number of groups if they have no weights."""
 
 
 @dataclass(frozen=True)
@@ -113,30 +116,30 @@ class BufferedGroup:
     header: Header
 
 
-MOST_GENERATORS = 10_000  # more is a slip of the finger
+MOST_GENERATORS = 10_000  # more is a typing error
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many generators a run is wanted to have. Whoever starts generators follows it: here the launcher of `grpo run`."""
+    """The desired number of generators of a run, which the launcher of `grpo run` or a cluster's scaler follows."""
 
     wanted: int | None = None
-    """None: nobody has said, so `generator.count`."""
+    """None: not set, so `generator.count` applies."""
     why: str = ""
     most: int | None = None
-    """As many as whoever starts them has GPUs for; None: no bound."""
+    """The number that the available GPUs allow; None: no bound."""
     followed: int | None = None
-    """The number that the wish and a cluster's Deployment last agreed on; None: no cluster's scaler has seen the run."""
+    """The number on which the request and a cluster's Deployment last agreed; None: no cluster's scaler has seen the run."""
 
     def refusal(self, replicas: int) -> str:
-        """Why so many cannot be had, and what to do; empty: they can."""
+        """Return why `replicas` is not possible and what to do, or an empty string."""
         if replicas > MOST_GENERATORS:
-            return f"generators = {replicas} is more than {MOST_GENERATORS}: ask for fewer"
+            return f"generators = {replicas} is more than {MOST_GENERATORS}: request fewer"
         if self.most is None or replicas <= self.most:
             return ""
         return (
-            f"generators = {replicas} are more than the {self.most} that there are GPUs for where the run is at work: ask for "
-            'fewer, or start the run anew with lower trainer.ranks or generator.tensor_parallel, or with sync.backend = "gloo" '
+            f"generators = {replicas} exceeds the {self.most} that fit on the GPUs of the run: request "
+            'fewer, or restart the run with lower trainer.ranks or generator.tensor_parallel, or with sync.backend = "gloo" '
             "to share GPUs"
         )
 
@@ -146,8 +149,9 @@ ROLES: tuple[Role, ...] = ("generator", "dataprep", "trainer")
 """The services that pause and resume."""
 
 PauseMode = Literal["keep", "drain", "abort"]
-"""What a pause does to the requests of generators: `keep` freezes them where they are, `drain` lets them finish, `abort` ends
-them and hands their tickets back. Dataprep and trainer come to a halt between two turns or steps, in every mode."""
+"""What a pause does to the requests of generators: `keep` freezes them in place, `drain` lets them finish, `abort` aborts them
+and hands their tickets back. Dataprep and trainer pause between two turns or steps, in every mode.
+"""
 
 
 @dataclass(frozen=True)
@@ -163,38 +167,38 @@ class RunState:
     committed_step: int
     checkpointed_step: int
     leader: str
-    paused: dict[str, str]  # role -> who and why
-    stopping: str  # who and why, or empty
+    paused: dict[str, str]  # role -> requester and reason
+    stopping: str  # requester and reason, or empty
     finished: str  # how the run ended, or empty
     dataset: str
     config: str
     retired_step: int = -1
-    """The last step whose plan and payloads are gone, as a checkpoint covers it."""
+    """Last step whose plan and payloads were deleted because a checkpoint covers it."""
     incarnation: int = 0
-    """When the run was created, or last taken back to a checkpoint, Unix seconds."""
+    """When the run was created, or last restored to a checkpoint, Unix seconds."""
     scale: Scale = Scale()
     trainer_fence: int = 0
-    """Of the trainer that attached last."""
+    """Fence of the trainer that attached last."""
     published_by: int = 0
     """Fence of the trainer whose weights are published; 0: none are, or not since a restore."""
     restoring: int = -1
-    """Step to which the run is being taken back just now."""
+    """Step to which the run is being restored now; -1: none."""
     restore: int = -1
-    """Step to which somebody wants it taken back."""
+    """Step to which a restore was requested; -1: none."""
     resumed: str = ""
-    """What its trainer did when it last started, and why."""
+    """How and why its trainer resumed when it last started."""
     checkpoint: str = ""
-    """Who wants a checkpoint now, and why; a name of the wish before it."""
+    """Requester of a checkpoint and reason, after an id of the request."""
     checkpoint_failed: str = ""
-    """Why the last attempt to write a checkpoint failed; empty: it did not."""
+    """Why the last attempt to write a checkpoint failed; empty if it did not."""
     pause_modes: dict[str, PauseMode] = field(default_factory=dict[str, PauseMode])
-    """How those roles pause that do."""
+    """Pause mode of each paused role."""
     payload_shards: int = 0
-    """Over how many shards its payloads are spread; 0: they lie with the index."""
+    """Number of shards of its payloads; 0: they are stored with the index."""
 
     @property
     def ended(self) -> bool:
-        """No more work is to be started."""
+        """Return whether no more work should be started."""
         return bool(self.stopping or self.finished)
 
 
@@ -205,7 +209,7 @@ _NUMBERS = (
 
 
 def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
-    """The run's hash as `RunState`; None when the run was not created yet, though somebody may have paused it already."""
+    """Read the run's hash; None if the run was not created yet, even if it was already paused."""
     raw = {key.decode(): value.decode() for key, value in fields.items()}
     if "protocol" not in raw:
         return None
@@ -245,7 +249,7 @@ def _read_scale(raw: dict[str, str]) -> Scale:
 
 
 def read_claim(entry: bytes, fence: bytes, ticket_id: bytes, body: bytes) -> Claim:
-    """A claim as the function returns it."""
+    """Read a claim as the function returns it."""
     name = ticket_id.decode(errors="replace")
     try:
         ticket = codec.decode(body, Ticket)
@@ -257,7 +261,7 @@ def read_claim(entry: bytes, fence: bytes, ticket_id: bytes, body: bytes) -> Cla
 
 
 def read_header(entry: bytes, fields: list[bytes]) -> HeaderEntry:
-    """An entry of the headers stream. What the generator wrote must agree with what the server noted beside it."""
+    """Read an entry of the headers stream. What the generator wrote must agree with what the server stored in addition."""
     named = dict(zip(fields[::2], fields[1::2], strict=False))
     body = named.get(b"body", b"")
     ticket, payload = (named.get(name, b"").decode(errors="replace") for name in (b"ticket", b"payload"))
@@ -266,7 +270,7 @@ def read_header(entry: bytes, fields: list[bytes]) -> HeaderEntry:
         if (header.ticket, header.payload) != (ticket, payload):
             header, fault = (
                 None,
-                f"header names ticket {header.ticket} and payload {header.payload}, its entry {ticket} and {payload}",
+                f"header names ticket {header.ticket} and payload {header.payload}, but its entry names {ticket} and {payload}",
             )
     except codec.CorruptMessage as error:
         header, fault = None, str(error)

@@ -1,9 +1,9 @@
-"""A snapshot: what a checkpoint holds of dataprep's state, as a file of messages. Pure, but for reading and writing that file.
+"""A snapshot: dataprep's state in a checkpoint, as a file of messages. Pure, except for reading and writing that file.
 
 Guarantees: reading any bytes gives the messages or raises `SnapshotError`; nothing is executed; neither side holds more than a
-message of some hundred groups in memory.
+message of a few hundred groups in memory.
 
-A file is one `Head`, then `Groups`, `Rows` and `Letters`; each message has its length before it.
+A file is one `Head`, then `Groups`, `Rows` and `Letters`; each message is preceded by its length.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from services.protocol import codec
 from services.protocol.messages import Header, RankPlan, Sample
 
 LAYOUT = 1
-"""Of the file. A reader refuses what is newer."""
+"""Layout version of the file. A reader rejects newer ones."""
 
 LENGTH_BYTES = 8
 LARGEST = 1 << 32
 
 
 class SnapshotError(Exception):
-    """A snapshot cannot be read or does not fit the run: the message says why."""
+    """A snapshot cannot be read or does not fit the run; the message says why."""
 
 
 class SnapshotGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -43,10 +43,10 @@ class SnapshotGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Everything that is small. Steps after `step` are prepared and not trained."""
+    """All small values. Steps after `step` are prepared and not trained."""
 
     layout: int
-    step: int  # the last committed
+    step: int  # the last committed step
     run: dict[str, str]
     ledger: dict[str, int]
     outstanding: dict[str, int]  # ticket -> issue sequence: neither settled nor lost
@@ -57,8 +57,8 @@ class Head(msgspec.Struct, frozen=True):
     gaps: dict[str, int]
     trained: dict[int, bytes]  # epoch -> bitmap
     plans: dict[int, dict[str, bytes]]  # step -> its hash
-    departed: list[str]  # groups that these steps need and that have left the table since
-    whole: bool  # payloads are saved too
+    departed: list[str]  # groups that these steps need and that have since left the table
+    whole: bool  # whether payloads are saved too
 
 
 class _Layout(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class Writer:
         self._file.write(len(body).to_bytes(LENGTH_BYTES, "little") + body)
 
     def close(self) -> None:
-        """Close the file; whoever owns its folder forces it to disk."""
+        """Close the file; the owner of its folder forces it to disk."""
         self._file.close()
 
 
@@ -107,12 +107,12 @@ class Snapshot:
     """A snapshot file: its head, and its pieces one by one."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `SnapshotError` for a file that cannot be used."""
+        """Open the file. Raises `SnapshotError` if it cannot be used."""
         self.path = path
         self.head = self._head()
 
     def pieces(self) -> Iterator[Piece]:
-        """Everything after the head."""
+        """Yield everything after the head."""
         messages = self._messages()
         next(messages)
         for body in messages:
@@ -122,9 +122,9 @@ class Snapshot:
         body = next(self._messages(), None)
         if body is None:
             raise SnapshotError(f"{self.path} is empty")
-        layout = self._read(body, _Layout).layout  # first, as a newer head may not fit ours
+        layout = self._read(body, _Layout).layout  # first, because a newer head may not match ours
         if layout > LAYOUT:
-            raise SnapshotError(f"{self.path} has layout {layout}, this program reads up to {LAYOUT}: use a newer one")
+            raise SnapshotError(f"{self.path} has layout {layout}, but this program reads up to {LAYOUT}: use a newer version")
         return self._read(body, Head)
 
     def _read(self, body: bytes, kind: Any) -> Any:
@@ -147,7 +147,7 @@ class Snapshot:
 
 
 def renamed(group: SnapshotGroup, fence: int) -> SnapshotGroup:
-    """With a name for its payload that nobody knows yet; `fence`: of the trainer that restores. Raises `SnapshotError`."""
+    """Return the group with a new, unique payload name; `fence`: of the restoring trainer. Raises `SnapshotError`."""
     payload = _renamed(group.name, fence)
     header = msgspec.structs.replace(_held(group.fields["header"], Header, f"group {group.name}"), payload=payload)
     fields = group.fields | {"payload": payload.encode(), "header": codec.encode(header)}
@@ -155,7 +155,7 @@ def renamed(group: SnapshotGroup, fence: int) -> SnapshotGroup:
 
 
 def renamed_plan(plan: dict[str, bytes], fence: int) -> dict[str, bytes]:
-    """The hash of a step, of such groups. Raises `SnapshotError`."""
+    """Return the hash of a step that has such groups. Raises `SnapshotError`."""
 
     def of_rank(body: bytes) -> bytes:
         rows = _held(body, RankPlan, "a plan").rows
@@ -181,27 +181,27 @@ def _renamed(group: str, fence: int) -> str:
 
 @dataclass(frozen=True)
 class Restoration:
-    """What a run goes back to."""
+    """The state that a run is restored to."""
 
     fields: dict[str, int]
-    """Of the run's hash."""
+    """Fields of the run's hash."""
     ledger: dict[str, int]
     table: dict[str, str]
     gaps: dict[str, int]
     reissue: dict[str, int]
-    """Tickets to be issued again -> issue sequence: what was under way, and finished groups whose payload is not there."""
+    """Tickets to be issued again -> issue sequence: those in progress, and finished groups without a payload."""
     plans: dict[int, dict[str, bytes]]
     whole: bool
-    """Groups and plans are put back; else the table begins empty."""
+    """Whether groups and plans are restored; otherwise the table begins empty."""
 
 
 def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], keep_plans: bool) -> Restoration:
-    """What to make of a snapshot.
+    """Return what to restore from a snapshot.
 
     `untrained`: groups in the table that no step has drawn -> issue sequence; `planned`: groups of prepared steps that train for
     the first time. `keep_plans`: whether those steps can be trained as they were planned.
-    With payloads and plans everything is put back. Else the table begins empty and no step is prepared: groups that were trained
-    are done, the others are generated again, in their old order, and the counters of a rate limiter go back to what was trained.
+    With payloads and plans everything is restored. Otherwise the table begins empty and no step is prepared: trained groups are
+    done, the others are generated again, in their old order, and the counters of a rate limiter go back to what was trained.
     """
     whole = head.whole and (keep_plans or not head.plans)
     table, gaps, ledger, reissue = dict(head.table), dict(head.gaps), dict(head.ledger), dict(head.outstanding)

@@ -1,4 +1,4 @@
-"""Dead letters: what failed for good, and the way back (functions/deadletters.lua)."""
+"""Dead letters: tickets that failed for good, and how they are requeued (functions/deadletters.lua)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ REQUEUED_TOGETHER = 256  # dead letters in one call: some milliseconds of the se
 
 
 class DeadLetterStream(Facet):
-    """Looking at dead letters, and having their tickets issued again."""
+    """Reads dead letters and requeues their tickets."""
 
     async def count(self) -> int:
-        """How many are kept."""
+        """Return how many are kept."""
         return int(await self._redis.ask(self._redis.commands.xlen(self._keys.deadletter)))
 
     async def page(self, count: int = 100, before: str = "") -> list[DeadLetter]:
-        """The last `count` dead letters, or those before the entry `before`; newest first."""
+        """Return the last `count` dead letters, or those before the entry `before`; newest first."""
         end = f"({before}" if before else "+"
         entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.deadletter, end, "-", count))
         return [_read(entry, fields) for entry, fields in entries]
 
     async def get(self, id: str) -> DeadLetter | None:
-        """A dead letter by its entry id, `<ms>-<n>`."""
+        """Return a dead letter by its entry id, `<ms>-<n>`."""
         entries = await self._redis.ask(self._redis.commands.xrange(self._keys.deadletter, id, id))
         return _read(*entries[0]) if entries else None
 
     async def requeue(self, ids: Sequence[str]) -> list[Requeued]:
-        """Take dead letters out of the stream and have their tickets issued again. One that was not counted as failed, or whose
-        ticket is elsewhere by now, stays, with the reason. Safe to repeat."""
+        """Remove dead letters from the stream and have their tickets issued again. Safe to repeat.
+
+        A dead letter that was not counted as failed, or whose ticket is elsewhere by now, stays, with the reason.
+        """
         answers: list[Requeued] = []
         for first in range(0, len(ids), REQUEUED_TOGETHER):
             reply = await self._redis.call("requeue", *ids[first : first + REQUEUED_TOGETHER])

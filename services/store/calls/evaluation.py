@@ -20,44 +20,46 @@ class EvaluationRound:
 
     version: int
     total: int
-    """Tickets of the round."""
+    """Number of tickets in the round."""
     done: int
-    """Results so far."""
+    """Number of results so far."""
     volunteers: int
-    """Live generators that stay on the version."""
+    """Number of live generators that stay on the version."""
     started: bool
     """Whether a generator ever volunteered."""
     wall_s: float
-    """From the first volunteer to the last result so far."""
+    """Seconds from the first volunteer to the last result so far."""
     fault: str
-    """Why it cannot be completed any more, or empty."""
+    """Why it can no longer be completed, or an empty string."""
 
 
 @dataclass(frozen=True)
 class EvaluationState:
-    """Where evaluation stands."""
+    """Progress of evaluation."""
 
     dealt_with: int
     """The last version whose round was opened or skipped; -1: none."""
     abandoned: str
-    """The last round that was abandoned, and why; empty: none was."""
+    """The last abandoned round, and why; empty if there is none."""
     round: EvaluationRound | None
 
 
 class EvaluationCalls(Facet):
-    """What the leader opens and closes, and volunteers claim and submit. A member is `PodStatus.member`."""
+    """Calls of the leader, which opens and closes rounds, and of volunteers, which claim and submit. A member is
+    `PodStatus.member`.
+    """
 
     async def open(self, fence: int, version: int, tickets: Sequence[Ticket]) -> bool:
-        """Open the round of `version`. False: another is open, or this one was dealt with."""
+        """Open the round of `version`. Returns False if another is open, or this version was handled before."""
         args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
         return bool(await self._redis.call("eval_open", fence, version, *args))
 
     async def skip(self, fence: int, version: int, rounds: int) -> bool:
-        """Count `rounds` rounds up to `version` as skipped. False: that was done before."""
+        """Count `rounds` rounds up to `version` as skipped. Returns False if that was done before."""
         return bool(await self._redis.call("eval_skip", fence, version, rounds))
 
     async def state(self, ttl_s: float) -> EvaluationState:
-        """Where evaluation stands; a volunteer silent for `ttl_s` is none."""
+        """Return the progress of evaluation; a volunteer silent for `ttl_s` does not count."""
         dealt_with, abandoned, *rest = await self._redis.call("eval_look", int(ttl_s * 1000))
         found = None
         if rest:
@@ -72,55 +74,55 @@ class EvaluationCalls(Facet):
     ) -> bool:
         """Offer to stay on `version` of the trainer with fence `trainer_fence`, which the member holds.
 
-        True: it is to evaluate; False: it is no volunteer.
+        Returns True if it is to evaluate, False if it is not a volunteer.
         """
         args = (member, version, trainer_fence, int(ttl_s * 1000), max_generators, min_training)
         return bool(await self._redis.call("eval_volunteer", *args))
 
     async def resign(self, member: str, claims: Sequence[Claim] = ()) -> None:
-        """Hand `claims` back and stay on the version no longer."""
+        """Hand `claims` back and stop staying on the version."""
         await self._redis.call("eval_resign", member, *_pairs(claims))
 
     async def claim(self, member: str, version: int, lease_s: float, count: int, max_expiries: int) -> list[Claim] | None:
-        """Claim up to `count` tickets of the round of `version`; None when the member has no part in it any more."""
+        """Claim up to `count` tickets of the round of `version`. Returns None if the member no longer takes part in it."""
         still, *reply = await self._redis.call("eval_claim", member, version, int(lease_s * 1000), count, max_expiries)
         if not still:
             return None
         return [read_claim(reply[i], reply[i + 1], reply[i], reply[i + 2]) for i in range(0, len(reply), 3)]
 
     async def renew(self, member: str, claims: Sequence[Claim], lease_s: float) -> set[str]:
-        """Renew leases; the tickets that are lost."""
+        """Renew leases. Returns the tickets that are lost."""
         return {ticket.decode() for ticket in await self._redis.call("eval_renew", member, int(lease_s * 1000), *_pairs(claims))}
 
     async def submit(self, member: str, claim: Claim, header: Header) -> bool:
-        """Submit a result, once. False: the ticket was not held any more."""
+        """Submit a result, once. Returns False if the ticket was no longer held."""
         return bool(await self._redis.call("eval_submit", member, claim.entry, claim.fence, codec.encode(header)))
 
     async def fail(self, member: str, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back after a failure. True: it was one too many, the round cannot be completed."""
+        """Hand a ticket back after a failure. Returns True if that was one too many, so that the round cannot be completed."""
         return int(await self._redis.call("eval_fail", member, claim.entry, claim.fence, max_attempts, reason)) == 1
 
     async def results(self) -> dict[str, bytes]:
-        """Encoded headers of the open round by ticket."""
+        """Return the encoded headers of the open round by ticket."""
         found = await self._redis.ask(self._redis.commands.hgetall(self._keys.evaluation("results")))
         return {ticket.decode(errors="replace"): header for ticket, header in found.items()}
 
     async def report(self, fence: int, version: int, record: dict[str, float]) -> bool:
-        """End a complete round: its record joins the reported ones, its keys go. False: it was ended before."""
+        """End a complete round: store its record and delete its keys. Returns False if it was ended before."""
         return bool(await self._redis.call("eval_close", fence, version, "", msgspec.json.encode(record)))
 
     async def abandon(self, fence: int, version: int, reason: str) -> bool:
-        """End a round without a report; its keys go. False: it was ended before."""
+        """End a round without a report and delete its keys. Returns False if it was ended before."""
         return bool(await self._redis.call("eval_close", fence, version, reason, ""))
 
     async def records(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
-        """Records of complete rounds after an entry id, oldest first."""
+        """Return records of complete rounds after an entry id, oldest first."""
         first = after if after == "-" else f"({after}"
         entries = await self._redis.ask(self._redis.commands.xrange(self._keys.evaluations, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
     async def last_record(self) -> dict[str, float]:
-        """Record of the last complete round; empty: there is none."""
+        """Return the record of the last complete round, empty if there is none."""
         entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.evaluations, count=1))
         return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
 

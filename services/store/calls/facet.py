@@ -1,4 +1,4 @@
-"""What every part of the store is made of."""
+"""Base class of the store's facets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there, and the weight-sync rounds (functions/fleet.lua)."""
+"""Fleet membership and the weight-sync rounds (functions/fleet.lua)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Fleet(Facet):
     """Heartbeats, rounds and acknowledgements."""
 
     async def beat(self, status: PodStatus, ttl_s: float) -> int:
-        """Renew a pod's heartbeat and what it says of itself; how many generators share the training tickets."""
+        """Renew a pod's heartbeat and status. Returns how many generators share the training tickets."""
         shares = int(status.kind == "generator" and status.world > 0 and status.phase != "draining")
         return int(await self._redis.call("beat", status.member, msgspec.json.encode(status), int(ttl_s * 1000), shares))
 
     async def leave(self, status: PodStatus) -> None:
-        """A pod leaves the fleet."""
+        """Remove a pod from the fleet."""
         await self._redis.call("leave", status.member, status.name)
 
     async def members(self, ttl_s: float) -> list[PodStatus]:
-        """Pods heard of within `ttl_s`."""
+        """Return the pods with a heartbeat within `ttl_s`."""
         reply = await self._redis.call("members", int(ttl_s * 1000))
         found = [_decoded(raw, PodStatus) for raw in reply[1::2]]
         return [status for status in found if status is not None]
@@ -37,7 +37,7 @@ class Fleet(Facet):
         await self._redis.call("round", fence, round.attempt, round.phase, body, *ranks)
 
     async def round(self) -> tuple[Round | None, dict[str, tuple[str, str]]]:
-        """The current round and its acknowledgements: member -> (stage, detail)."""
+        """Return the current round and its acknowledgements: member -> (stage, detail)."""
         sync, ranks = map(_pairs, await self._redis.send(("HGETALL", self._keys.sync), ("HGETALL", self._keys.sync_ranks)))
         current = _decoded(sync.get(b"round"), Round)
         if current is None:
@@ -48,7 +48,7 @@ class Fleet(Facet):
         return msgspec.structs.replace(current, members=members), said
 
     async def round_of(self, member: str, held: Round | None = None) -> Round | None:
-        """The current round, with `member` as its only member if it is one; `held` itself while it still is that."""
+        """Return the current round, with `member` as its only member if it takes part; `held` itself while it is unchanged."""
         mark = f"{held.trainer_fence} {held.attempt} {held.phase}" if held is not None else ""
         reply = await self._redis.call("round_of", member, mark)
         if reply == 1:
@@ -59,7 +59,7 @@ class Fleet(Facet):
         return msgspec.structs.replace(current, members={} if reply[1] is None else {member: int(reply[1])})
 
     async def acknowledge(self, member: str, attempt: int, stage: str, detail: str = "") -> bool:
-        """Acknowledge a stage of a round. False: the round is over."""
+        """Acknowledge a stage of a round. Returns False if the round is over."""
         return bool(await self._redis.call("acknowledge", member, attempt, stage, detail))
 
 
@@ -68,7 +68,7 @@ def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
 
 
 def _decoded(raw: bytes | None, type: type[T]) -> T | None:
-    """The JSON message, or None where the bytes are none: foreign bytes end no loop."""
+    """Return the decoded JSON message, or None if it is invalid: foreign bytes must not end a loop."""
     try:
         return None if raw is None else msgspec.json.decode(raw, type=type)
     except msgspec.MsgspecError:

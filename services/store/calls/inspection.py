@@ -1,7 +1,7 @@
-"""Looks into a run for people: a page of the replay table, where a ticket is, the plan of a step.
+"""Reads a run for people: a page of the replay table, a ticket's whereabouts, the plan of a step.
 
-Guarantees: reads only; what belongs together is read in one instant; no look costs more than its page, the plans that are kept
-or the tickets under way.
+Guarantees: reads only; values that belong together are read at the same instant; no call costs more than its page, the kept plans
+or the tickets in progress.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ T = TypeVar("T")
 Sort = Literal["order", "version", "weight"]
 
 READ_TOGETHER = 256  # entries, groups or plans in one request
-NEAR = 100  # metrics records around the place where a step's must be: more than are out of order there
+NEAR = 100  # metrics records searched around the place where a step's should be: more than are ever out of order there
 
 
 class Inspection(Facet):
-    """Reads of what the other parts write."""
+    """Reads what the other facets write."""
 
     async def table_state(self) -> TableState:
-        """The replay table as a whole."""
+        """Return the replay table as a whole."""
         keys = self._keys
         raw, size, prepared = await self._at_once(
             ("HGETALL", keys.replay_state), ("ZCARD", keys.replay_order), ("HGET", keys.run, "prepared_step")
@@ -51,8 +51,10 @@ class Inspection(Facet):
         )
 
     async def table_page(self, sort: Sort, offset: int, limit: int, reverse: bool = False) -> list[TableRow]:
-        """Groups `offset` to `offset + limit` of the table in order of issue, of their oldest version or of their weight, lowest
-        first, or with `reverse` highest first. One that leaves meanwhile is left out."""
+        """Return groups `offset` to `offset + limit` of the table, sorted by issue order, oldest version or weight.
+
+        Lowest first, or with `reverse` highest first. A group that leaves meanwhile is omitted.
+        """
         key = {
             "order": self._keys.replay_order,
             "version": self._keys.replay_version,
@@ -64,7 +66,7 @@ class Inspection(Facet):
         return [TableRow(record, weight) for record, weight in zip(records.values(), weights, strict=True)]
 
     async def group_records(self, groups: Sequence[str]) -> dict[str, GroupRecord]:
-        """Settled groups by name; those that are gone are left out."""
+        """Return settled groups by name, omitting those that are gone."""
         found: dict[str, GroupRecord] = {}
         for first in range(0, len(groups), READ_TOGETHER):
             names = groups[first : first + READ_TOGETHER]
@@ -73,7 +75,7 @@ class Inspection(Facet):
         return found
 
     async def whereabouts(self, ticket: str) -> Whereabouts:
-        """Everything that names a ticket of the form `<epoch>-<row>` (findings.TICKET_ID)."""
+        """Return everything that names a ticket of the form `<epoch>-<row>` (`inspection_records.TICKET_ID`)."""
         keys, (epoch, row) = self._keys, map(int, ticket.split("-"))
         run, outstanding, requeued, group, order, weight, trained, drop = await self._at_once(
             ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),
@@ -100,7 +102,7 @@ class Inspection(Facet):
         )
 
     async def steps_of(self, group: str, kept: range) -> list[int]:
-        """Those of the steps `kept` that train on a group."""
+        """Return those of the steps `kept` that train on a group."""
         steps: list[int] = []
         for first in range(0, len(kept), READ_TOGETHER):
             piece = kept[first : first + READ_TOGETHER]
@@ -109,7 +111,7 @@ class Inspection(Facet):
         return steps
 
     async def issued_ticket(self, ticket: str) -> IssuedTicket | None:
-        """A ticket that waits for a generator or is with one."""
+        """Return a ticket that waits for a generator or is with one."""
         found = await self._find(self._keys.tickets, ticket)
         if found is None:
             return None
@@ -126,12 +128,12 @@ class Inspection(Facet):
         return IssuedTicket(claimed.ticket, consumer, claimed.fence, idle_s, int(attempts or 0), int(expiries or 0))
 
     async def unsettled_header(self, ticket: str) -> HeaderEntry | None:
-        """The header of a group that was generated and not settled."""
+        """Return the header of a group that was generated and not settled."""
         found = await self._find(self._keys.headers, ticket)
         return found and read_header(found[0], [part for pair in found[1].items() for part in pair])
 
     async def payload(self, name: str) -> Payload | None:
-        """A payload, or None where there is none that can be read."""
+        """Return a payload, or None if it is missing or unreadable."""
         raw = await self._redis.ask(self._redis.commands.get(self._keys.payload(name)))
         if raw == ELSEWHERE:
             [raw] = await self._payloads.sealed([name])
@@ -141,7 +143,7 @@ class Inspection(Facet):
             return None
 
     async def kept_step(self, step: int) -> KeptStep | None:
-        """A step that was prepared and is not retired, whole."""
+        """Return a step that was prepared and is not retired, complete."""
         raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.step(step)))
         plan = _message(raw.get(b"plan"), StepPlan)
         if plan is None:
@@ -150,16 +152,16 @@ class Inspection(Facet):
         return KeptStep(plan, frozenset(raw.get(b"fresh", b"").decode().split()), ranks)
 
     async def retired_step(self) -> int:
-        """The last step whose plan was deleted, as a checkpoint covers it; -1: none."""
+        """Return the last step whose plan was deleted because a checkpoint covers it; -1: none."""
         retired = await self._redis.ask(self._redis.commands.hget(self._keys.run, "retired_step"))
         return -1 if retired is None else int(retired)
 
     async def step_record(self, step: int) -> dict[str, float | None] | None:
-        """The metrics of a step; a value that was no number is None. One that was trained again after a crash has two records,
-        which differ in times only; it is one of them.
+        """Return the metrics of a step; a value that was not a number is None.
 
-        Their place is found by halving time: records follow one another by one step, but for jumps back to a checkpoint, so where
-        an entry of at most `step` stands before one beyond it, the former is of `step`, or close to it.
+        A step that was retrained after a crash has two records, which differ only in times; returns one of them. Finds them by
+        bisecting the stream by time: steps increase by one per record, except for jumps back to a checkpoint, so where an entry
+        of at most `step` comes before a later one, the former is of `step`, or close to it.
         """
         stream = self._keys.metrics
         first = await self._redis.ask(self._redis.commands.xrange(stream, count=1))
@@ -185,7 +187,7 @@ class Inspection(Facet):
             return await self._redis.ask(pipe.execute())
 
     async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
-        """The entry of a ticket in a stream that holds as many as there are slots, at most."""
+        """Return the entry of a ticket in a stream that holds at most as many entries as there are slots."""
         after = "-"
         while entries := await self._redis.ask(self._redis.commands.xrange(stream, after, "+", READ_TOGETHER)):
             for entry, fields in entries:
@@ -207,7 +209,7 @@ def _message(raw: bytes | None, type: type[T]) -> T | None:
 
 
 def _drop(raw: bytes | None) -> Drop | None:
-    """What `remember_drop` noted (functions/prelude.lua)."""
+    """Decode what `remember_drop` stored (functions/prelude.lua)."""
     if raw is None:
         return None
     at_ms, outcome, *dead_letter = raw.decode().split(" ")
@@ -231,5 +233,5 @@ def _step(entry: tuple[bytes, dict[bytes, bytes]]) -> float:
 
 
 def _first(entries: Sequence[tuple[bytes, dict[bytes, bytes]]], step: int) -> dict[str, float | None] | None:
-    """The oldest record of a step in entries, newest first: one trained again after a crash is recorded again."""
+    """Return the oldest record of a step in entries, newest first: a retrained step is recorded again."""
     return next((_record(entry) for entry in reversed(entries) if _step(entry) == step), None)

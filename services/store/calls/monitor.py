@@ -1,4 +1,4 @@
-"""What operators look at: step metrics, sizes, the server, the notifications."""
+"""What operators monitor: step metrics, sizes, the server, notifications."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ METRICS_KEPT = 100_000  # entries of the metrics stream, some 50 MB
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of what there is, beyond what `audit` counts."""
+    """Sizes in addition to what `audit` counts."""
 
     claimed: int  # tickets that a generator holds
-    oldest_ticket_s: float  # since the oldest ticket that was not submitted was issued; 0: there is none
+    oldest_ticket_s: float  # age of the oldest ticket that was not submitted; 0: none
     replay_groups: int
     dead_letters: int
 
 
 @dataclass(frozen=True)
 class Server:
-    """Redis as a server; of several, where payloads lie in shards, the fullest."""
+    """State of the Redis server; with payload shards, of the fullest of several."""
 
     used_memory: int  # bytes
     max_memory: int  # bytes; 0: no limit
-    clients: int  # the most of any
-    persists: bool  # the last write to its append-only file went well, or it keeps none; of all of them
+    clients: int  # the highest of all servers
+    persists: bool  # whether the last write to its append-only file succeeded, or it keeps none; true only if true of all servers
 
 
 class Monitor(Facet):
-    """Reads that change nothing, and `record`."""
+    """Reads for monitoring, and `record`."""
 
     async def record(self, metrics: dict[str, float]) -> None:
         """Append the metrics of a step to the capped stream."""
         await self._redis.send(("XADD", self._keys.metrics, "MAXLEN", "~", METRICS_KEPT, "*", "m", msgspec.json.encode(metrics)))
 
     async def metrics(self, after: str = "-", count: int = 1000) -> list[tuple[str, dict[str, float]]]:
-        """Entries of the metrics stream after an entry id, oldest first."""
+        """Return entries of the metrics stream after an entry id, oldest first."""
         first = after if after == "-" else f"({after}"
         entries = await self._redis.ask(self._redis.commands.xrange(self._keys.metrics, first, "+", count))
         return [(entry.decode(), msgspec.json.decode(fields[b"m"])) for entry, fields in entries]
 
     async def last_recorded_step(self) -> int:
-        """The last step in the metrics stream; -1: there is none."""
+        """Return the last step in the metrics stream; -1: none."""
         entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.metrics, count=1))
         return int(msgspec.json.decode(entries[0][1][b"m"])["step"]) if entries else -1
 
     async def sizes(self) -> Sizes:
-        """Sizes of the run, each read by a short command of its own."""
+        """Return sizes of the run, each read by a short command."""
         claimed, first, groups, letters, (seconds, micros) = await self._redis.send(
             ("HLEN", self._keys.claims), ("XRANGE", self._keys.tickets, "-", "+", "COUNT", 1), ("ZCARD", self._keys.replay_order),
             ("XLEN", self._keys.deadletter), ("TIME",),
@@ -62,14 +62,17 @@ class Monitor(Facet):
         return Sizes(claimed, age_s, groups, letters)
 
     async def server(self, limit: int = 0) -> Server:
-        """How the server is, or of several the fullest and the busiest; `limit`: bytes that each may use, 0: its own."""
+        """Return the state of the server, or of several the fullest and the busiest. `limit`: bytes that each may use, 0: its own
+        limit.
+        """
         said = await self._payloads.info_of_all("memory", "clients", "persistence")
         clients = max(int(info["connected_clients"]) for info in said)
         return Server(*fullest(said, limit), clients, all(info.get("aof_last_write_status", "ok") == "ok" for info in said))
 
     async def listen(self, few: bool = True) -> AsyncIterator[str]:
-        """Topics that changed, as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, those that
-        no generator waits for, as `headers` and `acks`. A hint, never the truth."""
+        """Yield topics as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, topics that no
+        generator waits for, such as `headers` and `acks`. A hint, never the state itself.
+        """
         async with self._redis.commands.pubsub(ignore_subscribe_messages=True) as channel:
             await self._redis.ask(
                 channel.psubscribe(self._keys.notifications) if few else channel.subscribe(self._keys.notifications_for_all)

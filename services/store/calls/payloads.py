@@ -1,11 +1,11 @@
-"""Where payloads lie: with the index of their run, or in shards on several masters of a Redis Cluster (protocol/shards.py).
+"""Storage of payloads: with the index of their run, or in shards on several masters of a Redis Cluster (protocol/shards.py).
 
-Guarantees, of shards: the index holds an empty string under the name of a payload that lies in one, by which the functions deal
-with it as with the payload itself. It is written when the shard has acknowledged the payload, so no header names one that never
-arrived (but in a restore, which nobody reads before its end). While there is a run nothing but `sweep` deletes there, and only
-what neither the index nor a claim named after it was seen in its shard: payloads are named after claims, of which no two are
-alike, so nothing will name it again, however late it is deleted. Each shard lists its payloads, and both change in one
-transaction, so none is left behind that a sweep does not find.
+Guarantees for shards: the index holds an empty string under the name of a payload in a shard, which the functions treat like the
+payload itself. It is written after the shard has acknowledged the payload, so no header names a payload that never arrived
+(except in a restore, which nobody reads before its end). While there is a run, only `sweep` deletes from shards, and only
+payloads that neither the index nor a claim named after they were seen in their shard. Payloads are named after claims, which are
+unique, so nothing will name such a payload again, however late it is deleted. Each shard lists its payloads, and list and payload
+change in one transaction, so a sweep finds everything.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from services.store.connection.base import Connection
 from services.store.connection.client import check_server, make_client
 
 FIELD = "payload_shards"
-"""Of the run's hash: how many shards it has. Without it, none."""
+"""Field of the run's hash: its number of shards. Missing without shards."""
 ELSEWHERE = b""
-"""What the index holds in place of a payload."""
+"""Value in the index that stands for a payload in a shard."""
 FETCHED_TOGETHER = 16  # payloads in one command
 NAMED_TOGETHER = 512  # names in one command
-ANSWER_S = 2.0  # a shard's server that says nothing of itself for so long is away
+ANSWER_S = 2.0  # a shard's server that does not answer INFO for this long counts as unavailable
 
 
 class Payloads:
-    """Payloads as they are kept: sealed."""
+    """Stores and reads payloads, in sealed form."""
 
     shards: Sequence[Connection] = ()
-    """Where they lie, as far as this process knows; none: with the index."""
+    """The shards that this process knows; empty: payloads are with the index."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -50,30 +50,30 @@ class Payloads:
         await self.spread(0)
 
     async def check_shards(self, count: int) -> None:
-        """Raises `StoreError` unless payloads can lie in so many shards: their masters are fit for a run."""
+        """Raise `StoreError` unless payloads can be stored in `count` shards: their masters must be fit for a run."""
         names = shards(self._keys.name, count)
         if self._redis.owner is None:
             raise StoreError(
-                f"redis.payload_shards = {count} needs a Redis Cluster, and Redis at {self._redis.url} is a server alone: set "
+                f"redis.payload_shards = {count} needs a Redis Cluster, but Redis at {self._redis.url} is a single server: set "
                 "it to 0, or redis.url to a node of a Cluster"
             )
         await asyncio.gather(*(check_server(self._redis.url, self._redis.login, keys.prefix) for keys in names))
 
     async def sweep(self) -> int:
-        """Delete what lies in shards and belongs to nobody any more; how many payloads.
+        """Delete orphaned payloads from the shards. Returns how many.
 
-        Anybody may, at any time, also one who is late or was cut off in it.
+        Any process may call it at any time, even late or after an interrupted sweep.
         """
         left = await self._left_over()
         await self._discard(left)
         return len(left)
 
     async def _left_over(self) -> list[str]:
-        """Payloads in shards that belong to nobody any more."""
+        """Return the names of orphaned payloads in shards."""
         left: list[str] = []
         for page in _pages([name for found in await asyncio.gather(*map(self._strays, self.shards)) for name in found]):
-            # Whoever may still submit a payload has its claim from before the payload was seen until its name is in the index: in
-            # this order nothing slips through. In one request, as one server answers it.
+            # A process that may still submit a payload holds its claim from before the payload was seen until its name is in the
+            # index, so this order misses nothing. In one request, because one server answers it.
             claims, known = await self._redis.send(("HGETALL", self._keys.claims), ("MGET", *map(self._keys.payload, page)))
             fences = {claim.rpartition(b"|")[2].decode() for claim in claims[1::2]}
             left += [
@@ -85,13 +85,13 @@ class Payloads:
         await asyncio.gather(*(self._delete(shard, held) for shard, held in self._parted(names)))
 
     async def sealed(self, names: Sequence[str]) -> list[bytes | None]:
-        """Payloads by name; None: it is gone."""
+        """Return payloads by name; None: it is gone."""
         if not self.shards:
             found = await _get(self._redis, names)
             if ELSEWHERE not in found:
                 return found
             if not await self.find_shards():
-                raise StoreError(f"payloads of run {self._keys.name!r} lie in shards, and the run does not say in how many")
+                raise StoreError(f"payloads of run {self._keys.name!r} are in shards, but the run does not say in how many")
         parted = list(self._parted(names))
         found = await asyncio.gather(*(_get(shard, held) for shard, held in parted))
         payloads = {
@@ -110,17 +110,17 @@ class Payloads:
         await asyncio.gather(*(write(shard, names) for shard, names in self._parted(payloads)))
 
     async def find_shards(self) -> int:
-        """Look how many there are."""
+        """Read the number of shards."""
         await self.spread(int(await self._redis.ask(self._redis.commands.hget(self._keys.run, FIELD)) or 0))
         return len(self.shards)
 
     async def spread(self, count: int) -> None:
-        """There are so many. Clients connect when they are first needed."""
+        """Set the number of shards. Clients connect when first needed."""
         if count == len(self.shards):
             return
         if count and self._redis.owner is None:
             raise StoreError(
-                f"payloads of run {self._keys.name!r} lie in a Redis Cluster, and Redis at {self._redis.url} is a server alone"
+                f"payloads of run {self._keys.name!r} are in a Redis Cluster, but Redis at {self._redis.url} is a single server"
             )
         names = shards(self._keys.name, count) if count else ()
         former, self.shards = self.shards, [self._shard(number, keys) for number, keys in enumerate(names)]
@@ -133,13 +133,15 @@ class Payloads:
         return Connection(client, keys, f"{self._redis.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")
 
     async def delete_shards(self, count: int) -> None:
-        """Delete every payload in them; of a run that is gone, and does not say how many, in `count`."""
+        """Delete every payload in the shards; for a run that is gone and does not say how many there are, in `count` shards."""
         if not await self.find_shards() and self._redis.owner is not None:
             await self.spread(count)
         await asyncio.gather(*map(self._empty, self.shards))
 
     async def info_of_all(self, *sections: str) -> list[dict[str, str]]:
-        """What the server of the index says of itself, and those of shards; but for one that is away, as most work needs none."""
+        """Return INFO of the servers of the index and the shards. Omits shard servers that are unavailable, because most work
+        needs none.
+        """
 
         async def ask(shard: Connection) -> dict[str, str] | None:
             with contextlib.suppress(StoreError, TimeoutError):
@@ -155,7 +157,7 @@ class Payloads:
             await self._delete(shard, names)
 
     async def _strays(self, shard: Connection) -> list[str]:
-        """Payloads that a shard holds and the index does not name."""
+        """Return payloads that a shard holds and the index does not name."""
         strays: list[str] = []
         async for names in _listed(shard):
             (known,) = await self._redis.send(("MGET", *map(self._keys.payload, names)))
@@ -168,7 +170,7 @@ class Payloads:
             await shard.send(("MULTI",), unlinked, ("ZREM", shard.keys.payloads, *page), ("EXEC",))
 
     def _parted(self, names: Iterable[str]) -> Iterable[tuple[Connection, list[str]]]:
-        """Names by the shard that they are in."""
+        """Yield names grouped by their shard."""
         parts: defaultdict[int, list[str]] = defaultdict(list)
         for name in names:
             parts[shard_of(name, len(self.shards))].append(name)
@@ -186,7 +188,7 @@ def _pages(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 async def _listed(shard: Connection) -> AsyncIterator[list[str]]:
-    """The payloads that a shard holds: all that are there from the first page to the last."""
+    """Yield the payloads in a shard: all that are there from the first page to the last."""
     after = "-"
     while found := (await shard.send(("ZRANGE", shard.keys.payloads, after, "+", "BYLEX", "LIMIT", 0, NAMED_TOGETHER)))[0]:
         yield [name.decode() for name in found]

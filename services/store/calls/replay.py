@@ -14,15 +14,15 @@ REWEIGHED_TOGETHER = 1000  # groups in one call
 
 
 class ReplayTable(Facet):
-    """Settling headers, and the table they lead to."""
+    """Settles headers into the replay table, and reads and changes the table."""
 
     async def read_headers(self, fence: int, count: int) -> list[HeaderEntry]:
-        """Headers that are not settled, oldest first."""
+        """Return headers that are not settled, oldest first."""
         reply = await self._redis.call("read_headers", fence, count)
         return [read_header(reply[i], reply[i + 1]) for i in range(0, len(reply), 2)]
 
     async def settle(self, fence: int, settlements: Sequence[Settlement]) -> int:
-        """Settle headers in one go; a full table makes room first. Returns how many were not settled before."""
+        """Settle headers in one call; a full table evicts first. Returns how many were not settled before."""
         args: list[Any] = []
         for s in settlements:
             kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), int(s.rate[2]))
@@ -31,10 +31,13 @@ class ReplayTable(Facet):
         return int(await self._redis.call("settle", fence, *args))
 
     async def sweep_and_peek(self, fence: int, oldest_fresh: int, wanted: int, gaps_passed: int = 0) -> SweptTable:
-        """Drop groups with a version below `oldest_fresh` as stale, then look: the `wanted` first groups by the sampler, and the
-        filtered ones beyond the first `gaps_passed`, as many of them as there are slots."""
+        """Drop groups with a version below `oldest_fresh` as stale, then peek.
+
+        Returns the `wanted` first groups by the sampler, and the filtered ones beyond the first `gaps_passed`, at most as many as
+        there are slots.
+        """
         stale = 0
-        while True:  # a call drops some hundreds at most
+        while True:  # a call drops at most a few hundred
             counts, uses, gaps, first, weight_sum = await self._redis.call(
                 "sweep_and_peek", fence, max(oldest_fresh, 0), wanted, gaps_passed
             )
@@ -53,7 +56,7 @@ class ReplayTable(Facet):
         )
 
     async def groups(self, names: Sequence[str]) -> list[BufferedGroup]:
-        """Groups of the table by name, in that order; those that are not there are left out."""
+        """Return groups of the table by name, in that order, omitting those that are missing."""
         if not names:
             return []
         rows = await self._redis.send(*[("HMGET", self._keys.group(name), "uses", "header") for name in names])
@@ -64,7 +67,7 @@ class ReplayTable(Facet):
         ]
 
     async def reweigh(self, fence: int, weights: Mapping[str, float]) -> int:
-        """The trainer gives groups new weights, 0..1e9. Those that left the table are passed over.
+        """Give groups new weights, 0..1e9, from the trainer. Skips groups that have left the table.
 
         Returns how many were there.
         """
@@ -74,11 +77,11 @@ class ReplayTable(Facet):
         return sum(map(int, await self._redis.send(*calls))) if calls else 0
 
     async def rescale(self, fence: int, base: int, new_base: int, factor: float) -> int:
-        """Multiply all weights by `factor`, once, as weights by recency come to be relative to `new_base`."""
+        """Multiply all weights by `factor`, once, when weights by recency become relative to `new_base`."""
         return int(await self._redis.call("rescale", fence, base, new_base, float(factor)))
 
     async def recency_base(self) -> int:
-        """Policy version that weights by recency are relative to."""
+        """Return the policy version that weights by recency are relative to."""
         return int(await self._redis.ask(self._redis.commands.hget(self._keys.replay_state, "base")) or 0)
 
     async def pass_over(self, fence: int, gaps_until: int) -> None:
@@ -86,7 +89,7 @@ class ReplayTable(Facet):
         await self._redis.call("pass_over", fence, gaps_until)
 
     async def rates(self) -> dict[int, PassRate]:
-        """Dataset row -> the settled group of it that counts, where pass rates are kept."""
+        """Return the settled group that counts for each dataset row, if pass rates are kept."""
         raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.rates))
         parted = ((int(row), value.split(b" ")) for row, value in raw.items())
         return {row: PassRate(int(seq), float(rate)) for row, (seq, rate, _) in parted}

@@ -1,8 +1,7 @@
-"""Taking a run back to a snapshot (functions/snapshot.lua, store/snapshot_format.py), and the end of a run's keys.
+"""Restores a run to a snapshot (functions/snapshot.lua, store/snapshot_format.py), and deletes a run's keys.
 
-Guarantees: nobody but the trainer that restores changes the run meanwhile, and one that hung in it writes nothing any more, but
-for payloads in shards that nobody names; no command works on more than some hundred groups; a restore that is cut off is begun
-again.
+Guarantees: only the restoring trainer changes the run meanwhile, and one that hung in a restore writes nothing afterwards, except
+payloads in shards that nobody names; no command handles more than a few hundred groups; an interrupted restore is started again.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ from services.store.snapshot_format import (
     restoration,
 )
 
-WORDS = 4000  # of commands in one call of a function, which Lua's stack has to hold
+WORDS = 4000  # of commands in one call of a function, which Lua's stack must hold
 TOGETHER = 256  # entries of a stream in one request
 KEPT = ("run", "fleet", "fleet:status", "sync", "metrics", "evaluations", "tickets", "headers")
-"""What a restore leaves in place: who is there, numbers of sync rounds, history; the streams are emptied by `restore_begin`."""
+"""Keys that a restore leaves in place: fleet, numbers of sync rounds, history; the streams are emptied by `restore_begin`."""
 Command = tuple[Any, ...]
 Write = Callable[[Sequence[Command]], Awaitable[None]]
 
 
 class Restores(Facet):
-    """The way back to a snapshot."""
+    """Restores a run to a snapshot."""
 
     async def restore(self, fence: int, snapshot: Snapshot, keep_plans: bool, alive: Callable[[], None]) -> None:
-        """Take the run back to `snapshot`; what it is now is gone. `alive` is called often.
+        """Restore the run to `snapshot`; its current state is lost. `alive` is called often.
 
-        `keep_plans`: whether steps that were prepared can be trained as they were planned (see `snapshot.restoration`).
-        Raises `Fenced`, `StoreError`, `SnapshotError`; then the next trainer has to begin it again.
+        `keep_plans`: whether prepared steps can be trained as they were planned (see `snapshot_format.restoration`). Raises
+        `Fenced`, `StoreError`, `SnapshotError`; the next trainer must then start it again.
         """
         head = snapshot.head
         await self._payloads.spread(int(head.run.get(FIELD, 0)))
         await self._redis.call("restore_begin", fence, head.step)
         write = partial(self._write, fence, head.step)
         await self._delete_all_but(KEPT, write)
-        await self._payloads.sweep()  # makes room for what comes back
+        await self._payloads.sweep()  # frees memory for what is restored
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
         if self._payloads.shards:
             target = replace(target, plans={step: renamed_plan(plan, fence) for step, plan in target.plans.items()})
@@ -67,7 +66,7 @@ class Restores(Facet):
         await write(self._commands_of_head(head, target))
         await write([("ZADD", self._keys.requeued, place, name) for place, name in enumerate(head.requeued)])
         departed = head.departed if target.whole else []
-        for first in range(0, len(departed), 1000):  # cut to what was there before, as a call may be sent twice
+        for first in range(0, len(departed), 1000):  # truncated to the earlier length first, because a call may be sent twice
             cut = ("LTRIM", self._keys.departed, 0, first - 1) if first else ("DEL", self._keys.departed)
             await write([cut, ("RPUSH", self._keys.departed, *departed[first : first + 1000])])
         for stream, key, last in (
@@ -79,14 +78,14 @@ class Restores(Facet):
         await self._redis.call("restore_end", fence, head.step, *fields)
 
     async def _put_in_shards(self, groups: Sequence[SnapshotGroup], write: Write) -> None:
-        """Groups of new names. The index names their payloads before they are there, or a sweep would take them."""
+        """Put groups with new names into shards. The index names their payloads first, or a sweep would delete them."""
         payloads = {group.fields["payload"].decode(): group.payload for group in groups if group.payload is not None}
         named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
         await write([command for group in named for command in self._put(group)])
         await self._payloads.lay(payloads)
 
     async def _write(self, fence: int, step: int, commands: Sequence[Command]) -> None:
-        """Write while the run is being restored to `step` by the trainer with this fence. Raises `Fenced` when it is not."""
+        """Write while the trainer with this fence restores the run to `step`. Raises `Fenced` if it does not."""
         args: list[Any] = []
         for command in commands:
             args += (len(command), *command)
@@ -97,8 +96,10 @@ class Restores(Facet):
             await self._redis.call("restore_write", fence, step, *args)
 
     async def delete_run(self, payload_shards: int = 0) -> None:
-        """Delete every key of the run; those in shards first, as the run says where they are. `payload_shards`: how many, if it
-        does not say so any more."""
+        """Delete every key of the run, those in shards first, because the run says where they are.
+
+        `payload_shards`: how many there are, if the run no longer says so.
+        """
         await self._payloads.delete_shards(payload_shards)
 
         async def write(commands: Sequence[Command]) -> None:
@@ -115,7 +116,7 @@ class Restores(Facet):
                 self._redis.at_owner, ("INFO", "server"), ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             )
             server = facts(info)["run_id"]
-            if cursor and server != asked:  # another one, or started anew: the cursor means nothing to it
+            if cursor and server != asked:  # another server, or one that restarted: the cursor means nothing to it
                 cursor = 0
                 continue
             if gone := [key for key in found if key not in names]:
@@ -132,7 +133,7 @@ class Restores(Facet):
                 return [("XADD", self._keys.deadletter, entry, *_flat(fields)) for entry, fields in entries]
             case Rows("rates", fields):
                 return [("HSET", self._keys.rates, *_flat(fields))]
-            case Rows(_, fields):  # drops, read a moment later than the tickets: one that is under way was not dropped
+            case Rows(_, fields):  # drops were read a moment after the tickets: a ticket in progress was not dropped
                 fields = {name: said for name, said in fields.items() if name not in target.reissue}
                 times = [part for name, said in fields.items() for part in (said.split()[0], name)]
                 drops = self._keys.drops
@@ -165,7 +166,7 @@ class Restores(Facet):
         return commands
 
     async def _forget_after(self, stream: str, key: str, last: int, write: Write) -> None:
-        """Delete the entries of a history that is to be written anew: those numbered by `key` after `last`."""
+        """Delete the entries of a history that will be written again: those numbered by `key` after `last`."""
         before = "+"
         while entries := await self._redis.ask(self._redis.commands.xrevrange(stream, before, "-", TOGETHER)):
             gone = [entry for entry, fields in entries if msgspec.json.decode(fields[b"m"])[key] > last]

@@ -1,7 +1,7 @@
-"""Copying dataprep's state into a file (functions/snapshot.lua, store/snapshot_format.py).
+"""Copies dataprep's state into a file (functions/snapshot.lua, store/snapshot_format.py).
 
-Guarantees: a copy is of one instant, or it is begun anew; no command works on more than some hundred groups, so the server stays
-responsive.
+Guarantees: a copy is of one instant, or it is started again; no command handles more than a few hundred groups, so the server
+stays responsive.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from services.protocol.errors import StoreError
 from services.store.calls.facet import Facet
 from services.store.snapshot_format import LAYOUT, Groups, Head, Letters, Rows, SnapshotGroup, Writer
 
-LEASE_S = 10.0  # the leader goes on so long after whoever copies has died
-HOLD_S = 2.0  # how often it says that it is still at it
+LEASE_S = 10.0  # the leader resumes this long after the copying process has died
+HOLD_S = 2.0  # how often the copying process renews the hold
 TOGETHER = 256  # groups, rows or letters in one request
-PAYLOADS_TOGETHER = 64  # of some 40 KB, and up to ten times that
+PAYLOADS_TOGETHER = 64  # of some 40 KB, up to ten times that
 ATTEMPTS = 5
 ROWS = ("rates", "drops")
 
 
 class SnapshotWriter(Facet):
-    """Snapshots of a run."""
+    """Writes snapshots of a run."""
 
     async def save(self, fence: int, step: int, path: Path, payloads: bool) -> None:
-        """Write a snapshot of the run behind `step`, with the tokens of all groups if `payloads`. Raises `StoreError`, `OSError`.
+        """Write a snapshot of the run after `step`, with the tokens of all groups if `payloads`. Raises `StoreError`, `OSError`.
 
-        The leader is held off meanwhile: some 35 µs a group, with payloads some 110 µs.
+        The leader is paused meanwhile: some 35 µs per group, with payloads some 110 µs.
         """
         for _ in range(ATTEMPTS):
             token = secrets.token_hex(8)
@@ -39,16 +39,16 @@ class SnapshotWriter(Facet):
             try:
                 committed = int(_texts(found[0])["committed_step"])
                 if committed != step:
-                    raise StoreError(f"Redis has committed step {committed}, the weights are those behind step {step}")
+                    raise StoreError(f"Redis has committed step {committed}, but the weights are those after step {step}")
                 held = await self._copy(fence, token, found, path, payloads)
             finally:
                 held_to_the_end = bool(await self._redis.call("snapshot_end", fence, token))
             if held and held_to_the_end:
                 return
-        raise StoreError(f"no snapshot could be taken within {LEASE_S:g} s between two signs of life, {ATTEMPTS} times")
+        raise StoreError(f"snapshot failed {ATTEMPTS} times: its {LEASE_S:g} s lease was not renewed in time")
 
     async def _copy(self, fence: int, token: str, found: Any, path: Path, payloads: bool) -> bool:
-        """Copy what `snapshot_begin` found and the rest. False: the leader went on meanwhile."""
+        """Copy what `snapshot_begin` found and the rest. Returns False if the leader resumed meanwhile."""
         head = await self._head(found, payloads)
         writer, held = Writer(path), time.monotonic()
         try:
@@ -100,7 +100,7 @@ class SnapshotWriter(Facet):
             after = f"({entries[-1][0].decode()}"
 
     async def _names(self, head: Head) -> AsyncIterator[list[str]]:
-        """Groups of the table in order of issue, then those of prepared steps that have left it."""
+        """Yield groups of the table in issue order, then those of prepared steps that have left it."""
         together = PAYLOADS_TOGETHER if head.whole else TOGETHER
         first, seen = 0, set[str]()
         planned = {

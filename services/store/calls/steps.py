@@ -11,11 +11,11 @@ from services.protocol.messages import Payload, RankPlan, StepPlan
 from services.store.calls.facet import Facet
 from services.store.calls.payloads import FETCHED_TOGETHER
 
-REQUESTS_UNDER_WAY = 2  # requests under way at a time: the server works on one while the client does on the other
+REQUESTS_UNDER_WAY = 2  # concurrent requests: the server works on one while the client works on the other
 
 
 class Steps(Facet):
-    """What dataprep prepares and the trainer commits, publishes and checkpoints."""
+    """The steps that dataprep prepares and the trainer commits, publishes and checkpoints."""
 
     async def prepare(
         self,
@@ -28,7 +28,7 @@ class Steps(Facet):
     ) -> None:
         """Write the plan of a step and draw its groups from the table. Raises `OutOfOrder`.
 
-        `oldest_fresh`: refused if a group has an older version. `variates`: Exp(1), one a group, where the table has clocks.
+        `oldest_fresh`: rejects groups with an older version. `variates`: Exp(1), one per group, if the table has clocks.
         `gaps_until`: filtered groups up to this issue sequence have had their place in this step.
         """
         given = " ".join(repr(float(variate)) for variate in variates)
@@ -36,20 +36,20 @@ class Steps(Facet):
         await self._redis.call("prepare", fence, plan.step, max(oldest_fresh, 0), *args)
 
     async def plan(self, step: int) -> StepPlan | None:
-        """The plan of a step, or None when it is not prepared or already retired."""
+        """Return the plan of a step, or None if it is not prepared or already retired."""
         raw = await self._redis.ask(self._redis.commands.hget(self._keys.step(step), "plan"))
         return None if raw is None else codec.decode(raw, StepPlan)
 
     async def rank_plan(self, step: int, rank: int) -> RankPlan:
-        """The rows of one rank."""
+        """Return the rows of one rank."""
         raw = await self._redis.ask(self._redis.commands.hget(self._keys.step(step), f"rank:{rank}"))
         if raw is None:
             raise StoreError(f"step {step} was planned without rank {rank}: start as many ranks as trainer.ranks says")
         return codec.decode(raw, RankPlan)
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
-        """Payloads by name. Raises `Damaged`, which names all that are missing or cannot be read."""
-        together = FETCHED_TOGETHER * (len(self._payloads.shards) or 1)  # in one request, to each server
+        """Return payloads by name. Raises `Damaged`, which names all that are missing or unreadable."""
+        together = FETCHED_TOGETHER * (len(self._payloads.shards) or 1)  # in one request to each server
         pieces = [names[i : i + together] for i in range(0, len(names), together)]
         fetched: dict[str, Payload] = {}
         damaged: dict[str, str] = {}
@@ -60,8 +60,8 @@ class Steps(Facet):
                     try:
                         if data is None:
                             raise codec.CorruptMessage(
-                                "it is gone from Redis: is an eviction policy or another client deleting keys, or did its server "
-                                "lose its last moments?"
+                                "it is gone from Redis: check for an eviction policy, another client that deletes keys, or a "
+                                "server that lost its last writes"
                             )
                         fetched[name] = codec.decode(codec.unseal(data), Payload)
                     except codec.CorruptMessage as error:
@@ -73,7 +73,7 @@ class Steps(Facet):
         return fetched
 
     async def commit(self, fence: int, step: int) -> bool:
-        """Count a step as trained. False: it was committed before. Raises `OutOfOrder`, `Fenced`."""
+        """Count a step as trained. Returns False if it was committed before. Raises `OutOfOrder`, `Fenced`."""
         return bool(await self._redis.call("commit", fence, step))
 
     async def discard_damaged(
@@ -84,10 +84,10 @@ class Steps(Facet):
         reasons: Mapping[str, str],
         steps: Sequence[tuple[StepPlan, Sequence[RankPlan]]],
     ) -> int:
-        """Bury groups that cannot be trained, each for its reason; how many were.
+        """Make dead letters of groups that cannot be trained, each with its reason. Returns how many.
 
-        `first`: the first step that is not in the trainer's weights. `steps`: those from there to `prepared` that have any of the
-        groups, without them. Raises `OutOfOrder` when another step was prepared meanwhile.
+        `first`: the first step that is not in the trainer's weights. `steps`: the steps from there to `prepared` that have any of
+        the groups, without them. Raises `OutOfOrder` if another step was prepared meanwhile.
         """
         args: list[str | bytes | int] = [part for pair in reasons.items() for part in pair]
         for plan, ranks in steps:
@@ -95,11 +95,11 @@ class Steps(Facet):
         return int(await self._redis.call("discard_damaged", fence, first, prepared, len(reasons), *args))
 
     async def publish(self, fence: int, version: int) -> bool:
-        """The fleet holds `version`; the slots of its steps come free. False: it was published before."""
+        """Record that the fleet holds `version`, which frees the slots of its steps. Returns False if it was published before."""
         return bool(await self._redis.call("publish", fence, version))
 
     async def checkpointed(self, fence: int, step: int) -> None:
-        """A checkpoint holds every step up to and including `step`."""
+        """Record that a checkpoint covers every step up to and including `step`."""
         await self._redis.call("checkpointed", fence, step)
 
     async def retire(self) -> int:

@@ -14,12 +14,12 @@ from services.store.connection.base import Connection
 from services.store.connection.batching import Batcher
 from services.store.records import Claim, read_claim
 
-SUBMITTED_TOGETHER = 16  # groups in one request, of some 40 KB each: below a MB a request costs no more per group
-REQUESTS_UNDER_WAY = 2  # requests under way at a time: the server works on one while the client does on the other
+SUBMITTED_TOGETHER = 16  # groups in one request, of some 40 KB each: below 1 MB a request costs no more per group
+REQUESTS_UNDER_WAY = 2  # concurrent requests: the server works on one while the client works on the other
 
 
 class _Submission(NamedTuple):
-    """A group on its way to Redis."""
+    """A group being submitted to Redis."""
 
     payload: str
     sealed: bytes
@@ -28,7 +28,7 @@ class _Submission(NamedTuple):
 
 
 class Tickets(Facet):
-    """What dataprep issues and generators claim, renew, hand back and submit."""
+    """The tickets that dataprep issues and generators claim, renew, hand back and submit."""
 
     def __init__(self, connection: Connection, payloads: Payloads) -> None:
         super().__init__(connection, payloads)
@@ -43,10 +43,10 @@ class Tickets(Facet):
         epochs: Mapping[str, bytes] | None = None,
         requeued: int = 0,
     ) -> int:
-        """Issue `tickets`, which start at `cursor`, if as many slots are free; returns how many: all or none.
+        """Issue `tickets`, which start at `cursor`, if that many slots are free. Returns how many: all or none.
 
         `order`: state of the prompt order after them. `epochs`: rows of the epochs that begin with them, by source. The first
-        `requeued` of them come back from the dead letters.
+        `requeued` of them come from the dead letters.
         """
         args: list[Any] = [part for item in (epochs or {}).items() for part in item]
         for ticket in tickets:
@@ -54,23 +54,25 @@ class Tickets(Facet):
         return int(await self._redis.call("issue", fence, cursor, order, requeued, len(epochs or {}), *args))
 
     async def order(self) -> tuple[bytes, dict[str, bytes]]:
-        """The prompt order as `issue` last left it: its state, and the rows of each source's epoch. Empty before the first."""
+        """Return the prompt order as `issue` last left it: its state, and the rows of each source's epoch. Empty before the
+        first.
+        """
         found = await self._redis.ask(self._redis.commands.hgetall(self._keys.order))
         raw = {name.decode(): value for name, value in found.items()}
         return raw.pop("state", b""), {name.removeprefix("rows:"): rows for name, rows in raw.items()}
 
     async def issue_again(self, fence: int, tickets: Sequence[Ticket]) -> int:
-        """Issue tickets that a restore cut off, under their old sequence. Returns how many were not issued again before."""
+        """Issue tickets that a restore interrupted, under their old sequence. Returns how many were not issued again before."""
         args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
         return int(await self._redis.call("issue_again", fence, *args))
 
     async def reissue(self, count: int) -> list[tuple[str, int]]:
-        """The first tickets that a restore cut off and that were not issued again, with their issue sequence."""
+        """Return the first tickets that a restore interrupted and that were not issued again, with their issue sequence."""
         found = await self._redis.ask(self._redis.commands.zrange(self._keys.reissue, 0, count - 1, withscores=True))
         return [(name.decode(), int(seq)) for name, seq in found]
 
     async def requeued(self, count: int) -> list[str]:
-        """The first tickets that wait to be issued again."""
+        """Return the first tickets that wait to be issued again."""
         return [name.decode() for name in await self._redis.ask(self._redis.commands.zrange(self._keys.requeued, 0, count - 1))]
 
     async def claim(
@@ -95,7 +97,7 @@ class Tickets(Facet):
         return reply[0].decode(), claims
 
     async def renew(self, consumer: str, claims: Sequence[Claim]) -> set[str]:
-        """Renew leases; the entries that are lost."""
+        """Renew leases. Returns the entries that are lost."""
         args = [part for claim in claims for part in (claim.entry, claim.fence)]
         return {entry.decode() for entry in await self._redis.call("renew", consumer, *args)}
 
@@ -104,22 +106,23 @@ class Tickets(Facet):
         return bool(await self._redis.call("release", consumer, claim.entry, claim.fence, tokens))
 
     async def fail(self, consumer: str, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back after a failure, or bury it (True) after `max_attempts` of them."""
+        """Hand a ticket back after a failure, or after `max_attempts` failures make it a dead letter (returns True)."""
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, claim.body, max_attempts, reason)
         return int(await self._redis.call("fail", *args)) == 1
 
     async def submit(self, consumer: str, claim: Claim, header: Header, payload: bytes, ttl_s: int) -> bool:
-        """Write the payload, then commit it with its header. False: the ticket was not held any more, nothing is stored.
+        """Write the payload, then commit it with its header. Returns False, with nothing stored, if the ticket was no longer
+        held.
 
-        `payload` is an encoded `Payload`; it is sealed and written with an expiry that the commit takes away. Groups that are
-        submitted at the same time travel together. Where payloads lie in shards they go there first.
+        `payload` is an encoded `Payload`; it is sealed and written with an expiry that the commit removes. Groups submitted at
+        the same time share a request. With shards, payloads are written there first.
         """
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header))
         accepted = await self._submissions.ask(_Submission(claim.payload, codec.seal(payload), ttl_s, args))
         if accepted == -1:
             raise StoreError(f"payload of ticket {claim.ticket_id} expired before its header arrived: raise replay.payload_ttl_s")
         if accepted == -2:
-            raise ValueError(f"header of ticket {claim.ticket_id} is larger than an entry of the stream may be: smaller groups")
+            raise ValueError(f"header of ticket {claim.ticket_id} is too large for a stream entry: lower sampling.group_size")
         return bool(accepted)
 
     async def _submit(self, groups: Sequence[_Submission]) -> list[int]:
@@ -133,9 +136,9 @@ class Tickets(Facet):
         return (await self._redis.send(*writes, self._redis.function("submit", *args)))[-1]
 
     async def save_partial(self, consumer: str, claim: Claim, data: bytes, ttl_s: int) -> bool:
-        """Save the tokens so far of a ticket. False: it was not held any more."""
+        """Save the tokens so far of a ticket. Returns False if it was no longer held."""
         return bool(await self._redis.call("save_partial", consumer, claim.entry, claim.fence, claim.ticket_id, ttl_s, data))
 
     async def load_partial(self, ticket: str) -> bytes | None:
-        """The tokens so far of a ticket that somebody began."""
+        """Return the tokens so far of a ticket that was started before."""
         return await self._redis.ask(self._redis.commands.get(self._keys.partial(ticket)))

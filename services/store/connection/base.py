@@ -1,7 +1,7 @@
-"""How the store talks to Redis: functions by name, plain commands, errors that say what to do.
+"""The connection between store and Redis: functions by name, plain commands, actionable errors.
 
-Guarantees: every call may be repeated after a lost reply, so the client retries by itself through a restart of the server;
-a server that was replaced by an empty one, or took a Cluster's slot over, gets the functions again.
+Guarantees: every call may be repeated after a lost reply, so the client itself retries through a restart of the server; a server
+that was replaced by an empty one, or that took over a Cluster's slot, gets the functions again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class Connection:
-    """Calls functions and plain commands; everything it raises is a `StoreError` or one of its kind."""
+    """Calls functions and plain commands; everything it raises is a `StoreError` or a subclass."""
 
     def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
         self.client, self.commands = client, typed(client)
         self.keys = keys
         self.url = url
         self.login = Login()
-        self.owner: SlotOwner | None = None  # of the run's slot; None: the server is no node of a Cluster
+        self.owner: SlotOwner | None = None  # of the run's slot; None: the server is not a node of a Cluster
         self._fast = FastConnection.beside(client)
         self._plain = typed(plain_client(client)) if self._fast is None else None
         self._library, code = library()
@@ -39,9 +39,9 @@ class Connection:
 
     @classmethod
     async def connect(cls, url: str, run: str, login: Login | str | None = None) -> Self:
-        """Connect, check the server and load the functions. Raises `StoreError` in seconds when any of it fails.
+        """Connect, check the server and load the functions. Raises `StoreError` within seconds on failure.
 
-        `login` may be a mere password.
+        `login` may be a plain password.
         """
         login = login if isinstance(login, Login) else Login(login or "")
         keys = Keys(run)
@@ -63,12 +63,14 @@ class Connection:
         await self.client.aclose()
 
     def _check_load(self, reply: Any) -> None:
-        """Those who may not load the functions are helped by those who may: the launcher, dataprep and the trainer (acl.py)."""
+        """Check the reply to loading the functions. Users without that permission rely on others: the launcher, dataprep and the
+        trainer (acl.py).
+        """
         if isinstance(reply, RedisError) and "already exists" not in str(reply) and not _no_right(reply):
             raise explain(self.url, reply) from None
 
     async def ask(self, reply: Awaitable[T]) -> T:
-        """Await a plain command; its errors become the store's."""
+        """Await a plain command and turn its errors into the store's."""
         try:
             return await reply
         except RedisError as error:
@@ -82,23 +84,23 @@ class Connection:
         return ("FCALL", f"{self._library}_{name}", 1, self.keys.prefix, *args)
 
     async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Send commands in one go; their replies. Raises what the first refused one means."""
+        """Send commands in one request. Returns their replies; raises the store's error for the first one that failed."""
         replies = await self._exchange(commands)
         if any(_no_function(reply) for reply in replies):
-            # In one request, as which of a Cluster's masters a load goes to hangs on the commands beside it.
+            # In one request, because the neighbouring commands decide which of a Cluster's masters a load goes to.
             loaded, *replies = await self._exchange([self._load, *commands])
             self._check_load(loaded)
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         for error in errors:
             if _no_function(error):
                 raise StoreError(
-                    f"Redis at {self.url} has not got the functions of this version yet: dataprep loads them"
+                    f"Redis at {self.url} does not have the functions of this version yet: start dataprep, which loads them"
                 ) from None
             raise self._refusal(error) from None
         return replies
 
     async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The replies to commands on one connection, an error among them as a value."""
+        """Return the replies to commands on one connection, with errors as values."""
         if self._plain is not None:
             return await self.ask(_replies(self._plain, commands))
         assert self._fast is not None
@@ -106,14 +108,14 @@ class Connection:
 
     @property
     def at_owner(self) -> tuple[Any, ...]:
-        """To go along with commands that have no key, which any node of a Cluster would answer.
+        """Return a command to send along with commands that have no key, which any node of a Cluster would answer.
 
-        This one the owner of the run's slot does alone and, as the key never exists, not while the slot moves.
+        Only the owner of the run's slot performs this one and, because its key never exists, not while the slot moves.
         """
         return ("HLEN", self.keys.prefix)
 
     async def info(self, *sections: str) -> dict[str, str]:
-        """What the run's server says of itself."""
+        """Return INFO of the run's server."""
         _, text = await self.send(self.at_owner, ("INFO", *sections))
         return facts(text)
 
@@ -133,13 +135,13 @@ class Connection:
 
 
 def facts(info: bytes) -> dict[str, str]:
-    """The fields of a reply to INFO."""
+    """Return the fields of a reply to INFO."""
     lines = info.decode().splitlines()
     return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
 async def _replies(plain: Commands, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """By redis-py, which knows TLS and unix sockets; as a wire gives them."""
+    """Return replies through redis-py, which supports TLS and unix sockets, in the format of a `FastConnection`."""
     if len(commands) == 1:  # cheaper than a pipeline of one
         try:
             return [await plain.execute_command(*commands[0])]

@@ -1,7 +1,7 @@
-"""Calls that are made while earlier ones are on their way are joined into one.
+"""Joins calls that are made while earlier ones are in flight.
 
-Guarantees: every call gets its own answer or error; at most `max_calls` joint calls are under way, so a busy pod sends few
-large requests over few connections, and an idle one waits for nobody.
+Guarantees: every call gets its own answer or error; at most `max_calls` joint calls are in flight, so a busy pod sends a few
+large requests over few connections, and an idle one does not wait.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Answer = TypeVar("Answer")
 
 
 class Batcher(Generic[Item, Answer]):
-    """`call(items)` answers several at once, in order; an error of it is the error of each."""
+    """Batches calls: `call(items)` answers several at once, in order; its error is the error of each."""
 
     def __init__(self, call: Callable[[list[Item]], Awaitable[list[Answer]]], most: int, max_calls: int) -> None:
         self._call, self._most, self._max_calls = call, most, max_calls
         self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
-        self._busy = 0  # max_calls at work
+        self._busy = 0  # calls in flight
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, item: Item) -> Answer:
-        """The answer to one item. A caller who is cancelled does not know whether it was sent."""
+        """Return the answer to one item. A cancelled caller does not know whether the item was sent."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if self._busy < self._max_calls:
             self._busy += 1
             task = asyncio.create_task(self._work(), name="batched calls")
-            self._tasks.add(task)  # asyncio itself keeps no hold of it
+            self._tasks.add(task)  # asyncio itself holds only a weak reference
             task.add_done_callback(self._tasks.discard)
         return await future
 
@@ -39,10 +39,10 @@ class Batcher(Generic[Item, Answer]):
             while batch := self._next():
                 await self._answer(batch)
         finally:
-            self._busy -= 1  # in the same breath as the last look at what waits, so that nobody waits for a first that ended
+            self._busy -= 1  # no await since the last check of the queue, so that no item waits for a worker that has ended
 
     def _next(self) -> list[tuple[Item, asyncio.Future[Answer]]]:
-        self._waiting = [(item, future) for item, future in self._waiting if not future.done()]  # without the cancelled
+        self._waiting = [(item, future) for item, future in self._waiting if not future.done()]  # drop cancelled items
         batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
         return batch
 
@@ -52,7 +52,7 @@ class Batcher(Generic[Item, Answer]):
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():
                     future.set_result(answer)
-        except Exception as error:  # whatever it is, those who asked must hear of it
+        except Exception as error:  # any error must reach the callers
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)

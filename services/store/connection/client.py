@@ -1,7 +1,7 @@
-"""Redis clients and the state of the server behind them: the only place where a client is made.
+"""Redis clients and checks of their server: the only place where a client is created.
 
-Guarantees: a server that cannot serve a run is found out in seconds, with one line that says why and how to mend it;
-no wait is without a limit.
+Guarantees: a server that cannot serve a run is detected within seconds, with one line that says why and how to fix it; every wait
+has a limit.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from services.store.connection.fast_connection import VANISHED
 
 OLDEST_SERVER = (7, 0)  # the first Redis with Functions
 CONNECT_TIMEOUT_S = 5.0
-REPLY_TIMEOUT_S = 60.0  # longer than an AOF rewrite was ever seen to stall a reply
-PROBE_TIMEOUT_S = 2.0  # of each try to reach a server that may not be one; two to connect, for each of two to ask
+REPLY_TIMEOUT_S = 60.0  # longer than any stall seen during an AOF rewrite
+PROBE_TIMEOUT_S = 2.0  # for each attempt to reach a server that may not exist; two attempts to connect, two queries each
 PROBE_RETRIES = 1
-NO_RIGHT = ("has no permissions", "user executing the script can't", "not allowed to access")  # of a user, inside a function
+NO_RIGHT = ("has no permissions", "user executing the script can't", "not allowed to access")  # the last two in a function
 RETRIES = 12  # back-off 0.05 s doubling to 1 s: about 9 s, a restart of a server
 
 
 @dataclass(frozen=True)
 class Login:
-    """How a client proves itself, and how it knows the server."""
+    """A client's credentials, and how it verifies the server."""
 
     password: str = field(default="", repr=False)
     user: str = ""
-    """Empty: the one that the address names, or the server's default user."""
+    """User name; empty: the one in the address, or the server's default user."""
     ca_file: str = ""
-    """For `rediss://`: certificates of who may have signed the server's; empty: those that the system trusts."""
+    """CA bundle used to verify the server certificate of `rediss://`; empty: the system's."""
 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node of a Cluster that holds something of a run."""
+    """A node of a Cluster that holds part of a run."""
 
     role: Literal["master", "replica"]
     address: Address
     said: dict[str, Any] | StoreError
-    """Of itself (INFO), or why it does not."""
+    """Its INFO, or why it did not answer."""
     shards: int = 0
-    """Of the run, on a master."""
+    """Number of the run's shards on it, if it is a master."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.address[0]}:{self.address[1]}"
 
 
 class _Trusting(aioredis.SSLConnection):
-    """Reads whom it trusts whenever it connects: the file may have been renewed since the last time."""
+    """Reloads the CA file on every connection, because it may have been renewed."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
@@ -68,19 +68,21 @@ class _Trusting(aioredis.SSLConnection):
 
 
 class _ToOwnerByTLS(ToOwner, _Trusting):
-    """To the owner in a Cluster, encrypted."""
+    """Connects to the slot owner in a Cluster, encrypted."""
 
 
 def make_client(url: str, login: Login, owner: SlotOwner | None = None) -> aioredis.Redis:
-    """A client: binary replies, bounded waits, bounded retries. Raises `StoreError` for an address that is none.
+    """Create a client: binary replies, bounded waits, bounded retries. Raises `StoreError` for an invalid address.
 
-    `owner`: the master in a Cluster to which all its connections are to lead (`check_server` knows).
+    `owner`: the master in a Cluster to which all its connections lead (`check_server` returns it).
     """
     return _client(url, login, owner, RETRIES, CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S)
 
 
 def plain_client(client: aioredis.Redis) -> aioredis.Redis:
-    """The same connections for replies as they were sent: lists and bytes, no dictionaries and pairs. Of `rediss` and `unix`."""
+    """Return a client that shares the connections and returns replies as sent: lists and bytes, no dictionaries and pairs. For
+    `rediss` and `unix`.
+    """
     plain = aioredis.Redis(connection_pool=client.connection_pool)
     plain.response_callbacks.clear()
     return plain
@@ -122,13 +124,13 @@ def _check_certificates(path: str) -> None:
     try:
         ssl.create_default_context(cafile=path)
     except (OSError, ssl.SSLError) as error:
-        raise StoreError(f"redis.ca_file = {path!r} cannot be used: {error}; name a file of certificates in PEM") from None
+        raise StoreError(f"cannot use redis.ca_file = {path!r}: {error}; name a file of certificates in PEM format") from None
 
 
 async def check_server(url: str, login: Login, key: str) -> SlotOwner | None:
-    """Raises `StoreError` when the server cannot be reached, is too old, or may evict a run's keys.
+    """Raise `StoreError` if the server is unreachable, too old, or may evict a run's keys.
 
-    Where it is a node of a Cluster this is of the master that owns the slot of `key`, which is returned.
+    For a node of a Cluster, this checks the master that owns the slot of `key`, and returns it.
     """
     shown = _shown(url)
     try:
@@ -149,10 +151,10 @@ async def check_server(url: str, login: Login, key: str) -> SlotOwner | None:
 
 
 async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()) -> list[ClusterNode]:
-    """The nodes of a Cluster on which a run is: the master that owns the slot of `key` first, those of its `shards`, by keys, and
-    all their replicas.
+    """Return the nodes of a Cluster that hold a run: the master that owns the slot of `key` first, then those of its `shards`, by
+    keys, and all their replicas.
 
-    Empty without a Cluster. Raises `StoreError` as `check_server`.
+    Empty without a Cluster. Raises `StoreError` like `check_server`.
     """
     if not (owner := await check_server(url, login, key)):
         return []
@@ -182,7 +184,7 @@ async def _said(url: str, login: Login, node: Address) -> dict[str, Any] | Store
 async def _probe(
     url: str, login: Login, owner: SlotOwner | None = None, node: Address | None = None
 ) -> AsyncGenerator[aioredis.Redis]:
-    """To the server at `url`; else to the `owner`, or to this `node` of its Cluster."""
+    """Open a client to the server at `url`, or to the `owner` or this `node` of its Cluster."""
     probe = _client(url, login, owner, PROBE_RETRIES, PROBE_TIMEOUT_S, PROBE_TIMEOUT_S)
     if node:
         probe.connection_pool.connection_kwargs.update(host=node[0], port=node[1])
@@ -193,7 +195,7 @@ async def _probe(
 
 
 async def _info(probe: aioredis.Redis) -> dict[str, Any]:
-    """One section a call: a server that is too old takes no two, and is to be told that it is too old."""
+    """Return INFO, one section per call: a server that is too old rejects two, and its age must be reported."""
     return await typed(probe).info("server") | await typed(probe).info("memory")
 
 
@@ -201,19 +203,19 @@ def _owner(shown: str, probe: aioredis.Redis, key: str) -> SlotOwner:
     pool: Any = probe.connection_pool
     if not issubclass(pool.connection_class, aioredis.Connection):
         raise StoreError(
-            f"Redis at {shown} is a node of a Redis Cluster, whose others no socket file reaches: "
+            f"Redis at {shown} is a node of a Redis Cluster, whose other nodes cannot be reached through a socket file: "
             "set redis.url to redis://host:port/0 of one of them"
         )
     return SlotOwner(pool.connection_class, dict(pool.connection_kwargs), key)
 
 
 def explain(url: str, error: RedisError) -> StoreError:
-    """A one-line account of why a server cannot be used."""
+    """Return a one-line explanation of why a server cannot be used."""
     url = _shown(url)
     if isinstance(error, AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
-        return StoreError(f"Redis at {url} refused the password: set redis.password_file or GRPO_REDIS_PASSWORD")
+        return StoreError(f"Redis at {url} rejected the password: set redis.password_file or GRPO_REDIS_PASSWORD")
     if isinstance(error, NoPermissionError) or any(words in str(error) for words in NO_RIGHT):
-        return StoreError(f"Redis at {url} does not allow that to this user ({error}): give it the rights that `grpo acl` prints")
+        return StoreError(f"Redis at {url} denies this user permission ({error}): give it the rights that `grpo acl` prints")
     if isinstance(error, OutOfMemoryError):
         return StoreError(
             f"Redis at {url} is full: raise its maxmemory, or lower admission.prompts_per_step or checkpoint.every_steps"
@@ -224,14 +226,14 @@ def explain(url: str, error: RedisError) -> StoreError:
         return StoreError(f"Redis at {url} has no such database ({error}): end redis.url in /0, the only one of a Redis Cluster")
     if isinstance(error, Elsewhere):
         return StoreError(
-            f"Redis at {url} did not come to serve the run ({error}): see that it is a master with the replicas that it wants, "
-            "and in a Redis Cluster what `redis-cli --cluster check` says"
+            f"Redis at {url} is not serving the run yet ({error}): check that it is a master with its required replicas, "
+            "and in a Redis Cluster run `redis-cli --cluster check`"
         )
     if isinstance(error, ConnectionError | TimeoutError):
-        return StoreError(f"Redis at {url} cannot be reached ({error}): is it running, and is redis.url right?")
+        return StoreError(f"Redis at {url} cannot be reached ({error}): check that it is running and that redis.url is right")
     return StoreError(f"Redis at {url} cannot be used: {error}")
 
 
 def _shown(url: str) -> str:
-    """The address without user and password, fit for a log."""
+    """Return the address without user and password, safe to log."""
     return re.sub(r"//[^@/]*@", "//", url)

@@ -1,9 +1,9 @@
-"""A run on a Redis Cluster: whole on the master that owns the slot of its hash tag, to which every connection leads.
+"""A run on a Redis Cluster: entirely on the master that owns the slot of its hash tag, to which every connection leads.
 
-Guarantees: the owner is looked for anew at each connect; what a node answers that does not own the slot, or must not serve it
-now, ends the connection as a loss of it would, so the client's retry rule sees a run through failover and moved slots. While a
-slot moves no function runs on half of its keys: the key that functions are called with never exists, so the old owner sends
-callers on (ASK), who wait for the new one.
+Guarantees: the owner is looked up on each connect; an answer from a node that does not own the slot, or must not serve it now,
+ends the connection like a lost one, so the client's retries carry a run through failover and moved slots. While a slot moves, no
+function runs on half of its keys: the key that functions are called with never exists, so the old owner redirects callers (ASK),
+who wait for the new one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 ELSEWHERE = frozenset(["MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "NOREPLICAS"])
-"""First words of refusals that another node, or the same a little later, would not make."""
+"""First words of errors that another node, or the same node a little later, would not return."""
 
 Address = tuple[str, int]
 
 
 def in_cluster(info: Mapping[str, Any]) -> bool:
-    """Whether a server is a node of a Cluster, by its reply to INFO; Redis and Valkey name the field differently."""
+    """Return whether a server is a node of a Cluster, from its INFO; Redis and Valkey name the field differently."""
     return "cluster" in (info.get("redis_mode"), info.get("server_mode"))
 
 
 class Elsewhere(ConnectionError):
-    """A node said that it is not the one that serves the run now. To retry as a lost connection."""
+    """A node reported that it does not serve the run now. Retried like a lost connection."""
 
 
 class SlotOwner:
-    """The master that owns the slot of `key`, as the nodes of its Cluster tell; `settings` are those of connections of `kind`."""
+    """Finds the master that owns the slot of `key` by asking nodes of its Cluster; `settings` are those of connections of
+    `kind`.
+    """
 
     def __init__(self, kind: type[aioredis.Connection], settings: dict[str, Any], key: str) -> None:
         self._kind, self._settings = kind, {**settings, "retry": Retry(NoBackoff(), 0)}
@@ -43,15 +45,15 @@ class SlotOwner:
         self._nodes = {self._given}
 
     def of(self, key: str) -> SlotOwner:
-        """The master that owns the slot of another key; it is looked for where this one would be."""
+        """Return the owner of another key's slot, looked up through the same nodes."""
         other = SlotOwner(self._kind, self._settings, key)
         other._nodes = set(self._nodes)
         return other
 
     async def find(self) -> Address:
-        """Where that master listens. Asks nodes in no order: one that is cut off from the others misleads once, not always.
+        """Return the address of that master. Asks nodes in random order: one that is partitioned misleads once, not always.
 
-        Raises `ConnectionError` when none can tell, and what a node says that refuses to.
+        Raises `ConnectionError` if no node knows, and the error of a node that rejects the query.
         """
         failures: list[RedisError] = []
         for node in random.sample(sorted(self._nodes), len(self._nodes)):
@@ -64,19 +66,21 @@ class SlotOwner:
                 if first <= self._slot <= last and master:
                     return master
                 if first <= self._slot <= last:
-                    failures.append(Elsewhere("its nodes are to be named by host and have none: set cluster-announce-hostname"))
+                    failures.append(
+                        Elsewhere("its nodes are to be named by host but have no host names: set cluster-announce-hostname")
+                    )
                     break
             else:
                 failures.append(Elsewhere(f"{node[0]}:{node[1]} knows no master of slot {self._slot}"))
         raise failures[-1]
 
     async def replicas(self) -> list[Address]:
-        """Where its replicas listen, as it sees them itself; without those that have no name."""
+        """Return the addresses of its replicas, as it sees them itself; omits those without a name."""
         ranges = await self._ranges(await self.find())
         return [each for first, last, nodes in ranges if first <= self._slot <= last for each in nodes[1:] if each]
 
     async def _ranges(self, node: Address) -> list[tuple[int, int, list[Address | None]]]:
-        """Ranges of slots with their master and its replicas, as `node` sees them; remembers whom it names."""
+        """Return ranges of slots with their master and its replicas, as `node` sees them, and remember the nodes it names."""
         settings: dict[str, Any] = {**self._settings, "host": node[0], "port": node[1]}
         connection = self._kind(**settings)
         try:
@@ -86,14 +90,16 @@ class SlotOwner:
         finally:
             await connection.disconnect(nowait=True)
         found = [(first, last, [_address(each, node) for each in nodes]) for first, last, *nodes in ranges]
-        if found:  # a node that was reset knows nobody
+        if found:  # a node that was reset knows no others
             self._nodes = {self._given, *(each for _, _, nodes in found for each in nodes if each)}
         return found
 
 
 def _address(node: list[Any], asked: Address) -> Address | None:
-    """Of an entry of CLUSTER SLOTS; a node that knows no name of its own is where it was asked. None: it should have a name, and
-    has none yet."""
+    """Return the address in an entry of CLUSTER SLOTS; a node that knows no name of its own has the one it was asked under.
+
+    None: it should have a name, and has none yet.
+    """
     host = (node[0] or b"").decode()
     return None if host == "?" else (host or asked[0], int(node[1]))
 
@@ -106,13 +112,13 @@ class ToOwner(aioredis.Connection):
         self._owner = owner
 
     async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
-        """Connect, if it is not; whoever calls tries again, as then the owner may be another."""
+        """Connect if not connected; the caller retries, because the owner may have changed."""
         if not self.is_connected:
             self.host, self.port = await self._owner.find()
         await super().connect_check_health(check_health, retry_socket_connect=False)
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
-        """The next reply; `Elsewhere` for what the owner would not say."""
+        """Read the next reply; raises `Elsewhere` for an error that the owner would not return."""
         try:
             return cast("Any", await super().read_response(*args, **options))
         except ResponseError as error:

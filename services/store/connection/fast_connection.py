@@ -1,8 +1,8 @@
-"""A thin way to Redis for the hot path: requests straight to the socket, payloads not joined to what stands around them, replies
-straight into hiredis' parser.
+"""A fast connection to Redis for the hot path: requests go straight to the socket without copying payloads, replies straight into
+hiredis' parser.
 
-Guarantees: every wait has a limit; a request whose connection broke is sent again, by the retry rule of the client it stands
-beside, so every command must bear being sent twice; a connection on which a request failed or was cancelled is closed.
+Guarantees: every wait has a limit; a request whose connection broke is sent again, by the retry rule of its redis-py client, so
+every command must be safe to send twice; a connection on which a request failed or was cancelled is closed.
 For plain TCP only: over TLS and unix sockets the store uses redis-py, which takes about twice the CPU time for a payload.
 """
 
@@ -23,19 +23,20 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionEr
 from services.store.connection.cluster import ELSEWHERE, Elsewhere, SlotOwner, ToOwner
 
 BUFFER_BYTES = 2**18  # received at a time
-APART_BYTES = 2**13  # a string of more is sent as it lies in memory: below that, joining it costs less than another piece
+APART_BYTES = 2**13  # longer strings are sent from their own memory; below this, copying costs less than another piece
 PIECES = 512  # in one system call; Linux takes 1024
 VANISHED = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
-"""TCP's options for a host that is gone without a word: a lost connection after 10 s with data under way, after 20 s without. A
-server that stalls is not concerned: its host acknowledges."""
+"""TCP options for a host that vanishes silently: the connection is lost after 10 s with data in flight, after 20 s without. A
+server that stalls is not affected, because its host acknowledges.
+"""
 _ERRORS = {"OOM": OutOfMemoryError, "NOAUTH": AuthenticationError, "WRONGPASS": AuthenticationError, "LOADING": BusyLoadingError}
-# A server that reads its append-only file, or a node that does not own the slot: to be awaited like one that starts.
+# A server that is reading its append-only file, or a node that does not own the slot: wait as for a server that is starting.
 _LATER = (BusyLoadingError, Elsewhere)
-_MORE = object()  # what the parser has of a reply is not all of it
+_MORE = object()  # the parser does not have a complete reply yet
 
 
 class FastConnection:
-    """Connections to the server of `client`, one for each request under way. Speaks RESP2."""
+    """Connections to the server of `client`, one per concurrent request. Speaks RESP2."""
 
     def __init__(self, client: aioredis.Redis) -> None:
         self._settings = client.connection_pool.connection_kwargs
@@ -43,13 +44,13 @@ class FastConnection:
 
     @classmethod
     def beside(cls, client: aioredis.Redis) -> FastConnection | None:
-        """The wire to the same server, with the client's limits; None when that is not reached by plain TCP."""
+        """Return the fast connection to the same server, with the client's limits; None if it is not reached by plain TCP."""
         if client.connection_pool.connection_class not in (aioredis.Connection, ToOwner):
             return None
         return _connections.setdefault(client, cls(client))
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send commands in one go; their replies, an error among them as a value."""
+        """Send commands in one request. Returns their replies, with errors as values."""
         pieces = _pieces(commands)
         return await self._settings["retry"].call_with_retry(lambda: self._once(pieces, len(commands)), self._forget)
 
@@ -59,7 +60,7 @@ class FastConnection:
             self._idle.pop().close()
 
     async def _forget(self, _error: Exception) -> None:
-        """One connection broke: the others, opened to the same server, are not to be trusted."""
+        """Distrust the idle connections after one broke, because they lead to the same server."""
         self.close()
 
     async def _once(self, pieces: Sequence[bytes], count: int) -> list[Any]:
@@ -67,7 +68,7 @@ class FastConnection:
         try:
             async with _limit(self._settings["socket_timeout"]):
                 replies = await line.ask(pieces, count)
-        except BaseException:  # cancellation too: who knows what is still under way on it
+        except BaseException:  # cancellation too: unknown data may still be in flight on it
             line.close()
             raise
         self._idle.append(line)
@@ -97,12 +98,12 @@ class FastConnection:
         return line
 
 
-_connections: WeakKeyDictionary[aioredis.Redis, FastConnection] = WeakKeyDictionary()  # stores that share a client share its wire
+_connections: WeakKeyDictionary[aioredis.Redis, FastConnection] = WeakKeyDictionary()  # shared with the client
 
 
 @asynccontextmanager
 async def _limit(seconds: float) -> AsyncGenerator[None]:
-    """Errors of the socket, and a wait past the limit, as the errors that the retry rule knows."""
+    """Turn errors of the socket, and a wait past the limit, into errors that the retry rule knows."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -167,13 +168,13 @@ class _Line:
 
 
 def _error(message: str) -> Exception:
-    """What the server refuses a command with."""
+    """Return the exception for an error reply."""
     word = message.partition(" ")[0]
     return (Elsewhere if word in ELSEWHERE else _ERRORS.get(word, ResponseError))(message.removeprefix("ERR "))
 
 
 def _pieces(commands: Sequence[tuple[Any, ...]]) -> list[bytes]:
-    """Commands as bytes to send one after another; long strings stand by themselves."""
+    """Return commands as bytes to send one after another; long strings are separate pieces."""
     pieces: list[bytes] = []
     for command in commands:
         if any(map(_is_long, command)):

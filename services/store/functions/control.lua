@@ -1,9 +1,9 @@
--- Control: a run's identity, who leads, desired state, the end, and the count of everything.
+-- Control: a run's identity, leadership, desired state, the end, and the count of everything.
 -- reads and writes: run, tickets, headers, outstanding, replay:*, step:<s>, ledger
 
--- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, and number of payload shards if
--- there are any. Creates the run, or attaches to the same one.
--- Returns 1 when created, 0 when it existed; a different run under the name is refused. Desired state may be there before.
+-- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, and number of
+-- payload shards if any. Creates the run, or attaches to the same one. Returns 1 if created, 0 if it existed; rejects a different
+-- run under the name. Desired state may already exist.
 register('create', function(prefix, args)
   local key = prefix .. ':run'
   local have = redis.call('HMGET', key, 'protocol', 'config', 'dataset')
@@ -27,8 +27,8 @@ register('create', function(prefix, args)
   return 1
 end)
 
--- args: candidate, lease ms. Takes or renews the leadership of dataprep. Returns the fencing number, or 0: another leads, or the run is
--- being restored.
+-- args: candidate, lease ms. Takes or renews the leadership of dataprep. Returns the fencing number, or 0 if another leads or the
+-- run is being restored.
 register('lead', function(prefix, args)
   local key, now = prefix .. ':run', now_ms()
   local have = redis.call('HMGET', key, 'leader', 'leader_until_ms', 'leader_fence', 'restoring')
@@ -40,7 +40,7 @@ register('lead', function(prefix, args)
   return next_fences(prefix, 'leader_fence', 1)[1]
 end)
 
--- args: candidate. Gives the leadership up at once.
+-- args: candidate. Gives up the leadership at once.
 register('step_down', function(prefix, args)
   if redis.call('HGET', prefix .. ':run', 'leader') ~= args[1] then return 0 end
   redis.call('HDEL', prefix .. ':run', 'leader', 'leader_until_ms')
@@ -48,13 +48,14 @@ register('step_down', function(prefix, args)
   return 1
 end)
 
--- no args. A trainer starts: whatever an older one still sends is refused from now on. Returns the fencing number.
+-- no args. A trainer starts: anything that an older one still sends is rejected from now on. Returns the fencing number.
 register('attach_trainer', function(prefix)
   return next_fences(prefix, 'trainer_fence', 1)[1]
 end)
 
--- args: field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `stopping`, `finished`, …), value (who and why), or '' to clear.
--- Desired state outlives every pod. A run that is to go back to a checkpoint does not end. Optional: the fence of the trainer that says so.
+-- args: field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `stopping`, `finished`, …), value
+-- (requester and reason) or '' to clear, and optionally the fence of the trainer that calls. Desired state outlives every pod. A
+-- run with a requested restore does not end.
 register('desire', function(prefix, args)
   local refusal = args[3] and fenced(prefix, 'trainer_fence', args[3])
   if refusal then return refusal end
@@ -73,7 +74,7 @@ register('desire', function(prefix, args)
   return 1
 end)
 
--- no args. Counts every ticket in one instant. Returns {name, count, …}; the ledger's own fields follow as `ledger:<field>`.
+-- no args. Counts every ticket at the same instant. Returns {name, count, …}; the ledger's own fields follow as `ledger:<field>`.
 register('audit', function(prefix)
   local refusal = redis.call('HEXISTS', prefix .. ':run', 'restoring') == 1 and busy(prefix)
   if refusal then return refusal end

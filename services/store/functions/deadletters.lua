@@ -1,11 +1,11 @@
--- Dead letters: put back what failed.
+-- Dead letters: requeues failed tickets.
 -- reads and writes: run, deadletter, ledger, outstanding, group:<group>, trained:<epoch>, drops, drops:order
 -- owns:             requeued               zset  ids of tickets taken from the dead letters, in the order in which they wait to be
 --                                                issued again
 --                   requeued:letters       hash  entry -> ticket, of the last that were put back
 --                   requeued:letters:order zset  the same entries by the time at which they were put back
 
--- Nil when the ticket of a dead letter, if there is one, may be issued again, else the reason why not.
+-- Return nil if the ticket of a dead letter may be issued again, otherwise the reason why not.
 local function objection(prefix, letter)
   if not letter then return 'there is no such dead letter: it was put back long ago, or trimmed' end
   local ticket = letter.ticket or ''
@@ -27,8 +27,8 @@ local function read_letter(prefix, id)
 end
 
 -- args: entries of the dead-letter stream. Each that was counted as failed and whose ticket is nowhere else leaves the stream and
--- waits to be issued again. Returns {entry, ticket, refusal, 1 if an earlier call put it back, …}; an empty refusal says that it was
--- put back. A repeated call changes nothing, and is answered alike when the run is over.
+-- waits to be issued again. Returns {entry, ticket, refusal, 1 if an earlier call put it back, …}; with an empty refusal it was
+-- put back. A repeated call changes nothing, and is answered the same even after the run is over.
 register('requeue', function(prefix, args)
   local refusal = busy(prefix)
   if refusal then return refusal end

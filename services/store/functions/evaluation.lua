@@ -1,16 +1,16 @@
--- Evaluation: rounds with tickets of their own, each sampled by one policy version.
+-- Evaluation: rounds with their own tickets, each sampled by one policy version.
 -- reads and writes: run (evaluated_version, evaluation_abandoned, claim_fence), fleet, fleet:status, evaluations, ledger
--- owns, while a round is open and no longer:
+-- owns, only while a round is open:
 --   eval:round      hash  version; total; opened_ms; started_ms, finished_ms: first volunteer, last result; fault
 --   eval:tickets    hash  ticket -> body
 --   eval:queue      zset  ticket without a result -> when it may be claimed, ms; below the clock of any server: now
---   eval:claims     hash  ticket -> "<member>|<fence>", the one who may submit
+--   eval:claims     hash  ticket -> "<member>|<fence>", the one that may submit
 --   eval:failures   hash  ticket -> failures reported
---   eval:expiries   hash  ticket -> leases that ran out
+--   eval:expiries   hash  ticket -> leases that expired
 --   eval:volunteers zset  member that stays on the version -> when it was admitted, ms
 --   eval:results    hash  ticket -> header
--- A set of tickets that is known from the start needs no stream: a queue by time gives the order of claims, their leases and
--- what is left, and leaves no consumers behind.
+-- A set of tickets that is known from the start needs no stream: a queue by time gives the order of claims, their leases and the
+-- remaining tickets, and leaves no consumers behind.
 
 local function part(prefix, name)
   return prefix .. ':eval:' .. name
@@ -31,7 +31,7 @@ local function hand_back(prefix, ticket)
   notify(prefix, 'evaluation')
 end
 
--- Counts a failure or an expiry of a ticket; at the limit the round cannot be completed any more, and says why.
+-- Count a failure or an expiry of a ticket. At the limit the round can no longer be completed, and records why.
 local function fails(prefix, counter, ticket, limit, reason)
   if redis.call('HINCRBY', part(prefix, counter), ticket, 1) < tonumber(limit) then return false end
   redis.call('HSETNX', part(prefix, 'round'), 'fault', 'ticket ' .. ticket .. ': ' .. reason)
@@ -39,7 +39,7 @@ local function fails(prefix, counter, ticket, limit, reason)
   return true
 end
 
--- Generators that go on for training while `member` and the volunteers evaluate.
+-- Return how many generators keep training while `member` and the volunteers evaluate.
 local function trainers_left(prefix, member, since)
   local left = 0
   for _, other in ipairs(redis.call('ZRANGE', prefix .. ':fleet', since, '+inf', 'BYSCORE')) do
@@ -52,8 +52,8 @@ local function trainers_left(prefix, member, since)
   return left
 end
 
--- args: leader fence, version, then ticket id and body of each. Returns 1 when the round of `version` is open, now or by an
--- earlier call; 0 when another is, or the version was dealt with before.
+-- args: leader fence, version, then ticket id and body of each. Returns 1 if the round of `version` is open, now or by an earlier
+-- call; 0 if another is, or the version was handled before.
 register_leader('eval_open', function(prefix, args)
   local version = redis.call('HGET', part(prefix, 'round'), 'version')
   if version then return version == args[2] and 1 or 0 end
@@ -71,7 +71,7 @@ register_leader('eval_open', function(prefix, args)
   return 1
 end, true)
 
--- args: leader fence, version, rounds. The rounds up to `version` were due and can no longer be held; they are counted.
+-- args: leader fence, version, rounds. Counts the rounds up to `version`, which were due and can no longer be held, as skipped.
 register_leader('eval_skip', function(prefix, args)
   if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
   redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
@@ -79,8 +79,8 @@ register_leader('eval_skip', function(prefix, args)
   return 1
 end)
 
--- args: member, version it holds, fence of the trainer that sent it, ttl ms, max generators, min training generators. Returns 1 when the
--- member is to stay on these weights and evaluate, now or by an earlier call; else 0, and whatever it was before, it is no volunteer now.
+-- args: member, version it holds, fence of the trainer that sent it, ttl ms, max generators, min training generators. Returns 1
+-- if the member must stay on these weights and evaluate, now or by an earlier call; otherwise 0, and it is no longer a volunteer.
 register('eval_volunteer', function(prefix, args)
   local member, version, now = args[1], args[2], now_ms()
   local volunteers, since = part(prefix, 'volunteers'), now - tonumber(args[4])
@@ -93,7 +93,7 @@ register('eval_volunteer', function(prefix, args)
   if redis.call('ZSCORE', volunteers, member) then return 1 end
   local hopeless = redis.call('HEXISTS', part(prefix, 'round'), 'fault') == 1
   if hopeless or redis.call('ZCOUNT', part(prefix, 'queue'), '-inf', now) == 0 then return 0 end
-  if version ~= run[1] then -- after the last version nothing is left to train
+  if version ~= run[1] then -- after the last version there is nothing left to train
     local evaluating = 0
     for _, other in ipairs(redis.call('ZRANGE', volunteers, 0, -1)) do
       if alive(prefix, other, since) then evaluating = evaluating + 1 end
@@ -105,8 +105,8 @@ register('eval_volunteer', function(prefix, args)
   return 1
 end)
 
--- args: member, version, lease ms, count, max expiries. Returns {1, ticket, fence, body, …}, or {0} when this member
--- has no part in an open round of the version. When the reply is lost, its tickets are claimed again once their leases ran out.
+-- args: member, version, lease ms, count, max expiries. Returns {1, ticket, fence, body, …}, or {0} if this member has no part in
+-- an open round of the version. If the reply is lost, its tickets are claimed again once their leases have expired.
 register('eval_claim', function(prefix, args)
   local member, now = args[1], now_ms()
   local round = redis.call('HMGET', part(prefix, 'round'), 'version', 'fault')
@@ -129,7 +129,7 @@ register('eval_claim', function(prefix, args)
   return reply
 end)
 
--- args: member, lease ms, then ticket and fence of each. Renews the leases still held; returns the tickets that are lost.
+-- args: member, lease ms, then ticket and fence of each. Renews the leases still held. Returns the tickets that are lost.
 register('eval_renew', function(prefix, args)
   local until_ms, lost = now_ms() + tonumber(args[2]), {}
   for i = 3, #args, 2 do
@@ -142,8 +142,8 @@ register('eval_renew', function(prefix, args)
   return lost
 end)
 
--- args: member, ticket, fence, header. Returns 1 when accepted, now or by an earlier call of the same claim; 0 when the ticket
--- was not held any more.
+-- args: member, ticket, fence, header. Returns 1 if accepted, now or by an earlier call of the same claim; 0 if the ticket was no
+-- longer held.
 register('eval_submit', function(prefix, args)
   local member, ticket, fence, header = unpack(args)
   if not owns(prefix, member, ticket, fence) then return 0 end
@@ -155,8 +155,8 @@ register('eval_submit', function(prefix, args)
   return 1
 end, true)
 
--- args: member, ticket, fence, max attempts, reason. Hands a ticket back after a failure. Returns 1 when it was one
--- too many, upon which the round is to be abandoned; 0 when handed back; -1 when it was not held any more.
+-- args: member, ticket, fence, max attempts, reason. Hands a ticket back after a failure. Returns 1 if it was one too many, after
+-- which the round must be abandoned; 0 if handed back; -1 if it was no longer held.
 register('eval_fail', function(prefix, args)
   local member, ticket, fence, limit, reason = unpack(args)
   if not owns(prefix, member, ticket, fence) then return -1 end
@@ -165,7 +165,7 @@ register('eval_fail', function(prefix, args)
   return 0
 end)
 
--- args: member, then ticket and fence of each that it hands back. The member stays on no version any more.
+-- args: member, then ticket and fence of each that it hands back. The member no longer stays on a version.
 register('eval_resign', function(prefix, args)
   for i = 2, #args, 2 do
     if owns(prefix, args[1], args[i], args[i + 1]) then hand_back(prefix, args[i]) end
@@ -191,8 +191,8 @@ register('eval_look', function(prefix, args)
   return reply
 end)
 
--- args: leader fence, version, reason, record. Ends the round: with a record it is reported, without one it was
--- abandoned for the reason. Returns 1, or 0 when the round was ended before; no key of it is left either way.
+-- args: leader fence, version, reason, record. Ends the round: with a record it is reported, without one it was abandoned for the
+-- reason. Returns 1, or 0 if the round was ended before; either way none of its keys remain.
 register_leader('eval_close', function(prefix, args)
   if redis.call('HGET', part(prefix, 'round'), 'version') ~= args[2] then return 0 end
   if args[4] ~= '' then

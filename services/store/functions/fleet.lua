@@ -1,4 +1,4 @@
--- Fleet and weight-sync rounds: who is there, and the round they take part in.
+-- Fleet and weight-sync rounds: live pods, and the round they take part in.
 -- reads and writes: run, tickets (its consumers)
 -- owns:             fleet        zset  member -> last heartbeat, ms
 --                   fleet:status hash  member -> PodStatus
@@ -13,7 +13,7 @@ local function forget(prefix, member)
   redis.call('HDEL', prefix .. ':fleet:status', member)
 end
 
--- Members of the pod `name` are gone once a new process of it is there, however fresh their heartbeat.
+-- Forget the members of the pod `name`: a new process replaces them, however recent their heartbeat.
 local function forget_former(prefix, name)
   for _, member in ipairs(redis.call('ZRANGE', prefix .. ':fleet', 0, -1)) do
     if string.match(member, '^(.*):') == name then
@@ -22,8 +22,8 @@ local function forget_former(prefix, name)
   end
 end
 
--- args: member (`<pod>:<boot>`), status, ttl ms, 1 if it shares the training tickets. Renews a heartbeat; a pod's former process and
--- members silent for ten ttl are forgotten. Returns how many generators share the tickets.
+-- args: member (`<pod>:<boot>`), status, ttl ms, 1 if it shares the training tickets. Renews a heartbeat, and forgets a pod's
+-- former process and members silent for ten ttl. Returns how many generators share the tickets.
 register('beat', function(prefix, args)
   local now = now_ms()
   if redis.call('HEXISTS', prefix .. ':fleet:status', args[1]) == 0 then
@@ -43,7 +43,7 @@ register('beat', function(prefix, args)
   return redis.call('ZCOUNT', prefix .. ':fleet:claimers', now - tonumber(args[3]), '+inf')
 end)
 
--- args: member, pod name. A pod leaves; its consumer goes too unless leases of it still have to expire.
+-- args: member, pod name. Removes a pod; its consumer is deleted too unless some of its leases still have to expire.
 register('leave', function(prefix, args)
   forget(prefix, args[1])
   if redis.call('EXISTS', prefix .. ':run') == 0 then return 1 end
@@ -53,7 +53,7 @@ register('leave', function(prefix, args)
   return 1
 end)
 
--- args: ttl ms. Returns {age ms, status, …} of the members heard of within it.
+-- args: ttl ms. Returns {age ms, status, …} of the members with a heartbeat within it.
 register('members', function(prefix, args)
   local now, result = now_ms(), {}
   local seen = redis.call('ZRANGE', prefix .. ':fleet', now - tonumber(args[1]), '+inf', 'BYSCORE', 'WITHSCORES')
@@ -64,8 +64,8 @@ register('members', function(prefix, args)
   return result
 end)
 
--- args: trainer fence, attempt, phase, round without its members, then member and first rank of each. Opens or advances a round; a
--- new attempt forgets the acknowledgements of the old. Answers are counted anew in every phase.
+-- args: trainer fence, attempt, phase, round without its members, then member and first rank of each. Opens or advances a round;
+-- a new attempt deletes the acknowledgements of the old one. Answers are counted from 0 in every phase.
 register_trainer('round', function(prefix, args)
   local key, ranks = prefix .. ':sync', prefix .. ':sync:ranks'
   local mark = args[1] .. ' ' .. args[2] .. ' ' .. args[3]
@@ -80,16 +80,16 @@ register_trainer('round', function(prefix, args)
   return 1
 end)
 
--- args: member, mark of the round it knows. Returns 1 while that is the round, otherwise {round, the member's first rank}, of which
--- either may be nil: a fleet that read the ranks of all, each of its members, would read the square of its size.
+-- args: member, mark of the round it knows. Returns 1 while that is the current round, otherwise {round, the member's first
+-- rank}, either of which may be nil. Reading the ranks of all members would cost a fleet the square of its size.
 register('round_of', function(prefix, args)
   local current = redis.call('HMGET', prefix .. ':sync', 'mark', 'round')
   if current[1] == args[2] then return 1 end
   return {current[2], redis.call('HGET', prefix .. ':sync:ranks', args[1])}
 end)
 
--- args: member, attempt, stage, detail. Returns 0 when the round is over. The last of a phase rings, and whatever comes after it: a
--- trainer that looked at all answers at each would read the square of its fleet.
+-- args: member, attempt, stage, detail. Returns 0 if the round is over. Notifies at the last answer of a phase and any later one:
+-- a trainer that read all answers after each would read the square of its fleet.
 register('acknowledge', function(prefix, args)
   local key = prefix .. ':sync'
   if redis.call('HGET', key, 'attempt') ~= args[2] then return 0 end

@@ -1,12 +1,13 @@
--- What all functions share. Every function takes one key, the run's prefix `grpo:{NAME}`, and builds names from it
--- as services/protocol/keys.py does. A function is atomic and one entry of the append-only file.
+-- Helpers that all functions share. Every function takes one key, the run's prefix `grpo:{NAME}`, and builds names from it as
+-- services/protocol/keys.py does. A function is atomic and one entry of the append-only file.
 
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- What no generator waits for goes on a channel of its own: many of them would each be told of every group and acknowledgement.
+-- Topics that no generator waits for have a separate channel. Otherwise every generator would be notified of every group and
+-- acknowledgement.
 local FOR_FEW = {acks = true, fleet = true, headers = true, replay = true, slots = true, steps = true}
 
 local function notify(prefix, topic)
@@ -17,8 +18,8 @@ local function number(prefix, field)
   return tonumber(redis.call('HGET', prefix .. ':run', field))
 end
 
--- The next `n` fencing numbers of a kind, as texts. None is ever given twice, not even by a server that lost its last second
--- in a crash: they start at the clock in µs, or after the last one where that is later.
+-- Return the next `n` fencing numbers of a kind, as text. None is ever given twice, not even by a server that lost its last
+-- second in a crash: they start at the clock in µs, or after the last one if that is later.
 local function next_fences(prefix, field, n)
   local time, fences = redis.call('TIME'), {}
   local first = math.max((number(prefix, field) or 0) + 1, tonumber(time[1]) * 1000000 + tonumber(time[2]))
@@ -27,7 +28,7 @@ local function next_fences(prefix, field, n)
   return fences
 end
 
--- One command with a list after its first arguments, in pieces that Lua's stack holds; returns the sum of the replies.
+-- Call one command with a list after its first arguments, in pieces that Lua's stack can hold. Returns the sum of the replies.
 local function call_over(list, ...)
   local sum = 0
   for i = 1, #list, 1000 do
@@ -49,8 +50,8 @@ local function free_slots(prefix, n)
   end
 end
 
--- Why the state of dataprep must not be changed now, or nil: it is being copied or loaded (snapshot.lua). A copy whose maker is
--- gone holds nobody up for longer than its lease.
+-- Return why the state of dataprep must not be changed now, or nil: it is being copied or loaded (snapshot.lua). A copy whose
+-- process is gone blocks nobody for longer than its lease.
 local function busy(prefix)
   local run = prefix .. ':run'
   local held = redis.call('HMGET', run, 'frozen_until_ms', 'restoring')
@@ -60,7 +61,7 @@ local function busy(prefix)
   redis.call('HDEL', run, 'frozen_by', 'frozen_until_ms')
 end
 
--- Nil when the caller holds the fencing number `field` of the run and may act, else the refusal to return.
+-- Return nil if the caller holds the fencing number `field` of the run and may proceed, otherwise the error to return.
 local function fenced(prefix, field, fence)
   if redis.call('HGET', prefix .. ':run', field) ~= fence then
     return redis.error_reply('FENCED ' .. field .. ' ' .. fence .. ' was superseded')
@@ -68,7 +69,8 @@ local function fenced(prefix, field, fence)
   if field == 'leader_fence' then return busy(prefix) end
 end
 
--- A full server still takes what moves work on and so frees memory; only what adds to it (`grows`) is refused.
+-- Register a function. A full server still accepts functions that move work on and so free memory; it rejects only those that add
+-- to it (`grows`).
 local function register(name, body, grows)
   redis.register_function{
     function_name = LIBRARY .. '_' .. name,
@@ -77,7 +79,7 @@ local function register(name, body, grows)
   }
 end
 
--- Register a function whose first argument is the fencing number `field` of the run; a caller that has lost it is refused.
+-- Register a function whose first argument is the fencing number `field` of the run; a caller that has lost it is rejected.
 local function register_fenced(field, name, body, grows)
   register(name, function(prefix, args)
     return fenced(prefix, field, args[1]) or body(prefix, args)
@@ -88,7 +90,7 @@ local function register_leader(name, body, grows) register_fenced('leader_fence'
 
 local function register_trainer(name, body, grows) register_fenced('trainer_fence', name, body, grows) end
 
--- The arguments from `first` on as records with these fields, one after the other.
+-- Return the arguments from `first` on as records with these fields, one after the other.
 local function records(args, first, ...)
   local fields, found = {...}, {}
   for i = first, #args, #fields do
@@ -99,11 +101,11 @@ local function records(args, first, ...)
   return found
 end
 
--- Bytes of a header, or of what goes with a dead letter: a group of thousands of completions has a header of a tenth of it.
+-- Maximum bytes of a header, or of the body of a dead letter: a group of thousands of completions has a header of a tenth of it.
 local ENTRY_BYTES = 1048576
 local REASON_BYTES = 4096
 
--- Remember `what` of `name` in the hash `memory`, whose names are in the zset `order` by `now`: the last 10,000, the oldest go.
+-- Store `what` of `name` in the hash `memory`, whose names are in the zset `order` by `now`. Keeps the last 10,000.
 local REMEMBERED = 10000
 
 local function remember(memory, order, name, what, now)
@@ -112,16 +114,16 @@ local function remember(memory, order, name, what, now)
   if redis.call('ZCARD', order) > REMEMBERED then redis.call('HDEL', memory, redis.call('ZPOPMIN', order)[1]) end
 end
 
--- Why the last tickets that were dropped were: for those who ask after one (store/inspection.py).
+-- Store why a ticket was dropped, for inspection (store/inspection.py).
 -- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
 --       drops:order zset  the same tickets by time
 local function remember_drop(prefix, ticket, outcome)
-  local now = now_ms() -- once: Redis 7.0 lets it move on amid a function
+  local now = now_ms() -- once: Redis 7.0 lets the clock advance within a function
   remember(prefix .. ':drops', prefix .. ':drops:order', ticket, now .. ' ' .. outcome, now)
 end
 
--- The last 10,000 dead letters or a little more are kept: the ledger counts them all. `outcome` is what the ledger counts the
--- ticket as: `failed`, or nothing for one that nobody issued.
+-- Add a dead letter. Keeps the last 10,000 or slightly more; the ledger counts them all. `outcome` is what the ledger counts the
+-- ticket as: `failed`, or nil for a ticket that was never issued.
 local function dead_letter(prefix, ticket, reason, body, outcome)
   local entry = redis.call('XADD', prefix .. ':deadletter', 'MAXLEN', '~', 10000, '*', 'ticket', ticket, 'reason',
     string.sub(reason, 1, REASON_BYTES), 'body', string.sub(body, 1, ENTRY_BYTES), 'outcome', outcome or 'unknown')

@@ -1,12 +1,12 @@
--- Replay: settle finished groups into the table, look at it before a step, change weights.
+-- Replay: settle finished groups into the table, peek at it before a step, change weights.
 -- reads and writes: run, headers, outstanding, ledger, deadletter, payload:<payload>, group:<group>, replay:*
 -- owns:             replay:gaps zset  filtered groups since the last step -> issue sequence
 --                   rates       hash  dataset row -> "<issue sequence> <pass rate> <1 if solved>" of the settled group that counts
 
 local SWEPT_TOGETHER = 500 -- stale groups dropped by one call: some milliseconds of the server's time
 
--- Of a row's settled groups, the first issued that is solved counts, and if none is, the last issued: whatever order they settle
--- in, the same one is left.
+-- Of a row's settled groups, keep the first issued that is solved, or if none is, the last issued. The result does not depend on
+-- the order of settling.
 local function keep_rate(prefix, row, seq, rate, solved)
   local held = redis.call('HGET', prefix .. ':rates', row)
   if held then
@@ -17,7 +17,8 @@ local function keep_rate(prefix, row, seq, rate, solved)
   redis.call('HSET', prefix .. ':rates', row, string.format('%.0f', seq) .. ' ' .. rate .. ' ' .. solved)
 end
 
--- A table of `capacity` groups makes room first, so its size never exceeds it; a group that is there already is replaced.
+-- Insert a group. A table of `capacity` groups evicts first, so its size never exceeds it; a group that is already there is
+-- replaced.
 local function insert(t, group, payload, seq, oldest, header, weight, variate, victim)
   if redis.call('ZSCORE', t.key .. 'order', group) then
     leave_table(t, group)
@@ -29,10 +30,10 @@ local function insert(t, group, payload, seq, oldest, header, weight, variate, v
   enter_table(t, group, seq, oldest, weight, variate)
 end
 
--- args: leader fence, then of each header: entry, ticket, payload, action, oldest version, header, weight, variate (Exp(1)), victim
--- (uniform in 0..1), row, pass rate and whether that is solved ('' when they are not kept).
--- Actions: `insert`; `failed:<reason>` buries; any other is the outcome to count (`stale`, `filtered:<reason>`).
--- An entry that was settled before is passed over, which makes a repeated call harmless. Returns how many were settled.
+-- args: leader fence, then of each header: entry, ticket, payload, action, oldest version, header, weight, variate (Exp(1)),
+-- victim (uniform in 0..1), row, pass rate and whether that is solved ('' if they are not kept).
+-- Actions: `insert`; `failed:<reason>` makes a dead letter; any other is the outcome to count (`stale`, `filtered:<reason>`).
+-- An entry that was settled before is skipped, which makes a repeated call harmless. Returns how many were settled.
 register_leader('settle', function(prefix, args)
   local settlements = records(args, 2, 'entry', 'ticket', 'payload', 'action', 'oldest', 'header', 'weight', 'variate', 'victim',
     'row', 'rate', 'solved')
@@ -46,7 +47,7 @@ register_leader('settle', function(prefix, args)
     local ticket, payload, action = each.ticket, each.payload, each.action
     if redis.call('XACK', prefix .. ':headers', 'dataprep', each.entry) == 1 then
       settled[#settled + 1] = each.entry
-      local seq = tonumber(redis.call('ZSCORE', prefix .. ':outstanding', ticket)) -- what dataprep issued, whatever the header says
+      local seq = tonumber(redis.call('ZSCORE', prefix .. ':outstanding', ticket)) -- trust what dataprep issued, not the header
       local known = seq ~= nil
       redis.call('ZREM', prefix .. ':outstanding', ticket)
       if known and each.row ~= '' then keep_rate(prefix, each.row, seq, each.rate, each.solved) end
@@ -79,7 +80,7 @@ register_leader('settle', function(prefix, args)
   return #settled
 end)
 
--- Entries of the headers stream that nobody settled: those delivered before first, then new ones. Only the leader reads.
+-- Return entries of the headers stream that are not settled: those delivered before, then new ones. Only the leader reads.
 -- args: leader fence, count. Returns {entry, fields, …}.
 register_leader('read_headers', function(prefix, args)
   local result = {}
@@ -96,10 +97,10 @@ register_leader('read_headers', function(prefix, args)
   return result
 end)
 
--- Before a step: drop what is stale for it, then say what there is to decide on.
--- args: leader fence, oldest version that is fresh, groups wanted, gaps to pass over. Of the gaps after those as many are told as
+-- Before a step: drop groups that are stale for it, then return what the decision needs.
+-- args: leader fence, oldest version that is fresh, groups wanted, gaps to skip. Returns at most as many of the remaining gaps as
 -- there are slots: more cannot matter.
--- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the gaps after those, {group, sequence, weight, …} that the
+-- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the remaining gaps, {group, sequence, weight, …} that the
 -- sampler would draw first, sum of weights}.
 register_leader('sweep_and_peek', function(prefix, args)
   local t = open_table(prefix)
@@ -134,13 +135,12 @@ register_leader('sweep_and_peek', function(prefix, args)
   }
 end)
 
--- args: leader fence, issue sequence. Filtered groups up to it have had their place in a step that was not made.
+-- args: leader fence, issue sequence. Forgets filtered groups up to it: their place was in a step that was not made.
 register_leader('pass_over', function(prefix, args)
   return redis.call('ZREMRANGEBYSCORE', prefix .. ':replay:gaps', '-inf', args[2])
 end)
 
--- args: trainer fence, then group and weight of each. Groups that are not in the table any more are passed over.
--- Returns how many were there.
+-- args: trainer fence, then group and weight of each. Skips groups that are no longer in the table. Returns how many were there.
 register_trainer('reweigh', function(prefix, args)
   for i = 3, #args, 2 do
     if not weight_of(args[i]) then
@@ -160,7 +160,7 @@ register_trainer('reweigh', function(prefix, args)
 end)
 
 -- Weights by recency grow with every version. From time to time all are multiplied by one factor, which changes no draw.
--- args: leader fence, base it is now, base it becomes, factor. Returns how many groups were rescaled; 0 when it was done before.
+-- args: leader fence, current base, new base, factor. Returns how many groups were rescaled; 0 if it was done before.
 register_leader('rescale', function(prefix, args)
   local t, factor = open_table(prefix), tonumber(args[4])
   if (tonumber(redis.call('HGET', t.key .. 'state', 'base')) or 0) ~= tonumber(args[2]) then return 0 end

@@ -1,4 +1,4 @@
--- The replay table: how groups enter, are drawn, weigh and leave. Shared by replay.lua and steps.lua.
+-- The replay table: how groups enter, are drawn, weighted and removed. Shared by replay.lua and steps.lua.
 -- reads and writes: ledger, run, group:<group>, payload:<payload>
 -- owns:             replay:order   zset  group -> issue sequence
 --                   replay:version zset  group -> oldest policy version x 2^32 + issue sequence
@@ -6,19 +6,19 @@
 --                   replay:idle    zset  the same for groups of weight 0, which are drawn when nothing else is left
 --                   replay:weight  zset  group -> sampling weight
 --                   replay:state   hash  sampler, remover, capacity, max_uses; now, idle_now (the clocks' time); weight_sum,
---                                        weight_rest (what rounding kept out of it); inserted, drawn; base (recency);
+--                                        weight_rest (its rounding error); inserted, drawn; base (recency);
 --                                        uses:<n> groups that were drawn n times
 --                   departed       list  groups that left the table after use; the next plan takes charge of their payload
 --
 -- Poisson clocks: a group of weight w rings at now + Exp(1)/w. The first to ring is group i with probability w_i / sum of w, and
--- by memorylessness nobody else's clock has to change when one is drawn, enters, leaves or changes its weight.
+-- by memorylessness no other clock changes when a group is drawn, enters, leaves or changes its weight.
 
 local SHIFT = 4294967296
 local LIGHTEST, HEAVIEST = 1e-9, 1e9 -- as in services/algorithm/sampling_weights.py; lighter is 0
-local LONGEST = 1048576 -- mean rings of a group: ring times up to there leave 2^-32 of one in a double's last digit
+local LONGEST = 1048576 -- mean rings of a group: up to there a double resolves ring times to 2^-32 of one
 local COUNTERS = {'now', 'idle_now', 'weight_sum', 'weight_rest', 'inserted', 'drawn', 'capacity', 'max_uses'}
 
--- The table's state at the start of a function; what changes is written back by `close_table`.
+-- Read the table's state at the start of a function; `close_table` writes changes back.
 local function open_table(prefix)
   local t = {prefix = prefix, key = prefix .. ':replay:', uses = {}}
   local raw = redis.call('HMGET', t.key .. 'state', 'sampler', 'remover', unpack(COUNTERS))
@@ -45,18 +45,18 @@ local function tally(t, uses, change)
   t.uses[uses] = (t.uses[uses] or 0) + change
 end
 
--- The weight that moves a group's clock.
+-- Return the weight that drives a group's clock.
 local function clock_weight(t, weight)
   return t.sampler == 'prioritized' and weight or 1
 end
 
--- A weight as text, checked: one bad weight must not stop the clocks.
+-- Parse and check a weight: one bad weight must not stop the clocks.
 local function weight_of(text)
   local weight = tonumber(text)
   if weight and weight >= 0 and weight <= HEAVIEST then return weight < LIGHTEST and 0 or weight end
 end
 
--- Adds to the sum of weights, and what rounding took from it to the rest (Knuth's TwoSum): a light group must count right after a
+-- Add to the sum of weights, and the rounding error to the rest (Knuth's TwoSum): a light group must count correctly after a
 -- heavy one has left.
 local function add_weight(t, change)
   local sum = t.weight_sum + change
@@ -65,15 +65,15 @@ local function add_weight(t, change)
   t.weight_sum = sum
 end
 
--- Time begins at 0 again; what is left of every clock stays.
+-- Restart time at 0, keeping the remaining time of every clock.
 local function restart_clocks(t)
   local groups = redis.call('ZRANGE', t.key .. 'clock', 0, -1, 'WITHSCORES')
   for i = 1, #groups, 2 do redis.call('ZADD', t.key .. 'clock', groups[i + 1] - t.now, groups[i]) end
   t.now = 0
 end
 
--- Set a group's clock anew; `variate` is Exp(1)-distributed. The clocks are restarted where they ran so long for light groups
--- that the rings of a heavy one would all round to the same time; it costs O(N) once in 2^20 draws or after such a change of
+-- Set a group's clock; `variate` is Exp(1)-distributed. When light groups have moved time so far that the rings of a heavy group
+-- would all round to the same value, the clocks are restarted. That costs O(N) once in 2^20 draws or after such a change of
 -- weights.
 local function wind(t, group, weight, variate)
   if weight > 0 then
@@ -84,7 +84,7 @@ local function wind(t, group, weight, variate)
   end
 end
 
--- Stop a group's clock. Returns what was left of its variate: Exp(1)-distributed again, by memorylessness.
+-- Stop a group's clock. Returns the rest of its variate: Exp(1)-distributed again, by memorylessness.
 local function unwind(t, group, weight)
   local clock, now = 'clock', t.now
   if weight == 0 then clock, now, weight = 'idle', t.idle_now, 1 end
@@ -105,7 +105,7 @@ local function enter_table(t, group, seq, oldest, weight, variate)
   t.size, t.inserted = t.size + 1, t.inserted + 1
 end
 
--- Returns how often the group was drawn.
+-- Remove a group from the table. Returns how often it was drawn.
 local function leave_table(t, group)
   redis.call('ZREM', t.key .. 'order', group)
   redis.call('ZREM', t.key .. 'version', group)
@@ -129,7 +129,8 @@ local function change_weight(t, group, weight)
   add_weight(t, weight)
 end
 
--- Multiplies all weights, which changes no draw: time runs so much faster or slower. Returns how many groups there are.
+-- Multiply all weights, which changes no draw because time runs faster or slower by the same factor. Returns how many groups
+-- there are.
 local function scale_weights(t, factor)
   local key = t.key .. 'weight'
   redis.call('ZUNIONSTORE', key, 1, key, 'WEIGHTS', factor)
@@ -159,7 +160,7 @@ FIRST.uniform = function(t, n)
 end
 FIRST.prioritized = FIRST.uniform
 
--- Time moves on to the last ring of these groups, which are the first to ring; those that stay get new variates.
+-- Advance time to the last ring of these groups, which are the first to ring, and give them new variates.
 local function ring_clocks(t, groups, variates)
   local rung = {}
   for i, group in ipairs(groups) do
@@ -178,7 +179,7 @@ local function ring_clocks(t, groups, variates)
   end
 end
 
--- By name of the remover: which group leaves a full table. `victim` is uniform in 0..1.
+-- By name of the remover: the group that leaves a full table. `victim` is uniform in 0..1.
 local REMOVERS = {
   fifo = function(t) return redis.call('ZRANGE', t.key .. 'order', 0, 0)[1] end,
   lifo = function(t) return redis.call('ZRANGE', t.key .. 'order', -1, -1)[1] end,
@@ -195,7 +196,7 @@ local function delete_group(prefix, group)
   redis.call('UNLINK', prefix .. ':payload:' .. (redis.call('HGET', key, 'payload') or ''), key)
 end
 
--- Takes a group out with an outcome. One that was trained has its outcome already, and a checkpoint may still need it.
+-- Remove a group with an outcome. A group that was trained already has its outcome, and a checkpoint may still need it.
 local function drop_group(t, group, outcome)
   if leave_table(t, group) > 0 then
     redis.call('RPUSH', t.prefix .. ':departed', group)

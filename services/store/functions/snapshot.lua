@@ -1,10 +1,11 @@
--- Snapshots: dataprep's state held still while it is copied, and a run taken back to such a copy.
+-- Snapshots: freezes dataprep's state while it is copied, and restores a run to such a copy.
 -- reads and writes: run, tickets, headers, claims, attempts, expiries, outstanding, requeued, ledger, deadletter, reissue
 -- A copy is read by plain commands, in pieces that keep the server responsive. It is of one instant because the leader's
--- functions are refused meanwhile, and what generators and people may still change is read by `snapshot_begin` at once.
+-- functions are rejected meanwhile, and `snapshot_begin` reads at once what generators and people may still change.
 
--- args: trainer fence, token, lease ms. Holds the leader off until `snapshot_end`, or for the length of the lease.
--- Returns {run, ledger, outstanding, requeued, last dead letter, 1 if an evaluation round is open}; the first two are field, value, …
+-- args: trainer fence, token, lease ms. Pauses the leader until `snapshot_end`, or for the length of the lease.
+-- Returns {run, ledger, outstanding, requeued, last dead letter, 1 if an evaluation round is open}; the first two are field,
+-- value, …
 register_trainer('snapshot_begin', function(prefix, args)
   local run = redis.call('HGETALL', prefix .. ':run')
   redis.call('HSET', prefix .. ':run', 'frozen_by', args[2], 'frozen_until_ms', now_ms() + tonumber(args[3]))
@@ -16,8 +17,8 @@ register_trainer('snapshot_begin', function(prefix, args)
   }
 end)
 
--- args: trainer fence, token, lease ms. Holds the leader off for longer. Returns 0 when the lease had run out: what was copied since
--- may be of two instants.
+-- args: trainer fence, token, lease ms. Pauses the leader for longer. Returns 0 if the lease had expired: what was copied since
+-- may be inconsistent.
 register_trainer('snapshot_hold', function(prefix, args)
   local held = redis.call('HMGET', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
   if held[1] ~= args[2] or tonumber(held[2]) <= now_ms() then return 0 end
@@ -25,7 +26,7 @@ register_trainer('snapshot_hold', function(prefix, args)
   return 1
 end)
 
--- args: trainer fence, token. Lets the leader go on. Returns 0 as `snapshot_hold` does.
+-- args: trainer fence, token. Resumes the leader. Returns 0 under the same condition as `snapshot_hold`.
 register_trainer('snapshot_end', function(prefix, args)
   local held = redis.call('HMGET', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
   if held[1] ~= args[2] then return 0 end
@@ -34,9 +35,9 @@ register_trainer('snapshot_end', function(prefix, args)
   return tonumber(held[2]) > now_ms() and 1 or 0
 end)
 
--- args: trainer fence, step. From here to `restore_end` nobody leads, nobody claims, and no claim of before is honoured; what fails
--- in between is begun again by the next trainer. The incarnation that begins is a time, so that it is new to a server that was replaced
--- by an empty one, too.
+-- args: trainer fence, step. From here to `restore_end` nobody leads, nobody claims, and earlier claims are void; the next
+-- trainer starts an interrupted restore again. The new incarnation is a time, so that it is also new to a server that was
+-- replaced by an empty one.
 register_trainer('restore_begin', function(prefix, args)
   local run = prefix .. ':run'
   redis.call('HDEL', run, 'leader', 'leader_until_ms', 'leader_fence', 'frozen_by', 'frozen_until_ms', 'published_by')
@@ -55,14 +56,14 @@ register_trainer('restore_begin', function(prefix, args)
   return 1
 end)
 
--- Nil when this trainer is restoring this step, else the refusal to return.
+-- Return nil if this trainer is restoring this step, otherwise the error to return.
 local function not_restoring(prefix, fence, step)
   local refusal = fenced(prefix, 'trainer_fence', fence)
   if refusal then return refusal end
   if redis.call('HGET', prefix .. ':run', 'restoring') ~= step then return redis.error_reply('OUTOFORDER no restore to step ' .. step) end
 end
 
--- args: trainer fence, step, then of each command how many words it has, and its words. Between `restore_begin` and `restore_end`
+-- args: trainer fence, step, then of each command its number of words, and its words. Between `restore_begin` and `restore_end`
 -- everything is written through here, so that a trainer that hung in a restore writes nothing into the run of its successor.
 register('restore_write', function(prefix, args)
   local refusal = not_restoring(prefix, args[1], args[2])
@@ -76,7 +77,7 @@ register('restore_write', function(prefix, args)
   return 1
 end, true)
 
--- args: trainer fence, step, then fields and values of the run's hash. Everything else is in place: the run goes on behind `step`.
+-- args: trainer fence, step, then fields and values of the run's hash. Everything else is in place: the run resumes after `step`.
 register('restore_end', function(prefix, args)
   local refusal = not_restoring(prefix, args[1], args[2])
   if refusal then return refusal end

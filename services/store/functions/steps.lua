@@ -1,10 +1,10 @@
--- Steps: prepare, commit, publish, take out what cannot be trained, and retire what a checkpoint covers.
+-- Steps: prepare, commit, publish, discard damaged groups, and retire what a checkpoint covers.
 -- reads and writes: run, ledger, replay:*, deadletter, drops, departed, group:<group>, payload:<payload>
 -- owns:             step:<s>        hash    plan; rank:<r>; groups; fresh (groups that train for the first time); departed; gaps
 --                                           (filtered groups that had their place in it, and their sequences)
 --                   trained:<epoch> bitmap  dataset rows that were trained
 
--- What `prepare` may not be asked: groups twice, groups that are not there, are stale, or are not those the clocks ring for.
+-- Return why `prepare` must reject these groups: duplicate, missing, stale, or not the ones the clocks ring for.
 local function unfit(t, groups, oldest)
   local seen = {}
   for _, group in ipairs(groups) do
@@ -21,10 +21,10 @@ local function unfit(t, groups, oldest)
   end
 end
 
--- args: leader fence, step, oldest version that is fresh, groups, variates (Exp(1), one a group), sequence up to which filtered
+-- args: leader fence, step, oldest version that is fresh, groups, variates (Exp(1), one per group), sequence up to which filtered
 -- groups had their place in this step, plan, then the plan of each rank. Lists are separated by spaces.
--- Returns 1 when prepared, now or by an earlier call with this very plan; refused unless `step` follows the last prepared one and
--- the groups are fit. Uses are counted; who reached max_uses leaves.
+-- Returns 1 if prepared, now or by an earlier call with the same plan; rejected unless `step` follows the last prepared one and
+-- the groups are fit. Counts uses; a group that reached max_uses leaves.
 register_leader('prepare', function(prefix, args)
   local step, plan = tonumber(args[2]), args[7]
   local key, prepared = prefix .. ':step:' .. step, number(prefix, 'prepared_step')
@@ -64,7 +64,7 @@ register_leader('prepare', function(prefix, args)
   return 1
 end)
 
--- args: trainer fence, step. Returns 1 when committed now, 0 when it was before: committing twice is harmless.
+-- args: trainer fence, step. Returns 1 if committed now, 0 if it was before: committing twice is harmless.
 register_trainer('commit', function(prefix, args)
   local step, committed = tonumber(args[2]), number(prefix, 'committed_step')
   if step <= committed then return 0 end
@@ -84,7 +84,7 @@ register_trainer('commit', function(prefix, args)
   return 1
 end)
 
--- Takes groups out of a list in a step's hash. Returns those that were in it.
+-- Remove groups from a list in a step's hash. Returns those that were in it.
 local function without(key, field, groups)
   local kept, gone = {}, {}
   for _, group in ipairs(words(redis.call('HGET', key, field) or '')) do
@@ -95,8 +95,8 @@ local function without(key, field, groups)
   return gone
 end
 
--- A group that cannot be trained leaves the table for good. `first`: the step that was to train it first, or nil when a step before
--- has trained it, which stays its outcome.
+-- Remove a group that cannot be trained from the table for good. `first`: the step that was to train it first, or nil if an
+-- earlier step has trained it, which stays its outcome.
 local function discarded(t, group, reason, first)
   local prefix = t.prefix
   local header = redis.call('HGET', prefix .. ':group:' .. group, 'header') or ''
@@ -113,10 +113,11 @@ local function discarded(t, group, reason, first)
   bury(prefix, group, reason, header)
 end
 
--- args: trainer fence, the first step that is not in the trainer's weights, the last prepared one, number of groups, group and reason of
--- each; then of each step from the first on that has any of them: step, its plan without them, number of ranks, plan of each.
--- The groups cannot be trained: they become dead letters and leave every step to come. Refused when another step was prepared
--- meanwhile. A repeated call finds them in no step, and changes nothing. Returns how many were buried.
+-- args: trainer fence, the first step that is not in the trainer's weights, the last prepared one, number of groups, group and
+-- reason of each; then of each step from the first on that has any of them: step, its plan without them, number of ranks, plan of
+-- each.
+-- The groups cannot be trained: they become dead letters and leave every coming step. Rejected if another step was prepared
+-- meanwhile. A repeated call finds them in no step, and changes nothing. Returns how many became dead letters.
 register_trainer('discard_damaged', function(prefix, args)
   local prepared, last = number(prefix, 'prepared_step'), 4 + 2 * tonumber(args[4])
   if prepared ~= tonumber(args[3]) then return redis.error_reply('OUTOFORDER step ' .. prepared .. ' was prepared meanwhile') end
@@ -147,9 +148,9 @@ register_trainer('discard_damaged', function(prefix, args)
   return buried
 end)
 
--- args: trainer fence, version. The fleet holds `version` of this trainer: slots of the steps it contains are given back. A trainer that
--- trained a version again publishes its own, and generators that hold the other's claim nothing any more.
--- Returns 1 when published now, 0 when it was before.
+-- args: trainer fence, version. The fleet holds `version` of this trainer: frees the slots of the steps it contains. A trainer
+-- that trained a version again publishes its own, and generators that hold the other's stop claiming.
+-- Returns 1 if published now, 0 if it was before.
 register_trainer('publish', function(prefix, args)
   local version, published = tonumber(args[2]), number(prefix, 'published_version')
   if version == published and redis.call('HGET', prefix .. ':run', 'published_by') ~= args[1] then
@@ -169,15 +170,16 @@ register_trainer('publish', function(prefix, args)
   return 1
 end)
 
--- args: trainer fence, step. A checkpoint holds everything up to and including `step`; who asked for one before has it.
+-- args: trainer fence, step. A checkpoint covers everything up to and including `step`, which also satisfies pending requests for
+-- one.
 register_trainer('checkpointed', function(prefix, args)
   redis.call('HSET', prefix .. ':run', 'checkpointed_step', args[2])
   redis.call('HDEL', prefix .. ':run', 'checkpoint', 'checkpoint_failed')
   return 1
 end)
 
--- no args. Deletes the oldest plan that is covered by a checkpoint and published, with the groups that departed with it.
--- One step a call keeps the server responsive. Returns 1 when a step was retired, 0 when none is due.
+-- no args. Deletes the oldest plan that is covered by a checkpoint and published, with the groups that departed with it. One step
+-- per call keeps the server responsive. Returns 1 if a step was retired, 0 if none is due.
 register('retire', function(prefix)
   local step = number(prefix, 'retired_step') + 1
   if step > number(prefix, 'checkpointed_step') or step >= number(prefix, 'published_version') then return 0 end

@@ -1,11 +1,11 @@
 -- Tickets: issue, claim, renew, release, fail, submit.
 -- reads and writes: run, tickets, headers, outstanding, ledger, deadletter, partial:<ticket>, payload:<ticket>.<fence>
--- owns:             claims   hash  stream entry -> "<consumer>|<fence>", the one who may submit
+-- owns:             claims   hash  stream entry -> "<consumer>|<fence>", the one that may submit
 --                   attempts hash  stream entry -> failures reported
---                   expiries hash  stream entry -> leases that ran out
---                   reissue  zset  tickets that a restore cut off, to be issued again -> issue sequence; they are outstanding too
+--                   expiries hash  stream entry -> leases that expired
+--                   reissue  zset  tickets that a restore interrupted, to be issued again -> issue sequence; also outstanding
 --                   order    hash  `state` of the prompt order, and `rows:<source>` of each source's epoch, int32
--- A ticket's entry stays in the stream until it is submitted or buried, so it is always in exactly one place.
+-- A ticket's entry stays in the stream until it is submitted or becomes a dead letter, so it is always in exactly one place.
 
 local GROUP = 'generators'
 
@@ -19,7 +19,7 @@ local function forget(prefix, entries)
   for _, hash in ipairs({':claims', ':attempts', ':expiries'}) do call_over(entries, 'HDEL', prefix .. hash) end
 end
 
--- Let the next claim take the entry at once: as idle as any lease is long.
+-- Let the next claim take the entry at once, by making it idle for longer than any lease.
 local function hand_back(prefix, consumer, entry)
   redis.call('XCLAIM', prefix .. ':tickets', GROUP, consumer, 0, entry, 'IDLE', 4000000000, 'JUSTID')
   redis.call('HDEL', prefix .. ':claims', entry)
@@ -38,7 +38,7 @@ local function give_up(prefix, entry, ticket, reason, body)
   end
 end
 
--- The entries that are worth another try: a lease that ended while it was held may have ended with its generator.
+-- Return the entries that may be retried: a lease that expired while it was held may have expired with its generator.
 local function survivors(prefix, entries, limit)
   local alive = {}
   for _, entry in ipairs(entries) do
@@ -56,8 +56,8 @@ end
 
 -- args: leader fence, cursor, order (state of the prompt order after these), how many of the first tickets come from `requeued`,
 -- number of epochs that begin, name and rows of each, then ticket id and body of each.
--- Returns how many were issued: all, or 0 when the cursor has moved on, which makes a repeated call harmless; also 0 when there
--- are fewer free slots, or the requeued tickets are others.
+-- Returns how many were issued: all, or 0 if the cursor has moved on, which makes a repeated call harmless; also 0 if there are
+-- fewer free slots, or the requeued tickets differ.
 register_leader('issue', function(prefix, args)
   local cursor, requeued, epochs = number(prefix, 'cursor'), tonumber(args[4]), tonumber(args[5])
   local tickets = records(args, 6 + 2 * epochs, 'id', 'body')
@@ -90,8 +90,9 @@ register_leader('issue', function(prefix, args)
   return n
 end, true)
 
--- args: leader fence, then ticket id and body of each. Tickets that a restore cut off are issued again: under their old sequence, on the
--- slots they hold. One that was issued again before is passed over, which makes a repeated call harmless. Returns how many were.
+-- args: leader fence, then ticket id and body of each. Issues tickets that a restore interrupted again: under their old sequence,
+-- on the slots they hold. Skips those that were issued again before, which makes a repeated call harmless. Returns how many were
+-- issued.
 register_leader('issue_again', function(prefix, args)
   local issued = 0
   for i = 2, #args, 2 do
@@ -104,11 +105,11 @@ register_leader('issue_again', function(prefix, args)
   return issued
 end, true)
 
--- args: consumer, policy version held, fence of the trainer that sent it, lease ms, count, scan position, adopt (1: also own pending
--- entries), max expiries.
--- Order: own pending (after a restart), expired leases, new tickets. Nothing while generators are paused, the run ends or the
--- weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}. When the reply is lost, its
--- tickets are claimed again once their leases ran out.
+-- args: consumer, policy version held, fence of the trainer that sent it, lease ms, count, scan position, adopt (1: also own
+-- pending entries), max expiries.
+-- Order: own pending (after a restart), expired leases, new tickets. Claims nothing while generators are paused, the run ends or
+-- the weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}. If the reply is lost, its
+-- tickets are claimed again once their leases have expired.
 register('claim', function(prefix, args)
   local consumer, lease_ms, wanted, scan, adopt = args[1], args[4], tonumber(args[5]), args[6], args[7]
   local stream = prefix .. ':tickets'
@@ -149,7 +150,7 @@ register('claim', function(prefix, args)
   return reply
 end)
 
--- args: consumer, then entry and fence of each. Renews the leases still held; returns the entries that are lost.
+-- args: consumer, then entry and fence of each. Renews the leases still held. Returns the entries that are lost.
 register('renew', function(prefix, args)
   local lost = {}
   for i = 2, #args, 2 do
@@ -162,7 +163,7 @@ register('renew', function(prefix, args)
   return lost
 end)
 
--- args: consumer, entry, fence, tokens saved of it. Hands a ticket back unfinished; returns 0 when it was not held any more.
+-- args: consumer, entry, fence, tokens saved of it. Hands a ticket back unfinished. Returns 0 if it was no longer held.
 register('release', function(prefix, args)
   if not owns(prefix, args[1], args[2], args[3]) then return 0 end
   if args[4] ~= '0' then count(prefix, 'handed_back_tokens', args[4]) end
@@ -170,8 +171,8 @@ register('release', function(prefix, args)
   return 1
 end)
 
--- args: consumer, entry, fence, ticket, body, max attempts, reason. Hands a ticket back after a failure, or buries it.
--- Returns 1 when buried, 0 when handed back, -1 when it was not held any more.
+-- args: consumer, entry, fence, ticket, body, max attempts, reason. Hands a ticket back after a failure, or makes it a dead
+-- letter. Returns 1 for a dead letter, 0 if handed back, -1 if it was no longer held.
 register('fail', function(prefix, args)
   local consumer, entry, fence, ticket, body, limit, reason = unpack(args)
   if not owns(prefix, consumer, entry, fence) then return -1 end
@@ -184,8 +185,8 @@ register('fail', function(prefix, args)
 end)
 
 -- args: consumer, entry, fence, ticket, header of each group. The payloads were written before, with an expiry; the headers
--- commit them. Returns of each: 1 when accepted, now or by an earlier call of the same claim; 0 when the ticket was not held
--- any more (counted, and the payload deleted); -1 when the payload is missing; -2 when the header is larger than an entry may be.
+-- commit them. Returns of each: 1 if accepted, now or by an earlier call of the same claim; 0 if the ticket was no longer held
+-- (counted, and the payload deleted); -1 if the payload is missing; -2 if the header is too large for an entry.
 register('submit', function(prefix, args)
   local answers, done, partials = {}, {}, {}
   for _, group in ipairs(records(args, 1, 'consumer', 'entry', 'fence', 'ticket', 'header')) do
@@ -218,7 +219,7 @@ register('submit', function(prefix, args)
   return answers
 end, true)
 
--- args: consumer, entry, fence, ticket, expiry s, tokens so far. Returns 0 when the ticket was not held any more.
+-- args: consumer, entry, fence, ticket, expiry s, tokens so far. Returns 0 if the ticket was no longer held.
 register('save_partial', function(prefix, args)
   if not owns(prefix, args[1], args[2], args[3]) then return 0 end
   redis.call('SET', prefix .. ':partial:' .. args[4], args[6], 'EX', args[5])
