@@ -50,7 +50,7 @@ class PinnedVersion(Protocol):
 
     @property
     def version(self) -> int | None:
-        """The version the pod is kept on, or None."""
+        """Return the version the pod is kept on, or None."""
         ...
 
     async def offer(self) -> None:

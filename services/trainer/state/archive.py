@@ -75,7 +75,7 @@ class Archive:
     """The files `<stem>-<rank>.pt` of a folder, from all ranks that wrote."""
 
     def __init__(self, folder: Path, stem: str) -> None:
-        """Raises `StateError` when there are none, or one is damaged."""
+        """Open the files. Raises `StateError` if there are none, or one is damaged."""
         self._place, self._pieces = folder / f"{stem}-*.pt", defaultdict[str, list[tuple[Piece, Flat]]](list)
         files = sorted(folder.glob(f"{stem}-*.pt"))
         if not files:

@@ -276,7 +276,7 @@ def test_impossible_configurations_are_refused(sections: dict[str, Any], message
 
 
 def test_a_target_that_the_model_lacks_is_named(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lora\.targets names \['lm_head', 'qkv'\], which model\.path = .* lacks: .*'down_proj'"):
+    with pytest.raises(ConfigError, match=r"lora\.targets names \['lm_head', 'qkv'\], which model\.path = .* lacks: .*down_proj"):
         _scorers(tiny_model, "float32", targets=["q_proj", "qkv", "lm_head"])
 
 
