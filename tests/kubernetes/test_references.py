@@ -14,6 +14,7 @@ import typer
 import yaml
 
 from services.console.__main__ import app as grpo
+from services.console.__main__ import with_waits
 from services.runtime.http.api import make_app
 from services.scaler.__main__ import DEPLOYMENT_ENV
 from tests.kubernetes import chart
@@ -167,7 +168,9 @@ def test_every_command_is_there(objects: list[chart.Object]) -> None:
                     assert found is not None
                     assert found.submodule_search_locations is None or importlib.util.find_spec(f"{words[2]}.__main__")
                 elif words[:1] == ["grpo"]:
-                    context = verbs[words[1]].make_context(words[1], words[2:])  # raises for options that there are not
+                    context = verbs[words[1]].make_context(
+                        words[1], with_waits(words[2:])
+                    )  # raises for options that there are not
                     assert context is not None
                 elif words:
                     assert words[0] == "sh"
