@@ -153,7 +153,7 @@ ALERTS = (
         "GrpoTicketStuck", _while_it_works("max by (run) (grpo_run_oldest_ticket_seconds) > 3600"), "5m", "warning",
         "A ticket of run {{ $labels.run }} has been unsettled for more than an hour",
         "`grpo inspect ledger` and `grpo inspect group` show who holds it. A prompt that kills its generator becomes a dead "
-        "letter after generator.max_expiries expired leases; a verifier that hangs ends at its time limit.",
+        "letter after 16 expired leases; a verifier that hangs ends at its time limit.",
     ),
     Alert(
         "GrpoDeadLetters", "max by (run) (delta(grpo_run_dead_letters[30m])) > 0", "0m", "warning",

@@ -51,10 +51,6 @@ class Generator(Section):
     """Failed attempts after which a ticket goes to the dead letters."""
     drain_s: float = Field(default=10.0, ge=0)
     """Seconds that a generator has after SIGTERM to finish running tickets. It hands back the rest with their tokens so far."""
-    max_expiries: int = Field(default=16, ge=1)
-    """Leases of one ticket that may expire because its generator died, before the ticket goes to the dead letters."""
-    partial_every_s: float = Field(default=5.0, gt=0)
-    """Seconds between saves of the tokens of unfinished completions, from which another generator can continue them."""
     verifier_workers: int = Field(default=2, ge=1)
     """Number of processes that score completions."""
 
@@ -76,8 +72,6 @@ class Sync(Section):
     """`drain`: completions that have not finished by then restart under the new weights."""
     host: str = ""
     """Address at which generators reach trainer rank 0. Empty: the trainer's host name, or 127.0.0.1 in `grpo run`."""
-    bucket_mib: int = Field(default=32, ge=1)
-    """Size in MiB of the buckets in which weights are gathered and broadcast. Several buckets are in transit at a time."""
     verify: bool = True
     """Compare checksums of the received weights with the trainer's. Over a network this takes a few per cent of a round."""
     join_deadline_s: float = Field(default=20.0, gt=0)

@@ -30,8 +30,10 @@ SOURCE_KINDS = ("jsonl", "parquet", "reasoning_gym")
 REPLACED = {
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
+    "generator.max_expiries": "is gone, and 16 leases of a ticket may expire: remove the key",
+    "generator.partial_every_s": "is gone, and unfinished completions are saved every 5 s: remove the key",
 }
-"""Keys of older versions, and what replaces them."""
+"""Keys of older versions, and what to do instead."""
 
 
 class ConfigError(ValueError):

@@ -24,7 +24,7 @@ from services.generator.rollouts.concurrency import POLL_S, Bounds, Limit, adjus
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.rollouts.in_flight import InFlight
 from services.generator.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
-from services.generator.rollouts.worker import Rollout, RolloutWorker
+from services.generator.rollouts.worker import MAX_EXPIRIES, Rollout, RolloutWorker
 from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.errors import StoreError
 from services.runtime.loops import Loop
@@ -34,6 +34,9 @@ from services.store import Claim
 log = structlog.get_logger()
 
 IDLE_S = 1.0  # the longest delay that a missed notification can cause
+PARTIAL_EVERY_S = 5.0
+"""Seconds between saves of the tokens of unfinished completions, from which another generator continues them: the most work that
+the death of a pod costs. A save is a few kilobytes per completion."""
 SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
@@ -128,7 +131,7 @@ class RolloutLoop(RolloutWorker):
         asked = time.monotonic()
         self._scan, claims = await self.store.tickets.claim(
             self.name, self.engine.version, self.service.status.trainer_fence, self.config.generator.lease_s, room, self._scan,
-            self._adopt, self.config.generator.max_expiries,
+            self._adopt, MAX_EXPIRIES,
         )  # fmt: skip
         self._adopt = False
         if held + room > self.share or len(claims) < room:  # other pods go first, or no ticket is left
@@ -175,11 +178,10 @@ class RolloutLoop(RolloutWorker):
 
     async def save_partials(self, loop: Loop) -> None:
         """Save the tokens so far of tickets that have been running for at least one period."""
-        period = self.config.generator.partial_every_s
         while True:
-            await asyncio.sleep(period)
+            await asyncio.sleep(PARTIAL_EVERY_S)
             for rollout in list(self.rollouts.values()):
-                if rollout.generating and time.monotonic() - rollout.started >= period:
+                if rollout.generating and time.monotonic() - rollout.started >= PARTIAL_EVERY_S:
                     await self._save_partial(rollout)
             loop.progress()
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from services.generator.api import add_routes
 from services.generator.engines.base import make_engine
 from services.generator.engines.tokenizer import load_tokenizer
-from services.generator.loop import RolloutLoop
+from services.generator.loop import PARTIAL_EVERY_S, RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
 from services.generator.rollouts.evaluation import EvaluationWorker
@@ -61,7 +61,7 @@ class GeneratorPod:
         add("weights", self._after_loading(self.weights.follow))
         add("pause", self._after_loading(self.pausing.follow), LOOP_LIMIT_S)
         add("leases", self._after_loading(self.rollouts.renew), lease_limit_s)
-        add("partials", self._after_loading(self.rollouts.save_partials), LOOP_LIMIT_S + config.generator.partial_every_s)
+        add("partials", self._after_loading(self.rollouts.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
         add("evaluation", self._after_loading(self.evaluation.work))
         add("evaluation leases", self._after_loading(self.evaluation.renew), lease_limit_s)
         add("concurrency", self._after_loading(self.rollouts.adapt))

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from services.config import ConfigError, RunConfig, digest, load, load_resolved, to_toml
 from services.config.base import Section
-from services.config.load import CARRIED_OUT, _models
+from services.config.load import CARRIED_OUT, REPLACED, _models
 
 SMALLEST = """
 [model]
@@ -109,6 +109,11 @@ def test_the_old_key_of_the_only_source_is_refused_with_what_to_write_instead(fi
     file.write_text(SMALLEST.replace("[[data.sources]]", "[data.source]"))
     for message in (fault(file), fault(file, "data.source.path=x")):
         assert "data.source is now a list, data.sources: write [[data.sources]] for [data.source]" in message
+
+
+@pytest.mark.parametrize("key", REPLACED.keys() - {"data.source"})
+def test_a_key_of_an_older_version_is_refused_with_what_to_do_instead(file: Path, key: str) -> None:
+    assert fault(file, f"{key}=1").endswith(f": {key} {REPLACED[key]}")
 
 
 def test_the_largest_reward_is_that_of_the_source_s_own_verifiers(file: Path) -> None:

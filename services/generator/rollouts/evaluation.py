@@ -19,7 +19,7 @@ from services.generator.engines.base import Engine, GenerationFailed, SamplingPa
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.concurrency import Bounds
 from services.generator.rollouts.records import make_header
-from services.generator.rollouts.worker import Rollout, RolloutWorker
+from services.generator.rollouts.worker import MAX_EXPIRIES, Rollout, RolloutWorker
 from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
@@ -85,9 +85,7 @@ class EvaluationWorker(RolloutWorker):
         room = self._most - len(self.rollouts)
         if room <= 0:
             return
-        claims = await self.store.evaluation.claim(
-            self._member, version, self.config.generator.lease_s, room, self.config.generator.max_expiries
-        )
+        claims = await self.store.evaluation.claim(self._member, version, self.config.generator.lease_s, room, MAX_EXPIRIES)
         for rollout in list(self.rollouts.values()) if claims is None else ():
             await self.cancel(rollout)
         for claim in claims or ():

@@ -29,6 +29,9 @@ log = structlog.get_logger()
 
 LEASE_SHARE = 3  # renewals per lease
 SUBMIT_AGAIN_S = 1.0
+MAX_EXPIRIES = 16
+"""Leases of one ticket that may expire, because the pod that held it died, before it is given up: one that kills its generator
+may cost so many restarts, and pods that are evicted one after the other do not use them up."""
 
 
 @dataclass
