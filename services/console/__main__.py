@@ -15,15 +15,23 @@ import typer
 from services.console.commands import running, steering, watching
 from services.console.commands.inspecting import inspect_app, replay_app
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
-from services.console.options import DEFAULT_WAIT_S
+from services.console.options import DEFAULT_WAIT_S, Version
 
 app = typer.Typer(
     help="Run, watch and control asynchronous GRPO training.", epilog=EXIT_CODES,
     add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False,
 )  # fmt: skip
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Take the options that stand before a command."""
+
+
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(replay_app, name="replay")
 for command in (  # in the order of --help
+    running.init,
     running.run,
     watching.status,
     watching.web,

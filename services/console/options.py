@@ -7,6 +7,22 @@ from typing import Annotated
 
 import typer
 
+
+def show_version(wanted: bool) -> None:
+    """Print the version of the installed package and exit."""
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        print(f"grpo {version('grpo')}")
+    except PackageNotFoundError:
+        print("grpo, not installed")
+    raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")]
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or run name under runs/; default: the newest run.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML configuration file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Keys that override the file's.")]

@@ -1,4 +1,4 @@
-"""Commands that start a run or check its prerequisites: run, smoke, acl, doctor, config."""
+"""Commands that start a run or prepare for it: init, run, smoke, acl, doctor, config."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ import typer
 from services.console.commands import finish
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.options import File, Json, Listen, Overrides, Reach, RedisUrl, Run
+
+
+def init(
+    file: Annotated[Path, typer.Argument(metavar="PATH", help="File to write; it must not exist.")] = Path("run.toml"),
+    model: Annotated[str, typer.Option(help="Folder or hub name of the model.")] = "Qwen/Qwen3-0.6B",
+    data: Annotated[str, typer.Option(help="JSONL or parquet file of prompts; default: a reasoning-gym task.")] = "",
+) -> int:
+    """Write a configuration file to start from.
+
+    It is short, commented and runs as it is. An existing file is never overwritten.
+    """
+    from services.console.commands import init as initial
+
+    initial.init(file, model, data)
+    print(f"wrote {file}: check it with `grpo doctor {file}`, start it with `grpo run {file}`")
+    return EXIT_OK
 
 
 def run(
