@@ -116,11 +116,6 @@ class Keys:
         return f"{self.prefix}:fleet:status"
 
     @property
-    def fleet_claimers(self) -> str:
-        """Sorted set: generators that share the training tickets, by last heartbeat, ms of the server's clock."""
-        return f"{self.prefix}:fleet:claimers"
-
-    @property
     def sync(self) -> str:
         """Hash: the current weight-sync round."""
         return f"{self.prefix}:sync"

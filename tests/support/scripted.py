@@ -173,9 +173,6 @@ class ScriptedEngine:
         self.weights = {name: weight.clone() for name, weight in self._staged.items()}
         self._staged, self.version = None, version
 
-    async def leave_group(self) -> None:
-        self._connection = None
-
     def gauges(self) -> Gauges:
         waiting, now = len(self._waiting), time.monotonic()
         queued = sum(now - since > QUEUED_S for since in self._waiting.values())

@@ -19,7 +19,7 @@ from services.generator.engines.base import Gauges, SamplingParameters
 from services.generator.engines.vllm import VllmEngine
 from services.protocol.messages import Round, Span
 from services.weights.receiver import TransferFailed, WeightsChanged
-from tests.support.tiny_vllm import assert_greedy, make_config, make_model, perturb, reference_logprobs
+from tests.support.tiny_vllm import BUCKET_BYTES, assert_greedy, make_config, make_model, perturb, reference_logprobs
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +38,7 @@ class Pair:
         from services.trainer.weight_sender import make_weight_sender
 
         self.engine, self.model, self.config = engine, model, config
-        self.sender = make_weight_sender(config, model, rank=0)
+        self.sender = make_weight_sender(config, model, 0, BUCKET_BYTES)
         self.epoch = 0
         self.version = -1
 
@@ -90,7 +90,6 @@ async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> 
             await pair.update()
             assert pair.engine.version == pair.version
             await pair.assert_equal()
-    await pair.engine.leave_group()
     pair.sender.close_group()
 
 
@@ -170,9 +169,9 @@ import os, signal, sys
 from pathlib import Path
 from services.trainer.weight_sender import make_weight_sender
 from services.weights import transports
-from tests.support.tiny_vllm import make_config, make_model
+from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model
 folder = Path(sys.argv[1])
-sender = make_weight_sender(make_config(folder), make_model(folder, tied=sys.argv[2] == "tied", seed=99), rank=0)
+sender = make_weight_sender(make_config(folder), make_model(folder, tied=sys.argv[2] == "tied", seed=99), 0, BUCKET_BYTES)
 sent, honest = [], transports.begin_broadcast
 def dying(group, buffer, deadline):
     for work in sent:
@@ -306,7 +305,7 @@ import os, sys
 import deepspeed, torch
 from pathlib import Path
 from services.trainer.weight_sender import make_weight_sender
-from tests.support.tiny_vllm import make_config, make_model
+from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling, where it never ran before
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1]) / os.environ["RANK"]
 torch.set_num_threads(1)
@@ -323,7 +322,7 @@ engine, *_ = deepspeed.initialize(
     },
     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
 )
-sender = make_weight_sender(make_config(folder), engine.module, rank)
+sender = make_weight_sender(make_config(folder), engine.module, rank, BUCKET_BYTES)
 assert any(weight.numel() == 0 for weight in model.parameters()), "the weights are partitioned"
 if rank == 0:
     torch.save(expected, Path(sys.argv[1]) / "expected.pt")

@@ -113,10 +113,6 @@ class Engine(WeightReceiver, Protocol):
         """
         ...
 
-    async def leave_group(self) -> None:
-        """Leave the weight group, if any."""
-        ...
-
     def gauges(self) -> Gauges:
         """Return load and progress. Cheap enough to call on every heartbeat."""
         ...

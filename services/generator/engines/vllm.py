@@ -28,6 +28,7 @@ from services.generator.engines.vllm_arguments import (
 from services.generator.engines.vllm_requests import continued_seed, generated, last, sampling_params
 from services.protocol.messages import Round
 from services.runtime import garbage_collection
+from services.weights.collective import BUCKET_BYTES
 from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ class VllmEngine:
         self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
         self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, start time
         self._tokens = 0  # of completions that ended
-        self._joined = False
         self._strangers: set[int | None] = set()  # child processes of this one that do not belong to the engine
 
     async def start(self, config: RunConfig) -> None:
@@ -163,10 +163,9 @@ class VllmEngine:
             "port": round.port,
             "first_rank": first_rank,
             "world_size": round.world_size,
-            "bucket_bytes": self._config.sync.bucket_mib << 20,
+            "bucket_bytes": BUCKET_BYTES,
             "timeout_s": limit_s,
         }
-        self._joined = True
         async with self._limit(limit_s + _GRACE_S, "join"):
             deadline = time.monotonic() + limit_s
             await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
@@ -227,13 +226,6 @@ class VllmEngine:
                 self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
                 raise WeightsChanged(changed[0])
         self.version, self.whole = version, True
-
-    async def leave_group(self) -> None:
-        """Make the workers close their connections."""
-        if self._joined:
-            self._joined = False
-            async with self._limit(_GRACE_S, "leaving the weight group"):
-                await self._llm.shutdown_weight_transfer_engine()
 
     def gauges(self) -> Gauges:
         """Count the load here, since vLLM's own statistics cost some percent of throughput.
