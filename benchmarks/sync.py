@@ -48,6 +48,7 @@ from services.runtime.portal import Portal
 from services.runtime.process_tools import free_port
 from services.store import Store
 from services.trainer.weight_sender import make_weight_sender
+from services.weights.collective import BUCKET_BYTES
 from services.weights.host_memory import lay_end_to_end
 from services.weights.leader import SyncRounds
 from services.weights.member import WeightFollower
@@ -186,7 +187,9 @@ def trainer_side(config: RunConfig) -> Iterator[tuple[Portal, Store, Callable[..
         portal.close()
 
 
-def measure_one(config: RunConfig, folder: Path, megabytes: int, count: int, repeats: int) -> dict[str, list[float]]:
+def measure_one(
+    config: RunConfig, folder: Path, megabytes: int, count: int, repeats: int, bucket_bytes: int
+) -> dict[str, list[float]]:
     """Figures of rounds that bring `megabytes` of weights to `count` receivers, first without checksums and then with them."""
     torch.set_num_threads(1)  # what two processes with all cores each do to each other is not the question
     layers = max(1, round(megabytes * 1e6 / (4 * WIDTH * (WIDTH + 1))))
@@ -203,7 +206,7 @@ def measure_one(config: RunConfig, folder: Path, megabytes: int, count: int, rep
                 time.sleep(0.05)
             for verify in (False, True):
                 sync = config.sync.model_copy(update={"verify": verify})
-                sender = make_weight_sender(config.model_copy(update={"sync": sync}), model, 0)
+                sender = make_weight_sender(config.model_copy(update={"sync": sync}), model, 0, bucket_bytes)
                 try:
                     found = _rounds(rounds, sender, receivers, repeats, (repeats + 2) * verify)
                 finally:
@@ -264,13 +267,13 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     server.start()
     samples: dict[str, list[float]] = {}
     try:
-        config = bare_run(
-            folder, server, "run.name=sync", "sync.backend=gloo", "sync.host=127.0.0.1", f"sync.bucket_mib={options.bucket_mib}"
-        )
+        config = bare_run(folder, server, "run.name=sync", "sync.backend=gloo", "sync.host=127.0.0.1")
         for megabytes in options.megabytes:
             for count in options.receivers:
                 for _ in range(options.sets):
-                    found = await asyncio.to_thread(measure_one, config, folder, megabytes, count, options.repeats)
+                    found = await asyncio.to_thread(
+                        measure_one, config, folder, megabytes, count, options.repeats, options.bucket_mib << 20
+                    )
                     for name, values in found.items():
                         samples.setdefault(f"{megabytes}mb_{count}.{name}", []).extend(values)
                     if not options.json:
@@ -287,7 +290,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100], help="sizes of the weights")
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="numbers of receiving processes")
-    parser.add_argument("--bucket-mib", type=int, default=32, help="sync.bucket_mib")
+    parser.add_argument("--bucket-mib", type=int, default=BUCKET_BYTES >> 20, help="size of the buckets")
     parser.add_argument("--sets", type=int, default=3, help="sets of receiving processes")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each set")
     parser.add_argument("--gbit", type=float, default=0.0, help="over a link of so many Gbit/s; 0: loopback as it is")

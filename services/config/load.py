@@ -32,6 +32,7 @@ REPLACED = {
     "{ ... }, data.sources.0.KEY for data.source.KEY",
     "generator.max_expiries": "is gone, and 16 leases of a ticket may expire: remove the key",
     "generator.partial_every_s": "is gone, and unfinished completions are saved every 5 s: remove the key",
+    "sync.bucket_mib": "is gone, and buckets have 32 MiB: remove the key",
 }
 """Keys of older versions, and what to do instead."""
 

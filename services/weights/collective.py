@@ -33,6 +33,11 @@ CONNECTIONS = 2
 up.
 """
 
+BUCKET_BYTES = 32 << 20
+"""Size of the buckets in which weights are gathered and broadcast, several at a time. Larger ones hold more memory and start
+later; in smaller ones, the fixed cost of a broadcast shows.
+"""
+
 _MANIFEST = "manifest"
 _ARRIVED = "arrived/"
 _ALIGNMENT = 64  # bytes; torch's own alignment, so that weights laid out like a bucket are as fast as in their own memory

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from services.config import RunConfig
-from services.weights.collective import Deadline, let_go, plan_buckets
+from services.weights.collective import BUCKET_BYTES, Deadline, let_go, plan_buckets
 from services.weights.host_memory import as_they_lie, describe
 from services.weights.transports import FAILURES, Gathered, make_transport
 
@@ -35,7 +35,14 @@ class WeightSender:
     number of times.
     """
 
-    def __init__(self, config: RunConfig, parts: Mapping[str, Sequence[torch.nn.Parameter]], merge: Merge, rank: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: Mapping[str, Sequence[torch.nn.Parameter]],
+        merge: Merge,
+        rank: int,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         """`parts` names the parameters that each weight is built from; the first has the weight's shape. `merge` builds the
         weight. A tied weight is listed under each of its names, because an engine that repacks its weights holds two copies of
         it.
@@ -45,9 +52,7 @@ class WeightSender:
         self._partitioned = any(hasattr(weight, "ds_id") for weights in parts.values() for weight in weights)
         first = {name: weight for name, (weight, *_) in self._parts.items()}
         order = list(first) if self._partitioned else as_they_lie(first)
-        self.manifest = plan_buckets(
-            [describe(name, first[name]) for name in order], config.sync.bucket_mib << 20, config.sync.verify
-        )
+        self.manifest = plan_buckets([describe(name, first[name]) for name in order], bucket_bytes, config.sync.verify)
         """Return the manifest of every transfer."""
         self._transport = make_transport(config, fleeting=self._partitioned)
 

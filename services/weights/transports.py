@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from services.config import RunConfig
 from services.weights.checksums import checksums
 from services.weights.collective import (
+    BUCKET_BYTES,
     CONNECTIONS,
     NCCL_ID,
     Abort,
@@ -209,7 +210,7 @@ class NcclTransport(_Meeting):
                 group=group,
                 src=0,
                 post_iter_func=lambda item: item[1],
-                buffer_size_bytes=self.sync.bucket_mib << 20,
+                buffer_size_bytes=BUCKET_BYTES,
                 num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
             )
             torch.cuda.synchronize()

@@ -22,6 +22,7 @@ from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
 from services.trainer.weight_sender import make_weight_sender
+from services.weights.collective import BUCKET_BYTES
 from services.weights.leader import SyncReport, SyncRounds
 from services.weights.member import WeightFollower
 from services.weights.sender import WeightSender
@@ -108,7 +109,13 @@ class World:
 
 
 @contextmanager
-def open_world(folder: Path, server: RedisServer, *overrides: str, model: torch.nn.Module | None = None) -> Iterator[World]:
+def open_world(
+    folder: Path,
+    server: RedisServer,
+    *overrides: str,
+    model: torch.nn.Module | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[World]:
     """A run with a trainer's side and no member yet; its model is a small one, unless one is given."""
     config = small_config(folder, server, *LIMITS, *overrides)
     portal = Portal()
@@ -117,7 +124,7 @@ def open_world(folder: Path, server: RedisServer, *overrides: str, model: torch.
     fence = portal.call(store.run.attach_trainer())
     notifications = Notifications()
     model = model or torch.nn.Linear(8, 4)
-    sender = make_weight_sender(config, model, 0)
+    sender = make_weight_sender(config, model, 0, bucket_bytes)
     listening = portal.start(notifications.listen(store))
     rounds = SyncRounds(config, store, notifications, portal, fence, sender, sender.send, lambda: None)
     world = World(config, portal, store, fence, sender, rounds, model)

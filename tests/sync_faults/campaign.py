@@ -217,7 +217,8 @@ def open_campaign(
     lay_end_to_end(model)  # as the trainer does: buckets are sent from where they lie
     members: dict[str, Member] = {}
     try:
-        with open_world(folder, server, *limits, "run.name=rounds", "sync.bucket_mib=1", "fleet.ttl_s=5", model=model) as world:
+        given = (*limits, "run.name=rounds", "fleet.ttl_s=5")
+        with open_world(folder, server, *given, model=model, bucket_bytes=1 << 20) as world:
             try:
                 for i, name in enumerate(names):
                     place = ("127.0.0.1", server.port)

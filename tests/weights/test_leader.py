@@ -367,8 +367,8 @@ def test_an_engine_that_dies_in_a_pause_ends_its_process(world: World) -> None:
 
 def test_when_a_member_dies_in_mid_broadcast_the_others_hear_at_once(tmp_path: Path) -> None:
     """Not at their own deadline: the sender's end of the group closes with it, whatever the error's traceback holds."""
-    config = small_config(tmp_path, None, "sync.backend=gloo", "sync.host=127.0.0.1", "sync.bucket_mib=1")
-    sender = make_weight_sender(config, torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))), 0)
+    config = small_config(tmp_path, None, "sync.backend=gloo", "sync.host=127.0.0.1")
+    sender = make_weight_sender(config, torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))), 0, 1 << 20)
     host, port = sender.open()
     heard: list[BaseException] = []
 

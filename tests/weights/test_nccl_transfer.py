@@ -12,8 +12,9 @@ import pytest_asyncio
 import services.generator.engines.vllm as vllm_engine
 from services.generator.engines.base import SamplingParameters
 from services.generator.engines.vllm import VllmEngine
+from services.weights import transports
 from services.weights.receiver import TransferFailed, WeightsChanged
-from tests.support.tiny_vllm import make_config, make_model, perturb
+from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb
 from tests.weights.test_weight_transfer import PROMPT, Pair
 
 pytestmark = [
@@ -40,6 +41,8 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     )
     with pytest.MonkeyPatch.context() as patch, wired():
         patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
+        for module in (vllm_engine, transports):
+            patch.setattr(module, "BUCKET_BYTES", BUCKET_BYTES)
         engine = VllmEngine()
         await engine.start(config)
         assert not engine.stages

@@ -11,7 +11,7 @@ import torch
 from tests.support.rank_worker import _policy, _train, whole_weights
 
 BUCKET_BYTES = 20_000
-"""A handful of buckets for the tiny model; the configuration's smallest is 1 MiB."""
+"""A handful of buckets for the tiny model."""
 
 
 def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, root: Path) -> dict[str, Any]:
@@ -45,13 +45,10 @@ def run(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any, r
 def _transfer(policy: Any) -> dict[str, torch.Tensor]:
     """What a receiver of the weights holds afterwards; {} on ranks that do not send. A real gloo group of this process alone."""
     from services.trainer.weight_sender import make_weight_sender
-    from services.weights import sender as weights
-    from services.weights.collective import plan_buckets
 
     sync = policy.config.sync.model_copy(update={"host": "127.0.0.1", "backend": "gloo"})
-    weights.plan_buckets = lambda metas, _, verified: plan_buckets(metas, BUCKET_BYTES, verified)
-    sender = make_weight_sender(policy.config.model_copy(update={"sync": sync}), policy.module, policy.world.rank)
-    weights.plan_buckets = plan_buckets
+    config = policy.config.model_copy(update={"sync": sync})
+    sender = make_weight_sender(config, policy.module, policy.world.rank, BUCKET_BYTES)
     if policy.world.rank > 0:
         sender.send()
         return {}
