@@ -85,7 +85,7 @@ async def test_the_number_of_generators_is_a_wish_that_reaches_redis(http: httpx
     await store.run.bound_generators(2)
     refused = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
     assert is_problem(refused, 409)
-    assert "more than the 2 that there are GPUs for" in refused.json()["detail"]
+    assert "exceeds the 2 that fit on the GPUs" in refused.json()["detail"]
     state = await store.run.state()
     assert state is not None
     assert state.scale.wanted == 0
