@@ -12,10 +12,12 @@ from services.config.load import validate
 
 VOCABULARY = 1024
 EOS = 1
+BUCKET_BYTES = 1 << 20
+"""The model travels in two buckets of this size."""
 
 
 def make_model(folder: Path, tied: bool, seed: int = 0) -> Any:
-    """A float32 Qwen3 of about 1.6 MiB in `folder`, so that it travels in two buckets of 1 MiB; returns the model."""
+    """A float32 Qwen3 of about 1.6 MiB in `folder`; returns the model."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -54,7 +56,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         "verifiers": [{"kind": "exact"}],
         "sampling": {"max_tokens": 192},
         "generator": {"max_num_seqs": 32, "cpu_kv_cache_mib": 64},
-        "sync": {"host": "127.0.0.1", "bucket_mib": 1, "join_deadline_s": 10.0, "transfer_deadline_s": 20.0},
+        "sync": {"host": "127.0.0.1", "join_deadline_s": 10.0, "transfer_deadline_s": 20.0},
     }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
