@@ -1,7 +1,7 @@
-"""A reasoning-gym entry as text: what a ticket's `answer` holds for such a task.
+"""Encodes a reasoning-gym entry as text: the `answer` of a ticket for such a task.
 
-Guarantees: decoding gives back what was encoded, tuples and whole-number keys included; some tasks' scorers compare
-against them and would take a list for a wrong answer.
+Guarantees: decoding restores what was encoded, including tuples and integer keys; some tasks' scorers compare against them and
+would treat a list as a wrong answer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _ITEMS = "__items__"
 
 
 def encode_entry(entry: dict[str, Any]) -> str:
-    """JSON of an entry. Raises TypeError for a value that JSON does not know."""
+    """Return the JSON of an entry. Raises TypeError for a value that JSON cannot represent."""
     return json.dumps(_pack(entry), ensure_ascii=False, separators=(",", ":"))
 
 
 def decode_entry(text: str) -> dict[str, Any]:
-    """The entry that `encode_entry` wrote. Raises ValueError for anything else."""
+    """Return the entry that `encode_entry` wrote. Raises ValueError for anything else."""
     entry = json.loads(text, object_hook=_unpack)
     if not isinstance(entry, dict):
         raise ValueError("not a reasoning-gym entry")
