@@ -74,6 +74,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
     from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
     from services.trainer.ranks import World
     from services.trainer.step import batches
+    from services.trainer.step import policy as policy_module
     from services.trainer.step.policy import Policy
 
     torch.set_num_threads(job["threads"])
@@ -82,7 +83,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
             "model": {"path": job["model"], "dtype": "float32", "max_tokens": 4096},
             "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 64},
             "sampling": {"max_tokens": job["max_tokens"], "group_size": job["group_size"]},
-            "trainer": {"row_tokens": job["row_tokens"], "logprob_chunk_tokens": job["chunk_tokens"]},
+            "trainer": {"row_tokens": job["row_tokens"]},
             "loss": {"policy": "dapo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "kl_beta": 0.0},
             "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_GRAD_NORM},
             "verifiers": [{"kind": "math"}],
@@ -92,6 +93,7 @@ def ours(job: dict[str, Any], said: Said) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    policy_module.LOGPROB_CHUNK_TOKENS = job["chunk_tokens"]
     policy = Policy(config, World(port=port))
     batch = read_batch(job["batch"])
     lengths, ends = batch["lengths"], np.cumsum(batch["lengths"])

@@ -66,7 +66,7 @@ def main() -> None:
         max_completion_length=config.sampling.max_tokens, temperature=config.sampling.temperature, beta=config.loss.kl_beta,
         loss_type="dapo", epsilon=config.loss.clip_low, epsilon_high=config.loss.clip_high, mask_truncated_completions=False,
         learning_rate=optimizer.learning_rate, warmup_steps=optimizer.warmup_steps, lr_scheduler_type="constant_with_warmup",
-        adam_beta1=optimizer.beta1, adam_beta2=optimizer.beta2, weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0], adam_beta2=optimizer.betas[1], weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm, logging_steps=1, save_strategy="no", disable_tqdm=True,
         gradient_checkpointing=False,
     )  # fmt: skip

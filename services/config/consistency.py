@@ -77,12 +77,6 @@ def _check_replay(config: RunConfig) -> None:
             f"replay.samples_per_insert = {replay.samples_per_insert} cannot be reached with replay.max_uses = "
             f"{replay.max_uses}: lower it, or raise replay.max_uses"
         )
-    if replay.error_buffer and replay.error_buffer < config.smallest_error_buffer:
-        raise ValueError(
-            f"replay.error_buffer = {replay.error_buffer} could refuse a step and an insert at the same time: set at least "
-            f"{config.smallest_error_buffer}, which is (admission.prompts_per_step + replay.samples_per_insert) / 2, "
-            "or 0 to use that value"
-        )
     if replay.min_size > min(replay.capacity, slots):
         raise ValueError(
             f"replay.min_size = {replay.min_size} cannot be reached: the table holds replay.capacity = {replay.capacity} "

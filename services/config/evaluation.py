@@ -13,6 +13,11 @@ from services.config.generation import Sampling
 ALL = "all"
 """Name that metrics use for all evaluation sources together."""
 
+FINAL_S = 600.0
+"""Seconds that the end of a run waits for the round of the last version before it abandons that round. All generators may take
+part in it, so a round that takes longer has lost its pods or hangs.
+"""
+
 
 class Evaluation(Section):
     """Evaluation rounds. Each is sampled by one policy version and reported when it is complete."""
@@ -39,8 +44,6 @@ class Evaluation(Section):
     """Most generators that evaluate at a time. All of them evaluate the last version of a run, since no training is left."""
     min_training_generators: int = Field(default=1, ge=0)
     """A generator evaluates only while at least this many others generate for training. 0: training may wait for a round."""
-    final_s: float = Field(default=600.0, ge=0)
-    """Seconds that the end of the run waits for the round of the last version before it abandons that round."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

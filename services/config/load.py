@@ -32,7 +32,14 @@ REPLACED = {
     "{ ... }, data.sources.0.KEY for data.source.KEY",
     "generator.max_expiries": "is gone, and 16 leases of a ticket may expire: remove the key",
     "generator.partial_every_s": "is gone, and unfinished completions are saved every 5 s: remove the key",
+    "replay.error_buffer": "is gone, and the smallest buffer that never blocks a run is used: remove the key",
+    "replay.payload_ttl_s": "is gone, and payloads without a header expire after an hour: remove the key",
+    "filters.active_sampling": "is gone: remove the key, or set filters.active_sampling_bound = 0 for false",
+    "optimizer.beta1": "is gone: set optimizer.betas = [BETA1, BETA2]",
+    "optimizer.beta2": "is gone: set optimizer.betas = [BETA1, BETA2]",
+    "trainer.logprob_chunk_tokens": "is gone, and logits are computed for 1024 tokens at a time: remove the key",
     "sync.bucket_mib": "is gone, and buckets have 32 MiB: remove the key",
+    "evaluation.final_s": "is gone, and the last round may take 10 minutes: remove the key",
 }
 """Keys of older versions, and what to do instead."""
 

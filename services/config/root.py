@@ -182,11 +182,6 @@ class RunConfig(Section):
         return "float32" if self.lora.rank else self.model.dtype
 
     @property
-    def smallest_error_buffer(self) -> float:
-        """Smallest `replay.error_buffer` that never refuses both a step's draws and an insert."""
-        return (self.admission.prompts_per_step + self.replay.samples_per_insert) / 2
-
-    @property
     def max_sequence_tokens(self) -> int:
         """Maximum length of prompt plus completion in this run, in tokens."""
         return self.data.max_prompt_tokens + self.sampling.max_tokens

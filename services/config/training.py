@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -40,8 +40,6 @@ class Replay(Section):
     """Minimum number of groups in the table for a step to be drawn."""
     samples_per_insert: float = Field(default=0.0, ge=0)
     """Target for the average number of draws per inserted group. 0: no target; only `max_uses` and staleness limit draws."""
-    error_buffer: float = Field(default=0.0, ge=0)
-    """Draws by which that ratio may be missed in either direction. 0: the smallest number that can never block a run."""
     priority: Literal["advantage", "reward", "recency", "trainer"] = "advantage"
     """Priority for `prioritized` and `lowest_priority`: sum of |A|, sum of rewards, age, or (`trainer`) sum of |A| until the
     group is first trained on, then |A| times the share of its tokens that are not clipped, to estimate what is left to learn."""
@@ -52,8 +50,6 @@ class Replay(Section):
     importance_beta: float = Field(default=0.0, ge=0, le=1)
     """`prioritized`: a group's loss is multiplied by (N P) ** -beta, divided by the largest such factor in its step. 0: no
     correction."""
-    payload_ttl_s: int = Field(default=3600, ge=60)
-    """Seconds after which a payload expires if its header was never committed."""
 
 
 class Filters(Section):
@@ -63,10 +59,9 @@ class Filters(Section):
     """Exclude a prompt from future epochs once its group reaches this share of the largest reward. 0: never."""
     zero_std: bool = False
     """Drop groups whose completions all have the same reward, since they give no gradient."""
-    active_sampling: bool = True
-    """Replace a dropped group with another prompt. If false, its step has fewer groups."""
-    active_sampling_bound: int = Field(default=10, ge=1)
-    """Limit of replacements for dropped groups in one step, times prompts_per_step. Past it, the step trains on what it has."""
+    active_sampling_bound: int = Field(default=10, ge=0)
+    """Most dropped groups of a step that other prompts replace, times prompts_per_step. Past it, the step trains on what it has.
+    0: none are replaced."""
 
 
 class Advantage(Section):
@@ -113,10 +108,8 @@ class Optimizer(Section):
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """Decay of the first and of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices, including adapters. Norms, biases and the embedding, tied or not, are exempt."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -147,8 +140,6 @@ class Trainer(Section):
     """Keep optimizer state (and, at stage 3, parameters) in host memory."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    """Number of tokens for which logits are computed at a time; they are never computed for a whole row at once."""
     deterministic: bool = False
     """Use deterministic kernels, and rows that do not depend on the number of ranks. With zero_stage 0 and float32 (or adapters),
     gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for any number of data-parallel

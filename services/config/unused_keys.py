@@ -71,11 +71,8 @@ def _admission(config: RunConfig) -> Rules:
 
 def _filters(config: RunConfig) -> Rules:
     if not config.filters.zero_std and not config.advantage.mask_truncated:
-        for key in ("active_sampling", "active_sampling_bound"):
-            why = "without filters.zero_std or advantage.mask_truncated, since only these drop groups from a step"
-            yield f"filters.{key}", why, "set one of these"
-    elif not config.filters.active_sampling:
-        yield "filters.active_sampling_bound", "with filters.active_sampling = false", "set filters.active_sampling = true"
+        why = "without filters.zero_std or advantage.mask_truncated, since only these drop groups from a step"
+        yield "filters.active_sampling_bound", why, "set one of these"
 
 
 def _replay(config: RunConfig) -> Rules:
@@ -95,8 +92,6 @@ def _replay(config: RunConfig) -> Rules:
     elif replay.priority_exponent == 0:
         cure = "raise replay.priority_exponent"
         yield "replay.importance_beta", "with replay.priority_exponent = 0, which weighs all groups alike", cure
-    if not replay.samples_per_insert:
-        yield "replay.error_buffer", "without replay.samples_per_insert", "set replay.samples_per_insert"
 
 
 def _loss(config: RunConfig) -> Rules:

@@ -200,8 +200,7 @@ class DataprepLoop:
             self.service.tracing.record("plan", group.header.trace, started, step=number, uses=group.uses + 1)
         if len(groups) < self.config.admission.prompts_per_step:
             self.metrics.short.inc()
-            if self.config.filters.active_sampling:
-                bound = self.config.filters.active_sampling_bound
+            if bound := self.config.filters.active_sampling_bound:
                 log.warning("step is short: filters dropped more groups than may be replaced", groups=len(groups), bound=bound)
         if decision.overtook:
             self.metrics.overtook.inc()

@@ -37,6 +37,10 @@ IDLE_S = 1.0  # the longest delay that a missed notification can cause
 PARTIAL_EVERY_S = 5.0
 """Seconds between saves of the tokens of unfinished completions, from which another generator continues them: the most work that
 the death of a pod costs. A save is a few kilobytes per completion."""
+PAYLOAD_TTL_S = 3600
+"""Seconds after which a payload expires if its header was never committed, and a ticket's tokens so far if nobody continues it.
+A header follows its payload in the same request, or within seconds; an hour outlasts a Redis that fails over in between.
+"""
 SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
@@ -167,9 +171,8 @@ class RolloutLoop(RolloutWorker):
             generate_s=done.generate_s, score_s=done.score_s,
         )  # fmt: skip
         self.metrics.observe(header)
-        ttl_s = self.config.replay.payload_ttl_s
         accepted = await self.submit_with_retry(
-            rollout, lambda: self.store.tickets.submit(self.name, rollout.claim, header, payload, ttl_s)
+            rollout, lambda: self.store.tickets.submit(self.name, rollout.claim, header, payload, PAYLOAD_TTL_S)
         )
         if accepted and self._ready_at is not None:
             log.info("first group submitted", since_ready_s=round(time.monotonic() - self._ready_at, 3))
@@ -191,9 +194,7 @@ class RolloutLoop(RolloutWorker):
         so_far = [done or running.get(rollout.request(i), NOTHING) for i, done in enumerate(rollout.completions)]
         tokens = sum(len(completion.tokens) for completion in so_far)
         if tokens:
-            await self.store.tickets.save_partial(
-                self.name, rollout.claim, pack_partial(so_far), self.config.replay.payload_ttl_s
-            )
+            await self.store.tickets.save_partial(self.name, rollout.claim, pack_partial(so_far), PAYLOAD_TTL_S)
         return tokens
 
     async def adapt(self, loop: Loop) -> None:

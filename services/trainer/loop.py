@@ -17,6 +17,7 @@ from typing import cast
 
 import structlog
 
+from services.config.evaluation import FINAL_S
 from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
 from services.runtime.loops import Loop
@@ -240,7 +241,7 @@ class TrainLoop:
     def _await_evaluation(self) -> None:
         """Wait until dataprep's leader ends the last evaluation round.
 
-        The leader reports the round, or abandons it after `evaluation.final_s`, or at once when the run is stopped. A leader that
+        The leader reports the round, or abandons it after `FINAL_S`, or at once when the run is stopped. A leader that
         is gone is waited for only briefly.
         """
         given, began = self.config.evaluation, time.monotonic()
@@ -248,7 +249,7 @@ class TrainLoop:
             stopping = self.recovery.stay_in_step(self.step).stopping
             seen = self.call(self.store.evaluation.state(self.config.fleet.ttl_s))
             over = seen.round is None and (stopping or seen.dealt_with >= self.config.run.steps)
-            if over or time.monotonic() - began > LEADER_S + (0.0 if stopping else given.final_s):
+            if over or time.monotonic() - began > LEADER_S + (0.0 if stopping else FINAL_S):
                 return
             self._say(phase="waiting for evaluation")
             self._tick()

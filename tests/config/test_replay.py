@@ -32,8 +32,6 @@ def test_every_sampler_goes_with_every_remover(tmp_path: Path, sampler: str, rem
         (["replay.max_uses=0", "replay.sampler=uniform"], "replay.max_uses = 0 needs replay.samples_per_insert >= 1"),
         (["replay.samples_per_insert=0.5"], "samples_per_insert = 0.5 would generate groups that no step trains on"),
         (["replay.samples_per_insert=2"], "samples_per_insert = 2.0 cannot be reached with replay.max_uses = 1"),
-        (["replay.error_buffer=9"], "replay.error_buffer = 9.0 has no effect without replay.samples_per_insert"),
-        (["replay.samples_per_insert=1", "replay.error_buffer=8"], "set at least 8.5, which is (admission."),
         (["replay.min_size=33"], "replay.min_size = 33 cannot be reached: the table holds replay.capacity = 100000 groups"),
         (["replay.capacity=20", "replay.min_size=21"], "replay.min_size = 21 cannot be reached"),
         (
@@ -48,8 +46,3 @@ def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, overrides: 
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *overrides)
     assert message in str(caught.value)
-
-
-def test_a_buffer_of_a_limiter_is_the_smallest_that_never_blocks(tmp_path: Path) -> None:
-    config = configured(tmp_path, "replay.samples_per_insert=2", "replay.max_uses=2")
-    assert config.smallest_error_buffer == (16 + 2) / 2

@@ -16,8 +16,8 @@ ZERO_STD = "filters.zero_std=true"
 PRIORITIZED = "replay.sampler=prioritized"
 EVALUATED = ["evaluation.every_steps=5", "evaluation.sources=[{kind='jsonl', name='held', path='h'}]", "generator.count=2"]
 TWO = "data.sources=[{kind='jsonl', name='a', path='a', weight=2}, {kind='jsonl', name='b', path='b'}]"
-BARE, UNIFORM, SHORT, ALIKE = (
-    "data.chat_template=false", "replay.sampler=uniform", "filters.active_sampling=false", "replay.priority_exponent=0",
+BARE, UNIFORM, ALIKE = (
+    "data.chat_template=false", "replay.sampler=uniform", "replay.priority_exponent=0",
 )  # fmt: skip
 
 
@@ -37,8 +37,7 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
     ("admission.overtake=drop", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
     ("filters.active_sampling_bound=3", [], "without filters.zero_std or advantage.mask_truncated", [ZERO_STD]),
-    ("filters.active_sampling=false", [], "without filters.zero_std or", ["advantage.mask_truncated=true"]),
-    ("filters.active_sampling_bound=3", [ZERO_STD, SHORT], "with filters.active_sampling = false", [ZERO_STD]),
+    ("filters.active_sampling_bound=0", [], "without filters.zero_std or", ["advantage.mask_truncated=true"]),
     ("replay.priority_exponent=0.6", [UNIFORM], 'with replay.sampler = "uniform" and replay.remover = "fifo"', [PRIORITIZED]),
     ("replay.recency_half_life=3", [PRIORITIZED], 'with replay.priority = "advantage"', [PRIORITIZED, "replay.priority=recency"]),
     ("replay.priority=trainer", [PRIORITIZED], "with replay.max_uses = 1", [PRIORITIZED, "replay.max_uses=2"]),
@@ -71,7 +70,7 @@ def test_without_rounds_every_key_of_evaluation_is_named_at_once(tmp_path: Path)
     values |= {"sources": "[{kind='jsonl', path='h', name='held'}]", "ks": "[2]", "top_p": "0.5"}
     with pytest.raises(ConfigError) as caught:
         configured(tmp_path, *(f"evaluation.{key}={value}" for key, value in values.items()))
-    for key, value in (values | {"sources": "[{'", "temperature": "7.0", "final_s": "7.0"}).items():
+    for key, value in (values | {"sources": "[{'", "temperature": "7.0"}).items():
         assert f"evaluation.{key} = {value}" in str(caught.value)
     assert str(caught.value).count("has no effect with evaluation.every_steps = 0: set evaluation.every_steps, or") == len(values)
 

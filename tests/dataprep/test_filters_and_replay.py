@@ -91,7 +91,7 @@ async def test_filtered_groups_are_replaced_by_other_prompts(tmp_path: Path, ser
 
 
 async def test_without_active_sampling_a_step_has_the_groups_its_filters_left(tmp_path: Path, server: RedisServer) -> None:
-    overrides = ("filters.zero_std=true", "filters.active_sampling=false", "data.shuffle=false")
+    overrides = ("filters.zero_std=true", "filters.active_sampling_bound=0", "data.shuffle=false")
     async with running(tmp_path, server, solved_if_even, *overrides) as run:
         plans = await run.train()
         assert [plan.groups for plan in plans] == [[f"0-{8 * step + i}" for i in (1, 3, 5, 7)] for step in range(4)]
@@ -102,7 +102,7 @@ async def test_steps_without_anything_to_learn_are_passed_over(tmp_path: Path, s
     def rewards(ticket: Ticket) -> list[float]:
         return [0.0] * 4 if ticket.index < 20 else spread(ticket)
 
-    overrides = ("filters.zero_std=true", "filters.active_sampling=false", "data.shuffle=false", "run.steps=2")
+    overrides = ("filters.zero_std=true", "filters.active_sampling_bound=0", "data.shuffle=false", "run.steps=2")
     async with running(tmp_path, server, rewards, *overrides) as run:
         plans = await run.train()
         assert [plan.groups for plan in plans] == [[f"0-{i}" for i in range(20, 24)], [f"0-{i}" for i in range(24, 32)]]
@@ -227,7 +227,7 @@ async def test_a_lost_reply_of_issue_repeats_no_prompt_and_leaves_none_out(tmp_p
 
 
 async def test_headers_that_lie_about_their_place_or_reward_harm_nobody(tmp_path: Path, server: RedisServer) -> None:
-    async with running(tmp_path, server, spread, "filters.zero_std=true", "filters.active_sampling=false") as run:
+    async with running(tmp_path, server, spread, "filters.zero_std=true", "filters.active_sampling_bound=0") as run:
         store = run.store
         fence = await store.run.attach_trainer()
         await store.steps.publish(fence, 0)

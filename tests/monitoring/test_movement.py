@@ -52,7 +52,7 @@ async def submit(store: Store, skip: int = 0, most: int = 100, **lies: Any) -> i
 
 
 async def steps_that_filters_leave_short_or_empty(folder: Path, server: RedisServer, seen: Seen) -> None:
-    overrides = ("filters.zero_std=true", "filters.active_sampling=false", "data.shuffle=false", "run.steps=9")
+    overrides = ("filters.zero_std=true", "filters.active_sampling_bound=0", "data.shuffle=false", "run.steps=9")
     await _led(folder, server, seen, submit, *overrides)
 
 

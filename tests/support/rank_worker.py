@@ -78,8 +78,11 @@ def main() -> None:
 
 def _policy(model: Path, sections: dict[str, Any]) -> Any:
     from services.trainer.ranks import World
+    from services.trainer.step import policy as policy_module
     from services.trainer.step.policy import Policy
     from tests.support.tiny_model import make_config
+
+    policy_module.LOGPROB_CHUNK_TOKENS = 5  # several chunks per row
 
     class Recording(Policy):
         """Keeps the whole gradient of every optimizer step, before clipping."""

@@ -47,7 +47,7 @@ def make_config(model: Path, /, **sections: Mapping[str, Any]) -> RunConfig:
         "model": {"path": str(model), "dtype": "float32", "max_tokens": 256},
         "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 32},
         "sampling": {"temperature": 0.7, "max_tokens": 32},
-        "trainer": {"row_tokens": 128, "logprob_chunk_tokens": 5, "step_timeout_s": 60.0},
+        "trainer": {"row_tokens": 128, "step_timeout_s": 60.0},
         "loss": {"kl_beta": 0.1},
         "optimizer": {"learning_rate": 1e-3},
     }

@@ -15,6 +15,7 @@ import time
 import structlog
 
 from services.config import RunConfig
+from services.config.evaluation import FINAL_S
 from services.dataprep.evaluation.report import Unfit, read_results, report
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import PromptSource
@@ -71,7 +72,7 @@ class EvaluationRounds:
         elif self._last_since is None:
             self._last_since = now
         last_s = 0.0 if self._last_since is None else now - self._last_since
-        if reason := hopeless(seen.round, state, members, last_s, self.given.final_s):
+        if reason := hopeless(seen.round, state, members, last_s, FINAL_S):
             await self._abandon(fence, seen.round, reason)
             return True
         return False
@@ -167,5 +168,5 @@ def hopeless(found: EvaluationRound, state: RunState, members: list[PodStatus], 
             "be spared (evaluation.min_training_generators), or the round opened late because another was open"
         )
     if last_s > final_s:
-        return f"evaluation.final_s = {final_s:g} s elapsed before the round was complete"
+        return f"the last version has been published for {final_s:g} s, and the round is not complete"
     return ""

@@ -92,7 +92,7 @@ def rules_of(config: RunConfig) -> Rules:
     return Rules(
         admission.prompts_per_step, admission.max_staleness, admission.overtake, admission.overtake_deadline_s,
         replay.sampler, replay.max_uses, replay.min_size,
-        filters.active_sampling_bound * admission.prompts_per_step if filters.active_sampling else 0, rate_limiter(config),
+        filters.active_sampling_bound * admission.prompts_per_step, rate_limiter(config),
     )  # fmt: skip
 
 

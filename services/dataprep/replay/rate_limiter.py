@@ -19,6 +19,7 @@ class RateLimiter:
     samples_per_insert: float
     min_size: int
     error_buffer: float
+    """Draws by which the ratio may be missed in either direction."""
 
     @property
     def _centre(self) -> float:
@@ -35,8 +36,12 @@ class RateLimiter:
 
 
 def rate_limiter(config: RunConfig) -> RateLimiter | None:
-    """Return the limiter of a run, or None if `replay.samples_per_insert` is 0."""
+    """Return the limiter of a run, or None if `replay.samples_per_insert` is 0.
+
+    Its error buffer is the smallest with which a step's draws and an insert are never both refused.
+    """
     replay = config.replay
     if not replay.samples_per_insert:
         return None
-    return RateLimiter(replay.samples_per_insert, replay.min_size, replay.error_buffer or config.smallest_error_buffer)
+    error_buffer = (config.admission.prompts_per_step + replay.samples_per_insert) / 2
+    return RateLimiter(replay.samples_per_insert, replay.min_size, error_buffer)

@@ -120,7 +120,10 @@ class Tickets(Facet):
         args = (consumer, claim.entry, claim.fence, claim.ticket_id, codec.encode(header))
         accepted = await self._submissions.ask(_Submission(claim.payload, codec.seal(payload), ttl_s, args))
         if accepted == -1:
-            raise StoreError(f"payload of ticket {claim.ticket_id} expired before its header arrived: raise replay.payload_ttl_s")
+            raise StoreError(
+                f"payload of ticket {claim.ticket_id} was gone when its header arrived: it expires after {ttl_s} s; check "
+                "whether this machine was suspended, and whether Redis evicts keys (maxmemory-policy must be noeviction)"
+            )
         if accepted == -2:
             raise ValueError(f"header of ticket {claim.ticket_id} is too large for a stream entry: lower sampling.group_size")
         return bool(accepted)

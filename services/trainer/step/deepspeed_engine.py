@@ -113,7 +113,7 @@ def adamw(config: RunConfig, module: Scorer) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.ndim < 2 or p is embedding], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # adapters are all matrices, and DeepSpeed rejects empty groups
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2))
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.betas[0], options.betas[1]))
 
 
 def learning_rate(options: Optimizer, step: int, steps: int) -> float:

@@ -86,4 +86,3 @@ def test_a_run_without_a_ratio_has_no_limiter_and_one_with_it_the_smallest_buffe
     assert rate_limiter(small_config(tmp_path)) is None
     config = ("replay.sampler=uniform", "replay.max_uses=0", "replay.samples_per_insert=3", "replay.min_size=4")
     assert rate_limiter(small_config(tmp_path, None, *config)) == RateLimiter(3.0, 4, (8 + 3) / 2)
-    assert rate_limiter(small_config(tmp_path, None, *config, "replay.error_buffer=20")) == RateLimiter(3.0, 4, 20.0)

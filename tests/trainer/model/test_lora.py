@@ -61,7 +61,7 @@ def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         path = models[of_model.get("path", "")]
         wide = trainer.get("sequence_parallel", 1)
         sections = {
-            "trainer": {"row_tokens": 128, "logprob_chunk_tokens": 5, "step_timeout_s": 60.0} | trainer,
+            "trainer": {"row_tokens": 128, "step_timeout_s": 60.0} | trainer,
             "model": {"dtype": "float32", "max_tokens": 256} | of_model | {"path": str(path)},
             "lora": OPTIONS | ({"targets": ATTENTION} if name == "attention only" else {}),
             "loss": LOSS,

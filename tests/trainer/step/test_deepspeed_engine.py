@@ -16,7 +16,7 @@ from tests.support.tiny_model import make_config, make_model
 
 
 def test_a_tied_embedding_does_not_decay(tmp_path: Path) -> None:
-    config = make_config(make_model(tmp_path, tied=True), optimizer={"weight_decay": 0.1, "beta2": 0.9})
+    config = make_config(make_model(tmp_path, tied=True), optimizer={"weight_decay": 0.1, "betas": [0.9, 0.9]})
     scorer = model.load(config.model, 1.0, 8, False)
     decayed, spared = engine.adamw(config, scorer).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"], decayed["betas"]) == (0.1, 0.0, (0.9, 0.9))

@@ -98,7 +98,7 @@ def results(
     """What every job returned, by name, one per rank."""
 
     def job(layout: Any, model: Path = tiny_model, dtype: str = "float32", clip: float | None = None, **trainer: Any) -> Job:
-        sections = SECTIONS | {"trainer": {"row_tokens": 128, "logprob_chunk_tokens": 5, "step_timeout_s": 60.0} | trainer}
+        sections = SECTIONS | {"trainer": {"row_tokens": 128, "step_timeout_s": 60.0} | trainer}
         sections |= {"model": {"path": str(model), "dtype": dtype, "max_tokens": 256}}
         if clip is not None:
             sections |= {"loss": SECTIONS["loss"] | {"clip_low": clip, "clip_high": clip}}
@@ -170,7 +170,7 @@ def _twin(folder: Path, payloads: Any, samples: list[Sample], mini_batches: list
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     options = make_config(folder, **SECTIONS).optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.learning_rate, betas=(options.beta1, options.beta2), weight_decay=0.0
+        model.parameters(), lr=options.learning_rate, betas=(options.betas[0], options.betas[1]), weight_decay=0.0
     )
 
     def logprobs(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
