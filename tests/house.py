@@ -1,0 +1,181 @@
+"""Measure the structure of the repository: `python -m tests.house [--json] [--types]`.
+
+Prints each measure beside its bound. `tests/test_house.py` holds the bounds, so that structure only improves. `--types` adds the
+type errors of the strict packages, which takes a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from services.config.explain import keys as configuration_keys
+
+ROOT = Path(__file__).parent.parent
+SERVICES = ROOT / "services"
+SUITE_SECONDS = ROOT / "tests" / "suite_seconds.json"
+TICKET_TYPES = {"Ticket", "Tickets", "Claim"}
+STORES = {"store", "_store"}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure of the structure."""
+
+    name: str
+    value: float | None
+    """None: it was not measured."""
+    bound: float | None
+    """The most that it may be; None: it is only reported."""
+    where: str = ""
+    """What it was found in."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is within its bound."""
+        return self.value is None or self.bound is None or self.value <= self.bound
+
+
+def measure(types: bool = False) -> list[Measure]:
+    """Measure everything; the type errors only with `types`."""
+    quick = [files_a_folder(), duplicate_classes(), keys(), function_max(), services_lines(), ticket_files(), suite_s()]
+    return [*quick, strict_errors() if types else Measure("strict_errors", None, 0, "measured with --types")]
+
+
+def files_a_folder() -> Measure:
+    """Count the files directly in each folder of services, of every kind, and return the most."""
+    folders = [SERVICES, *(path for path in SERVICES.rglob("*") if path.is_dir() and path.name != "__pycache__")]
+    counts = {folder: sum(path.is_file() for path in folder.iterdir()) for folder in folders}
+    fullest = max(counts, key=lambda folder: (counts[folder], str(folder)))
+    return Measure("files_a_folder", counts[fullest], 15, _shown(fullest))
+
+
+def duplicate_classes() -> Measure:
+    """Count the class names that are defined more than once, nested classes included."""
+    names = Counter(node.name for _, tree in _trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    repeated = sorted(name for name, count in names.items() if count > 1)
+    return Measure("duplicate_classes", len(repeated), 0, ", ".join(repeated))
+
+
+def strict_errors() -> Measure:
+    """Count pyright's errors in the packages that pyproject.toml lists as strict."""
+    strict = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["strict"]
+    command = [str(Path(sys.executable).with_name("pyright")), "--outputjson"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = Counter(
+        _shown(Path(each["file"]))
+        for each in json.loads(done.stdout)["generalDiagnostics"]
+        if each["severity"] == "error" and any(Path(each["file"]).is_relative_to(ROOT / package) for package in strict)
+    )
+    return Measure("strict_errors", found.total(), 0, ", ".join(found))
+
+
+def keys() -> Measure:
+    """Count the keys of the configuration. Keys that kinds of source share count once; sections are none."""
+    return Measure("keys", len({re.sub(r"\[\](\([^)]*\))?", "", key.key) for key in configuration_keys()}), 165)
+
+
+def function_max() -> Measure:
+    """Return the most lines of a function's body: from its first statement, its docstring left out, to its last."""
+    lengths: dict[str, int] = {}
+    for path, tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+                end = max((statement.end_lineno or 0 for statement in body), default=0)
+                lengths[f"{_shown(path)}:{node.name}"] = end - body[0].lineno + 1 if body else 0
+    longest = max(lengths, key=lambda name: (lengths[name], name))
+    return Measure("function_max", lengths[longest], 51, longest)
+
+
+def services_lines() -> Measure:
+    """Count the lines of Python under services, blank ones included."""
+    return Measure("services_lines", sum(len(path.read_text().splitlines()) for path in _modules()), None)
+
+
+def ticket_files() -> Measure:
+    """Count the modules that know of tickets.
+
+    These define or import `Ticket` (the message), `Tickets` (the store's facet) or `Claim` (a ticket under lease), or use the
+    facet as an attribute of what is called `store` or `_store`. Keys and Lua, which name tickets as text, do not count.
+    """
+    found = [_shown(path) for path, tree in _trees() if any(map(_knows_tickets, ast.walk(tree)))]
+    return Measure("ticket_files", len(found), None, ", ".join(found))
+
+
+def suite_s() -> Measure:
+    """Return how long the whole suite took, in seconds, if that was noted."""
+    if not SUITE_SECONDS.exists():
+        return Measure("suite_s", None, None, f"{_shown(SUITE_SECONDS)} does not exist")
+    return Measure("suite_s", json.loads(SUITE_SECONDS.read_text())["suite_s"], None)
+
+
+def _knows_tickets(node: ast.AST) -> bool:
+    match node:
+        case ast.ImportFrom(names=names):
+            return any(alias.name in TICKET_TYPES for alias in names)
+        case ast.ClassDef(name=name):
+            return name in TICKET_TYPES
+        case ast.Attribute(attr="tickets", value=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name in STORES
+    return False
+
+
+@cache
+def _modules() -> tuple[Path, ...]:
+    return tuple(sorted(SERVICES.rglob("*.py")))
+
+
+def _trees() -> Iterator[tuple[Path, ast.Module]]:
+    return ((path, _tree(path)) for path in _modules())
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def as_json(measures: list[Measure]) -> str:
+    """Return the values by name, and beside them the bounds and the places."""
+    values: dict[str, object] = {each.name: each.value for each in measures}
+    bounds = {each.name: each.bound for each in measures if each.bound is not None}
+    return json.dumps(values | {"bounds": bounds, "where": {each.name: each.where for each in measures if each.where}}, indent=2)
+
+
+def as_table(measures: list[Measure]) -> str:
+    """Return a line for each measure: name, value, bound and place."""
+    lines = [("measure", "value", "bound", "where")]
+    for each in measures:
+        value = "-" if each.value is None else f"{each.value:,}"
+        bound = "-" if each.bound is None else f"{each.bound:,}"
+        lines.append((each.name, value, bound if each.kept else f"{bound} !", each.where))
+    return "\n".join(f"{name:18}{value:>10}{bound:>8}  {where}".rstrip() for name, value, bound, where in lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the measures; return 1 if a bound is exceeded."""
+    parser = argparse.ArgumentParser(prog="python -m tests.house", description="Measure the structure of the repository.")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--types", action="store_true", help="count type errors, too; takes a minute")
+    given = parser.parse_args(argv)
+    measures = measure(given.types)
+    print(as_json(measures) if given.json else as_table(measures))
+    return 0 if all(each.kept for each in measures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
