@@ -203,13 +203,13 @@ def _provider(run: str, kind: str, pod: str, source: random.Random, take: Any) -
         def generate_trace_id(self) -> int:
             return source.getrandbits(128) or 1
 
-    class Ended(SpanProcessor):
+    class EndedSpans(SpanProcessor):
         def on_end(self, span: ReadableSpan) -> None:
             take(span)
 
     resource = Resource({"service.name": f"grpo-{kind}", "service.instance.id": pod, "grpo.run": run})
     provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=Ids(), shutdown_on_exit=False)
-    provider.add_span_processor(Ended())
+    provider.add_span_processor(EndedSpans())
     return provider
 
 

@@ -18,7 +18,7 @@ import redis.asyncio as aioredis
 from services.protocol.keys import Keys
 from services.store.calls.deadletters import DeadLetterStream
 from services.store.calls.evaluation import EvaluationCalls
-from services.store.calls.fleet import Fleet
+from services.store.calls.fleet import FleetCalls
 from services.store.calls.inspection import Inspection
 from services.store.calls.monitor import Monitor
 from services.store.calls.payloads import Payloads
@@ -45,7 +45,7 @@ class Store:
         self.run = Runs(*parts)
         self.tickets, self.replay, self.steps = Tickets(*parts), ReplayTable(*parts), Steps(*parts)
         self.snapshots, self.restores = SnapshotWriter(*parts), Restores(*parts)
-        self.fleet, self.evaluation = Fleet(*parts), EvaluationCalls(*parts)
+        self.fleet, self.evaluation = FleetCalls(*parts), EvaluationCalls(*parts)
         self.dead_letters, self.monitor, self.inspection = DeadLetterStream(*parts), Monitor(*parts), Inspection(*parts)
 
     @classmethod

@@ -27,7 +27,7 @@ class StepMetricsEntry(BaseModel):
     metrics: dict[str, float | None]
 
 
-class Steps(BaseModel):
+class StepsPage(BaseModel):
     """A page of the trained steps, newest first."""
 
     total: int
@@ -90,12 +90,12 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
     @router.get("/steps")
     async def steps(
         before: Annotated[int, Query(ge=0, le=2**31)] = 2**31, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50
-    ) -> Steps:
+    ) -> StepsPage:
         """List the steps before `before`, newest first."""
         await watch.look()
         found = sorted((step for step in watch.steps.rows if step < before), reverse=True)
         page = [StepMetricsEntry(step=step, metrics=_named(watch.steps.rows[step])) for step in found[:limit]]
-        return Steps(total=len(watch.steps.rows), steps=page, next=page[-1].step if len(found) > limit else None)
+        return StepsPage(total=len(watch.steps.rows), steps=page, next=page[-1].step if len(found) > limit else None)
 
     @router.get("/evaluations")
     async def evaluations(limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100) -> Rounds:

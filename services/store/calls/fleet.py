@@ -12,7 +12,7 @@ from services.store.calls.facet import Facet
 T = TypeVar("T")
 
 
-class Fleet(Facet):
+class FleetCalls(Facet):
     """Heartbeats, rounds and acknowledgements."""
 
     async def beat(self, status: PodStatus, ttl_s: float) -> int:
