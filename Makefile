@@ -24,7 +24,7 @@ demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/d
 # Hundreds of tests kill, stop and time real processes; those wait more than they compute, so there are more workers than cores.
 # `make test-fast`, about a minute, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
 test: $(INSTALLED) debian  ## all tests; their time goes to build/suite_seconds.json
 	@mkdir -p build; begun=$$(date +%s); $(PYTEST) \

@@ -7,10 +7,12 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import pytest_asyncio
+from xdist.scheduler import LoadScopeScheduling
 
 from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.errors import StoreError
@@ -67,19 +69,29 @@ APART = ("runs/test_run.py", "runs/test_run_evaluation.py", "runs/test_faults.py
 """Tests whose workers differ: what they share they share by files. Others stay together, with their engines and ranks."""
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Of several workers one takes all tests of a file, and long ones come first."""
+class Files(LoadScopeScheduling):
+    """Gives all tests of a file to one of pytest-xdist's workers, those of `APART` one by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return nodeid if path.endswith(APART) else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
+    """Who runs what."""
+    config.option.loadscopereorder = False  # as they come: the long ones first
+    return Files(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones come first."""
 
     def place(item: pytest.Item) -> int:
         path = item.path.as_posix()
         return next((number for number, part in enumerate(FIRST) if part in path), len(FIRST))
 
-    for item in items:
-        path = item.path.as_posix()
-        if not path.endswith(APART):
-            item.add_marker(pytest.mark.xdist_group(path.partition("/tests/")[2]))
-    yield  # pytest-randomly mixes, pytest-xdist notes the groups
     items.sort(key=place)
 
 

@@ -48,7 +48,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     started = time.monotonic()
     await engine.close()
     assert time.monotonic() - started < 12
-    assert not [child for child in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+    running = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    assert not [child for child in running if "EngineCore" in " ".join(child.cmdline())]
 
 
 def prompt(number: int, length: int = 12) -> list[int]:

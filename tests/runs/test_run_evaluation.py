@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from services.config import load_resolved, to_toml
 from services.protocol import codec
 from services.store import Store
-from tests.runs.test_run import check_whole, finish, pids_of, start, steps_done, summary, wait_for
+from tests.runs.test_run import check_whole, finish, kill, start, steps_done, summary, wait_for
 from tests.support.harness import save_model_folder, small_config, wait_until
 from tests.support.held_loss import HELD
 
@@ -80,7 +78,8 @@ async def damage(run: Path) -> None:
 
 async def hang(run: Path, held: Path) -> None:
     """While a step of the trainer hangs, its liveness probe fails within the loop's limit, for that loop only."""
-    async with administrator(run) as store, httpx.AsyncClient(timeout=10) as http:
+    close = {"Connection": "close"}  # otherwise a server may close an idle connection just as it is used
+    async with administrator(run) as store, httpx.AsyncClient(timeout=10, headers=close) as http:
         urls = {pod.name: f"{pod.url}/health/live" for pod in await store.fleet.members(TTL_S)}
 
         async def status(pod: str, expected: int) -> bool:
@@ -139,8 +138,7 @@ def test_a_generator_killed_in_a_round_costs_no_step_and_mixes_nothing(tmp_path:
         return [path.stem for path in logs.glob("generator-*.log") if '"evaluates"' in path.read_text()]
 
     wait_for(lambda: bool(evaluates()), process)
-    for pid in pids_of(tmp_path, "killed", evaluates()[0]):
-        os.kill(pid, signal.SIGKILL)
+    kill(tmp_path, "killed", evaluates()[0])
     finish(process)
     check_whole(tmp_path, "killed")
     assert {STEPS} <= set(reported(tmp_path, "killed")) <= {0, EVERY, STEPS}, "a version may pass while the dead one still counts"
