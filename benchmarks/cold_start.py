@@ -46,7 +46,7 @@ FIRST_STEPS = 3  # the run is at work after these
 async def running(folder: Path) -> AsyncIterator[Store]:
     """The example with one generator, past its first steps."""
     place = RunFolder(folder / "cold")
-    given = ["run.name=cold", f"run.dir={folder}", "run.steps=100000", "generator.count=1", "fleet.heartbeat_s=0.1"]
+    given = ["run.name=cold", f"run.dir={folder}", "run.steps=100000", "generator.count=1", "fleet.ttl_s=3"]
     command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
     with (folder / "log").open("w") as said:
         process = subprocess.Popen(  # noqa: ASYNC220 - returns at once

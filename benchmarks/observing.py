@@ -131,7 +131,7 @@ def hanging_tracker(config: RunConfig, folder: Path) -> Iterator[None]:
     path = folder / "resolved.toml"
     path.write_text(to_toml(config))
     with black_hole() as (url, came), (folder / "tracker.log").open("wb") as log:
-        environ = os.environ | {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
+        environ = os.environ | {"WANDB_MODE": "online", "WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
         command = [sys.executable, "-m", "services.tracker", "--config", str(path), "--name", "tracker-0"]
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -147,7 +147,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     """Measure everything and report."""
     server = RedisServer(folder / "redis")
     server.start()
-    config = configured(options.config, folder, server, "tracking.wandb=benchmark", "tracking.wandb_mode=online")
+    config = configured(options.config, folder, server, "tracking.wandb=benchmark")
     figures: dict[str, list[float]] = {}
 
     def note(**values: float) -> None:

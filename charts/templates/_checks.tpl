@@ -67,8 +67,8 @@
 {{- if mod $ranks $parallel }}
 {{- fail (printf "trainer.nodes x trainer.ranksPerNode = %d ranks cannot be divided into teams of config.trainer.sequence_parallel = %d ranks: set a multiple of it" $ranks $parallel) }}
 {{- end }}
-{{- if and (include "grpo.tracked" .) (eq (dig "tracking" "wandb_mode" "offline" $v.config) "online") (not $v.tracker.wandbSecret) }}
-{{- fail "config.tracking.wandb_mode = online needs an API key: set tracker.wandbSecret to a Secret with it" }}
+{{- if and (include "grpo.tracked" .) (eq (dig "env" "WANDB_MODE" "offline" $v.tracker) "online") (not $v.tracker.wandbSecret) }}
+{{- fail "tracker.env.WANDB_MODE = online needs an API key: set tracker.wandbSecret to a Secret with it" }}
 {{- end }}
 {{- if and $v.monitoring.rules (not (.Files.Get "files/alerts.yaml")) }}
 {{- fail "monitoring.rules = true, but this chart has no files/alerts.yaml: set it to false" }}

@@ -16,7 +16,7 @@ def check(config: RunConfig) -> None:
     _check_training(config)
     check_loss(config.loss, config.advantage.kind)
     check_sync(config.sync)
-    _check_pods(config)
+    _check_tls(config)
     check_verifiers(config.verifiers, [*config.data.sources, *config.evaluation.sources])
     _check_rewards(config)
     check_evaluation(
@@ -111,14 +111,9 @@ def _check_training(config: RunConfig) -> None:
         )
 
 
-def _check_pods(config: RunConfig) -> None:
-    """Check the heartbeat limits and that the TLS keys are complete."""
-    fleet, api = config.fleet, config.api
-    if fleet.ttl_s <= 2 * fleet.heartbeat_s:
-        raise ValueError(
-            f"fleet.ttl_s = {fleet.ttl_s} must be more than twice fleet.heartbeat_s = {fleet.heartbeat_s}, "
-            "otherwise one late heartbeat removes a pod"
-        )
+def _check_tls(config: RunConfig) -> None:
+    """Check that the TLS keys are complete."""
+    api = config.api
     if bool(api.certificate_file) != bool(api.key_file):
         raise ValueError(
             f"api.certificate_file = {api.certificate_file!r} and api.key_file = {api.key_file!r}: "

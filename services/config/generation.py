@@ -98,13 +98,16 @@ def check_sync(sync: Sync) -> None:
 class Fleet(Section):
     """Heartbeats, and who sets the number of generators."""
 
-    heartbeat_s: float = Field(default=1.0, gt=0)
-    """Seconds between renewals of a pod's record."""
     ttl_s: float = Field(default=10.0, gt=0)
-    """Seconds without a heartbeat after which a pod counts as gone."""
+    """Seconds without a heartbeat after which a pod counts as gone. A pod sends ten in that time."""
     scaling: Literal["wish", "kubectl", "hpa", "keda"] = "wish"
     """Who sets the number of generators. `wish`: the number last requested, e.g. with `grpo scale`. On a cluster whose chart has
     no scaler: `kubectl`, or the autoscaler (`hpa`, `keda`); a request for a number is then refused."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between heartbeats: several may be late or lost before a pod counts as gone."""
+        return self.ttl_s / 10
 
     @property
     def refusal(self) -> str:

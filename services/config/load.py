@@ -38,6 +38,8 @@ REPLACED = {
     "optimizer.beta1": "is gone: set optimizer.betas = [BETA1, BETA2]",
     "optimizer.beta2": "is gone: set optimizer.betas = [BETA1, BETA2]",
     "trainer.logprob_chunk_tokens": "is gone, and logits are computed for 1024 tokens at a time: remove the key",
+    "fleet.heartbeat_s": "is gone, and is a tenth of fleet.ttl_s: remove the key",
+    "tracking.wandb_mode": "is gone: remove the key, and set the environment variable WANDB_MODE = online for online",
     "sync.bucket_mib": "is gone, and buckets have 32 MiB: remove the key",
     "evaluation.final_s": "is gone, and the last round may take 10 minutes: remove the key",
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from services.config.base import Section
@@ -15,9 +13,8 @@ class Tracking(Section):
     tensorboard: bool = False
     """Write TensorBoard's event files to run.dir/run.name/tracking/tensorboard."""
     wandb: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,128}$")
-    """Weights & Biases project. Empty: none."""
-    wandb_mode: Literal["offline", "online"] = "offline"
-    """`offline` writes to run.dir/run.name/tracking/wandb, for `wandb sync`. `online` uploads and needs an API key."""
+    """Weights & Biases project. Empty: none. Its files are written to run.dir/run.name/tracking/wandb, for `wandb sync`, unless the
+    environment variable WANDB_MODE is `online`, which needs an API key."""
 
     @property
     def trackers(self) -> tuple[str, ...]:

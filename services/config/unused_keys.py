@@ -144,14 +144,12 @@ def _evaluation(config: RunConfig) -> Rules:
 
 
 def _surroundings(config: RunConfig) -> Rules:
-    """Check Redis, trackers and tracing.
+    """Check Redis and tracing.
 
     `api.ca_file` and `api.server_name` are always effective: clients read them too, even if a proxy terminates TLS.
     """
     url = config.redis.url
     if url and not url.startswith("rediss://"):
         yield "redis.ca_file", f"with redis.url = {url!r}", "use rediss://"
-    if not config.tracking.wandb:
-        yield "tracking.wandb_mode", "without tracking.wandb", "set tracking.wandb to a project"
     if not config.tracing.endpoint:
         yield "tracing.share", "without tracing.endpoint", "set tracing.endpoint"

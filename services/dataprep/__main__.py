@@ -19,8 +19,8 @@ async def prepare(given: Arguments) -> None:
     from services.dataprep.replay.sweeping import sweep
     from services.dataprep.replay.weights import table_rules
     from services.dataprep.run_gauges import RunGauges
-    from services.runtime.http.endpoints.run import add_routes
     from services.runtime import garbage_collection
+    from services.runtime.http.endpoints.run import add_routes
 
     config = given.config
     load_curriculum(config.data.curriculum)  # reports an unusable name before the run exists

@@ -23,11 +23,16 @@ def check_tracking(config: RunConfig, environ: Mapping[str, str]) -> None:
                 f"tracking.{name} = {getattr(tracking, name)!r} needs the package {name}, which is not installed: "
                 "pip install 'grpo[tracking]', or remove the key"
             )
-    if tracking.wandb_mode == "online" and not environ.get("WANDB_API_KEY") and not _logged_in(environ):
+    if tracking.wandb and wandb_mode(environ) == "online" and not environ.get("WANDB_API_KEY") and not _logged_in(environ):
         raise ConfigError(
-            'tracking.wandb_mode = "online" needs a key: set WANDB_API_KEY, run `wandb login`, or set '
-            'tracking.wandb_mode = "offline" and upload the files later with `wandb sync`'
+            "WANDB_MODE = online needs a key: set WANDB_API_KEY, run `wandb login`, or unset WANDB_MODE and upload the files "
+            "later with `wandb sync`"
         )
+
+
+def wandb_mode(environ: Mapping[str, str]) -> str:
+    """Return W&B's own WANDB_MODE; `offline` where it is not set, since a run should not depend on a service outside."""
+    return environ.get("WANDB_MODE") or "offline"
 
 
 def _logged_in(environ: Mapping[str, str]) -> bool:

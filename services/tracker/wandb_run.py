@@ -14,6 +14,7 @@ os.environ.setdefault("WANDB_SILENT", "true")  # keeps its output out of the log
 import wandb  # pyright: ignore
 
 from services.config import RunConfig
+from services.runtime.tracking import wandb_mode
 from services.tracker.tracker import Record
 
 
@@ -24,12 +25,13 @@ class WandbRun:
 
     def __init__(self, config: RunConfig, folder: Path, identity: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        mode = wandb_mode(os.environ)
         self._run = wandb.init(
             project=config.tracking.wandb,
             name=config.run.name,
             id=identity,
-            mode=config.tracking.wandb_mode,
-            resume="allow" if config.tracking.wandb_mode == "online" else None,
+            mode=mode,
+            resume="allow" if mode == "online" else None,
             dir=folder,
             config=config.model_dump(mode="json", exclude={"redis", "api"}),
             settings=wandb.Settings(

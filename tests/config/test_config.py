@@ -123,7 +123,7 @@ def test_the_largest_reward_is_that_of_the_source_s_own_verifiers(file: Path) ->
 
 
 def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
-    assert "fleet.xyzzy = 1 is not a known key; valid: heartbeat_s, scaling, ttl_s" in fault(file, "fleet.xyzzy=1")
+    assert "fleet.xyzzy = 1 is not a known key; valid: scaling, ttl_s" in fault(file, "fleet.xyzzy=1")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,6 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
         (["loss.denominator=constant"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
         (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
-        (["fleet.ttl_s=2", "fleet.heartbeat_s=1"], "fleet.ttl_s = 2.0 must be more than twice fleet.heartbeat_s = 1.0"),
         (["trainer.offload=true"], "trainer.offload needs trainer.zero_stage 1, 2 or 3"),
         (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.ranks = 3 cannot be divided into teams"),
         (["model.fp32_head=true", "model.dtype=float32"], 'model.fp32_head = True has no effect with model.dtype = "float32"'),
@@ -220,7 +219,7 @@ def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path,
     "overrides",
     [
         ["model.max_tokens=1536"], ["trainer.row_tokens=1536"], ["replay.capacity=16"], ["replay.max_uses=2"],
-        ["loss.denominator=constant", "loss.denominator_tokens=100"], ["loss.correction_lower=2.0"], ["fleet.ttl_s=2.1"],
+        ["loss.denominator=constant", "loss.denominator_tokens=100"], ["loss.correction_lower=2.0"],
         ["trainer.mini_batches=16"], ["trainer.offload=true", "trainer.zero_stage=1"],
         ["trainer.ranks=4", "trainer.sequence_parallel=2"], ["reference.kind=none", "loss.kl_beta=0"], ["loss.kl_beta=0"],
         ["reference.kind=polyak", "reference.every_steps=5"], ["optimizer.schedule=cosine", "optimizer.warmup_steps=99"],

@@ -165,7 +165,7 @@ async def _has(store: Store, name: str, count: int) -> bool:
 
 
 async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path, server: RedisServer) -> None:
-    config = configured(tmp_path, server, "fleet.ttl_s=0.9", "fleet.heartbeat_s=0.2")
+    config = configured(tmp_path, server, "fleet.ttl_s=0.9")
     async with dataprep(config) as (first, leader), dataprep(config, "dataprep-1") as (second, standby):
         leading = asyncio.create_task(first.run(leader.work))
         await wait_until(lambda: first.status.phase == "leading")

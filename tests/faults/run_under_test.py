@@ -46,7 +46,7 @@ SCRIPTED = (
 )  # fmt: skip
 VLLM = (
     "run.seed=3", "generator.lease_s=5.0", "generator.drain_s=3", "checkpoint.every_steps=5",
-    "fleet.heartbeat_s=0.2", "fleet.ttl_s=5", "sync.join_deadline_s=10", "admission.prompts_per_step=8",
+    "fleet.ttl_s=5", "sync.join_deadline_s=10", "admission.prompts_per_step=8",
     "admission.max_staleness=1", "optimizer.warmup_steps=0",
     f'model.path="{ROOT / "build/arithmetic"}"',
 )  # fmt: skip

@@ -27,7 +27,7 @@ OTHERS = {
     "HF_HUB_OFFLINE": "huggingface_hub", "HF_HOME": "huggingface_hub", "HF_TOKEN": "huggingface_hub",
     "OMP_NUM_THREADS": "torch",
     "NCCL_SOCKET_IFNAME": "NCCL", "NCCL_IB_HCA": "NCCL", "NCCL_DEBUG": "NCCL", "GLOO_SOCKET_IFNAME": "gloo",
-    "WANDB_API_KEY": "W&B",
+    "WANDB_API_KEY": "W&B", "WANDB_MODE": "W&B",
 }  # fmt: skip
 """Variables that libraries read, and which."""
 

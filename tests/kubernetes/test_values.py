@@ -76,7 +76,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"accelerator": "none", "config": {"sync": {"backend": "nccl"}}}, "config.sync.backend"),
     ({"config": {"sync": {"backend": "filesystem"}}}, "storage.runs.accessMode"),
     ({"trainer": {"ranksPerNode": 3}, "config": {"trainer": {"sequence_parallel": 2}}}, "sequence_parallel"),
-    ({"config": {"tracking": {"wandb": "p", "wandb_mode": "online"}}}, "tracker.wandbSecret"),
+    ({"config": {"tracking": {"wandb": "p"}}, "tracker": {"env": {"WANDB_MODE": "online"}}}, "tracker.wandbSecret"),
 ]
 
 

@@ -123,12 +123,12 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     folder = tmp_path_factory.mktemp("observed")
     save_model_folder(folder / "model")
     with collecting() as collector, black_hole() as (hole, _), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WANDB_MODE", "online")
         environment.setenv("WANDB_BASE_URL", hole)
         environment.setenv("WANDB_API_KEY", "0" * 40)
         path = write_run(
-            folder, "observed", "run.steps=1000", "filters.exclude_pass_rate=0", "fleet.heartbeat_s=0.5",
+            folder, "observed", "run.steps=1000", "filters.exclude_pass_rate=0", "fleet.ttl_s=5",
             f"tracing.endpoint={collector.url}", "tracking.tensorboard=true", "tracking.wandb=project",
-            "tracking.wandb_mode=online",
         )  # fmt: skip
         observed = Observed(folder, collector)
         process = start(path)

@@ -137,7 +137,7 @@ def leading(folder: Path, server: RedisServer, *overrides: str) -> Iterator[tupl
     given = (
         "generator.count=3", "evaluation.every_steps=2", f"evaluation.sources=[{sources}]", "run.steps=6",
         f"evaluation.samples={SAMPLES}", "evaluation.ks=[1, 2]", "generator.engine_options.token_s=0.002",
-        "fleet.heartbeat_s=0.1", "fleet.ttl_s=1.0", "generator.lease_s=1.0", *overrides,
+        "fleet.ttl_s=1.0", "generator.lease_s=1.0", *overrides,
     )  # fmt: skip
     with open_world(folder, server, *given) as world:
         lead = Lead(world)

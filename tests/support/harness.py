@@ -56,7 +56,6 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         [api]
         token_file = "{token}"
         [fleet]
-        heartbeat_s = 0.2
         ttl_s = 3.0
         """
     )

@@ -159,7 +159,7 @@ class ScriptedEngine:
                 self._staged = dict(await asyncio.to_thread(manifest.take, deadline))
             else:
                 self._staged = dict(await asyncio.to_thread(collective.receive, group, manifest, deadline, self._buffers))
-        except checksums.Changed as error:
+        except checksums.WeightChanged as error:
             raise WeightsChanged(error.tensor) from None
         except (RuntimeError, TimeoutError) as error:
             self._connection = None

@@ -33,7 +33,7 @@ def test_a_tracker_that_cannot_run_does_not_end_the_run(tmp_path: Path) -> None:
 def test_a_missing_package_ends_the_command_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "shadow" / "wandb").mkdir(parents=True)  # a folder of that name is no package
     file = config_file(tmp_path)
-    done = grpo("run", file, "tracking.wandb=project", "tracking.wandb_mode=online", HOME=str(tmp_path), WANDB_API_KEY="")
+    done = grpo("run", file, "tracking.wandb=project", HOME=str(tmp_path), WANDB_MODE="online", WANDB_API_KEY="")
     assert done.returncode == 2
-    assert 'tracking.wandb_mode = "online" needs a key' in done.stderr
+    assert "WANDB_MODE = online needs a key" in done.stderr
     assert not (tmp_path / "small" / "redis").exists()
