@@ -225,7 +225,7 @@ def test_a_weight_that_arrives_changed_twice_in_a_row_ends_the_run(world: World)
     world.member("a")
     world.member("b", Flipping(2))
     world.rounds.run(0)
-    with pytest.raises(Fatal, match=r"'weight' arrived changed in two transfers .* at b:boot.*sync\.verify"):
+    with pytest.raises(Fatal, match=r"'weight' arrived changed in two consecutive transfers, .* at b:boot.*sync\.verify"):
         world.rounds.run(1)
     assert world.versions() == {"a": 1, "b": -1}
 
