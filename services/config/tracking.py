@@ -13,8 +13,8 @@ class Tracking(Section):
     tensorboard: bool = False
     """Write TensorBoard's event files to run.dir/run.name/tracking/tensorboard."""
     wandb: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,128}$")
-    """Weights & Biases project. Empty: none. Its files are written to run.dir/run.name/tracking/wandb, for `wandb sync`, unless the
-    environment variable WANDB_MODE is `online`, which needs an API key."""
+    """Weights & Biases project. Empty: none. Its files are written to run.dir/run.name/tracking/wandb, for `wandb sync`; with the
+    environment variable WANDB_MODE = online they are uploaded, which needs an API key."""
 
     @property
     def trackers(self) -> tuple[str, ...]:
