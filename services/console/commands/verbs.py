@@ -67,7 +67,7 @@ async def _last_step(attached: Attached) -> dict[str, float]:
 def _show(attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float]) -> None:
     from rich.console import Console
 
-    from services.console.local.screen import fleet_table
+    from services.console.display.screen import fleet_table
     from services.operations import figures
 
     console = Console(highlight=False)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.console.display.base import Display
 from services.console.errors import EXIT_OK, EXIT_REDIS, EXIT_STOPPED
 from services.console.local import supervision
-from services.console.local.display import Display
 from services.console.local.mirror import Mirror
 from services.console.local.plan import wanted_generators
 from services.console.local.redis_server import RedisServer

@@ -21,13 +21,13 @@ from redis.exceptions import RedisError
 
 from services.config import RunConfig, digest, load
 from services.config.model_files import check_model
+from services.console.display.plain import PlainDisplay
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import summary
 from services.console.local.folder import RunFolder, check_redis, resolve, split_password
 from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.mirror import EVALUATED, Mirror
-from services.console.local.plain import PlainDisplay
 from services.console.local.plan import common_environment, forced_backend, most_generators, plan_units, visible_gpus
 from services.console.local.redis_server import RedisServer
 from services.console.local.secrets import write_secret
@@ -227,8 +227,8 @@ class _Job:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]
         with contextlib.ExitStack() as stack:
             if self.options.screen and sys.stdout.isatty():
-                from services.console.local.screen import ScreenDisplay
-                from services.console.local.warnings_tail import WarningsTail
+                from services.console.display.screen import ScreenDisplay
+                from services.console.display.warnings_tail import WarningsTail
 
                 display = stack.enter_context(
                     ScreenDisplay(config.run.name, config.run.steps, rows, WarningsTail(self.folder.logs))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.console.local.screen import ScreenDisplay
-from services.console.local.warnings_tail import WarningsTail
+from services.console.display.screen import ScreenDisplay
+from services.console.display.warnings_tail import WarningsTail
 from services.operations import figures
 from services.operations.observe import Look, Member
 from services.protocol.messages import PodStatus

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.console.local.warnings_tail import WarningsTail
+from services.console.display.warnings_tail import WarningsTail
 from services.operations import figures
 from services.operations.figures import NOTHING, duration, number
 from services.operations.observe import Look, Member
