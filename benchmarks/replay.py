@@ -4,8 +4,8 @@
 
 Both sides are one server process and one client process on this machine, and take turns. Ours are the product's own calls, on
 the server and with the settings of `grpo run`: to insert is `submit` by 4 generators with 32 groups under way each, and
-`read_headers` and `settle` by the leader; to draw is `sweep_and_peek` and `prepare`, 64 groups a step; to sample is to draw and to
-fetch the payloads (`payloads`) while the next steps are drawn, 4 fetches under way. Reverb's are the fastest of what its
+`read_headers` and `settle` by the leader; to draw is `sweep_and_peek` and `prepare`, 64 groups a step; to sample is to draw and
+to fetch the payloads (`payloads`) while the next steps are drawn, 4 fetches under way. Reverb's are the fastest of what its
 client offers, found on each payload size before the clock runs (`reverb_settings`): `writer` and `trajectory_writer` with chunk
 length 1 and several limits of items in flight; `client.sample` and `TrajectoryDataset`, one by one and in batches of 64, with
 several workers and limits.

@@ -63,7 +63,7 @@ async def test_a_repeated_requeue_changes_nothing(any_store: Store) -> None:
     before = await any_store.run.audit()
     assert await any_store.dead_letters.requeue([id, "7-7"]) == [
         Requeued(id, "0-0", "", before=True),
-        Requeued("7-7", "", "there is no such dead letter: it was put back long ago, or trimmed", before=False),
+        Requeued("7-7", "", "there is no such dead letter: it was requeued long ago, or trimmed", before=False),
     ]
     assert await any_store.run.audit() == before
     state = await any_store.run.state()

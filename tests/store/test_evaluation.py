@@ -203,7 +203,7 @@ async def test_a_ticket_that_kills_its_generators_ends_the_round(store: Store) -
     assert await claim(store, 0, lease_s=0.0) is None
     seen = (await store.evaluation.state(TTL_S)).round
     assert seen is not None
-    assert "its lease ran out 3 times" in seen.fault
+    assert "its lease expired 3 times" in seen.fault
 
 
 async def test_a_pause_holds_tickets_and_keeps_the_volunteers(store: Store) -> None:

@@ -272,7 +272,7 @@ async def test_a_restore_that_is_cut_off_leaves_nothing_to_do_but_to_begin_it_ag
     assert await any_store.run.lead("next", 60) is None
     assert (await any_store.tickets.claim("g", -1, 0, 60, 1))[1] == []
     for call in (any_store.run.audit(), any_store.dead_letters.requeue(["1-1"])):
-        with pytest.raises(Busy, match="the run is being taken back to step 0"):
+        with pytest.raises(Busy, match="the run is being restored to step 0"):
             await call
     await restore(any_store, tmp_path / "s")
     after = await any_store.run.audit()
@@ -289,12 +289,12 @@ async def test_a_run_that_is_to_go_back_does_not_end_and_one_that_has_ended_may_
     await save(any_store, team.trainer, tmp_path / "s", payloads=False)
     await any_store.run.finish("trained 1 of 1 steps")
     await any_store.run.request_restore(0)
-    with pytest.raises(OutOfOrder, match="the run does not end, it goes back to step 0"):
+    with pytest.raises(OutOfOrder, match="the run cannot end: it is being restored to step 0"):
         await any_store.run.finish("trained 1 of 1 steps")
     state = await any_store.run.state()
     assert state is not None
     assert (state.restore, state.finished, state.ended) == (0, "", False)
-    with pytest.raises(OutOfOrder, match="goes back to step 0"):
+    with pytest.raises(OutOfOrder, match="it is being restored to step 0"):
         await any_store.run.stop("no prompt is left")
     await restore(any_store, tmp_path / "s")
     await any_store.run.finish("trained 1 of 1 steps")

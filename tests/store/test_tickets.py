@@ -171,7 +171,7 @@ async def test_a_ticket_whose_leases_keep_running_out_is_buried(any_store: Store
     for _ in range(3):
         assert len(await claim(any_store, "a", lease_s=0.0, max_expiries=2)) == 1
     assert await claim(any_store, "a", lease_s=0.0, max_expiries=2) == []
-    assert await buried(any_store) == [("0-0", "its lease ran out 2 times: it may kill its generator")]
+    assert await buried(any_store) == [("0-0", "its lease expired 2 times: it may crash its generator")]
 
 
 async def test_a_ticket_that_kills_its_only_generator_again_and_again_is_buried(any_store: Store) -> None:

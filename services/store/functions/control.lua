@@ -62,7 +62,7 @@ register('desire', function(prefix, args)
   if (args[1] == 'finished' or args[1] == 'stopping') and args[2] ~= '' then
     local back = redis.call('HMGET', prefix .. ':run', 'restore', 'restoring')
     if back[1] or back[2] then
-      return redis.error_reply('OUTOFORDER the run does not end, it goes back to step ' .. (back[1] or back[2]))
+      return redis.error_reply('OUTOFORDER the run cannot end: it is being restored to step ' .. (back[1] or back[2]))
     end
   end
   if args[2] == '' then

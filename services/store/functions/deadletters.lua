@@ -7,7 +7,7 @@
 
 -- Return nil if the ticket of a dead letter may be issued again, otherwise the reason why not.
 local function objection(prefix, letter)
-  if not letter then return 'there is no such dead letter: it was put back long ago, or trimmed' end
+  if not letter then return 'there is no such dead letter: it was requeued long ago, or trimmed' end
   local ticket = letter.ticket or ''
   local epoch, index = string.match(ticket, '^(%d+)-(%d+)$')
   if letter.outcome ~= 'failed' then return 'its ticket was not under way when it came, or trained before: it never counted as failed' end

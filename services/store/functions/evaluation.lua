@@ -118,7 +118,7 @@ register('eval_claim', function(prefix, args)
   local reply, fences = {1}, next_fences(prefix, 'claim_fence', #found)
   for i, ticket in ipairs(found) do
     local held = redis.call('HEXISTS', part(prefix, 'claims'), ticket) == 1
-    local reason = 'its lease ran out ' .. args[5] .. ' times: it may kill its generator'
+    local reason = 'its lease expired ' .. args[5] .. ' times: it may crash its generator'
     if held and fails(prefix, 'expiries', ticket, args[5], reason) then return {0} end
     redis.call('ZADD', part(prefix, 'queue'), now + tonumber(args[3]), ticket)
     redis.call('HSET', part(prefix, 'claims'), ticket, member .. '|' .. fences[i])

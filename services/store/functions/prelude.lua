@@ -55,7 +55,7 @@ end
 local function busy(prefix)
   local run = prefix .. ':run'
   local held = redis.call('HMGET', run, 'frozen_until_ms', 'restoring')
-  if held[2] then return redis.error_reply('BUSY the run is being taken back to step ' .. held[2]) end
+  if held[2] then return redis.error_reply('BUSY the run is being restored to step ' .. held[2]) end
   if not held[1] then return end
   if now_ms() < tonumber(held[1]) then return redis.error_reply('BUSY a snapshot is being taken') end
   redis.call('HDEL', run, 'frozen_by', 'frozen_until_ms')

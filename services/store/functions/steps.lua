@@ -34,7 +34,7 @@ register_leader('prepare', function(prefix, args)
   end
   local t, groups, variates, fresh = open_table(prefix), words(args[4]), words(args[5]), {}
   if t.clocked and #variates ~= #groups then
-    return redis.error_reply('INVALID ' .. #variates .. ' variates for ' .. #groups .. ' groups whose clocks are to be wound')
+    return redis.error_reply('INVALID ' .. #variates .. ' variates for ' .. #groups .. ' groups')
   end
   local why, group = unfit(t, groups, tonumber(args[3]))
   if why then return redis.error_reply('OUTOFORDER group ' .. group .. ' ' .. why) end

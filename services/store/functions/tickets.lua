@@ -46,7 +46,7 @@ local function survivors(prefix, entries, limit)
     if not fields then
       forget(prefix, {id})
     elseif redis.call('HEXISTS', prefix .. ':claims', id) == 1 and redis.call('HINCRBY', prefix .. ':expiries', id, 1) > limit then
-      give_up(prefix, id, fields[2], 'its lease ran out ' .. limit .. ' times: it may kill its generator', fields[4] or '')
+      give_up(prefix, id, fields[2], 'its lease expired ' .. limit .. ' times: it may crash its generator', fields[4] or '')
     else
       alive[#alive + 1] = entry
     end
