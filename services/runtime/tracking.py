@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import netrc
 from collections.abc import Mapping
+from typing import Literal, cast, get_args
 
 from services.config import ConfigError, RunConfig
 
 WANDB_HOST = "api.wandb.ai"
+
+WandbMode = Literal["online", "offline", "disabled", "shared"]
 
 
 def check_tracking(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -30,9 +33,15 @@ def check_tracking(config: RunConfig, environ: Mapping[str, str]) -> None:
         )
 
 
-def wandb_mode(environ: Mapping[str, str]) -> str:
-    """Return W&B's own WANDB_MODE; `offline` where it is not set, since a run should not depend on a service outside."""
-    return environ.get("WANDB_MODE") or "offline"
+def wandb_mode(environ: Mapping[str, str]) -> WandbMode:
+    """Return W&B's own WANDB_MODE; `offline` where it is not set, since a run should not depend on a service outside.
+
+    Raises `ConfigError` for a mode that W&B does not have.
+    """
+    mode = environ.get("WANDB_MODE") or "offline"
+    if mode not in get_args(WandbMode):
+        raise ConfigError(f"WANDB_MODE = {mode!r} is not a mode of W&B: set it to one of {', '.join(get_args(WandbMode))}")
+    return cast("WandbMode", mode)
 
 
 def _logged_in(environ: Mapping[str, str]) -> bool:
