@@ -39,12 +39,10 @@ class Generator(Section):
     """Most sequences that vLLM runs in one iteration."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs per engine."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory that vLLM may use."""
     cpu_kv_cache_mib: int = Field(default=256, ge=16)
     """KV cache of an engine on a CPU, in MiB."""
     engine_options: dict[str, Any] = {}
-    """Further vLLM engine arguments by name. They override the ones set here."""
+    """Further vLLM engine arguments by name, e.g. `gpu_memory_utilization`. They override the ones set here."""
     lease_s: float = Field(default=15.0, gt=0)
     """Seconds without a lease renewal after which another generator may claim a ticket."""
     max_attempts: int = Field(default=4, ge=1)

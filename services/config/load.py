@@ -31,6 +31,7 @@ REPLACED = {
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
     "generator.max_expiries": "is gone, and 16 leases of a ticket may expire: remove the key",
+    "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
     "generator.partial_every_s": "is gone, and unfinished completions are saved every 5 s: remove the key",
     "replay.error_buffer": "is gone, and the smallest buffer that never blocks a run is used: remove the key",
     "replay.payload_ttl_s": "is gone, and payloads without a header expire after an hour: remove the key",
@@ -108,7 +109,10 @@ CARRIED_OUT: dict[str, Any] = {
     "api": True, "web": True, "tracking": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
     "run": {"dir"},
     "redis": set(Redis.model_fields) - {"payload_shards"},
-    "generator": set(Generator.model_fields) - {"engine", "engine_options"},
+    "generator": {
+        **dict.fromkeys(Generator.model_fields.keys() - {"engine", "engine_options"}, True),
+        "engine_options": {"gpu_memory_utilization"},
+    },
     "trainer": set(Trainer.model_fields) - {"mini_batches", "deterministic"},
 }  # fmt: skip
 """Keys that say how and where a run is executed. They may change when it is resumed."""

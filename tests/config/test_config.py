@@ -253,6 +253,9 @@ def test_the_digest_is_that_of_the_run_and_not_of_its_addresses(file: Path) -> N
     config = settings(file)
     assert digest(config) == digest(settings(file, "redis.url=redis://elsewhere:1/0", "api.port=7"))
     assert digest(config) != digest(settings(file, "run.seed=7"))
+    options = "generator.engine_options."
+    assert digest(config) == digest(settings(file, f"{options}gpu_memory_utilization=0.5"))
+    assert digest(config) != digest(settings(file, f"{options}max_model_len=7"))
     assert len(digest(config)) == 16
 
 

@@ -332,3 +332,5 @@ async def test_engine_options_win(tmp_path: Path) -> None:
     arguments = engine_arguments(config, gpu=False)
     assert (arguments["max_num_seqs"], arguments["enforce_eager"]) == (7, False)
     assert engine_arguments(config, gpu=True)["weight_transfer_config"] == {"backend": "grpo_nccl"}
+    given = make_config(tmp_path, generator={"engine_options": {"gpu_memory_utilization": 0.5}})
+    assert [engine_arguments(one, gpu=True)["gpu_memory_utilization"] for one in (config, given)] == [0.9, 0.5]

@@ -19,6 +19,9 @@ from services.weights.receivers import OWNER
 VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
 """Logging configuration of the processes that vLLM starts. It refers to vllm_logging.py, which they import."""
 
+_GPU_MEMORY_UTILIZATION = 0.9
+"""Share of a GPU's memory that vLLM takes, unless `engine_options` has another. The rest is for the buckets of weights."""
+
 _CPU_PREFILL_TOKENS = 4096
 """Prompt tokens per iteration of a CPU engine, unless one sequence needs more. Limits activation memory."""
 
@@ -77,7 +80,7 @@ def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
         "worker_extension_cls": "services.weights.receivers.gloo.WorkerExtension",
     }
     if gpu:
-        arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = _GPU_MEMORY_UTILIZATION
     else:
         arguments |= {
             "enforce_eager": True,
