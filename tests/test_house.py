@@ -12,15 +12,7 @@ from tests.house import Measure
 
 @pytest.mark.parametrize(
     "measure",
-    [
-        pytest.param(
-            house.files_a_folder,
-            marks=pytest.mark.xfail(strict=True, reason="services/console/local has 16 files: nest it by subject"),
-        ),
-        house.duplicate_classes,
-        house.keys,
-        house.function_max,
-    ],
+    [house.files_a_folder, house.duplicate_classes, house.keys, house.function_max],
     ids=lambda measure: measure.__name__,
 )
 def test_a_measure_is_within_its_bound(measure) -> None:
