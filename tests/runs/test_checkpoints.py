@@ -69,7 +69,7 @@ def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None
     done = grpo("checkpoint", str(folder / NAME), "--wait")
     assert done.returncode == 0, done.stderr
     step = int(done.stdout.split("checkpoint of step ")[1].split()[0])
-    assert done.stdout == f"run {NAME}: checkpoint of step {step} is written\n"
+    assert done.stdout == f"run {NAME}: checkpoint of step {step} written\n"
 
     api = tomllib.loads((folder / NAME / "config.toml").read_text())["api"]
     token, read_token = (Path(api[name]).read_text() for name in ("token_file", "read_token_file"))
