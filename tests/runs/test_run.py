@@ -231,4 +231,4 @@ def test_a_run_goes_back_to_a_checkpoint_at_work_and_after_its_end(folder: Path,
     assert "restored from checkpoint 5: step 5 was requested" in output
     check_whole(folder, "back")
     assert weights(folder, "back") == undisturbed
-    assert "has finished" in finish(start(path, "--resume", "latest"))
+    assert "has already finished" in finish(start(path, "--resume", "latest"))

@@ -135,7 +135,7 @@ def test_a_generator_killed_in_a_round_costs_no_step_and_mixes_nothing(tmp_path:
 
     def evaluates() -> list[str]:
         logs = tmp_path / "killed" / "logs"
-        return [path.stem for path in logs.glob("generator-*.log") if '"evaluates"' in path.read_text()]
+        return [path.stem for path in logs.glob("generator-*.log") if '"evaluating"' in path.read_text()]
 
     wait_for(lambda: bool(evaluates()), process)
     kill(tmp_path, "killed", evaluates()[0])

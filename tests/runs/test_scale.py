@@ -1,6 +1,6 @@
 """A run that grows and shrinks while it trains: real processes, a real trainer; the scripted engine generates the tokens."""
 
-from __future__ import annotations
+from __future__ import getpass
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ def test_a_run_grows_and_shrinks_and_ends_in_the_same_weights(folder: Path, caps
         wait_for(lambda joined=joined: len(said(run, "first group submitted")) == joined, process)
         assert sorted(look(run, opened)) == [f"generator-{i}" for i in range(count)]
     assert main(["status", str(run)]) == 0
-    assert "generators: 3 running, 3 desired (a test)" in capsys.readouterr().out
+    assert f"generators: 3 running, 3 desired ({getpass.getuser()}: a test)" in capsys.readouterr().out
     output = finish(process)
     finish(start(write_run(folder, "calm", *common, "generator.engine_options.token_s=0.0")))
 

@@ -103,7 +103,7 @@ async def pause(target: Target, role: str, mode: PauseMode, why: str, wait_s: fl
     """Pause roles until they are resumed."""
     roles = roles_of(role, mode)
     async with reach(target) as run:
-        left = await run.control.pause(roles, mode, why or "grpo pause", getpass.getuser(), wait_s)
+        left = await run.control.pause(roles, mode, why or "grpo pause", who(), wait_s)
     return concluded(f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s)
 
 
@@ -120,7 +120,7 @@ async def stop(target: Target, why: str, wait_s: float) -> int:
     async with reach(target) as run:
         if run.state is not None and run.state.finished:
             raise Refused(f"it has already finished: {run.state.finished}")
-        left = await run.control.stop(why or "grpo stop", getpass.getuser(), wait_s)
+        left = await run.control.stop(why or "grpo stop", who(), wait_s)
     return concluded(
         f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s
     )
@@ -129,7 +129,7 @@ async def stop(target: Target, why: str, wait_s: float) -> int:
 async def scale(target: Target, generators: int, why: str, wait_s: float) -> int:
     """Set the desired number of generators, which is part of the run's state and outlives the console and the pods."""
     async with reach(target) as run:
-        left = await run.control.scale(generators, why or "grpo scale", getpass.getuser(), wait_s)
+        left = await run.control.scale(generators, why or "grpo scale", who(), wait_s)
     waits = "; the run waits until there is one" if generators == 0 else ""
     return concluded(f"{run.prefix}desired generators set to {generators}{waits}{run.later}", left, wait_s)
 
@@ -137,7 +137,7 @@ async def scale(target: Target, generators: int, why: str, wait_s: float) -> int
 async def checkpoint(target: Target, why: str, wait_s: float) -> int:
     """Request a checkpoint. Return exit code 1 when it could not be written, or was not in time."""
     async with reach(target) as run:
-        asked = await run.control.checkpoint(why or "grpo checkpoint", getpass.getuser(), wait_s if run.live else 0.0)
+        asked = await run.control.checkpoint(why or "grpo checkpoint", who(), wait_s if run.live else 0.0)
     if asked.saved:
         return concluded(f"{run.prefix}checkpoint of step {asked.step} written")
     if asked.failure:
@@ -178,6 +178,14 @@ async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: 
         )
     async with reach(target) as run:
         return await run.control.requeue(ids or None, reason), run
+
+
+def who() -> str:
+    """Return the name of the user, for the run's records; in a container a user id may have none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
 
 
 def roles_of(role: str, mode: PauseMode = "keep") -> tuple[Role, ...]:
