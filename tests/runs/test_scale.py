@@ -1,8 +1,9 @@
 """A run that grows and shrinks while it trains: real processes, a real trainer; the scripted engine generates the tokens."""
 
-from __future__ import getpass
+from __future__ import annotations
 
 import asyncio
+import getpass
 import json
 import re
 from itertools import pairwise
