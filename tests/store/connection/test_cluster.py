@@ -188,16 +188,16 @@ async def test_what_a_cluster_is_not_used_for(program: str, tmp_path: Path, monk
     node._options |= {"cluster-enabled": "yes", "cluster-port": str(free_port()), "unixsocket": str(tmp_path / "socket")}
     node.start()
     try:
-        with pytest.raises(
-            StoreError, match=r"is not serving the run yet .* knows no master of slot \d+.*redis-cli --cluster"
-        ):
+        with pytest.raises(StoreError, match=r"is not serving the run yet .* knows no master of slot \d+.*redis-cli --cluster"):
             await Store.connect(node.url, RUN, node.password)
         with redis.Redis(port=node.port, password=node.password) as admin:
             admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
             admin.execute_command("ACL", "SETUSER", "blind", "on", ">secret", "~*", "&*", "+@all", "-cluster")
         with pytest.raises(StoreError, match=r"no such database .*: end redis.url in /0, the only one of a Redis Cluster"):
             await Store.connect(node.url.replace("/0", "/3"), RUN, node.password)
-        with pytest.raises(StoreError, match=r"other nodes cannot be reached through a socket file: set redis.url to redis://host:port/0"):
+        with pytest.raises(
+            StoreError, match=r"other nodes cannot be reached through a socket file: set redis.url to redis://host:port/0"
+        ):
             await Store.connect(f"unix://{tmp_path / 'socket'}", RUN, node.password)
         with pytest.raises(StoreError, match=r"denies this user permission .*: give it the rights that `grpo acl` prints"):
             await Store.connect(node.url.replace("//", "//blind:secret@"), RUN)
