@@ -267,7 +267,7 @@ def test_a_frozen_output_matrix_costs_no_gradient() -> None:
     ("sections", "message"),
     [
         ({"lora": {"alpha": 8.0}}, r"lora\.alpha = 8\.0 has no effect with lora\.rank = 0: set lora\.rank, or remove it"),
-        ({"lora": OPTIONS, "reference": {"kind": "polyak"}}, r'lora\.rank = 4 and reference\.kind = "polyak" do not go together'),
+        ({"lora": OPTIONS, "reference": {"kind": "polyak"}}, r'lora\.rank = 4 and reference\.kind = "polyak" are incompatible'),
     ],
 )
 def test_impossible_configurations_are_refused(sections: dict[str, Any], message: str, tiny_model: Path) -> None:
