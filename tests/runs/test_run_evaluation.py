@@ -55,7 +55,7 @@ async def administrator(run: Path) -> AsyncIterator[Store]:
 
 
 async def damage(run: Path) -> None:
-    """While the trainer is paused, damage three of the last prepared step's payloads, each in a way of its own."""
+    """Pause the trainer, for good, and damage three of the last prepared step's payloads, each in a way of its own."""
     async with administrator(run) as store:
         await store.pause("trainer", "its data are damaged")
 
@@ -73,11 +73,10 @@ async def damage(run: Path) -> None:
         await store.client.delete(gone)
         await store.client.setbit(flipped, 77, 1 - await store.client.getbit(flipped, 77))
         await store.client.set(other, codec.seal(codec.encode([1, "nothing of the kind"])))
-        await store.resume("trainer")
 
 
 async def hang(run: Path, held: Path) -> None:
-    """While a step of the trainer hangs, its liveness is red within the limit that it states, for its loop and nothing else."""
+    """Let the trainer go on. While its first step hangs, its liveness is red within the limit that it states, for its loop and nothing else."""
     close = {"Connection": "close"}  # else a server that closes what lies idle may do so as it is asked
     async with administrator(run) as store, httpx.AsyncClient(timeout=10, headers=close) as http:
         urls = {pod.name: f"{pod.url}/health/live" for pod in await store.members(TTL_S)}
@@ -86,6 +85,7 @@ async def hang(run: Path, held: Path) -> None:
             return (await http.get(urls[pod])).status_code == expected
 
         await asyncio.to_thread(held.touch)
+        await store.resume("trainer")
         try:
             await wait_until(lambda: status("trainer-0", 503), 60)
             loops = (await http.get(urls["trainer-0"])).json()["loops"]

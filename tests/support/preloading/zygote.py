@@ -17,6 +17,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -99,6 +100,7 @@ def _become(request: Request, files: list[int]) -> None:
     os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environ)
+    tempfile.tempdir = None  # which the environment may name
     _show(request.argv, tuple(f"{name}={value}" for name, value in request.environ.items()))
     asked = starter.adopt(_zygote_of_its_own) if starter.starts_others(request.argv) else None
     _lay(files, request.files, asked)
