@@ -76,7 +76,8 @@ async def damage(run: Path) -> None:
 
 
 async def hang(run: Path, held: Path) -> None:
-    """Let the trainer go on. While its first step hangs, its liveness is red within the limit that it states, for its loop and nothing else."""
+    """Let the trainer go on. While its first step hangs, its liveness is red within the limit that it states, for its loop
+    and nothing else."""
     close = {"Connection": "close"}  # else a server that closes what lies idle may do so as it is asked
     async with administrator(run) as store, httpx.AsyncClient(timeout=10, headers=close) as http:
         urls = {pod.name: f"{pod.url}/health/live" for pod in await store.members(TTL_S)}

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import logging
 import os
 import runpy
 import signal
@@ -59,10 +60,12 @@ def _preload(names: tuple[str, ...]) -> None:
     from services.runtime import logs
 
     logs._adopt(logs.GUESTS)  # as services do before they import these packages
+    logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
             importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     gc.collect()
     gc.freeze()  # so that a collection touches none of it, in no process
 
