@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 import pytest_asyncio
+import pytest_randomly
 from xdist.scheduler import LoadScopeScheduling
 
 from services.console.local.redis_server import RedisServer, find_server
@@ -33,6 +34,15 @@ LAST_BEAT = Keys("small").fleet
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("same")
+
+
+def _seed_torch(seed: int) -> None:
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+
+
+# In the place of DeepSpeed's own, for which pytest-randomly would import DeepSpeed in every process.
+pytest_randomly.entrypoint_reseeds = [_seed_torch]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

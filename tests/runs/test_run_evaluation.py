@@ -55,7 +55,7 @@ async def administrator(run: Path) -> AsyncIterator[Store]:
 
 
 async def damage(run: Path) -> None:
-    """While the trainer is paused, damage three payloads of the last prepared step, each in a different way."""
+    """Pause the trainer, for good, and damage three payloads of the last prepared step, each in a different way."""
     async with administrator(run) as store:
         await store.run.pause("trainer", "its data are damaged")
 
@@ -73,11 +73,10 @@ async def damage(run: Path) -> None:
         await store.client.delete(gone)
         await store.client.setbit(flipped, 77, 1 - await store.client.getbit(flipped, 77))
         await store.client.set(other, codec.seal(codec.encode([1, "nothing of the kind"])))
-        await store.run.resume("trainer")
 
 
 async def hang(run: Path, held: Path) -> None:
-    """While a step of the trainer hangs, its liveness probe fails within the loop's limit, for that loop only."""
+    """Resume the trainer. While its first step hangs, its liveness probe fails within the loop's limit, for that loop only."""
     close = {"Connection": "close"}  # otherwise a server may close an idle connection just as it is used
     async with administrator(run) as store, httpx.AsyncClient(timeout=10, headers=close) as http:
         urls = {pod.name: f"{pod.url}/health/live" for pod in await store.fleet.members(TTL_S)}
@@ -86,6 +85,7 @@ async def hang(run: Path, held: Path) -> None:
             return (await http.get(urls[pod])).status_code == expected
 
         await asyncio.to_thread(held.touch)
+        await store.run.resume("trainer")
         try:
             await wait_until(lambda: status("trainer-0", 503), 60)
             loops = (await http.get(urls["trainer-0"])).json()["loops"]

@@ -15,6 +15,7 @@ import pytest
 from services.config.data import FileSource, VerifierConfig
 from services.generator.verifiers.sandbox.frames import Setup
 from services.generator.verifiers.sandbox.process import WorkerProcess, _spawn
+from tests.support.preloading.starter import PLAIN
 
 KNOWN = platform.machine() in ("x86_64", "aarch64")
 
@@ -81,6 +82,7 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     secrets = ("GRPO_API_TOKEN", "GRPO_REDIS_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
     for name in secrets:
         monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv(PLAIN, "1")  # so that what is seen is what exec() was given
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     process = _spawn(0, str(tmp_path))
     try:

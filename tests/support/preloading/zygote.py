@@ -12,11 +12,13 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import logging
 import os
 import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -58,10 +60,12 @@ def _preload(names: tuple[str, ...]) -> None:
     from services.runtime import logs
 
     logs._adopt(logs.GUESTS)  # as services do before they import these packages
+    logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
             importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     gc.collect()
     gc.freeze()  # so that a collection touches none of it, in no process
 
@@ -99,6 +103,7 @@ def _become(request: Request, files: list[int]) -> None:
     os.umask(request.umask)
     os.environ.clear()
     os.environ.update(request.environ)
+    tempfile.tempdir = None  # which the environment may name
     _show(request.argv, tuple(f"{name}={value}" for name, value in request.environ.items()))
     asked = starter.adopt(_zygote_of_its_own) if starter.starts_others(request.argv) else None
     _lay(files, request.files, asked)
