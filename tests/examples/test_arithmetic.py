@@ -49,7 +49,7 @@ def digest(folder: Path) -> str:
 def test_solve_takes_one_operation_at_a_time() -> None:
     assert solve("5 - 3 - 6") == "5 - 3 = 2, 2 - 6 = -4"
     assert solve("0 + 10 - 10 + 7") == "0 + 10 = 10, 10 - 10 = 0, 0 + 7 = 7"
-    with pytest.raises(ValueError, match=r"operators holds '\*'"):
+    with pytest.raises(ValueError, match=r"operators contains '\*'"):
         solve("5 * 3")
 
 
