@@ -185,13 +185,16 @@ class RolloutLoop(RolloutWorker):
             await asyncio.sleep(PARTIAL_EVERY_S)
             for rollout in list(self.rollouts.values()):
                 if rollout.generating and time.monotonic() - rollout.started >= PARTIAL_EVERY_S:
-                    await self._save_partial(rollout)
+                    await self._save_partial(rollout, self._so_far(rollout))
             loop.progress()
 
-    async def _save_partial(self, rollout: Rollout) -> int:
-        """Save the tokens so far of a ticket and return how many there are."""
+    def _so_far(self, rollout: Rollout) -> list[Generated]:
+        """Return the tokens so far of each completion of a ticket."""
         running = self.engine.snapshot([rollout.request(i) for i in range(rollout.ticket.group_size)])
-        so_far = [done or running.get(rollout.request(i), NOTHING) for i, done in enumerate(rollout.completions)]
+        return [done or running.get(rollout.request(i), NOTHING) for i, done in enumerate(rollout.completions)]
+
+    async def _save_partial(self, rollout: Rollout, so_far: list[Generated]) -> int:
+        """Save the tokens so far of a ticket and return how many there are."""
         tokens = sum(len(completion.tokens) for completion in so_far)
         if tokens:
             await self.store.tickets.save_partial(self.name, rollout.claim, pack_partial(so_far), PAYLOAD_TTL_S)
@@ -269,8 +272,9 @@ class RolloutLoop(RolloutWorker):
         tokens = 0
         try:
             for rollout in left:
-                saved = await self._save_partial(rollout) if rollout.generating and not self.service.view.ended else 0
-                await self.cancel(rollout)
+                so_far = self._so_far(rollout) if rollout.generating and not self.service.view.ended else []
+                await self.cancel(rollout)  # before they are saved: tokens sampled meanwhile would be sampled again
+                saved = await self._save_partial(rollout, so_far)
                 if await self.store.tickets.release(self.name, rollout.claim, saved):
                     self.metrics.handed_back["drain"].inc()
                     self.metrics.handed_back_tokens.inc(saved)

@@ -124,11 +124,16 @@ async def _headers(store: Store, count: int) -> bool:
 
 
 async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path: Path, server: RedisServer) -> None:
-    slow = ("generator.engine_options.token_s=0.05", "generator.drain_s=0.1")
+    slow = ("generator.engine_options.token_s=0.1", "generator.drain_s=0.1")
     async with generator(tmp_path, server, *slow) as (service, loop, engine):
         fence = await issue(service.store, *(ticket(i) for i in range(4)))
         running = asyncio.create_task(service.run(loop.work))
-        await wait_until(lambda: engine.gauges().tokens > 20)
+
+        def all_begun() -> bool:
+            begun = [sum(len(one.tokens) for one in loop._so_far(rollout)) for rollout in loop.rollouts.values()]
+            return len(begun) == 4 and min(begun) > 0 and engine.gauges().tokens > 20
+
+        await wait_until(all_begun)
         service.stop()
         await running
         begun = (await service.store.run.audit())["tickets"]
