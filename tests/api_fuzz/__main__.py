@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from services.console.local.redis_server import RedisServer
@@ -24,7 +25,7 @@ def main() -> None:
         print(f"  {status}: {count}")
 
 
-def fuzzed(folder: Path, seconds: float, seed: int) -> dict[str, int]:
+def fuzzed(folder: Path, seconds: float, seed: int, wanted: Collection[str] = ()) -> dict[str, int]:
     """Serve every kind of service over a Redis of its own, and fuzz it."""
     server, portal = RedisServer(folder / "redis"), Portal()
     server.start()
@@ -32,7 +33,7 @@ def fuzzed(folder: Path, seconds: float, seed: int) -> dict[str, int]:
         served = endpoints(folder, server, "fuzzed")
         found = portal.call(served.__aenter__())
         try:
-            return dict(fuzz({kind: url for kind, (url, _) in found.items()}, seconds, seed))
+            return dict(fuzz({kind: url for kind, (url, _) in found.items()}, seconds, seed, wanted))
         finally:
             portal.call(served.__aexit__(None, None, None))
     finally:

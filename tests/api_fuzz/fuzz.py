@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import hypothesis
@@ -34,8 +36,10 @@ SESSION = requests.Session()
 HEADERS = ({}, {"Authorization": "Bearer read-token"}, {"Authorization": "Bearer operate-token"})
 
 
-def fuzz(urls: dict[str, str], seconds: float, seed: int = 0) -> Counter[str]:
-    """Send requests to services by kind; how many answers there were of each status.
+def fuzz(urls: dict[str, str], seconds: float, seed: int = 0, wanted: Collection[str] = ()) -> Counter[str]:
+    """Send requests to services by kind, for so long and until there was an answer of each status that is wanted.
+
+    Returns how many answers there were of each status.
 
     Raises on the first that is not as described, and on every 5xx.
     """
@@ -47,20 +51,16 @@ def fuzz(urls: dict[str, str], seconds: float, seed: int = 0) -> Counter[str]:
         if isinstance(found, Ok) and found.ok().path != ENDLESS
     ]
     answers = Counter[str]()
+    turns = itertools.cycle((kind, one, mode) for kind, one in operations for mode in GenerationMode)
     deadline = time.monotonic() + seconds
-    turn = 0
-    while time.monotonic() < deadline:
-        for kind, operation in operations:
-            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                _turn(operation, mode, urls[kind], seed + turn, deadline, answers)
-                turn += 1
+    for turn, (kind, operation, mode) in enumerate(turns):
+        if time.monotonic() > deadline and answers.keys() >= set(wanted):
+            break
+        _turn(operation, mode, urls[kind], seed + turn, answers)
     return answers
 
 
-def _turn(operation: Any, mode: GenerationMode, url: str, seed: int, deadline: float, answers: Counter[str]) -> None:
-    if time.monotonic() > deadline:
-        return
-
+def _turn(operation: Any, mode: GenerationMode, url: str, seed: int, answers: Counter[str]) -> None:
     @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=ROUND, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck),

@@ -159,7 +159,7 @@ def volunteers(world: World) -> list[str]:
 
 
 def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.engine_options.token_s=0.01") as (world, lead):
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.01", "sync.join_deadline_s=10") as (world, lead):
         engines = members(world, "a", "b", "c")
         world.train(0)
         world.portal.call(world.store.tickets.issue(lead.fence, 0, [ticket(i) for i in range(16)]))
@@ -306,7 +306,7 @@ def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, ser
 
 
 def test_rounds_that_came_due_while_another_was_open_are_skipped_and_counted(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.3") as (world, lead):  # longer than five syncs
         members(world, "a", "b")
         world.train(0)
         world.portal.call(wait_until(lambda: volunteers(world)))
