@@ -23,7 +23,8 @@ from services.config.explain import keys as configuration_keys
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ROOT / "services"
-SUITE_SECONDS = ROOT / "tests" / "suite_seconds.json"
+SUITE_SECONDS = (ROOT / "build" / "suite_seconds.json", ROOT / "tests" / "suite_seconds.json")
+"""What `make test` writes, and a copy of it from a quiet machine, which is used where `make test` has not run."""
 TICKET_TYPES = {"Ticket", "Tickets", "Claim"}
 STORES = {"store", "_store"}
 
@@ -115,9 +116,10 @@ def ticket_files() -> Measure:
 
 def suite_s() -> Measure:
     """Return how long the whole suite took, in seconds, if that was noted."""
-    if not SUITE_SECONDS.exists():
-        return Measure("suite_s", None, None, f"{_shown(SUITE_SECONDS)} does not exist")
-    return Measure("suite_s", json.loads(SUITE_SECONDS.read_text())["suite_s"], None)
+    for path in SUITE_SECONDS:
+        if path.exists():
+            return Measure("suite_s", json.loads(path.read_text())["suite_s"], 480, _shown(path))
+    return Measure("suite_s", None, 480, "make test has not run")
 
 
 def _knows_tickets(node: ast.AST) -> bool:
