@@ -25,23 +25,30 @@ def reason_against() -> str:
     return (bridged.stderr + mounted.stderr).strip()
 
 
+def free_subnet() -> str:
+    """The first three numbers of a /24 that no interface has an address in, such as one left by tests that were killed."""
+    taken = subprocess.run(["ip", "-4", "addr"], check=True, capture_output=True, text=True).stdout
+    return next(subnet for subnet in (f"10.213.{number}" for number in range(256)) if f" {subnet}." not in taken)
+
+
 class Network:
-    """10.213.0.0/16 behind a bridge; address 10.213.0.1 is the machine itself."""
+    """A /24 behind a bridge; its first address is the machine itself."""
 
     def __init__(self) -> None:
         self.name = f"grpo-{uuid.uuid4().hex[:6]}"
-        self.gateway = "10.213.0.1"
+        self._subnet = free_subnet()
+        self.gateway = f"{self._subnet}.1"
         self._made: list[str] = []
         self._names: dict[str, str] = {}
         self._own: dict[str, str] = {}
         _ip("link", "add", self.name, "type", "bridge")
-        _ip("addr", "add", f"{self.gateway}/16", "dev", self.name)
+        _ip("addr", "add", f"{self.gateway}/24", "dev", self.name)
         _ip("link", "set", self.name, "up")
 
     def add(self, pod: str) -> tuple[str, str]:
         """A namespace for a pod, which knows its own name, and its address."""
         number = len(self._made) + 2
-        space, address = f"{self.name}-{number}", f"10.213.0.{number}"
+        space, address = f"{self.name}-{number}", f"{self._subnet}.{number}"
         outer, inner = f"g{self.name[-6:]}{number}", f"i{self.name[-6:]}{number}"
         _ip("netns", "add", space)
         self._made.append(space)
@@ -50,7 +57,7 @@ class Network:
         for command in (
             ("link", "set", "lo", "up"),
             ("link", "set", inner, "name", "eth0"),
-            ("addr", "add", f"{address}/16", "dev", "eth0"),
+            ("addr", "add", f"{address}/24", "dev", "eth0"),
             ("link", "set", "eth0", "up"),
             ("route", "add", "default", "via", self.gateway),
         ):
