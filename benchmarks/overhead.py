@@ -29,7 +29,7 @@ from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_requests import sampling_params
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.generator.verifiers.scoring import Scoring
 from services.protocol.messages import Ticket
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
@@ -53,7 +53,7 @@ async def bare(engine: VllmEngine, tickets: Sequence[Ticket], sampling: Sampling
 
 async def through_service(config: RunConfig, engine: VllmEngine, tickets: Sequence[Ticket]) -> tuple[float, int]:
     """Seconds and tokens from the first claim to the last submission, scored by the run's verifiers."""
-    verifiers = VerifierPool(config.verifiers, config.generator.verifier_workers, config.data.sources)
+    verifiers = Scoring(config, config.data.sources)
     await verifiers.start()
     async with open_service("generator", config, "generator-0") as service:
         store = service.store
@@ -98,9 +98,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     source = PromptSource(config)
     tickets = []
     for row in range(options.groups):
-        prompt, answer = source.prompt(row % len(source))
+        prompt = source.prompt(row % len(source))
         seed, name = ticket_seed(config.run.seed, 0, row), source.name_of(row % len(source))
-        tickets.append(Ticket(f"0-{row}", row, 0, row, seed, prompt, answer, config.sampling.group_size, name))
+        tickets.append(Ticket(f"0-{row}", row, 0, row, seed, prompt.tokens, prompt.answer, config.sampling.group_size, name))
     engine = VllmEngine()
     await engine.start(config)
     try:

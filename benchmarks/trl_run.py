@@ -33,16 +33,16 @@ def main() -> None:
     from services.config import load
     from services.dataprep.prompts.catalogue import PromptSource
     from services.generator.verifiers.base import named
-    from services.generator.verifiers.registry import build
+    from services.generator.verifiers.sandbox.loaded import builtin
 
     config = load(job["config"], job["overrides"], environ={})
     torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
     prompts = PromptSource(config)
     rows = [prompts.prompt(row) for row in range(len(prompts))]
-    data = Dataset.from_list([{"prompt": tokenizer.decode(tokens), "answer": answer} for tokens, answer in rows])
+    data = Dataset.from_list([{"prompt": tokenizer.decode(row.tokens), "answer": row.answer} for row in rows])
     source = config.data.sources[0]
-    verifiers = [(verifier.weight, build(verifier, source)) for _, verifier in named(config.verifiers)]
+    verifiers = [(verifier.weight, builtin(verifier, source)) for _, verifier in named(config.verifiers)]
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [

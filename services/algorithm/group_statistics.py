@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from services.protocol.messages import Header
-
-SOLVED_TOLERANCE = 1e-8
-"""A completion is solved if its reward is at most this far below the largest (docs/semantics.md, Evaluation)."""
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
 """Bins of a group's solve rate in percent: none, above 0 up to 25, …, above 75 and below 100, all."""
@@ -26,7 +23,7 @@ def trained(
     headers: Sequence[Header],
     step: int,
     uses: Sequence[int],
-    sources: Mapping[str, float],
+    sources: Sequence[str],
     weights: Sequence[float] | None = None,
 ) -> dict[str, float]:
     """Return metrics of the groups of a step, none without a group. Staleness = step - oldest version, of a completion.
@@ -64,18 +61,16 @@ def is_trained(name: str) -> bool:
 class GroupSums:
     """Sums over all groups and, with several sources, over those of each source."""
 
-    def __init__(self, sources: Mapping[str, float]) -> None:
-        """`sources`: name of every prompt source and the largest reward its completions can earn."""
+    def __init__(self, sources: Sequence[str]) -> None:
+        """`sources`: names of the prompt sources."""
         self.all = _Groups()
-        self._largest = sources
         self._of = {name: _Groups() for name in sources} if len(sources) > 1 else {}
 
     def add(self, header: Header) -> None:
         """Count a group."""
-        largest = self._largest.get(header.source, math.inf)
-        self.all.add(header, largest)
+        self.all.add(header)
         if header.source in self._of:
-            self._of[header.source].add(header, largest)
+            self._of[header.source].add(header)
 
     def metrics(self, scope: str) -> dict[str, float]:
         """Return metrics by name, none without a group."""
@@ -91,12 +86,13 @@ class _Groups:
     def __init__(self) -> None:
         self.groups = self.constant = self.completions = self.tokens = self.tool_tokens = self.truncated = 0
         self.shortest, self.longest = math.inf, 0
+        self.judged = 0  # groups of which a verifier says what is solved
         self.solve_rates = [0] * len(SOLVE_RATES)
         self.scores: dict[str, float] = {}  # of verifiers that every group has: a generator reports which it has
         # Rewards minus the first one: their squares keep the digits of a small spread around a large mean.
         self.first, self.rewards, self.squares = 0.0, 0.0, 0.0
 
-    def add(self, header: Header, largest: float) -> None:
+    def add(self, header: Header) -> None:
         rewards, size = header.rewards, len(header.rewards)
         if not self.groups:
             self.first, self.scores = rewards[0], dict.fromkeys(header.scores, 0.0)
@@ -112,8 +108,10 @@ class _Groups:
         self.shortest = min(self.shortest, *header.lengths)
         self.longest = max(self.longest, *header.lengths)
         self.scores = {name: total + sum(header.scores[name]) for name, total in self.scores.items() if name in header.scores}
-        solved = sum([reward >= largest - SOLVED_TOLERANCE for reward in rewards])
-        self.solve_rates[bisect_left(_UP_TO, solved / size) if solved < size else -1] += 1
+        if header.solved:
+            solved = sum(header.solved)
+            self.judged += 1
+            self.solve_rates[bisect_left(_UP_TO, solved / size) if solved < size else -1] += 1
 
     def metrics(self, scope: str) -> dict[str, float]:
         """Return metrics by name, none without a group."""
@@ -125,7 +123,11 @@ class _Groups:
             f"reward/{scope}/std": math.sqrt(max(0.0, self.squares / self.completions - mean * mean)),
             f"reward/{scope}/zero_std_share": self.constant / self.groups,
             **{f"reward/{scope}/{name}": total / self.completions for name, total in self.scores.items()},
-            **{f"solve_rate/{scope}/{b}": n / self.groups for b, n in zip(SOLVE_RATES, self.solve_rates, strict=True)},
+            **{
+                f"solve_rate/{scope}/{b}": n / self.judged
+                for b, n in zip(SOLVE_RATES, self.solve_rates, strict=True)
+                if self.judged
+            },
             f"length/{scope}/mean": self.tokens / self.completions,
             f"length/{scope}/min": float(self.shortest),
             f"length/{scope}/max": float(self.longest),

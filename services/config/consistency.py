@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.config.data import check_verifiers
 from services.config.evaluation import check_evaluation
 from services.config.generation import check_sync
 from services.config.loss import check_loss
 from services.config.root import RunConfig
+from services.config.verifiers import check_verifiers
 
 
 def check(config: RunConfig) -> None:
@@ -122,20 +122,18 @@ def _check_tls(config: RunConfig) -> None:
 
 
 def _check_rewards(config: RunConfig) -> None:
-    """Check that verifiers can score, and that the largest reward is positive where a share of it is used."""
-    for verifier in config.verifiers:
-        if verifier.kind == "regex" and not verifier.pattern:
-            raise ValueError('verifiers: kind "regex" needs `pattern`')
-    if solved := config.filters.exclude_pass_rate:
+    """Check that completions can be solved where pass rates are needed."""
+    remedy = "give one of its verifiers a positive weight and `solved_at` (or a `range`, whose top it then is)"
+    if excluded := config.filters.exclude_pass_rate:
         for source in config.data.sources:
-            if not config.largest_reward(source.name):
+            if not config.thresholds(source.name):
                 raise ValueError(
-                    f'filters.exclude_pass_rate = {solved} is meaningless for the prompt source "{source.name}", whose largest '
-                    "reward is 0: give it a verifier with a positive weight, or remove the key"
+                    f'filters.exclude_pass_rate = {excluded} is meaningless for the prompt source "{source.name}", since no '
+                    f"verifier says when a completion is solved: {remedy}, or remove the key"
                 )
     for source in config.evaluation.sources:
-        if not config.largest_reward(source.name):
+        if not config.thresholds(source.name):
             raise ValueError(
-                f'the largest reward of evaluation source "{source.name}" is 0, so every completion would count as correct: '
-                "give it a verifier with a positive weight"
+                f'evaluation source "{source.name}" can have no pass@k, since no verifier says when a completion is solved: '
+                f"{remedy}"
             )

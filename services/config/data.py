@@ -1,9 +1,8 @@
-"""Prompt sources and verifiers: what to ask, and how to judge the answers."""
+"""Prompt sources: what to ask."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -11,7 +10,7 @@ from pydantic import Field, field_validator
 from services.config.base import Section
 
 
-def _pattern(text: str, groups: int = 0) -> str:
+def pattern_of(text: str, groups: int = 0) -> str:
     """Return `text` if it is empty or a regular expression with at least `groups` groups; raise ValueError otherwise."""
     try:
         compiled = re.compile(text)
@@ -41,15 +40,17 @@ class FileSource(NamedSource):
     prompt_field: str = "prompt"
     """Field that holds the question: a string, or a list of chat messages with `role` and `content`."""
     answer_field: str = "answer"
-    """Field that holds the gold answer, a string."""
+    """Field that holds the gold answer, a string. It may be missing if no verifier compares with one."""
     answer_pattern: str = ""
     """Regular expression whose first group is the answer within the field, e.g. `####\\s*(.+)` for GSM8K. Empty: the
     whole field."""
+    columns: list[str] = []
+    """Fields that verifiers of the kinds `python`, `http` and `judge` receive as `row`. Empty: all."""
 
     @field_validator("answer_pattern")
     @classmethod
     def _captures(cls, text: str) -> str:
-        return _pattern(text, groups=1)
+        return pattern_of(text, groups=1)
 
 
 class ReasoningGymSource(NamedSource):
@@ -92,70 +93,3 @@ class Data(Section):
     """Permute the rows of each epoch of a source, seeded by (run.seed, epoch)."""
     curriculum: str = Field(default="", pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")
     """`package.module:function` that selects and orders the rows of every epoch (docs/data.md). Empty: the seeded order."""
-
-
-class VerifierConfig(Section):
-    """One way to score a completion. The reward is the sum of the scores of a source's verifiers, each times its weight."""
-
-    kind: Literal["math", "exact", "regex", "reasoning_gym"]
-    """`math`: equal as mathematics; `exact`: equal text; `regex`: the pattern matches; `reasoning_gym`: the task's own scorer."""
-    weight: float = 1.0
-    """Weight of the score, which is between 0 and 1, in the reward."""
-    timeout_s: float = Field(default=5.0, gt=0)
-    """Time limit of one call. When it passes, the worker is killed and the ticket is retried."""
-    extract: str = ""
-    """`exact` and `reasoning_gym`: regular expression that finds the answer within the completion; the first group of its last
-    match counts. Empty: the whole completion."""
-    pattern: str = ""
-    """`regex`: the pattern. `{answer}` is replaced by the escaped gold answer."""
-    sources: list[str] = []
-    """Names of the prompt sources whose completions this verifier scores. Empty: all."""
-
-    @field_validator("extract")
-    @classmethod
-    def _captures(cls, text: str) -> str:
-        return _pattern(text, groups=1)
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, text: str) -> str:
-        _pattern(text.replace("{answer}", "answer"))
-        return text
-
-    def scores(self, source: str) -> bool:
-        """Return whether it scores completions of the prompt source called `source`."""
-        return not self.sources or source in self.sources
-
-
-def verifier_names(verifiers: Sequence[VerifierConfig]) -> list[str]:
-    """Name each of the run's verifiers by its kind; the second of a kind is `kind-2`, and so on."""
-    seen: dict[str, int] = {}
-    names: list[str] = []
-    for verifier in verifiers:
-        count = seen[verifier.kind] = seen.get(verifier.kind, 0) + 1
-        names.append(verifier.kind if count == 1 else f"{verifier.kind}-{count}")
-    return names
-
-
-def check_verifiers(verifiers: Sequence[VerifierConfig], sources: Sequence[Source]) -> None:
-    """Raise ValueError unless all prompt sources of the run have unique names and a verifier that can score them."""
-    kinds: dict[str, str] = {}
-    for source in sources:
-        if source.name in kinds:
-            raise ValueError(f'two prompt sources have name = "{source.name}": give each source its own name')
-        kinds[source.name] = source.kind
-    for index, verifier in enumerate(verifiers):
-        for name in verifier.sources:
-            if name not in kinds:
-                raise ValueError(
-                    f'verifiers.{index}.sources names "{name}", which is not a prompt source; choose from: {", ".join(kinds)}'
-                )
-        for name, kind in kinds.items():
-            if verifier.kind == "reasoning_gym" and kind != "reasoning_gym" and verifier.scores(name):
-                raise ValueError(
-                    f'verifiers.{index}: kind "reasoning_gym" only scores prompts of kind "reasoning_gym", but source "{name}" '
-                    f'is "{kind}": use "math", "exact" or "regex", or leave the source out of verifiers.{index}.sources'
-                )
-    for name in kinds:
-        if not any(verifier.scores(name) for verifier in verifiers):
-            raise ValueError(f'no verifier scores the prompt source "{name}": add it to the `sources` of one')

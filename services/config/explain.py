@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -48,9 +48,25 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
         models, listed = _models(field.annotation)
         if not models:
             yield Key(prefix + name, _type(field.annotation), _default(field), field.description or "")
-        for each in models:
-            kind = f"({_type(each.model_fields['kind'].annotation)})" if len(models) > 1 else ""
-            yield from _keys(each, f"{prefix}{name}{'[]' if listed else ''}{kind}.")
+        place = f"{prefix}{name}{'[]' if listed else ''}"
+        if len(models) == 1:
+            yield from _keys(models[0], f"{place}.")
+        elif models:
+            yield from _kinds(models, place)
+
+
+def _kinds(models: list[type[BaseModel]], place: str) -> Iterator[Key]:
+    """Return the keys of a list whose entries have several kinds: each once, with the kinds that have it unless all do."""
+    yield Key(f"{place}.kind", " | ".join(_type(model.model_fields["kind"].annotation) for model in models), "", "Its kind.")
+    kinds_of: dict[Key, list[str]] = {}
+    for model in models:
+        kinds = [str(kind) for kind in typing.get_args(model.model_fields["kind"].annotation)]
+        for key in _keys(model, ""):
+            if key.key != "kind":
+                kinds_of.setdefault(key, []).extend(kinds)
+    most = max(map(len, kinds_of.values()))
+    for key, kinds in kinds_of.items():
+        yield replace(key, key=f"{place}.{key.key}" if len(kinds) == most else f"{place}({', '.join(kinds)}).{key.key}")
 
 
 def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
@@ -64,6 +80,8 @@ def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is Literal:
         return " | ".join(msgspec.json.encode(value).decode() for value in typing.get_args(annotation))
+    if isinstance(annotation, types.UnionType):
+        return " | ".join(_type(part) for part in typing.get_args(annotation) if part is not types.NoneType)
     if isinstance(annotation, types.GenericAlias):
         return str(annotation).replace("typing.", "")
     return annotation.__name__
@@ -72,4 +90,6 @@ def _type(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return ""
+    if field.default is None:
+        return "unset"
     return msgspec.json.encode(field.default).decode()

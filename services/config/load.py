@@ -26,7 +26,8 @@ from services.config.training import Trainer
 from services.config.unused_keys import unread
 
 ENV_PREFIX = "GRPO__"
-SOURCE_KINDS = ("jsonl", "parquet", "reasoning_gym")
+KINDS = ("jsonl", "parquet", "reasoning_gym", "math", "exact", "regex", "length", "python", "http", "judge")
+"""Of prompt sources and verifiers: pydantic puts them into the path of a faulty key."""
 REPLACED = {
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
@@ -71,6 +72,7 @@ def load(
         if not equals:
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
         _assign(tree, key.strip().split("."), text, origin=f"command line {key.strip()}")
+    _place_functions(tree, Path(path).absolute().parent)
     return validate(tree, str(path), before)
 
 
@@ -102,7 +104,7 @@ def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda confi
 
 def to_toml(config: RunConfig) -> str:
     """Return the complete configuration as TOML; reading it back gives an equal `RunConfig`."""
-    return msgspec.toml.encode(config.model_dump(mode="json")).decode()
+    return msgspec.toml.encode(config.model_dump(mode="json", exclude_none=True)).decode()
 
 
 CARRIED_OUT: dict[str, Any] = {
@@ -119,11 +121,38 @@ CARRIED_OUT: dict[str, Any] = {
 
 
 def digest(config: RunConfig) -> str:
-    """Return the SHA-256 (16 hex digits) of the keys that define the run, without those of `CARRIED_OUT`."""
+    """Return the SHA-256 (16 hex digits) of the keys that define the run, without those of `CARRIED_OUT`.
+
+    For a verifier's `path.py:name` the content of the file counts, not its folder. Raises `ConfigError` if it cannot be read.
+    """
     tree = config.model_dump(mode="json", exclude=CARRIED_OUT)
+    for verifier, described in zip(config.verifiers, tree["verifiers"], strict=True):
+        if verifier.kind == "python" and verifier.file:
+            described["function"] = [Path(verifier.file).name, verifier.function.rpartition(":")[2], code_digest(verifier.file)]
     if not config.redis.payload_shards:  # keeps the digest of runs that are older than this key
         del tree["redis"]
     return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
+
+
+def code_digest(path: str) -> str:
+    """Return the SHA-256 of a file of code. Raises `ConfigError` if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"the file of a verifier's function, {path}, cannot be read ({error.strerror}): correct the path"
+        ) from None
+
+
+def _place_functions(tree: dict[str, Any], folder: Path) -> None:
+    """Make the paths of verifiers' functions absolute; relative ones start at the configuration file's folder."""
+    verifiers = tree.get("verifiers")
+    for verifier in cast("list[Any]", verifiers) if isinstance(verifiers, list) else ():
+        table = _table(verifier)
+        function = table.get("function") if table else None
+        if table and isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
+            place, _, name = function.rpartition(":")
+            table["function"] = f"{folder / Path(place).expanduser()}:{name}"
 
 
 def _refuse_unread(config: RunConfig, before: Before) -> None:
@@ -175,7 +204,7 @@ def _value(text: str) -> Any:
 
 def _explain(fault: Any) -> str:
     path = [str(part) for part in fault["loc"]]
-    location = [part for part in path if part not in SOURCE_KINDS]
+    location = [part for part in path if part not in KINDS]
     key = ".".join(location) or "configuration"
     if fault["type"] == "extra_forbidden" and key in REPLACED:
         return f"{key} {REPLACED[key]}"
@@ -202,7 +231,7 @@ def _missing(key: str) -> str:
 def _valid_names(location: Sequence[str]) -> list[str]:
     models: list[type[BaseModel]] = [RunConfig]
     for part in location:
-        if part in SOURCE_KINDS:  # pydantic names the branch of the union it took
+        if part in KINDS:  # pydantic names the branch of the union it took
             models = [model for model in models if part in typing.get_args(model.model_fields["kind"].annotation)]
         elif not part.isdigit():
             models = [m for model in models if part in model.model_fields for m in _models(model.model_fields[part].annotation)]

@@ -8,12 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from services.config.base import Section
-from services.config.data import Data, VerifierConfig
+from services.config.data import Data
 from services.config.evaluation import Evaluation
 from services.config.generation import Fleet, Generator, Sampling, Sync
 from services.config.loss import Loss
-from services.config.tracing import Tracing
-from services.config.tracking import Tracking
+from services.config.tracking import Tracing, Tracking
 from services.config.training import (
     Admission,
     Advantage,
@@ -25,6 +24,7 @@ from services.config.training import (
     Replay,
     Trainer,
 )
+from services.config.verifiers import VerifierConfig, verifier_names
 from services.protocol.shards import MOST
 
 
@@ -186,11 +186,13 @@ class RunConfig(Section):
         """Maximum length of prompt plus completion in this run, in tokens."""
         return self.data.max_prompt_tokens + self.sampling.max_tokens
 
-    def largest_reward(self, source: str) -> float:
-        """Return the largest reward of a completion for that source: a score of 1 from every verifier with positive weight."""
-        return sum(max(verifier.weight, 0.0) for verifier in self.verifiers if verifier.scores(source))
-
     @property
-    def largest_rewards(self) -> dict[str, float]:
-        """Largest reward of every prompt source, by its name."""
-        return {source.name: self.largest_reward(source.name) for source in self.data.sources}
+    def source_names(self) -> list[str]:
+        """Names of the prompt sources that are trained on."""
+        return [source.name for source in self.data.sources]
+
+    def thresholds(self, source: str) -> dict[str, float]:
+        """Return verifier -> the score from which a completion of that source counts as solved. Empty: none can tell."""
+        named = zip(verifier_names(self.verifiers), self.verifiers, strict=True)
+        found = {name: verifier.threshold for name, verifier in named if verifier.scores(source)}
+        return {name: threshold for name, threshold in found.items() if threshold is not None}

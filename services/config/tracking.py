@@ -1,4 +1,7 @@
-"""Experiment trackers besides the run's own files (docs/metrics.md). They follow the run from outside and never block it."""
+"""Experiment trackers besides the run's own files (docs/metrics.md), and traces of groups (docs/operating.md).
+
+Both follow the run from outside its loops and never block one.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +23,12 @@ class Tracking(Section):
     def trackers(self) -> tuple[str, ...]:
         """Names of the enabled trackers."""
         return ("tensorboard",) * self.tensorboard + ("wandb",) * bool(self.wandb)
+
+
+class Tracing(Section):
+    """One trace per group, from its ticket to the steps that train on it. Requires the extra `tracing` (docs/operating.md)."""
+
+    endpoint: str = Field(default="", pattern=r"^(https?://.+)?$")
+    """Endpoint for spans, OTLP over HTTP, such as `http://collector:4318/v1/traces`. Empty: tracing is off."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the groups that are traced."""

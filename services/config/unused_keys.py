@@ -54,10 +54,13 @@ def _prompts(config: RunConfig) -> Rules:
         for key in ("system_prompt", "chat_template_options"):
             yield f"data.{key}", "with data.chat_template = false", "set data.chat_template = true"
     for index, verifier in enumerate(config.verifiers):
-        if verifier.kind not in ("exact", "reasoning_gym"):
-            yield f"verifiers.{index}.extract", f'with kind = "{verifier.kind}"', 'use "exact" or "reasoning_gym"'
-        if verifier.kind != "regex":
-            yield f"verifiers.{index}.pattern", f'with kind = "{verifier.kind}"', 'use "regex"'
+        if verifier.weight <= 0:
+            why = f"with weight = {verifier.weight:g}, since only verifiers with a positive weight say what is solved"
+            yield f"verifiers.{index}.solved_at", why, "set a positive weight"
+        elif verifier.kind == "length":
+            yield f"verifiers.{index}.solved_at", 'with kind = "length"', ""
+        if verifier.kind == "judge" and verifier.json_schema:
+            yield f"verifiers.{index}.verdict", "with json_schema", "remove json_schema"
 
 
 def _admission(config: RunConfig) -> Rules:

@@ -53,7 +53,7 @@ class DataprepLoop:
         self.rules = admission.rules_of(self.config)
         self.issuer = Issuer(self.store, source, self.config, service.tracing)
         self.memory = MemoryGuard(self.config, self.store)
-        self.generated = generated_statistics.GeneratedStats(self.config.largest_rewards)
+        self.generated = generated_statistics.GeneratedStats(self.config.source_names)
         self._waiting: tuple[str, float] = ("", 0.0)  # why no step can be made, and since when
         self._waits = metrics.wait_clock()
         metrics.lag_bound.set(self.config.admission.max_staleness)

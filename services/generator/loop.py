@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.rollouts.in_flight import InFlight
 from services.generator.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
 from services.generator.rollouts.worker import MAX_EXPIRIES, Rollout, RolloutWorker
-from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.generator.verifiers.scoring import Scoring
 from services.protocol.errors import StoreError
 from services.runtime.loops import Loop
 from services.runtime.service import Service
@@ -53,7 +52,7 @@ class RolloutLoop(RolloutWorker):
         service: Service,
         engine: Engine,
         tokenizer: Any,
-        verifiers: VerifierPool,
+        verifiers: Scoring,
         metrics: GeneratorMetrics,
         evaluation: EvaluationWorker | None = None,
     ) -> None:
@@ -69,7 +68,9 @@ class RolloutLoop(RolloutWorker):
         self._began = False
         self._scan = "0-0"
         self._adopt = True
-        metrics.running.set_function(lambda: len(self.rollouts))
+        metrics.running.set_function(lambda: self.generating)
+        metrics.scoring.set_function(lambda: len(self.rollouts) - self.generating)
+        metrics.scoring_limit.set(Bounds.of(self.config).most)
         metrics.evaluating.set_function(lambda: self.evaluating)
 
     @property
@@ -94,7 +95,7 @@ class RolloutLoop(RolloutWorker):
             return "unsynced: no weights yet; waiting for the trainer's next sync round"
         if self.engine.version != state.published_version:
             return f"out of date: holds policy version {self.engine.version}, but {state.published_version} is published"
-        return ""
+        return self.verifiers.waiting
 
     async def work(self, loop: Loop) -> None:
         """Claim and complete tickets until stopped, then drain."""
@@ -103,7 +104,7 @@ class RolloutLoop(RolloutWorker):
             self.check_engine()
             claimed = await self._claim()
             if not claimed:
-                spare = len(self.rollouts) < self.limit.groups
+                spare = self.generating < self.limit.groups
                 await self.notifications.wait("tickets", "version", "control", self.room, timeout=SPARE_S if spare else IDLE_S)
         await self.drain()
 
@@ -114,8 +115,13 @@ class RolloutLoop(RolloutWorker):
         return fair_share(state.slots if state else 1, self.service.claimers)
 
     def _room(self) -> int:
-        """Return how many tickets to claim: up to the pod's share at once, beyond it only tickets unclaimed for `SPARE_S`."""
-        held, share = len(self.rollouts), self.share
+        """Return how many tickets to claim: up to the pod's share at once, beyond it only tickets unclaimed for `SPARE_S`.
+
+        A finished group leaves its place to another while it is scored; no more groups wait for that than may be generated.
+        """
+        held, share = self.generating, self.share
+        if len(self.rollouts) - held >= Bounds.of(self.config).most:
+            return 0
         within = min(self.limit.groups, share) - held
         if within > 0:
             return within
@@ -129,7 +135,7 @@ class RolloutLoop(RolloutWorker):
             self._idle, self._spare_from = False, time.monotonic() + SPARE_S
         if not self._began:
             self._began, self._ready_at = True, time.monotonic()
-        held, room = len(self.rollouts), self._room()
+        held, room = self.generating, self._room()
         if room <= 0:
             return 0
         asked = time.monotonic()
@@ -164,9 +170,9 @@ class RolloutLoop(RolloutWorker):
         ticket = rollout.ticket
         saved = await self.store.tickets.load_partial(ticket.id)
         done = await self.complete(rollout, unpack_partial(saved, ticket, self.sampling.max_tokens))
-        payload = pack_payload(ticket, done.completions)
+        payload = pack_payload(ticket, done.completions, done.notes)
         header = make_header(
-            ticket, done.completions, done.scores, done.rewards,
+            ticket, done.completions, done.scores, done.rewards, done.solved,
             payload=rollout.claim.payload, payload_bytes=len(payload), generator=self.name,
             generate_s=done.generate_s, score_s=done.score_s,
         )  # fmt: skip
@@ -184,9 +190,15 @@ class RolloutLoop(RolloutWorker):
         while True:
             await asyncio.sleep(PARTIAL_EVERY_S)
             for rollout in list(self.rollouts.values()):
-                if rollout.generating and time.monotonic() - rollout.started >= PARTIAL_EVERY_S:
+                if not (rollout.kept or rollout.submitting) and time.monotonic() - rollout.started >= PARTIAL_EVERY_S:
+                    rollout.kept = not rollout.generating
                     await self._save_partial(rollout, self._so_far(rollout))
             loop.progress()
+
+    async def keep_tokens(self, rollout: Rollout) -> None:
+        """Save the tokens of a ticket whose completions are finished but not scored."""
+        if not (rollout.generating or rollout.submitting):
+            await self._save_partial(rollout, self._so_far(rollout))
 
     def _so_far(self, rollout: Rollout) -> list[Generated]:
         """Return the tokens so far of each completion of a ticket."""
@@ -206,11 +218,11 @@ class RolloutLoop(RolloutWorker):
         while True:
             if not self.evaluating:  # while evaluating, the load includes other completions
                 before = self.limit.groups
-                self.limit = adjust(self.limit, self.engine.gauges(), len(self.rollouts), bounds)
+                self.limit = adjust(self.limit, self.engine.gauges(), self.generating, bounds)
                 if self.limit.groups > before:
                     self.notifications.notify(self.room)
                 elif self.limit.groups < before:
-                    await self._give_back(len(self.rollouts) - self.limit.groups)
+                    await self._give_back(self.generating - self.limit.groups)
             self.metrics.show_limit(self.limit, self.share)
             loop.progress()
             await asyncio.sleep(POLL_S)
@@ -230,18 +242,20 @@ class RolloutLoop(RolloutWorker):
 
     async def show_gauges(self, loop: Loop) -> None:
         """Report the engine's load to the fleet and to Prometheus."""
-        before, last, worked = time.monotonic(), self.engine.gauges(), replace(self.verifiers.counts)
+        before, last, worked = time.monotonic(), self.engine.gauges(), self.verifiers.counts
         while True:
             now, gauges, state = time.monotonic(), self.engine.gauges(), self.service.view.state
             rate = (gauges.tokens - last.tokens) / max(now - before, 1e-3)
             self.metrics.show_engine(gauges, last)
             self.metrics.show_verifiers(self.verifiers.counts, worked)
-            before, last, worked = now, gauges, replace(self.verifiers.counts)
+            before, last, worked = now, gauges, self.verifiers.counts
             self.service.say(
                 gauges={
                     "tokens_per_s": rate, "rollouts": float(len(self.rollouts)), "running": float(gauges.running),
                     "waiting": float(gauges.waiting), "kv_usage": gauges.kv_usage, "limit": float(self.limit.groups),
-                }
+                    "scoring": float(len(self.rollouts) - self.generating),
+                },
+                waiting=self.verifiers.waiting,
             )  # fmt: skip
             self.metrics.show_versions(self.engine.version, state.published_version if state else -1)
             loop.progress()
@@ -263,8 +277,12 @@ class RolloutLoop(RolloutWorker):
         log.info("drained", handed_back=len(left), tokens=tokens)
 
     async def abort(self) -> None:
-        """Hand back what is being generated, with its tokens so far. Tickets being scored or submitted run to their end."""
-        if left := [rollout for rollout in self.rollouts.values() if rollout.generating]:
+        """Hand back what is being generated, with its tokens so far, and what waits for a service that is away.
+
+        Other tickets being scored, and those being submitted, run to their end.
+        """
+        away = self.verifiers.waiting
+        if left := [rollout for rollout in self.rollouts.values() if rollout.generating or (away and not rollout.submitting)]:
             log.info("aborted", handed_back=len(left), tokens=await self._hand_back(left))
 
     async def _hand_back(self, left: Sequence[Rollout]) -> int:
@@ -272,7 +290,7 @@ class RolloutLoop(RolloutWorker):
         tokens = 0
         try:
             for rollout in left:
-                so_far = self._so_far(rollout) if rollout.generating and not self.service.view.ended else []
+                so_far = [] if rollout.submitting or self.service.view.ended else self._so_far(rollout)
                 await self.cancel(rollout)  # before they are saved: tokens sampled meanwhile would be sampled again
                 saved = await self._save_partial(rollout, so_far)
                 if await self.store.tickets.release(self.name, rollout.claim, saved):

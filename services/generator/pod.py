@@ -16,7 +16,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.verifiers.base import VerifierFailure
-from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.generator.verifiers.scoring import Scoring
 from services.runtime.entry import leaving_at_once
 from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
@@ -35,7 +35,7 @@ class GeneratorPod:
         metrics = GeneratorMetrics(service.registry)
         self.service, self.engine = service, make_engine(config)
         sources = [*config.data.sources, *config.evaluation.sources]
-        self.verifiers = VerifierPool(config.verifiers, config.generator.verifier_workers, sources)
+        self.verifiers = Scoring(config, sources)
         tokenizer = load_tokenizer(config)
         self.evaluation = EvaluationWorker(service, self.engine, tokenizer, self.verifiers, metrics)
         self.rollouts = RolloutLoop(service, self.engine, tokenizer, self.verifiers, metrics, self.evaluation)

@@ -5,10 +5,12 @@ Guarantees: decoding untrusted bytes returns a valid value or raises `codec.Corr
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
 
 
@@ -25,6 +27,14 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     group_size: int
     source: str  # name of the prompt source; its verifiers score the completions
     trace: str = ""  # trace context (services/runtime/tracing.py); empty: no trace
+    row: str = ""  # JSON of `Row`, for verifiers that are given it; empty: none is
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What a verifier of one's own may see of a ticket's data row. Produced by dataprep, consumed by generators."""
+
+    messages: list[dict[str, Any]]  # the prompt as chat messages, with the system prompt
+    columns: dict[str, Any]  # fields of the row
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     lengths: list[int]  # [n] completion tokens
     rewards: list[float]  # [n] weighted sum of verifier scores
-    scores: dict[str, list[float]]  # verifier -> [n] unweighted score in 0..1
+    scores: dict[str, list[float]]  # verifier, or verifier.part -> [n] unweighted score
     truncated: list[bool]  # [n] hit max_tokens
     oldest: list[int]  # [n] oldest policy version of a token
     newest: list[int]  # [n] newest policy version of a token
@@ -49,6 +59,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     source: str  # name of the prompt source
     tool_tokens: list[int]  # [n] completion tokens that the policy did not sample; they are never trained
     trace: str = ""  # trace context of its ticket
+    solved: list[bool] = []  # [n]; empty: no verifier can tell
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +80,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     spans: np.ndarray  # [k, 4] int32: sample, version, start, end
     tool_spans: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 3), np.int32))
     # [k, 3] int32: sample, start, end of tokens that the policy did not sample
+    notes: list[str] = []  # [n] JSON: verifier -> what it said besides its score; empty: none said anything
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +136,7 @@ class PodStatus(msgspec.Struct, frozen=True):
     paused: str = (
         ""  # the pause in effect here: keep | drain | abort; empty: it works, or has not completed a requested pause yet
     )
+    waiting: str = ""  # the service that its verifiers wait for, and why; empty: none
 
     @property
     def member(self) -> str:

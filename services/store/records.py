@@ -66,7 +66,7 @@ class PassRate:
     seq: int
     """Issue sequence of the group."""
     rate: float
-    """Its mean reward divided by the largest reward of its source."""
+    """The share of its completions that are solved."""
 
 
 @dataclass(frozen=True)

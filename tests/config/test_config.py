@@ -116,10 +116,14 @@ def test_a_key_of_an_older_version_is_refused_with_what_to_do_instead(file: Path
     assert fault(file, f"{key}=1").endswith(f": {key} {REPLACED[key]}")
 
 
-def test_the_largest_reward_is_that_of_the_source_s_own_verifiers(file: Path) -> None:
-    verifiers = '[{kind="exact", weight=2}, {kind="math", weight=0.5, sources=["b"]}, {kind="regex", pattern="!", weight=-1}]'
+def test_a_completion_is_solved_by_its_source_s_verifiers_that_can_tell(file: Path) -> None:
+    verifiers = (
+        '[{kind="exact", weight=2}, {kind="math", solved_at=0.5, sources=["b"]}, {kind="regex", pattern="!", weight=-1}, '
+        '{kind="length", soft_tokens=8}, {kind="python", function="m:f"}, {kind="python", function="m:f", range=[-2, 3]}]'
+    )
     config = settings(file, f'data.sources=[{ROWS}, {{name="b", {ROWS[1:]}]', f"verifiers={verifiers}")
-    assert [config.largest_reward(name) for name in ("main", "b")] == [2.0, 2.5]
+    assert config.thresholds("main") == {"exact": 1.0, "python-2": 3.0}
+    assert config.thresholds("b") == {"exact": 1.0, "math": 0.5, "python-2": 3.0}
 
 
 def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
@@ -186,10 +190,10 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "leaves no step of run.steps = 100"),
         (["trainer.mini_batches=17"], "trainer.mini_batches = 17 exceeds admission.prompts_per_step = 16"),
         (["verifiers.0.kind=reasoning_gym"], 'only scores prompts of kind "reasoning_gym", but source "main" is "jsonl"'),
-        (["verifiers.0.kind=regex"], 'kind "regex" needs `pattern`'),
+        (["verifiers.0.kind=regex"], "missing required key verifiers.0.pattern"),
         (["verifiers.0.extract=(open"], "is not a valid regular expression"),
         (["verifiers.0.extract=open"], "has no group; put the part that is the answer in parentheses"),
-        (["verifiers.0.pattern=("], "is not a valid regular expression"),
+        (["verifiers.0.kind=regex", "verifiers.0.pattern=("], "is not a valid regular expression"),
         (["data.sources.0.answer_pattern=####.+"], "has no group"),
         (["data.sources=[]"], "data.sources = []: list should have at least 1 item"),
         (["data.sources.0.name=a b"], "data.sources.0.name = 'a b': string should match pattern"),
@@ -203,11 +207,11 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         ),
         (
             [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym"}, {kind="exact"}]'],
-            'source "main" is "jsonl": use "math", "exact" or "regex", or leave the source out of verifiers.0.sources',
+            'source "main" is "jsonl": use another kind, or leave the source out of verifiers.0.sources',
         ),
         (
             ["filters.exclude_pass_rate=0.9", "verifiers.0.weight=-1"],
-            'filters.exclude_pass_rate = 0.9 is meaningless for the prompt source "main", whose largest reward is 0',
+            'filters.exclude_pass_rate = 0.9 is meaningless for the prompt source "main", since no verifier says when a',
         ),
     ],
 )

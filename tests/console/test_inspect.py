@@ -341,7 +341,7 @@ async def test_a_ticket_is_found_wherever_it_is(store: Store) -> None:
         await store.replay.settle(team.leader, [Settlement(item, action)])
     assert await place(store, "0-0") == ("replay", "in the replay table")
     assert await place(store, "0-3") == (
-        "dropped", "dropped: every completion has the largest reward, so there is nothing to learn from it",
+        "dropped", "dropped: every completion is solved, with the same reward, so there is nothing to learn from it",
     )  # fmt: skip
     assert (await inspect_group(store, "0-4", TextReader(None), None)).outcome == "stale"
     (letter,) = await store.dead_letters.page()

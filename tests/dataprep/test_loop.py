@@ -151,7 +151,7 @@ async def test_a_corrupt_header_becomes_a_dead_letter_and_its_slot_comes_back(tm
         await store.client.xadd(store.keys.headers, {"noise": b"\x00"})
         await wait_until(lambda: _has(store, "headers", 0))
         reasons = dict(await buried(store))
-        assert "rewards are not finite" in reasons[claim.ticket_id]
+        assert "are not within 1, the most that the verifiers can give" in reasons[claim.ticket_id]
         assert "corrupt header" in reasons[rest[0].ticket_id]
         assert (await store.run.audit())["ledger:failed"] == 2
         await wait_until(lambda: _has(store, "ledger:issued", 18))

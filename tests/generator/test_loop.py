@@ -13,7 +13,7 @@ import pytest
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.verifiers.base import VerifierFailure
+from services.generator.verifiers.base import Job, Scores, VerifierFailure
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
@@ -30,10 +30,12 @@ STEPS, SLOTS = 4, 16
 class CountingVerifier:
     """Scores by the answer: `break` fails, anything else gives 1 to the first completion."""
 
-    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
-        if answer == "break":
+    waiting = ""
+
+    async def score(self, job: Job) -> Scores:
+        if job.answer == "break":
             raise VerifierFailure("exact broke")
-        return {"exact": [1.0] + [0.0] * (len(completions) - 1)}
+        return Scores({"exact": [1.0] + [0.0] * (len(job.completions) - 1)}, [])
 
 
 @asynccontextmanager

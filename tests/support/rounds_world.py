@@ -15,6 +15,7 @@ from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.evaluation import EvaluationWorker
+from services.generator.verifiers.base import Job, Scores
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import end_tasks
 from services.runtime.notifications import Notifications
@@ -35,8 +36,10 @@ LIMITS = ("sync.join_deadline_s=2", "sync.transfer_deadline_s=3", "sync.host=127
 class AnyVerifier:
     """Gives 1 to the first completion of a group and 0 to the others."""
 
-    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
-        return {"exact": [1.0] + [0.0] * (len(completions) - 1)}
+    waiting = ""
+
+    async def score(self, job: Job) -> Scores:
+        return Scores({"exact": [1.0] + [0.0] * (len(job.completions) - 1)}, [])
 
 
 @dataclass

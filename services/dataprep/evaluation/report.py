@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.algorithm.group_statistics import SOLVED_TOLERANCE
 from services.config.evaluation import ALL
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
@@ -32,29 +31,24 @@ class Result:
     truncated: list[bool]
 
 
-def read_result(ticket: Ticket, body: bytes, longest: int, largest: float) -> Result:
-    """Decode the result of a ticket.
-
-    Completions have at most `longest` tokens and rewards are at most `largest`. Raises `Unfit` otherwise.
-    """
+def read_result(ticket: Ticket, body: bytes, longest: int) -> Result:
+    """Decode the result of a ticket, whose completions have at most `longest` tokens. Raises `Unfit` for an impossible one."""
     try:
         header = codec.decode(body, Header)
     except codec.CorruptMessage as error:
         raise Unfit(f"the result of {ticket.id} is corrupt: {error}") from None
     n = ticket.group_size
-    columns = (header.lengths, header.rewards, header.truncated, header.oldest, header.newest)
+    columns = (header.lengths, header.rewards, header.solved, header.truncated, header.oldest, header.newest)
     if header.ticket != ticket.id or any(len(column) != n for column in columns):
         raise Unfit(f"the result of {ticket.id} names ticket {header.ticket} or does not have {n} completions in every column")
     if {*header.oldest, *header.newest} != {ticket.epoch}:
         versions = sorted({*header.oldest, *header.newest})
         raise Unfit(f"the result of {ticket.id} was sampled by policy versions {versions}, not by {ticket.epoch} alone")
-    rewards_fit = all(math.isfinite(reward) and reward <= largest + SOLVED_TOLERANCE for reward in header.rewards)
-    if not rewards_fit or min(header.lengths) < 1 or max(header.lengths) > longest:
+    if not all(map(math.isfinite, header.rewards)) or min(header.lengths) < 1 or max(header.lengths) > longest:
         raise Unfit(
             f"the result of {ticket.id} is impossible: rewards {header.rewards}, lengths {header.lengths} of at most {longest}"
         )
-    correct = sum(reward >= largest - SOLVED_TOLERANCE for reward in header.rewards)
-    return Result(ticket.source, header.rewards, correct, header.lengths, header.truncated)
+    return Result(ticket.source, header.rewards, sum(header.solved), header.lengths, header.truncated)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -87,11 +81,9 @@ def report(results: Sequence[Result], ks: Sequence[int]) -> dict[str, float]:
     return record
 
 
-def read_results(
-    tickets: Sequence[Ticket], bodies: Mapping[str, bytes], longest: int, largest: Callable[[str], float]
-) -> list[Result]:
-    """Decode the results of all tickets; `largest(source)` is the largest reward. Raises `Unfit` if one is missing or unfit."""
+def read_results(tickets: Sequence[Ticket], bodies: Mapping[str, bytes], longest: int) -> list[Result]:
+    """Decode the results of all tickets. Raises `Unfit` if one is missing or unfit."""
     missing = [ticket.id for ticket in tickets if ticket.id not in bodies]
     if missing or len(bodies) != len(tickets):
         raise Unfit(f"{len(bodies)} results for {len(tickets)} tickets; missing: {', '.join(missing[:3]) or 'none'}")
-    return [read_result(ticket, bodies[ticket.id], longest, largest(ticket.source)) for ticket in tickets]
+    return [read_result(ticket, bodies[ticket.id], longest) for ticket in tickets]

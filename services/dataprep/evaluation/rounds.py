@@ -105,7 +105,7 @@ class EvaluationRounds:
         tickets = self.tickets(found.version)
         longest = self.given.max_tokens or self.config.sampling.max_tokens
         try:
-            results = read_results(tickets, await self.store.evaluation.results(), longest, self.config.largest_reward)
+            results = read_results(tickets, await self.store.evaluation.results(), longest)
         except Unfit as fault:
             await self._abandon(fence, found, str(fault))
             return
@@ -139,12 +139,12 @@ class EvaluationRounds:
         tickets: list[Ticket] = []
         for span in self.source.spans:
             for index in range(min(span.rows, self.given.prompts or span.rows)):
-                prompt, answer = self.source.prompt(span.first + index)
+                prompt = self.source.prompt(span.first + index)
                 tickets.append(
                     Ticket(
                         id=f"{span.name}:{index}", seq=len(tickets), epoch=version, index=index,
-                        seed=drawn(48, "evaluation", self.config.run.seed, span.name, index), prompt=prompt, answer=answer,
-                        group_size=self.given.samples, source=span.name, trace=trace,
+                        seed=drawn(48, "evaluation", self.config.run.seed, span.name, index), prompt=prompt.tokens,
+                        answer=prompt.answer, group_size=self.given.samples, source=span.name, trace=trace, row=prompt.row,
                     )
                 )  # fmt: skip
         return tickets

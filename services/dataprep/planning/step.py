@@ -46,7 +46,7 @@ def make_step(
         for group, header, advantage, weight in zip(groups, headers, given, weights, strict=True)
     ]  # fmt: skip
     record = group_statistics.trained(
-        headers, step, [group.uses for group in groups], config.largest_rewards,
+        headers, step, [group.uses for group in groups], config.source_names,
         weights.tolist() if config.replay.importance_beta else None,
     )  # fmt: skip
     record |= made.record(headers) | {"replay/buffer/groups": float(swept.size)}

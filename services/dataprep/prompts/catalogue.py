@@ -1,9 +1,10 @@
 """The prompts of a run, tokenised once and looked up by row. Rows are numbered through all sources, one after the other.
 
 Guarantees: any fault of a source, the chat template or prompt lengths raises a one-line `DataError` before the run starts; the
-same sources and tokenizer have the same digest, and any change of a prompt, an answer or the order of prompts changes it.
+same sources and tokenizer have the same digest, and any change of a prompt, of its answer, of a row that verifiers are given, or
+of the order of prompts changes it.
 
-Memory: 4 bytes per token plus the text of the answers, since sources are read in chunks.
+Memory: 4 bytes per token plus the text of the answers and of the rows that verifiers are given, since sources are read in chunks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,15 +22,27 @@ import structlog
 
 from services.config import RunConfig
 from services.config.data import Data, Source
+from services.config.verifiers import needs_answer, needs_row
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import SourceSpan
-from services.dataprep.prompts.rows import read_rows
+from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
 from services.dataprep.prompts.tokenizer import PromptTokenizer, tokenizer_folder
+from services.protocol.messages import Row
 
 log = structlog.get_logger()
 
+ROW_BYTES = 64 * 1024
+"""Most bytes of a row that go along with its ticket: Redis holds the rows of all tickets in progress."""
 CHUNK_ROWS = 2048
 """Rows tokenised at a time: enough to occupy the tokenizer's threads, and few enough to hold in memory."""
+
+
+class Prompt(NamedTuple):
+    """A prompt and what completions of it are judged by."""
+
+    tokens: list[int]
+    answer: str
+    row: str  # as in `Ticket`
 
 
 class PromptSource:
@@ -40,24 +54,24 @@ class PromptSource:
         spans: list[SourceSpan] = []
         for source in config.data.sources if sources is None else sources:
             first = len(columns.token_ends)
-            columns.read(source, tokenizer, config.data)
+            needs = Needs(needs_answer(config.verifiers, source.name), needs_row(config.verifiers, source.name))
+            columns.read(source, tokenizer, config.data, needs)
             spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
         self.spans = tuple(spans)
         """The rows of each source."""
         self._tokens = np.frombuffer(columns.tokens, dtype=np.int32)
         self._token_starts = np.concatenate(([0], np.frombuffer(columns.token_ends, dtype=np.int64)))
-        self._answers = bytes(columns.answers)
-        self._answer_starts = np.concatenate(([0], np.frombuffer(columns.answer_ends, dtype=np.int64)))
+        self._answers, self._rows = columns.answers.frozen(), columns.rows.frozen()
         self.digest = self._digest(config.run.seed, config.data.shuffle)
-        """SHA-256 of all token ids, all answers and the inputs of their order: the identity of the data set."""
+        """SHA-256 of all token ids, all answers and rows, and the inputs of their order: the identity of the data set."""
 
     def __len__(self) -> int:
         return len(self._token_starts) - 1
 
-    def prompt(self, row: int) -> tuple[list[int], str]:
-        """Return the token ids and the gold answer of a row."""
+    def prompt(self, row: int) -> Prompt:
+        """Return the prompt of a row."""
         ids = self._tokens[self._token_starts[row] : self._token_starts[row + 1]].tolist()
-        return ids, self._answers[self._answer_starts[row] : self._answer_starts[row + 1]].decode()
+        return Prompt(ids, self._answers[row], self._rows[row])
 
     def name_of(self, row: int) -> str:
         """Return the name of the source that a row belongs to."""
@@ -70,23 +84,27 @@ class PromptSource:
 
     def _digest(self, seed: int, shuffle: bool) -> str:
         digest = hashlib.sha256(msgspec.json.encode((seed, shuffle, self.spans)))
-        for column in (self._token_starts, self._tokens, self._answer_starts):
+        columns = [self._token_starts, self._tokens, self._answers.starts]
+        if self._rows.body:
+            columns.append(self._rows.starts)
+        for column in columns:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).data)
-        digest.update(self._answers)
+        digest.update(self._answers.body)
+        digest.update(self._rows.body)
         return digest.hexdigest()
 
 
 class _Columns:
-    """Token ids and answers, concatenated."""
+    """Token ids, answers and rows, concatenated."""
 
     def __init__(self) -> None:
-        self.tokens, self.answers = array("i"), bytearray()
-        self.token_ends, self.answer_ends = array("q"), array("q")
+        self.tokens, self.token_ends = array("i"), array("q")
+        self.answers, self.rows = _TextBuilder(), _TextBuilder()
 
-    def read(self, source: Source, tokenizer: PromptTokenizer, data: Data) -> None:
+    def read(self, source: Source, tokenizer: PromptTokenizer, data: Data, needs: Needs) -> None:
         """Add all rows of a source."""
         first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
-        rows = read_rows(source)
+        rows = read_rows(source, needs)
         while chunk := list(islice(rows, CHUNK_ROWS)):
             for row, ids in zip(chunk, tokenizer.encode(chunk), strict=True):
                 if not ids:
@@ -96,8 +114,8 @@ class _Columns:
                     continue
                 self.tokens.extend(ids)
                 self.token_ends.append(len(self.tokens))
-                self.answers += row.answer.encode("utf-8", "replace")
-                self.answer_ends.append(len(self.answers))
+                self.answers.add(row.answer)
+                self.rows.add(_row_text(row, tokenizer))
         if too_long.count and data.long_prompts == "error":
             raise DataError(too_long.fault())
         if too_long.count and len(self.token_ends) == first:
@@ -106,6 +124,49 @@ class _Columns:
             log.warning("prompts skipped", source=source.name, why=too_long.summary())
         if len(self.token_ends) == first:
             raise DataError(f'source "{source.name}" has no rows ({_place(source)}): add prompts')
+
+
+class _Texts:
+    """Texts, concatenated as UTF-8."""
+
+    def __init__(self, body: bytes, ends: array[int]) -> None:
+        self.body = body
+        self.starts = np.concatenate(([0], np.frombuffer(ends, dtype=np.int64)))
+
+    def __getitem__(self, row: int) -> str:
+        return self.body[self.starts[row] : self.starts[row + 1]].decode()
+
+
+class _TextBuilder:
+    def __init__(self) -> None:
+        self._body, self._ends = bytearray(), array("q")
+
+    def add(self, text: str) -> None:
+        self._body += text.encode("utf-8", "replace")
+        self._ends.append(len(self._body))
+
+    def frozen(self) -> _Texts:
+        return _Texts(bytes(self._body), self._ends)
+
+
+def _row_text(row: PromptRow, tokenizer: PromptTokenizer) -> str:
+    """Return the JSON of what verifiers are given of a row, or "" if they are given nothing. Raises `DataError`."""
+    if row.columns is None:
+        return ""
+    try:
+        text = msgspec.json.encode(Row(tokenizer.messages(row), row.columns), enc_hook=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{row.where}: the row cannot be sent to verifiers ({error}): name the fields to send in `columns`"
+        ) from None
+    if len(text) > ROW_BYTES:
+        sizes = {name: len(repr(value)) for name, value in row.columns.items()}
+        largest = max(sizes, key=lambda name: sizes[name], default="")
+        raise DataError(
+            f"{row.where}: prompt and fields of the row have {len(text)} bytes, but a ticket carries at most {ROW_BYTES}; the "
+            f"largest field is {largest!r}: name the fields to send in `columns` of the source"
+        )
+    return text.decode()
 
 
 class _TooLong:

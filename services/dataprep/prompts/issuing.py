@@ -90,11 +90,12 @@ class Issuer:
 
     def ticket(self, pick: Pick, seq: int) -> Ticket:
         """Make the ticket of a prompt, as number `seq` of the run. Its trace, if it gets one, begins here."""
-        prompt, answer = self.source.prompt(pick.row)
+        prompt = self.source.prompt(pick.row)
         return Ticket(
             id=f"{pick.epoch}-{pick.row}", seq=seq, epoch=pick.epoch, index=pick.row,
-            seed=ticket_seed(self.config.run.seed, pick.epoch, pick.row), prompt=prompt, answer=answer,
-            group_size=self.config.sampling.group_size, source=pick.source, trace=self.tracing.begin(),
+            seed=ticket_seed(self.config.run.seed, pick.epoch, pick.row), prompt=prompt.tokens,
+            answer=prompt.answer, group_size=self.config.sampling.group_size, source=pick.source,
+            trace=self.tracing.begin(), row=prompt.row,
         )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Reads the rows of a prompt source: JSONL, parquet or a reasoning-gym task, one at a time.
 
-Guarantees: every row that is yielded has a prompt and an answer; anything else raises a `DataError` that names file and line.
+Guarantees: every row that is yielded has a prompt, and an answer if one is needed; anything else raises a `DataError` that names
+file and line.
 """
 
 from __future__ import annotations
@@ -32,24 +33,40 @@ class PromptRow:
     answer: str
     where: str
     """Its place for messages, e.g. `prompts.jsonl:17`."""
+    columns: dict[str, Any] | None = None
+    """Its fields, where verifiers are given them."""
 
 
-def read_rows(source: Source) -> Iterator[PromptRow]:
+@dataclass(frozen=True)
+class Needs:
+    """What verifiers need of the rows of a source."""
+
+    answer: bool = True
+    """Whether a row without an answer is a fault."""
+    columns: bool = False
+    """Whether rows keep their other fields."""
+
+
+def read_rows(source: Source, needs: Needs = Needs()) -> Iterator[PromptRow]:
     """Return all rows of the source, in its order."""
     if isinstance(source, ReasoningGymSource):
-        return _reasoning_gym(source)
-    return _file_rows(source)
+        return _reasoning_gym(source, needs)
+    return _file_rows(source, needs)
 
 
-def _file_rows(source: FileSource) -> Iterator[PromptRow]:
+def _file_rows(source: FileSource, needs: Needs) -> Iterator[PromptRow]:
     pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     path = Path(source.path)
     if not path.is_file():
         raise DataError(
             f'path of source "{source.name}" = {source.path!r} is not a file (resolved to {path.absolute()}): correct the path'
         )
-    for where, record in _jsonl(path) if source.kind == "jsonl" else _parquet(path, source):
+    for where, record in _jsonl(path) if source.kind == "jsonl" else _parquet(path, source, needs):
         prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
+        columns = _columns(record, source, where) if needs.columns else None
+        if not needs.answer and record.get(source.answer_field) is None:
+            yield PromptRow(prompt, "", where, columns)
+            continue
         answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, where)
         if pattern is not None:
             match = pattern.search(answer)
@@ -59,7 +76,7 @@ def _file_rows(source: FileSource) -> Iterator[PromptRow]:
                     f"{_short(answer)}: fix the pattern or the row"
                 )
             answer = match[1].strip()
-        yield PromptRow(prompt, answer, where)
+        yield PromptRow(prompt, answer, where, columns)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -78,14 +95,20 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, cast("dict[str, Any]", record)
 
 
-def _parquet(path: Path, source: FileSource) -> Iterator[tuple[str, dict[str, Any]]]:
+def _columns(record: dict[str, Any], source: FileSource, where: str) -> dict[str, Any]:
+    """Return the fields of a row that verifiers are given."""
+    return {name: _field(record, name, "columns", where) for name in source.columns} if source.columns else record
+
+
+def _parquet(path: Path, source: FileSource, needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            wanted = [name for name in dict.fromkeys((source.prompt_field, source.answer_field)) if name in names]
+            read = [source.prompt_field, source.answer_field, *(source.columns or names if needs.columns else ())]
+            wanted = [name for name in dict.fromkeys(read) if name in names]
             number = 0
             for batch in file.iter_batches(PARQUET_BATCH, columns=wanted):
                 for record in batch.to_pylist():
@@ -128,7 +151,7 @@ def _answer(value: Any, name: str, where: str) -> str:
     raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}")
 
 
-def _reasoning_gym(source: ReasoningGymSource) -> Iterator[PromptRow]:
+def _reasoning_gym(source: ReasoningGymSource, needs: Needs) -> Iterator[PromptRow]:
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.task not in DATASETS:
@@ -145,7 +168,7 @@ def _reasoning_gym(source: ReasoningGymSource) -> Iterator[PromptRow]:
         where = f"{source.task}, row {index}"
         entry = task[index]
         try:
-            yield PromptRow(entry["question"], encode_entry(entry), where)
+            yield PromptRow(entry["question"], encode_entry(entry), where, entry if needs.columns else None)
         except TypeError as error:
             raise DataError(f"{where}: the entry cannot be sent to generators ({error}): choose another task") from None
 

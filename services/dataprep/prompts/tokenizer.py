@@ -47,11 +47,12 @@ class PromptTokenizer:
                 raise DataError(f"{row.where}: a list of messages needs data.chat_template = true: set it, or use a string")
             return self._data.user_template.replace(PLACEHOLDER, row.prompt)
         try:
-            return self._template.render(messages=self._messages(row), **self._variables)
+            return self._template.render(messages=self.messages(row), **self._variables)
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(f"{row.where}: the chat template rejects the prompt: {error}") from None
 
-    def _messages(self, row: PromptRow) -> list[dict[str, Any]]:
+    def messages(self, row: PromptRow) -> list[dict[str, Any]]:
+        """Return the prompt of a row as chat messages."""
         if not isinstance(row.prompt, str):
             return row.prompt
         system = [{"role": "system", "content": self._data.system_prompt}] if self._data.system_prompt else []

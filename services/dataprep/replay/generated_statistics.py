@@ -6,7 +6,7 @@ Guarantees: every key is in docs/metrics.md; memory grows only with the number o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from services.algorithm.group_statistics import GroupSums
 from services.protocol.messages import Header
@@ -21,9 +21,9 @@ DRIFT_STEPS = 32
 class GeneratedStats:
     """Running sums of what arrived since the last step."""
 
-    def __init__(self, sources: Mapping[str, float]) -> None:
-        """`sources` maps the name of every prompt source to the largest reward of its completions."""
-        self._sources = dict(sources)
+    def __init__(self, sources: Sequence[str]) -> None:
+        """`sources`: names of the prompt sources."""
+        self._sources = sources
         self._tokens = 0
         self._drift: deque[tuple[int, int, int, int]] = deque(maxlen=DRIFT_STEPS)
         self._begin()

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 
 from services.algorithm import advantages
-from services.algorithm.group_statistics import SOLVED_TOLERANCE
 from services.config import RunConfig
-from services.config.data import verifier_names
+from services.config.verifiers import MOST_SCORE, verifier_names
 from services.dataprep.prompts.order import RATE_SLACK
 from services.dataprep.replay import weights as replay
 from services.dataprep.replay.admission import is_stale
 from services.protocol.messages import Header
 from services.store import HeaderEntry, Settlement
+
+ROUNDING = 1e-8  # of sums of floats, relative
 
 
 def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) -> Settlement:
@@ -29,8 +30,8 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
     if fault := _fault(header, next_step, config):
         return Settlement(item, f"failed:{fault}")
     oldest, rate = min(header.oldest), None
-    if config.filters.exclude_pass_rate or config.data.curriculum:
-        share = pass_rate(header, config.largest_reward(header.source))
+    if header.solved and (config.filters.exclude_pass_rate or config.data.curriculum):
+        share = sum(header.solved) / len(header.solved)
         rate = (header.index, share, RATE_SLACK < config.filters.exclude_pass_rate <= share + RATE_SLACK)
     outcome = _filtered(header, config)
     if not outcome and is_stale(next_step, oldest, config.admission.max_staleness):
@@ -44,18 +45,12 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
     return Settlement(item, "insert", oldest, weight, variate, victim, rate)
 
 
-def pass_rate(header: Header, largest: float) -> float:
-    """Return the mean reward divided by the largest possible one, clamped to 0..1."""
-    return min(max(math.fsum(header.rewards) / len(header.rewards) / largest, 0.0), 1.0) if largest > 0 else 0.0
-
-
 def _filtered(header: Header, config: RunConfig) -> str:
     """Return the outcome of a group that a filter drops, or empty."""
     if config.filters.zero_std and advantages.constant(header.rewards):
         if header.rewards[0] == 0:
             return "filtered:zero"
-        solved = header.rewards[0] >= config.largest_reward(header.source) - SOLVED_TOLERANCE
-        return "filtered:solved" if solved else "filtered:nonzero"
+        return "filtered:solved" if header.solved and all(header.solved) else "filtered:nonzero"
     if config.advantage.mask_truncated and all(header.truncated):
         return "filtered:all_truncated"
     return ""
@@ -66,6 +61,7 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
     columns = {
         "lengths": header.lengths, "rewards": header.rewards, "truncated": header.truncated, "oldest": header.oldest,
         "newest": header.newest, "tool_tokens": header.tool_tokens, **{f"scores of {k}": v for k, v in header.scores.items()},
+        **({"solved": header.solved} if header.solved else {}),
     }  # fmt: skip
     for name, column in columns.items():
         if len(column) != n:
@@ -74,16 +70,8 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
         return f"epoch {header.epoch} and row {header.index} do not belong to ticket {header.ticket}"
     if all(header.source != source.name for source in config.data.sources):
         return f"no prompt source is called {header.source!r}"
-    if not all(map(math.isfinite, header.rewards)):
-        return f"rewards are not finite: {header.rewards}"
-    bound = sum(abs(verifier.weight) for verifier in config.verifiers) + SOLVED_TOLERANCE
-    if max(map(abs, header.rewards)) > bound:
-        return f"rewards {header.rewards} exceed {bound:g}, the sum of the verifiers' weights"
-    names = verifier_names(config.verifiers)
-    if not header.scores.keys() <= set(names) or not all(
-        0 <= score <= 1 for column in header.scores.values() for score in column
-    ):
-        return f"scores {header.scores} are not between 0 and 1, or not of the verifiers {', '.join(names)}"
+    if fault := _score_fault(header, config):
+        return fault
     if min(header.lengths) < 1 or max(header.lengths) > config.sampling.max_tokens:
         return f"lengths {header.lengths} are outside 1..{config.sampling.max_tokens}"
     if any(not 0 <= tool <= length for tool, length in zip(header.tool_tokens, header.lengths, strict=True)):
@@ -92,4 +80,21 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
         return f"prompt of {header.prompt_tokens} tokens is outside 1..{config.data.max_prompt_tokens}"
     if min(header.oldest) < 0 or any(not old <= new <= next_step for old, new in zip(header.oldest, header.newest, strict=True)):
         return f"policy versions {header.oldest}..{header.newest} are impossible at step {next_step}"
+    return ""
+
+
+def _score_fault(header: Header, config: RunConfig) -> str:
+    """Return what is wrong with the rewards and scores of a header, or empty."""
+    names = verifier_names(config.verifiers)
+    bounds = {name: verifier.bounds or (-MOST_SCORE, MOST_SCORE) for name, verifier in zip(names, config.verifiers, strict=True)}
+    most = math.fsum(abs(each.weight) * max(map(abs, bounds[name])) for name, each in zip(names, config.verifiers, strict=True))
+    if not all(abs(reward) <= most * (1 + ROUNDING) for reward in header.rewards):
+        return f"rewards {header.rewards} are not within {most:g}, the most that the verifiers can give"
+    for name, scores in header.scores.items():
+        verifier, _, part = name.partition(".")
+        if verifier not in bounds:
+            return f"scores of {verifier}, but the verifiers are {', '.join(names)}"
+        low, high = (-MOST_SCORE, MOST_SCORE) if part else bounds[verifier]
+        if not all(low <= score <= high for score in scores):
+            return f"scores {scores} of {name} are not numbers from {low:g} to {high:g}"
     return ""

@@ -20,7 +20,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.concurrency import Bounds
 from services.generator.rollouts.records import make_header
 from services.generator.rollouts.worker import MAX_EXPIRIES, Rollout, RolloutWorker
-from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.generator.verifiers.scoring import Scoring
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
 from services.runtime.loops import Loop
@@ -37,9 +37,7 @@ class EvaluationWorker(RolloutWorker):
 
     room = "evaluated"
 
-    def __init__(
-        self, service: Service, engine: Engine, tokenizer: Any, verifiers: VerifierPool, metrics: GeneratorMetrics
-    ) -> None:
+    def __init__(self, service: Service, engine: Engine, tokenizer: Any, verifiers: Scoring, metrics: GeneratorMetrics) -> None:
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.evaluation(service.config))
         self.version: int | None = None
         """The policy version that this pod is kept on, or None while it trains."""
@@ -134,7 +132,7 @@ class EvaluationWorker(RolloutWorker):
         ticket = rollout.ticket
         done = await self.complete(rollout, [None] * ticket.group_size)
         header = make_header(
-            ticket, done.completions, done.scores, done.rewards, payload="", payload_bytes=0, generator=self.name,
+            ticket, done.completions, done.scores, done.rewards, done.solved, payload="", payload_bytes=0, generator=self.name,
             generate_s=done.generate_s, score_s=done.score_s,
         )  # fmt: skip
         if fault := mixed(header, ticket.epoch):

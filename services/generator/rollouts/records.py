@@ -16,15 +16,18 @@ from services.protocol import codec
 from services.protocol.messages import Header, Partial, Payload, Span, Ticket
 
 
-def pack_payload(ticket: Ticket, completions: Sequence[Generated]) -> bytes:
-    """Encode the `Payload` of a group. Raises `GenerationFailed` if an engine's tool spans are invalid."""
+def pack_payload(ticket: Ticket, completions: Sequence[Generated], notes: Sequence[str] = ()) -> bytes:
+    """Encode the `Payload` of a group, with verifiers' `notes` [n] or none.
+
+    Raises `GenerationFailed` if an engine's tool spans are invalid.
+    """
     for sample, completion in enumerate(completions):
         if not _apart(completion.tool_spans, len(completion.tokens)):
             raise GenerationFailed(
                 f"completion {sample} has {len(completion.tokens)} tokens and tool spans {completion.tool_spans}: spans must be "
                 "within it, ascending and disjoint; fix the engine that generator.engine names"
             )
-    return codec.encode(Payload(np.asarray(ticket.prompt, np.int32), *_columns(completions)))
+    return codec.encode(Payload(np.asarray(ticket.prompt, np.int32), *_columns(completions), notes=list(notes)))
 
 
 def make_header(
@@ -32,6 +35,7 @@ def make_header(
     completions: Sequence[Generated],
     scores: dict[str, list[float]],
     rewards: list[float],
+    solved: list[bool],
     *,
     payload: str,
     payload_bytes: int,
@@ -50,6 +54,7 @@ def make_header(
         generator=generator, generate_s=generate_s, score_s=score_s,
         source=ticket.source, trace=ticket.trace,
         tool_tokens=[sum(end - start for start, end in c.tool_spans) for c in completions],
+        solved=solved,
     )  # fmt: skip
 
 

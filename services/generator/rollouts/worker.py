@@ -16,8 +16,8 @@ import structlog
 
 from services.generator.engines.base import Engine, Generated, GenerationFailed, SamplingParameters
 from services.generator.metrics import GeneratorMetrics
-from services.generator.verifiers.base import VerifierFailure, combine
-from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.generator.verifiers.base import Job, VerifierFailure, combine, solved
+from services.generator.verifiers.scoring import Scoring
 from services.protocol.errors import StoreError
 from services.protocol.messages import Ticket
 from services.runtime.loops import Broken, Loop, end_tasks
@@ -42,7 +42,8 @@ class Rollout:
     ticket: Ticket
     started: float = field(default_factory=time.monotonic)
     completions: list[Generated | None] = field(default_factory=list)  # finished ones, by sample
-    generating: bool = True
+    generating: bool = True  # until the last token of its last completion is there
+    kept: bool = False  # whether the tokens of all its completions are saved
     submitting: bool = False  # from then on only Redis decides who owns the ticket
     task: asyncio.Task[None] | None = None
 
@@ -56,8 +57,10 @@ class Scored:
     """A finished group of n completions."""
 
     completions: list[Generated]  # [n]
-    scores: dict[str, list[float]]  # verifier -> [n]
+    scores: dict[str, list[float]]  # verifier, or verifier.part -> [n]
     rewards: list[float]  # [n]
+    solved: list[bool]  # [n], or empty
+    notes: list[str]  # [n] JSON, or empty
     generate_s: float
     score_s: float
 
@@ -73,7 +76,7 @@ class RolloutWorker:
         service: Service,
         engine: Engine,
         tokenizer: Any,
-        verifiers: VerifierPool,
+        verifiers: Scoring,
         metrics: GeneratorMetrics,
         sampling: SamplingParameters,
     ) -> None:
@@ -142,10 +145,10 @@ class RolloutWorker:
                 self.metrics.refused.inc()
         except VerifierFailure as failure:
             self.metrics.failures["verifier"].inc()
-            await self._fail(rollout, str(failure))
+            await self._fail(rollout, str(failure), 1 if failure.final else self.config.generator.max_attempts)
         except GenerationFailed as failure:
             self.metrics.failures["generation"].inc()
-            await self._fail(rollout, str(failure))
+            await self._fail(rollout, str(failure), self.config.generator.max_attempts)
         except EngineDead as error:
             self._fault = error  # the worker's loop ends the process
         except StoreError as error:  # not the ticket's fault: its lease expires, and it is claimed again
@@ -154,21 +157,30 @@ class RolloutWorker:
         except Exception as error:  # a ticket must not end the loop; it is retried, then moved to the dead letters
             self.metrics.failures["other"].inc()
             log.warning("rollout failed", exc_info=True)
-            await self._fail(rollout, f"{type(error).__name__}: {error}")
+            await self._fail(rollout, f"{type(error).__name__}: {error}", self.config.generator.max_attempts)
         finally:
             if self.rollouts.get(rollout.claim.entry) is rollout:
                 del self.rollouts[rollout.claim.entry]
             self.notifications.notify(self.room)
 
-    async def _fail(self, rollout: Rollout, reason: str) -> None:
+    async def _fail(self, rollout: Rollout, reason: str, max_attempts: int) -> None:
         try:
-            given_up = await self.report(rollout.claim, reason, self.config.generator.max_attempts)
+            await self.keep_tokens(rollout)
+            given_up = await self.report(rollout.claim, reason, max_attempts)
         except StoreError as error:  # its lease expires, and it is claimed again
             log.warning("failure not reported", reason=reason, error=str(error))
             return
         if given_up:
             self.metrics.given_up.inc()
             log.error("ticket moved to dead letters", reason=reason)
+
+    async def keep_tokens(self, rollout: Rollout) -> None:
+        """Keep the tokens of a ticket whose completions are finished, so that it can be scored again without sampling again."""
+
+    @property
+    def generating(self) -> int:
+        """Number of tickets that use the engine."""
+        return sum(rollout.generating for rollout in self.rollouts.values())
 
     async def complete(self, rollout: Rollout, prefixes: Sequence[Generated | None]) -> Scored:
         """Return all completions of a ticket and their rewards, continuing or keeping those in `prefixes` [n]."""
@@ -193,15 +205,21 @@ class RolloutWorker:
             for task in tasks:  # if one has failed, the others are still running
                 task.cancel()
         rollout.generating = False
+        self.notifications.notify(self.room)  # its seats in the engine are free while it is scored
         generated = time.monotonic()
-        texts = self.tokenizer.batch_decode([c.tokens.tolist() for c in completions], skip_special_tokens=True)
-        scores = await self.verifiers.score(texts, ticket.answer, ticket.source)
-        rewards = combine(scores, self.config.verifiers)
+        tokens = [completion.tokens.tolist() for completion in completions]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        finish = [completion.finish for completion in completions]
+        found = await self.verifiers.score(Job(ticket.source, texts, ticket.answer, ticket.row, finish, tokens))
+        rewards = combine(found.scores, self.config.verifiers)
         scored, tracing = time.monotonic(), self.service.tracing
-        tokens = sum(len(completion.tokens) for completion in completions)
-        tracing.record("generate", ticket.trace, rollout.started, generated, tokens=tokens, version=self.engine.version)
+        sampled = sum(map(len, tokens))
+        tracing.record("generate", ticket.trace, rollout.started, generated, tokens=sampled, version=self.engine.version)
         tracing.record("verify", ticket.trace, generated, scored, reward=sum(rewards) / len(rewards))
-        return Scored(completions, scores, rewards, generated - rollout.started, scored - generated)
+        return Scored(
+            completions, found.scores, rewards, solved(found.scores, self.config.thresholds(ticket.source)), found.notes,
+            generated - rollout.started, scored - generated,
+        )  # fmt: skip
 
     async def submit_with_retry(self, rollout: Rollout, submit: Callable[[], Awaitable[bool]]) -> bool:
         """Submit until Redis answers; the group is kept as long as no other pod has the ticket."""

@@ -1,9 +1,5 @@
-"""Rewards: verifiers score completions in a pool of killable processes.
+"""Rewards: verifiers score completions, in killable processes (sandbox/) or as services (remote/). `Scoring` asks all of them.
 
-Guarantees: a score is between 0 and 1; a verifier that raises, hangs or dies is a `VerifierFailure`, never a score.
+Guarantees: every score is a finite number within its verifier's range; a verifier that raises, hangs, dies or says anything else
+is a `VerifierFailure`, never a score.
 """
-
-from services.generator.verifiers.base import VerifierFailure, combine, verifier_names
-from services.generator.verifiers.sandbox.pool import VerifierPool
-
-__all__ = ["VerifierFailure", "VerifierPool", "combine", "verifier_names"]

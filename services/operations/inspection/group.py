@@ -206,7 +206,7 @@ _WHY = {
     "stale": "older than admission.max_staleness allows",
     "evicted": "evicted from a full replay table before it was trained",
     "filtered:zero": "every completion has reward 0, so there is nothing to learn from it",
-    "filtered:solved": "every completion has the largest reward, so there is nothing to learn from it",
+    "filtered:solved": "every completion is solved, with the same reward, so there is nothing to learn from it",
     "filtered:nonzero": "every completion has the same reward, so there is nothing to learn from it",
     "filtered:all_truncated": "every completion reached sampling.max_tokens and is masked",
 }

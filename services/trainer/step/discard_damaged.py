@@ -86,7 +86,7 @@ def recounted(plan: StepPlan, ranks: Sequence[RankPlan], drawn: Sequence[Buffere
     """Return the plan with statistics recomputed from what it trains on; `drawn`: its groups as they were when it was made."""
     weights = {group_of(sample.payload): sample.weight for rank in ranks for row in rank.rows for sample in row}
     of_groups = group_statistics.trained(
-        [group.header for group in drawn], plan.step, [group.uses for group in drawn], config.largest_rewards,
+        [group.header for group in drawn], plan.step, [group.uses for group in drawn], config.source_names,
         [weights[group.group] for group in drawn] if config.replay.importance_beta else None,
     )  # fmt: skip
     others = {name: value for name, value in plan.stats.items() if name == DAMAGED or not group_statistics.is_trained(name)}

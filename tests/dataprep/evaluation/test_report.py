@@ -27,6 +27,7 @@ def answered(one: Ticket, **fields: object) -> bytes:
         "prompt_tokens": 3, "lengths": [2, 4, 6, 8], "rewards": [1.0, 0.0, 1.0, 0.5], "scores": {},
         "truncated": [False, False, False, True], "oldest": [VERSION] * 4, "newest": [VERSION] * 4, "generator": "g",
         "generate_s": 0.1, "score_s": 0.1, "source": one.source, "tool_tokens": [0] * 4,
+        "solved": [True, False, True, False],
     }  # fmt: skip
     return codec.encode(Header(**{**given, **fields}))
 
@@ -58,10 +59,10 @@ def test_a_report_has_each_source_and_all_of_them_together() -> None:
     }  # fmt: skip
 
 
-def test_a_reward_is_correct_up_to_rounding() -> None:
+def test_a_completion_is_correct_if_it_is_solved_whatever_its_reward() -> None:
     one = asked()
-    body = answered(one, rewards=[0.1 + 0.2, 0.3 - 1e-6, 0.3, 0.0])
-    (result,) = read_results([one], {one.id: body}, 16, lambda _: 0.3)
+    body = answered(one, rewards=[-0.1, 0.3, 7.0, 0.0], solved=[True, False, False, True])
+    (result,) = read_results([one], {one.id: body}, 16)
     assert result.correct == 2
 
 
@@ -72,6 +73,7 @@ def test_a_reward_is_correct_up_to_rounding() -> None:
         ({"newest": [VERSION + 1] * 4}, "not by 6 alone"),
         ({"oldest": [5] * 4, "newest": [5] * 4}, "not by 6 alone"),
         ({"rewards": [1.0]}, "4 completions"),
+        ({"solved": []}, "4 completions"),
         ({"rewards": [float("nan")] * 4}, "is impossible"),
         ({"lengths": [0, 1, 1, 1]}, "is impossible"),
         ({"lengths": [17, 1, 1, 1]}, "is impossible"),
@@ -81,12 +83,12 @@ def test_a_reward_is_correct_up_to_rounding() -> None:
 def test_a_result_that_is_not_the_rounds_is_refused(fields: dict[str, object], why: str) -> None:
     one = asked()
     with pytest.raises(Unfit, match=why):
-        read_results([one], {one.id: answered(one, **fields)}, 16, lambda _: 1.0)
+        read_results([one], {one.id: answered(one, **fields)}, 16)
 
 
 def test_foreign_bytes_and_missing_results_are_refused() -> None:
     one, other = asked(0), asked(1)
     with pytest.raises(Unfit, match="corrupt"):
-        read_results([one], {one.id: b"\xff"}, 16, lambda _: 1.0)
+        read_results([one], {one.id: b"\xff"}, 16)
     with pytest.raises(Unfit, match="missing: held_out:1"):
-        read_results([one, other], {one.id: answered(one)}, 16, lambda _: 1.0)
+        read_results([one, other], {one.id: answered(one)}, 16)

@@ -89,7 +89,7 @@ def _decode(model: Path, ids: list[int]) -> str:
 def test_a_prompt_goes_through_the_chat_template(model: Path, tmp_path: Path):
     path = _write(tmp_path, {"prompt": " How many? ", "answer": "4"})
     source = PromptSource(_config(model, path, system_prompt="Be brief.", user_template="Q: {prompt}"))
-    ids, answer = source.prompt(0)
+    ids, answer, _ = source.prompt(0)
     assert _decode(model, ids) == "<s><|system|>Be brief.<|user|>Q:  How many?<|assistant|>"
     assert answer == "4"
     assert source.longest == len(ids)
@@ -99,7 +99,7 @@ def test_messages_are_rendered_as_they_are(model: Path, tmp_path: Path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     path = _write(tmp_path, {"prompt": messages, "answer": 4})
     source = PromptSource(_config(model, path, system_prompt="not used", chat_template_options={"think": True}))
-    ids, answer = source.prompt(0)
+    ids, answer, _ = source.prompt(0)
     text = '<s><|user|>a{"think": true}<|assistant|>b{"think": true}<|user|>c{"think": true}<|assistant|>'
     assert _decode(model, ids) == text
     assert answer == "4"
@@ -195,7 +195,7 @@ def test_reasoning_gym(model: Path):
     task = {"kind": "reasoning_gym", "task": "basic_arithmetic", "size": 5, "seed": 3, "options": {"max_terms": 3}}
     source = PromptSource(_config(model, "", source=task))
     assert len(source) == 5
-    ids, answer = source.prompt(4)
+    ids, answer, _ = source.prompt(4)
     entry = decode_entry(answer)
     assert _decode(model, ids) == f"<s><|user|>{entry['question']}<|assistant|>"
     assert PromptSource(_config(model, "", source=task)).digest == source.digest

@@ -110,7 +110,7 @@ def test_the_snippets_of_the_document_are_configurations():
     assert [source["name"] for source in whole["data"]["sources"]] == ["gsm8k", "sums"]
     config = validate({**whole, **{section: {**whole[section], **values} for section, values in rest.items()}}, "docs/data.md")
     assert (config.data.long_prompts, config.filters.exclude_pass_rate) == ("drop", 0.9)
-    assert [config.largest_reward(source.name) for source in config.data.sources] == [1.1, 1.1]
+    assert config.thresholds("gsm8k") == {"math": 1.0, "regex": 1.0}
     assert load_curriculum(config.data.curriculum) is middle_first
 
 

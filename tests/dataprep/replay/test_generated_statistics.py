@@ -14,20 +14,21 @@ from services.dataprep.replay.generated_statistics import DRIFT_STEPS, Generated
 from services.protocol.messages import Header
 from tests.support.documented import undocumented
 
-ONE = {"main": 1.0}
-TWO = {"gsm8k": 1.0, "code": 2.0}
+ONE = ["main"]
+TWO = ["gsm8k", "code"]
 
 
 def _header(
     rewards: list[float], lengths: list[int] | None = None, *, source: str = "main", tools: list[int] | None = None,
     truncated: list[bool] | None = None, scores: dict[str, list[float]] | None = None,
+    solved: list[bool] | None = None,
 ) -> Header:  # fmt: skip
     n = len(rewards)
     return Header(
         ticket="0-1", seq=1, epoch=0, index=1, payload="0-1.1", payload_bytes=99, prompt_tokens=3,
         lengths=lengths or [10] * n, rewards=rewards, scores={"exact": rewards} if scores is None else scores,
         truncated=truncated or [False] * n, oldest=[0] * n, newest=[0] * n, generator="g", generate_s=1.0, score_s=0.1,
-        source=source, tool_tokens=tools or [0] * n,
+        source=source, tool_tokens=tools or [0] * n, solved=[reward >= 1 for reward in rewards] if solved is None else solved,
     )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def _take(stats: GeneratedStats, trained: list[Header]) -> dict[str, float]:
     return record
 
 
-def _seen(headers: list[Header], sources: dict[str, float] = ONE) -> dict[str, float]:
+def _seen(headers: list[Header], sources: list[str] = ONE) -> dict[str, float]:
     stats = GeneratedStats(sources)
     for header in headers:
         stats.add(header)
@@ -61,7 +62,7 @@ def test_by_hand() -> None:
     ("rewards", "bin"),
     [
         ([0, 0, 0, 0], "0"), ([1, 0, 0, 0], "0_25"), ([1, 1, 0, 0], "25_50"), ([1, 1, 1, 0], "50_75"),
-        ([1, 1, 1, 1, 0], "75_100"), ([1, 1, 1, 1], "100"), ([1 - 1e-9, 0.5, -3, 0.999], "0_25"),
+        ([1, 1, 1, 1, 0], "75_100"), ([1, 1, 1, 1], "100"),
     ],
 )  # fmt: skip
 def test_a_group_falls_into_one_bin_of_the_solve_rate(rewards: list[float], bin: str) -> None:
@@ -71,10 +72,15 @@ def test_a_group_falls_into_one_bin_of_the_solve_rate(rewards: list[float], bin:
     }
 
 
-def test_several_sources_are_told_apart_each_with_its_own_largest_reward() -> None:
+def test_groups_that_no_verifier_can_judge_have_no_solve_rate() -> None:
+    assert not any(name.startswith("solve_rate/") for name in _seen([_header([3.5, -1.0], solved=[])]))
+    assert _seen([_header([3.5, -1.0], solved=[]), _header([1, 1])])["solve_rate/gen/100"] == 1
+
+
+def test_several_sources_are_told_apart() -> None:
     headers = [
         _header([1.0, 1.0], [4, 4], source="gsm8k"),
-        _header([2.0, 1.0], [8, 8], source="code", scores={"tests": [1.0, 0.0]}),
+        _header([2.0, 1.0], [8, 8], source="code", scores={"tests": [1.0, 0.0]}, solved=[True, False]),
     ]
     record = _seen(headers, TWO)
     assert [record[f"reward/gen{source}/mean"] for source in ("", "/gsm8k", "/code")] == [1.25, 1.0, 1.5]

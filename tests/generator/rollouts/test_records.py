@@ -40,17 +40,19 @@ def test_payload_lays_completions_end_to_end() -> None:
 
 def test_header_says_what_dataprep_decides_on() -> None:
     header = make_header(
-        ticket(3, group_size=2), COMPLETIONS, {"exact": [1.0, 0.0]}, [1.0, 0.0],
+        ticket(3, group_size=2), COMPLETIONS, {"exact": [1.0, 0.0]}, [1.0, 0.0], [True, False],
         payload="0-3.1", payload_bytes=99, generator="g", generate_s=1.5, score_s=0.5,
     )  # fmt: skip
     assert (header.ticket, header.seq, header.lengths, header.truncated) == ("0-3", 3, [3, 1], [False, True])
-    assert (header.oldest, header.newest) == ([4, 5], [5, 5])
+    assert (header.oldest, header.newest, header.solved) == ([4, 5], [5, 5], [True, False])
 
 
 def test_tool_spans_reach_payload_and_header() -> None:
     given = ticket(0, [7, 8], group_size=3)
     payload = codec.decode(pack_payload(given, TOOLS), Payload)
-    header = make_header(given, TOOLS, {}, [0.0] * 3, payload="0-0.1", payload_bytes=9, generator="g", generate_s=1, score_s=0)
+    header = make_header(
+        given, TOOLS, {}, [0.0] * 3, [], payload="0-0.1", payload_bytes=9, generator="g", generate_s=1, score_s=0
+    )
     assert payload.tool_spans.tolist() == [[0, 1, 3], [0, 3, 4], [1, 0, 2]]
     assert header.tool_tokens == [3, 2, 0]
 

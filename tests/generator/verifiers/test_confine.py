@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from services.config.data import FileSource, VerifierConfig
+from services.config.data import FileSource
+from services.generator.verifiers.base import Job
 from services.generator.verifiers.sandbox.frames import Setup
 from services.generator.verifiers.sandbox.process import WorkerProcess, _spawn
 from tests.support.preloading.starter import PLAIN
+from tests.support.verifiers import verifier
 
 KNOWN = platform.machine() in ("x86_64", "aarch64")
 
@@ -25,7 +27,7 @@ from pathlib import Path
 from services.generator.verifiers.sandbox.confine import confine, limit_resources
 
 scratch, outside = map(Path, sys.argv[1:])
-limit_resources()
+limit_resources(4 << 30)
 mine, _ = socket.socketpair()
 waiting, go = threading.Event(), threading.Event()
 refused_in_thread = []
@@ -84,7 +86,7 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv(PLAIN, "1")  # so that what is seen is what exec() was given
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    process = _spawn(0, str(tmp_path))
+    process = _spawn(0, str(tmp_path), ())
     try:
         deadline = time.monotonic() + 10
         while not (environment := Path(f"/proc/{process.pid}/environ").read_bytes()):
@@ -99,13 +101,14 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     source = FileSource(kind="jsonl", path="prompts.jsonl")
-    setup = Setup([VerifierConfig(kind="exact").model_dump(mode="json")], [source.model_dump(mode="json")])
-    worker = WorkerProcess(setup, {"main": [("exact", 5.0)]})
+    exact = verifier("exact")
+    setup = Setup([("exact", exact.model_dump(mode="json"))], [source.model_dump(mode="json")])
+    worker = WorkerProcess(setup, {"main": [("exact", exact)]})
     with asyncio.Runner() as runner:
         runner.run(worker.start())
         (scratch,) = tmp_path.iterdir()
         assert Path(f"/proc/{worker.pid}/cwd").resolve() == scratch
         assert "Seccomp:\t2" in Path(f"/proc/{worker.pid}/status").read_text() or not KNOWN
-        assert runner.run(worker.score(["a", "b"], "a", "main")) == {"exact": [1.0, 0.0]}
+        assert runner.run(worker.score(Job("main", ["a", "b"], "a")))["exact"].scores == [1.0, 0.0]
         runner.run(worker.kill())
     assert list(tmp_path.iterdir()) == []

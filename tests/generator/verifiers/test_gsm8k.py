@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from services.config.data import FileSource, VerifierConfig
-from services.generator.verifiers import VerifierPool
+from services.config.data import FileSource
+from services.generator.verifiers.sandbox.pool import VerifierPool
+from tests.support.verifiers import scored, verifier
 
 FOLDER = Path(__file__).parents[2] / "data" / "gsm8k"
 PATTERN = r"####\s*(.+)"
@@ -47,13 +48,13 @@ def _completions(solution: str, gold: str) -> list[str]:
 async def test_all_gold_answers_are_right_and_their_neighbours_wrong(capsys: pytest.CaptureFixture[str]):
     solutions = _solutions()
     assert len(solutions) == 8792
-    pool = VerifierPool([VerifierConfig(kind="math")], workers=2, sources=[FileSource(kind="jsonl", path="gsm8k.jsonl")])
+    pool = VerifierPool([("math", verifier("math"))], workers=2, sources=[FileSource(kind="jsonl", path="gsm8k.jsonl")])
 
     async def grade(solution: str) -> list[float]:
         match = re.search(PATTERN, solution)
         assert match is not None, solution
         gold = match[1]
-        return (await pool.score(_completions(solution, gold), gold, "main"))["math"]
+        return (await scored(pool, _completions(solution, gold), gold))["math"]
 
     await pool.start()
     try:

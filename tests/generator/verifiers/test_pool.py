@@ -14,14 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from services.config.data import FileSource, ReasoningGymSource, Source, VerifierConfig
-from services.generator.verifiers import VerifierFailure, VerifierPool
+from services.config.data import FileSource, ReasoningGymSource, Source
+from services.config.verifiers import VerifierConfig
+from services.generator.verifiers.base import VerifierFailure, named
 from services.generator.verifiers.sandbox import scratch
+from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.entries import encode_entry
+from tests.support.verifiers import scored, verifier
 
 SOURCE = FileSource(kind="jsonl", path="prompts.jsonl")
 # 40 letters before the mismatch: a backtracking engine needs 2^40 steps for this pattern.
-CATASTROPHE = VerifierConfig(kind="regex", pattern=r"^(a+)+$", timeout_s=1.0)
+CATASTROPHE = verifier("regex", pattern=r"^(a+)+$", timeout_s=1.0)
 HOSTILE = "a" * 40 + "!"
 
 
@@ -29,7 +32,7 @@ HOSTILE = "a" * 40 + "!"
 async def running(
     *verifiers: VerifierConfig, workers: int = 1, sources: Sequence[Source] = (SOURCE,)
 ) -> AsyncIterator[VerifierPool]:
-    pool = VerifierPool(verifiers, workers, sources)
+    pool = VerifierPool(named(verifiers), workers, sources)
     await pool.start()
     try:
         yield pool
@@ -54,17 +57,17 @@ def _exists(pid: int) -> bool:
 
 async def test_a_group_gets_the_scores_of_all_verifiers():
     verifiers = [
-        VerifierConfig(kind="exact"),
-        VerifierConfig(kind="regex", pattern="{answer}"),
-        VerifierConfig(kind="regex", pattern="^blue"),
+        verifier("exact"),
+        verifier("regex", pattern="{answer}"),
+        verifier("regex", pattern="^blue"),
     ]
     async with running(*verifiers, workers=2) as pool:
-        assert await pool.score(["blue", "dark blue", "red"], "blue", "main") == {
+        assert await scored(pool, ["blue", "dark blue", "red"], "blue", "main") == {
             "exact": [1.0, 0.0, 0.0],
             "regex": [1.0, 1.0, 0.0],
             "regex-2": [1.0, 0.0, 0.0],
         }
-        groups = [pool.score([f"{i}", f"{i + 1}", "😀"], f"{i}", "main") for i in range(200)]
+        groups = [scored(pool, [f"{i}", f"{i + 1}", "😀"], f"{i}", "main") for i in range(200)]
         assert all(scores["exact"] == [1.0, 0.0, 0.0] for scores in await asyncio.gather(*groups))
         assert pool.counts.groups == 201
         assert pool.counts.failures == 0
@@ -77,43 +80,38 @@ async def test_a_source_s_own_verifiers_score_its_groups_and_no_others():
         ReasoningGymSource(kind="reasoning_gym", name=name, task=name, size=2, seed=7) for name in ("basic_arithmetic", "gcd")
     ]
     verifiers = [
-        VerifierConfig(kind="exact", sources=["main", "french"]),
-        VerifierConfig(kind="reasoning_gym", sources=["basic_arithmetic", "gcd"]),
-        VerifierConfig(kind="exact", sources=["french"], extract="«(.*)»"),
-        VerifierConfig(kind="regex", pattern="!"),
+        verifier("exact", sources=["main", "french"]),
+        verifier("reasoning_gym", sources=["basic_arithmetic", "gcd"]),
+        verifier("exact", sources=["french"], extract="«(.*)»"),
+        verifier("regex", pattern="!"),
     ]
     french = FileSource(kind="jsonl", name="french", path="x")
     async with running(*verifiers, sources=[SOURCE, french, *tasks]) as pool:
-        assert await pool.score(["a!"], "a!", "main") == {"exact": [1.0], "regex": [1.0]}
-        assert await pool.score(["«b»", "b"], "b", "french") == {"exact": [0.0, 1.0], "exact-2": [1.0, 0.0], "regex": [0.0, 0.0]}
+        assert await scored(pool, ["a!"], "a!", "main") == {"exact": [1.0], "regex": [1.0]}
+        assert await scored(pool, ["«b»", "b"], "b", "french") == {
+            "exact": [0.0, 1.0],
+            "exact-2": [1.0, 0.0],
+            "regex": [0.0, 0.0],
+        }
         for task in tasks:
             entry = create_dataset(task.task, size=2, seed=7)[1]
-            scores = await pool.score([entry["answer"], "no"], encode_entry(entry), task.name)
+            scores = await scored(pool, [entry["answer"], "no"], encode_entry(entry), task.name)
             assert scores == {"reasoning_gym": [1.0, 0.0], "regex": [0.0, 0.0]}
 
 
-async def test_a_group_of_no_source_is_a_failure_and_the_worker_stays():
-    async with running(VerifierConfig(kind="exact")) as pool:
-        pids = pool.pids
-        with pytest.raises(VerifierFailure, match="no prompt source 'other': its sources are main"):
-            await pool.score(["a"], "a", "other")
-        assert await pool.score(["a"], "a", "main") == {"exact": [1.0]}
-        assert pool.pids == pids
-
-
 async def test_text_that_no_byte_string_holds_is_scored():
-    async with running(VerifierConfig(kind="exact")) as pool:
-        assert await pool.score(["\ud800", "ok"], "ok", "main") == {"exact": [0.0, 1.0]}
+    async with running(verifier("exact")) as pool:
+        assert await scored(pool, ["\ud800", "ok"], "ok", "main") == {"exact": [0.0, 1.0]}
 
 
 async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
-    async with running(VerifierConfig(kind="exact"), CATASTROPHE) as pool:
+    async with running(verifier("exact"), CATASTROPHE) as pool:
         (first,) = pool.pids
         started = time.monotonic()
         with pytest.raises(VerifierFailure, match=r"'regex', limit 1 s: a call exceeded its time limit"):
-            await pool.score(["aaa", HOSTILE], "aaa", "main")
+            await scored(pool, ["aaa", HOSTILE], "aaa", "main")
         assert time.monotonic() - started < 10
-        assert await pool.score(["aaa"], "aaa", "main") == {"exact": [1.0], "regex": [1.0]}
+        assert await scored(pool, ["aaa"], "aaa", "main") == {"exact": [1.0], "regex": [1.0]}
         assert pool.pids != [first]
         assert not _exists(first)
         assert pool.counts.failures == 1
@@ -124,13 +122,13 @@ async def test_the_limit_is_one_completion_s_not_the_group_s():
     # 2^18 steps take some 10 to 20 ms; 300 of them take longer than one call may.
     async with running(CATASTROPHE) as pool:
         started = time.monotonic()
-        assert await pool.score(["a" * 18 + "!"] * 300, "", "main") == {"regex": [0.0] * 300}
+        assert await scored(pool, ["a" * 18 + "!"] * 300, "", "main") == {"regex": [0.0] * 300}
         assert time.monotonic() - started > CATASTROPHE.timeout_s
 
 
 async def test_hostile_groups_do_not_starve_the_others():
-    async with running(VerifierConfig(kind="exact"), CATASTROPHE, workers=2) as pool:
-        groups = [pool.score([HOSTILE if i % 5 == 0 else "aa"], "aa", "main") for i in range(15)]
+    async with running(verifier("exact"), CATASTROPHE, workers=2) as pool:
+        groups = [scored(pool, [HOSTILE if i % 5 == 0 else "aa"], "aa", "main") for i in range(15)]
         results = await asyncio.gather(*groups, return_exceptions=True)
         assert [isinstance(result, VerifierFailure) for result in results] == [i % 5 == 0 for i in range(15)]
 
@@ -149,82 +147,82 @@ async def test_hostile_groups_do_not_starve_the_others():
     ],
 )
 async def test_hostile_mathematics_ends(completion: str):
-    async with running(VerifierConfig(kind="math", timeout_s=1.0)) as pool:
+    async with running(verifier("math", timeout_s=1.0)) as pool:
         for gold in ("72", r"\frac{\sqrt{2}}{2}"):
-            (outcome,) = await asyncio.gather(pool.score([completion], gold, "main"), return_exceptions=True)
+            (outcome,) = await asyncio.gather(scored(pool, [completion], gold, "main"), return_exceptions=True)
             assert outcome == {"math": [0.0]} or (isinstance(outcome, VerifierFailure) and "time limit" in outcome.reason)
-        assert await pool.score([r"\boxed{72}"], "72", "main") == {"math": [1.0]}
+        assert await scored(pool, [r"\boxed{72}"], "72", "main") == {"math": [1.0]}
 
 
 async def test_a_killed_worker_is_a_failure_and_the_pool_goes_on():
-    async with running(VerifierConfig(kind="regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
-        group = asyncio.create_task(pool.score([HOSTILE], "", "main"))
+    async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
+        group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
         await asyncio.sleep(0.2)  # no harm if the worker has not begun: it dies all the same
         os.kill(pool.pids[0], signal.SIGKILL)
         with pytest.raises(VerifierFailure, match="the worker died, SIGKILL"):
             await group
-        assert await pool.score(["aa"], "", "main") == {"regex": [1.0]}
+        assert await scored(pool, ["aa"], "", "main") == {"regex": [1.0]}
 
 
 async def test_a_worker_killed_while_idle_costs_no_group():
-    async with running(VerifierConfig(kind="exact")) as pool:
+    async with running(verifier("exact")) as pool:
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not _exists(pid))
-        assert await pool.score(["a"], "a", "main") == {"exact": [1.0]}
+        assert await scored(pool, ["a"], "a", "main") == {"exact": [1.0]}
         assert pool.counts.restarts == 1
 
 
 async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("services.generator.verifiers.sandbox.process.GRACE_S", 1.0)
-    async with running(VerifierConfig(kind="exact", timeout_s=1.0)) as pool:
+    async with running(verifier("exact", timeout_s=1.0)) as pool:
         (pid,) = pool.pids
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(VerifierFailure, match="did not answer and was killed"):
-            await pool.score(["a"], "a", "main")
+            await scored(pool, ["a"], "a", "main")
         assert not _exists(pid)
-        assert await pool.score(["a"], "a", "main") == {"exact": [1.0]}
+        assert await scored(pool, ["a"], "a", "main") == {"exact": [1.0]}
 
 
 async def test_a_verifier_that_raises_is_a_failure_and_the_worker_stays():
-    async with running(VerifierConfig(kind="math")) as pool:
+    async with running(verifier("math")) as pool:
         pids = pool.pids
         with pytest.raises(VerifierFailure, match="verifier 'math' failed: ValueError: gold answer ''"):
-            await pool.score(["72"], "", "main")
-        assert await pool.score([r"\boxed{72}"], "72", "main") == {"math": [1.0]}
+            await scored(pool, ["72"], "", "main")
+        assert await scored(pool, [r"\boxed{72}"], "72", "main") == {"math": [1.0]}
         assert pool.pids == pids
 
 
 async def test_a_cancelled_group_leaves_no_answer_behind():
-    async with running(VerifierConfig(kind="regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
-        group = asyncio.create_task(pool.score([HOSTILE], "", "main"))
+    async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
+        group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
         await asyncio.sleep(0.1)
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group
-        assert await pool.score(["aa"], "", "main") == {"regex": [1.0]}
+        assert await scored(pool, ["aa"], "", "main") == {"regex": [1.0]}
 
 
 async def test_settings_that_cannot_work_are_told_at_start():
-    pool = VerifierPool([VerifierConfig(kind="reasoning_gym")], 2, [SOURCE])
+    pool = VerifierPool(named([verifier("reasoning_gym")]), 2, [SOURCE])
     with pytest.raises(VerifierFailure, match=r'needs a source of kind "reasoning_gym", but "main" is "jsonl"'):
         await pool.start()
     assert pool.pids == []
 
 
 async def test_workers_ignore_ctrl_c_and_end_with_the_pool():
-    async with running(VerifierConfig(kind="exact"), workers=2) as pool:
+    async with running(verifier("exact"), workers=2) as pool:
         pids = pool.pids
         for pid in pids:
             os.kill(pid, signal.SIGINT)
-        assert await asyncio.gather(*(pool.score(["a"], "a", "main") for _ in range(4))) == [{"exact": [1.0]}] * 4
+        assert await asyncio.gather(*(scored(pool, ["a"], "a", "main") for _ in range(4))) == [{"exact": [1.0]}] * 4
         assert pool.pids == pids
     assert not any(_exists(pid) for pid in pids)
 
 
 async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
-    modules = ["math", "exact", "regex", "reasoning_gym"]
-    code = "import sys\n" + "".join(f"import services.generator.verifiers.{name}\n" for name in [*modules, "sandbox.worker"])
+    modules = [*(f"builtin.{name}" for name in ("math", "exact", "regex", "reasoning_gym", "length")), "sandbox.worker"]
+    code = "import sys\n" + "".join(f"import services.generator.verifiers.{name}\n" for name in modules)
     code += "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     found = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
@@ -232,13 +230,15 @@ async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
 
 PARENT = """
 import asyncio, sys
-from services.generator.verifiers import VerifierPool
-from services.config.data import FileSource, VerifierConfig
+from services.generator.verifiers.base import named
+from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.config.data import FileSource
+from tests.support.verifiers import scored, verifier
 
 async def main():
-    pool = VerifierPool([VerifierConfig(kind="regex", pattern="^(a+)+$", timeout_s=1.0)], 2, [FileSource(kind="jsonl", path="x")])
+    pool = VerifierPool(named([verifier("regex", pattern="^(a+)+$", timeout_s=1.0)]), 2, [FileSource(kind="jsonl", path="x")])
     await pool.start()
-    busy = asyncio.create_task(pool.score(["a" * 40 + "!"], "", "main"))
+    busy = asyncio.create_task(scored(pool, ["a" * 40 + "!"], "", "main"))
     await asyncio.sleep(0.2)
     print(*pool.pids, flush=True)
     await asyncio.sleep(60)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.data import FileSource, ReasoningGymSource, Source, VerifierConfig
-from services.generator.verifiers import combine, quantity, verifier_names
-from services.generator.verifiers.base import Verifier
-from services.generator.verifiers.math import marked_answer
-from services.generator.verifiers.registry import VERIFIERS, build
+from services.config.data import FileSource, ReasoningGymSource, Source
+from services.config.verifiers import OWN, VerifierConfig, verifier_names
+from services.generator.verifiers.base import combine
+from services.generator.verifiers.builtin import quantity
+from services.generator.verifiers.builtin.math import marked_answer
+from services.generator.verifiers.sandbox.loaded import BUILTIN, builtin
 from services.protocol.entries import decode_entry, encode_entry
+from tests.support.verifiers import verifier
 
 FILE = FileSource(kind="jsonl", path="prompts.jsonl")
 
 
-def _verifier(kind: str, source: Source = FILE, **settings: object) -> Verifier:
-    return build(VerifierConfig.model_validate({"kind": kind, **settings}), source)
+def _verifier(kind: str, source: Source = FILE, **settings: object) -> Any:
+    return builtin(verifier(kind, **settings), source)
 
 
 @pytest.fixture(scope="module")
-def math() -> Verifier:
+def math() -> Any:
     return _verifier("math")
 
 
@@ -69,7 +72,7 @@ def math() -> Verifier:
         ("72", "#### Step 1\nThere are 48.\n#### Step 2\nTogether 72"),
     ],
 )
-def test_math_right(math: Verifier, gold: str, completion: str):
+def test_math_right(math: Any, gold: str, completion: str):
     assert math.score(completion, gold) == 1.0
 
 
@@ -105,11 +108,11 @@ def test_math_right(math: Verifier, gold: str, completion: str):
         (r"\text{blue}", r"\boxed{red}"),
     ],
 )
-def test_math_wrong(math: Verifier, gold: str, completion: str):
+def test_math_wrong(math: Any, gold: str, completion: str):
     assert math.score(completion, gold) == 0.0
 
 
-def test_math_refuses_a_gold_answer_it_cannot_read(math: Verifier):
+def test_math_refuses_a_gold_answer_it_cannot_read(math: Any):
     with pytest.raises(ValueError, match="use the verifier `exact`"):
         math.score("72", "")
 
@@ -217,9 +220,9 @@ def test_an_entry_is_an_object():
 
 def test_names_and_weights():
     verifiers = [
-        VerifierConfig(kind="math", weight=1.0),
-        VerifierConfig(kind="regex", pattern="a", weight=0.25),
-        VerifierConfig(kind="regex", pattern="b", weight=-0.5),
+        verifier("math", weight=1.0),
+        verifier("regex", pattern="a", weight=0.25),
+        verifier("regex", pattern="b", weight=-0.5),
     ]
     assert verifier_names(verifiers) == ["math", "regex", "regex-2"]
     scores = {"regex-2": [0.0, 1.0], "math": [1.0, 0.5], "regex": [1.0, 1.0]}
@@ -228,6 +231,5 @@ def test_names_and_weights():
 
 
 def test_every_kind_of_the_configuration_has_a_verifier():
-    from typing import get_args
-
-    assert set(VERIFIERS) == set(get_args(VerifierConfig.model_fields["kind"].annotation))
+    kinds = [get_args(model.model_fields["kind"].annotation)[0] for model in get_args(get_args(VerifierConfig)[0])]
+    assert sorted(kinds) == sorted([*BUILTIN, *OWN])

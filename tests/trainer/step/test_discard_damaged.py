@@ -80,7 +80,7 @@ async def test_statistics_are_those_of_the_groups_that_are_left(store: Store) ->
         weight_sum=6.0,
     )
     for step in range(2):
-        groups, made = await store.replay.groups(names), GeneratedStats(config.largest_rewards)
+        groups, made = await store.replay.groups(names), GeneratedStats(config.source_names)
         await store.steps.prepare(team.leader, *make_step(step, groups, sweep_and_peek, made, config), 0)
         expected.append(make_step(step, groups[:2], sweep_and_peek, made, config)[0].stats)
     assert await discard_damaged(store, team.trainer, 0, Damaged({lost.payload: "it is gone"}), config) == 1

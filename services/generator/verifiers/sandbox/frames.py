@@ -8,34 +8,25 @@ from typing import Any
 import msgspec
 
 LENGTH = struct.Struct("<I")
+REPLY_BYTES = 64 << 20
+"""Most bytes of a frame from a worker, which runs code that is not ours."""
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """First frame to a worker: the configuration, as `model_dump(mode="json")` returns it."""
+    """First frame to a worker: what `model_dump(mode="json")` returns for verifiers and sources, and its freedoms."""
 
-    verifiers: list[dict[str, Any]]
+    verifiers: list[tuple[str, dict[str, Any]]]  # name, configuration
     sources: list[dict[str, Any]]
+    network: bool = False
+    memory_bytes: int = 0  # of address space; 0: no limit
+    prints: bool = False  # whether what verifiers print is shown
 
 
 class Hello(msgspec.Struct, array_like=True):
     """First frame of a worker: it is ready, or the reason why it cannot be."""
 
     error: str = ""
-
-
-class Job(msgspec.Struct, array_like=True):
-    """A group to score."""
-
-    completions: list[str]
-    answer: str
-    source: str
-
-
-class Verdict(msgspec.Struct, array_like=True):
-    """One verifier's scores of the group, in the order of its source's verifiers. One with an error ends the group."""
-
-    scores: list[float]
-    error: str = ""
+    needs: dict[str, list[str]] = {}  # source -> fields of a group that its verifiers ask for
 
 
 def frame(message: Any) -> bytes:

@@ -2,8 +2,8 @@
 
 Waits for: an idle worker. Unblocked by: the end of another group, which each reaches within its time limit, and the replacement
 of a worker that died.
-Guarantees: a group gets the scores of all verifiers of its prompt source, or one `VerifierFailure`; a broken worker is replaced
-in the background before it gets another group; the pool keeps working.
+Guarantees: a group gets the verdicts of all the pool's verifiers of its prompt source, or one `VerifierFailure`; a broken worker
+is replaced in the background before it gets another group; the pool keeps working.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.config.data import Source, VerifierConfig
-from services.generator.verifiers.base import VerifierFailure, named
+from services.config.data import Source
+from services.config.verifiers import VerifierConfig
+from services.generator.verifiers.base import Job, VerifierFailure
+from services.generator.verifiers.results import Verdict
 from services.generator.verifiers.sandbox.frames import Setup
 from services.generator.verifiers.sandbox.process import WorkerProcess
 from services.generator.verifiers.sandbox.scratch import sweep
+
+MEMORY_BYTES = 4 << 30
+"""Address space of a worker with built-in verifiers: several times what the libraries map, and far below what a tower of powers
+would take."""
 
 
 @dataclass
@@ -31,17 +37,37 @@ class PoolCounts:
     """Time that workers spent on groups, including failed ones."""
 
 
-class VerifierPool:
-    """Scores groups with the verifiers of their prompt source, on `workers` processes. `sources` lists all possible sources."""
+@dataclass(frozen=True)
+class Freedoms:
+    """What the workers of a pool may do."""
 
-    def __init__(self, verifiers: Sequence[VerifierConfig], workers: int, sources: Sequence[Source]) -> None:
+    network: bool = False
+    inherited: frozenset[str] = frozenset()
+    """Environment variables that they get although they look like secrets."""
+    memory_bytes: int = MEMORY_BYTES
+    """Most address space of a worker. 0: no limit."""
+    prints: bool = False
+    """Whether what verifiers print is shown."""
+
+
+class VerifierPool:
+    """Scores groups with some of the verifiers of their prompt source, on `workers` processes."""
+
+    def __init__(
+        self, verifiers: Sequence[tuple[str, VerifierConfig]], workers: int, sources: Sequence[Source],
+        freedoms: Freedoms = Freedoms(),
+    ) -> None:  # fmt: skip
+        """`verifiers` have names; `sources` are all possible sources."""
         self.counts = PoolCounts()
-        setup = Setup([each.model_dump(mode="json") for each in verifiers], [each.model_dump(mode="json") for each in sources])
-        self._limits = {
-            source.name: [(name, verifier.timeout_s) for name, verifier in named(verifiers) if verifier.scores(source.name)]
-            for source in sources
+        setup = Setup(
+            [(name, each.model_dump(mode="json")) for name, each in verifiers],
+            [each.model_dump(mode="json") for each in sources],
+            freedoms.network, freedoms.memory_bytes, freedoms.prints,
+        )  # fmt: skip
+        self._verifiers = {
+            source.name: [(name, verifier) for name, verifier in verifiers if verifier.scores(source.name)] for source in sources
         }
-        self._workers = [WorkerProcess(setup, self._limits) for _ in range(workers)]
+        self._workers = [WorkerProcess(setup, self._verifiers, freedoms.inherited) for _ in range(workers)]
         self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
         self._replacing: set[asyncio.Task[None]] = set()
 
@@ -64,17 +90,17 @@ class VerifierPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
-    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
-        """Score a group: map each verifier of the source to scores [n] in 0..1 of its completions. Raises `VerifierFailure`."""
-        if source not in self._limits:
-            raise VerifierFailure(f"the run has no prompt source {source!r}: its sources are {', '.join(self._limits)}")
+    async def score(self, job: Job) -> dict[str, Verdict]:
+        """Score a group: map those verifiers of its source that the pool has to their verdicts. Raises `VerifierFailure`."""
+        if not self._verifiers.get(job.source):
+            return {}
         worker = await self._idle.get()
         started = time.monotonic()
         try:
             if not worker.alive:
                 self.counts.restarts += 1
                 await worker.start()
-            return await worker.score([_encodable(text) for text in completions], _encodable(answer), source)
+            return await worker.score(self._trimmed(job, worker.needs[job.source]))
         except VerifierFailure:
             self.counts.failures += 1
             raise
@@ -82,6 +108,13 @@ class VerifierPool:
             self.counts.groups += 1
             self.counts.busy_s += time.monotonic() - started
             self._hand_back(worker)
+
+    def _trimmed(self, job: Job, needs: Sequence[str]) -> Job:
+        """Return the job with what the verifiers ask for, in characters that can be encoded."""
+        return Job(
+            job.source, [_encodable(text) for text in job.completions], _encodable(job.answer),
+            job.row if {"prompt", "row"} & {*needs} else "", job.finish, job.tokens if "tokens" in needs else [],
+        )  # fmt: skip
 
     async def close(self) -> None:
         """End all workers. Pending calls of `score` fail."""

@@ -13,14 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from services.generator.verifiers.base import VerifierFailure
-from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Job, Setup, Verdict, frame
+from services.config.verifiers import VerifierConfig
+from services.generator.verifiers.base import Job, VerifierFailure
+from services.generator.verifiers.results import Verdict, fault_of
+from services.generator.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, Hello, Setup, frame
 from services.generator.verifiers.sandbox.scratch import Scratch
 
 START_LIMIT_S = 120.0
@@ -36,15 +38,22 @@ _ROOT = Path(__file__).resolve().parents[4]
 T = TypeVar("T")
 
 
+class BadFrame(Exception):
+    """A worker sent a frame that none of our code would send."""
+
+
 class WorkerProcess:
     """A process that can be restarted.
 
-    `limits`: source -> its verifiers' (name, time limit of a call in seconds).
+    `verifiers`: source -> its verifiers by name. `inherited`: environment variables that it gets although they look like secrets.
     """
 
-    def __init__(self, setup: Setup, limits: Mapping[str, Sequence[tuple[str, float]]]) -> None:
-        self._setup = setup
-        self._limits = limits
+    def __init__(
+        self, setup: Setup, verifiers: Mapping[str, Sequence[tuple[str, VerifierConfig]]], inherited: Collection[str] = ()
+    ) -> None:
+        self._setup, self._verifiers, self._inherited = setup, verifiers, inherited
+        self.needs: dict[str, list[str]] = {}
+        """Source -> fields of a group that its verifiers ask for, once started."""
         self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -66,38 +75,44 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self._scratch = Scratch()
         with theirs:
-            self._process = _spawn(theirs.fileno(), str(self._scratch.path))
+            self._process = _spawn(theirs.fileno(), str(self._scratch.path), self._inherited)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 await self._send(self._setup)
                 hello = await self._receive(Hello)
-        except (TimeoutError, EOFError, ConnectionError) as error:
+        except (TimeoutError, EOFError, ConnectionError, msgspec.DecodeError, BadFrame) as error:
             raise VerifierFailure(f"a verifier worker did not start ({await self._end(error)}); see its output above") from None
         if hello.error:
             await self.kill()
-            raise VerifierFailure(f"verifiers cannot be used: {hello.error}")
+            raise VerifierFailure(hello.error)
+        self.needs = hello.needs
 
-    async def score(self, completions: list[str], answer: str, source: str) -> dict[str, list[float]]:
-        """Return verifier -> scores [n] of n completions. Raises `VerifierFailure`. Cancelling the call kills the process."""
-        scores: dict[str, list[float]] = {}
-        limits = self._limits[source]
-        allowed_s = sum(limit_s for _, limit_s in limits) * len(completions) + GRACE_S
+    async def score(self, job: Job) -> dict[str, Verdict]:
+        """Return verifier -> its verdict on a group. Raises `VerifierFailure`. Cancelling the call kills the process."""
+        verdicts: dict[str, Verdict] = {}
+        fault = ""
+        verifiers, count = self._verifiers[job.source], len(job.completions)
+        allowed_s = sum(verifier.timeout_s for _, verifier in verifiers) * count + GRACE_S
         try:
             async with asyncio.timeout(allowed_s):
-                await self._send(Job(completions, answer, source))
-                for name, _ in limits:
+                await self._send(job)
+                for name, verifier in verifiers:
                     verdict = await self._receive(Verdict)
-                    if verdict.error:
-                        raise VerifierFailure(f"verifier {name!r} failed: {verdict.error}")
-                    scores[name] = verdict.scores
-        except (TimeoutError, EOFError, ConnectionError) as error:
-            name, limit_s = limits[min(len(scores), len(limits) - 1)]
-            raise VerifierFailure(f"verifier {name!r}, limit {limit_s:g} s: {await self._end(error)}") from None
+                    verdicts[name] = verdict
+                    if found := verdict.error or fault_of(verdict, count, verifier.bounds):
+                        fault = fault or f"verifier {name!r} failed: {found}"
+                    if verdict.error:  # the worker has ended the group
+                        break
+        except (TimeoutError, EOFError, ConnectionError, msgspec.DecodeError, BadFrame) as error:
+            name, verifier = verifiers[min(len(verdicts), len(verifiers) - 1)]
+            raise VerifierFailure(f"verifier {name!r}, limit {verifier.timeout_s:g} s: {await self._end(error)}") from None
         except asyncio.CancelledError:
             await self.kill()  # its answer to this group would be taken for the next group's
             raise
-        return scores
+        if fault:
+            raise VerifierFailure(fault)
+        return verdicts
 
     async def kill(self) -> None:
         """End the process, if any, and reap it."""
@@ -118,6 +133,9 @@ class WorkerProcess:
         if process is None:
             return "killed"
         code = None
+        if isinstance(error, msgspec.DecodeError | BadFrame):
+            await self.kill()
+            return f"the worker wrote garbage to its pool and was killed ({error})"
         if not isinstance(error, TimeoutError):
             code = await asyncio.to_thread(_wait, process)
         await self.kill()
@@ -135,13 +153,15 @@ class WorkerProcess:
     async def _receive(self, kind: type[T]) -> T:
         assert self._reader is not None, "the worker was not started"
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > REPLY_BYTES:
+            raise BadFrame(f"a frame of {length} bytes, more than {REPLY_BYTES}")
         return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
 
 
-def _spawn(descriptor: int, scratch: str) -> subprocess.Popen[bytes]:
+def _spawn(descriptor: int, scratch: str, kept: Collection[str]) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    inherited = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    inherited = {name: value for name, value in os.environ.items() if name in kept or not _SECRET.search(name)}
     return subprocess.Popen(
         [sys.executable, "-m", "services.generator.verifiers.sandbox.worker", str(descriptor), scratch],
         env={**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},

@@ -4,37 +4,46 @@ Waits for: a frame from the pool. Unblocked by: the pool, or its death (end of t
 ends it).
 Guarantees: no call exceeds its verifier's limit, since the kernel's timer ends the process even inside a C loop that never
 returns to Python; memory is limited, and under memory pressure this process is killed first. Once its verifiers are built it
-can reach no network, start no program, touch no other process, and write only to its scratch folder (confine.py, as far as the
-kernel supports it).
+can start no process, touch no other process, write only to its scratch folder and, unless its verifiers may, reach no network
+(confine.py, as far as the kernel supports it).
 
 Run as `python -m services.generator.verifiers.sandbox.worker FD SCRATCH`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter
 
-from services.config.data import Source, VerifierConfig
-from services.generator.verifiers.base import Verifier
-from services.generator.verifiers.registry import build
+from services.config.data import Source
+from services.config.verifiers import VERIFIER
+from services.generator.verifiers.base import Job
+from services.generator.verifiers.results import BadResult, Verdict
 from services.generator.verifiers.sandbox.confine import confine, limit_resources
-from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Job, Setup, Verdict, frame
+from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Setup, frame
+from services.generator.verifiers.sandbox.loaded import LoadedVerifier
 
+_OURS = str(Path(__file__).resolve().parents[4] / "services")
 PARENT_CHECK_S = 2.0
 """Seconds between an idle worker's checks that its parent is alive, in case a copy of the pool's socket outlives the parent."""
 
 T = TypeVar("T")
+
+
+class Unusable(Exception):
+    """A verifier cannot be loaded. The message names it and says why."""
 
 
 def main() -> None:
@@ -51,62 +60,67 @@ def _serve(pool: socket.socket, parent: int, scratch: Path) -> None:
     setup = _receive(pool, Setup, parent)
     if setup is None:
         return
-    try:
-        verifiers = _build(setup)
-    except Exception as error:  # any reason that keeps a verifier from starting is reported to the pool, and to the user
-        pool.sendall(frame(Hello(_reason(error))))
-        return
-    confine(scratch)  # from here on it reads text that models wrote
-    pool.sendall(frame(Hello()))
-    while (job := _receive(pool, Job, parent)) is not None:
-        for verifier, limit_s in verifiers[job.source]:
-            verdict = _judge(verifier, limit_s, job)
-            pool.sendall(frame(verdict))
-            if verdict.error:
-                break
+    limit_resources(setup.memory_bytes)
+    with asyncio.Runner() as runner:
+        try:
+            verifiers = _build(setup)
+            if any(verifier.is_async for listed in verifiers.values() for verifier in listed):
+                runner.get_loop()  # it opens sockets
+        except Unusable as error:
+            pool.sendall(frame(Hello(str(error))))
+            return
+        if not setup.prints:
+            _silence()
+        confine(scratch, setup.network)  # from here on it reads text that models wrote
+        needs = {name: sorted({need for one in listed for need in one.needs}) for name, listed in verifiers.items()}
+        pool.sendall(frame(Hello(needs=needs)))
+        while (job := _receive(pool, Job, parent)) is not None:
+            for verifier in verifiers[job.source]:
+                verdict = _judge(verifier, job, runner.run)
+                pool.sendall(frame(verdict))
+                if verdict.error:
+                    break
 
 
 def _protect() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the generator, which then closes its pool
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    limit_resources()
     logging.disable(logging.WARNING)  # math-verify warns that its own time limit is off; ours replaces it
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _build(setup: Setup) -> dict[str, list[tuple[Verifier, float]]]:
-    """Map each source to its verifiers with the time limit of a call."""
+def _silence() -> None:
+    """Discard what verifiers print: there may be a line for every completion."""
+    with open(os.devnull, "w") as nothing:
+        for descriptor in (1, 2):
+            os.dup2(nothing.fileno(), descriptor)
+
+
+def _build(setup: Setup) -> dict[str, list[LoadedVerifier]]:
+    """Map each source to its verifiers. Raises `Unusable`."""
     sources = TypeAdapter(list[Source]).validate_python(setup.sources)
-    configs = [VerifierConfig.model_validate(config) for config in setup.verifiers]
-    return {
-        source.name: [(build(config, source), config.timeout_s) for config in configs if config.scores(source.name)]
-        for source in sources
-    }
+    configs = [(name, VERIFIER.validate_python(given)) for name, given in setup.verifiers]
+    found: dict[str, list[LoadedVerifier]] = {source.name: [] for source in sources}
+    for source in sources:
+        for name, config in configs:
+            if config.scores(source.name):
+                try:
+                    found[source.name].append(LoadedVerifier(config, source))
+                except BaseException as error:  # whatever its code raises is reported to the pool, and to the user
+                    raise Unusable(f"verifier {name!r} cannot be used: {_reason(error)}") from error
+    return found
 
 
-def _judge(verifier: Verifier, limit_s: float, job: Job) -> Verdict:
-    """Return the scores of the group, or the error of the first call that failed."""
-    scores = []
+def _judge(verifier: LoadedVerifier, job: Job, run: Callable[[Any], Any]) -> Verdict:
+    """Return the verdict on the group, or the error of the first call that failed."""
     try:
-        for completion in job.completions:
-            score = _timed(limit_s, verifier, completion, job.answer)
-            if not (math.isfinite(score) and 0 <= score <= 1):
-                return Verdict([], f"score {score} is not between 0 and 1")
-            scores.append(score)
-    except Exception as error:  # anything that a verifier raises is its failure, reported with the reason
-        return Verdict([], _reason(error))
-    return Verdict(scores)
-
-
-def _timed(limit_s: float, verifier: Verifier, completion: str, answer: str) -> float:
-    """Return the verifier's score. Past the limit SIGALRM, with its default action, ends the process."""
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        return verifier.score(completion, answer)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        return verifier.score(job, run)
+    except BadResult as error:
+        return Verdict([], error=str(error))
+    except BaseException as error:  # anything that a verifier raises is its failure, reported with the reason
+        return Verdict([], error=_reason(error))
 
 
 def _receive(pool: socket.socket, kind: type[T], parent: int) -> T | None:
@@ -134,8 +148,12 @@ def _exactly(pool: socket.socket, size: int, parent: int) -> bytes | None:
     return bytes(data)
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+def _reason(error: BaseException) -> str:
+    """Return what was raised and in which line, since its traceback is not shown."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(_OURS)]
+    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own and not isinstance(error, ValueError) else text
 
 
 if __name__ == "__main__":

@@ -6,15 +6,16 @@ from functools import lru_cache
 
 from reasoning_gym.factory import create_dataset
 
-from services.config.data import ReasoningGymSource, Source, VerifierConfig
-from services.generator.verifiers.extract import Extractor
+from services.config.data import ReasoningGymSource, Source
+from services.config.verifiers import ReasoningGymConfig
+from services.generator.verifiers.builtin.extract import Extractor
 from services.protocol.entries import decode_entry
 
 
 class ReasoningGymVerifier:
     """Gives the task's own score, which may be partial."""
 
-    def __init__(self, config: VerifierConfig, source: Source) -> None:
+    def __init__(self, config: ReasoningGymConfig, source: Source) -> None:
         if not isinstance(source, ReasoningGymSource):
             raise ValueError(
                 f'verifiers: kind "reasoning_gym" needs a source of kind "reasoning_gym", but "{source.name}" is "{source.kind}"'

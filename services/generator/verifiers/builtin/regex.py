@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from services.config.data import Source, VerifierConfig
+from services.config.data import Source
+from services.config.verifiers import RegexConfig
 
 PLACEHOLDER = "{answer}"
 
@@ -12,7 +13,7 @@ PLACEHOLDER = "{answer}"
 class RegexVerifier:
     """Scores 1 for a match, else 0. `{answer}` in the pattern is replaced by the escaped gold answer."""
 
-    def __init__(self, config: VerifierConfig, source: Source) -> None:
+    def __init__(self, config: RegexConfig, source: Source) -> None:
         self._pattern = config.pattern
 
     def score(self, completion: str, answer: str) -> float:

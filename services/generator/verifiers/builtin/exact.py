@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from services.config.data import Source, VerifierConfig
-from services.generator.verifiers.extract import Extractor
+from services.config.data import Source
+from services.config.verifiers import ExactConfig
+from services.generator.verifiers.builtin.extract import Extractor
 
 
 class ExactVerifier:
     """Scores 1 for equal text, else 0."""
 
-    def __init__(self, config: VerifierConfig, source: Source) -> None:
+    def __init__(self, config: ExactConfig, source: Source) -> None:
         self._extract = Extractor(config.extract)
 
     def score(self, completion: str, answer: str) -> float:

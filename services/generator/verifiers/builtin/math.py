@@ -13,8 +13,9 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from services.config.data import Source, VerifierConfig
-from services.generator.verifiers import quantity
+from services.config.data import Source
+from services.config.verifiers import MathConfig
+from services.generator.verifiers.builtin import quantity
 
 TAIL_CHARACTERS = 2_000
 """Length of the completion's end that is searched for an unmarked answer."""
@@ -29,7 +30,7 @@ _STATED = re.compile(r"(?i)\banswer\s*(?:is|:|=)")
 class MathVerifier:
     """Scores 1 for an equal answer, else 0."""
 
-    def __init__(self, config: VerifierConfig, source: Source) -> None:
+    def __init__(self, config: MathConfig, source: Source) -> None:
         self._gold = lru_cache(maxsize=64)(_read_gold)
 
     def score(self, completion: str, answer: str) -> float:

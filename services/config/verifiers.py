@@ -1,0 +1,349 @@
+"""Verifiers: how completions are scored, and when one counts as solved."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
+
+from services.config.base import Section
+from services.config.data import FileSource, Source, pattern_of
+
+FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
+"""`module:name` or `path.py:name`."""
+
+
+MOST_SCORE = 1e30
+"""Largest magnitude of a score without a range: differences of rewards must fit into float32, and their squares into float64."""
+
+
+class CommonVerifier(Section):
+    """The keys that all kinds of verifier share. The reward is the sum of the scores of a source's verifiers, each times its
+    weight."""
+
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_-]{0,40}$")
+    """Name of the verifier in metrics and messages, unique in the run. Empty: its kind, numbered from the second one on."""
+    weight: float = 1.0
+    """Weight of the score in the reward. 0: the score is only reported."""
+    sources: list[str] = []
+    """Names of the prompt sources whose completions this verifier scores. Empty: all."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Time limit of one call. When it passes, the call has failed, and the ticket is retried."""
+    solved_at: float | None = None
+    """Score from which a completion counts as solved, for pass rates, exclusion and pass@k. With several verifiers it must
+    satisfy each one whose weight is positive. Unset: the top of the range; without a range, this verifier is not consulted."""
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Return the smallest and the largest score, or None if any finite number is a score."""
+        return (0.0, 1.0)
+
+    @property
+    def threshold(self) -> float | None:
+        """Return the score from which it counts a completion as solved, or None if it is not consulted."""
+        if self.weight <= 0:
+            return None
+        return self.solved_at if self.solved_at is not None else self.bounds and self.bounds[1]
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.solved_at is not None and self.bounds and not self.bounds[0] <= self.solved_at <= self.bounds[1]:
+            raise ValueError(
+                f"solved_at = {self.solved_at:g} is outside the scores' range {list(self.bounds)}: set one within it"
+            )
+        return self
+
+    def scores(self, source: str) -> bool:
+        """Return whether it scores completions of the prompt source called `source`."""
+        return not self.sources or source in self.sources
+
+
+class MathConfig(CommonVerifier):
+    """Compare answers as mathematics."""
+
+    kind: Literal["math"]
+    """`math`."""
+
+
+class ExactConfig(CommonVerifier):
+    """Compare answers as text."""
+
+    kind: Literal["exact"]
+    """`exact`."""
+    extract: str = ""
+    """Regular expression that finds the answer within the completion; the first group of its last match counts. Empty: the whole
+    completion."""
+
+    @field_validator("extract")
+    @classmethod
+    def _captures(cls, text: str) -> str:
+        return pattern_of(text, groups=1)
+
+
+class RegexConfig(CommonVerifier):
+    """Search completions for a pattern."""
+
+    kind: Literal["regex"]
+    """`regex`."""
+    pattern: str = Field(min_length=1)
+    """The regular expression. `{answer}` is replaced by the escaped gold answer."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, text: str) -> str:
+        pattern_of(text.replace("{answer}", "answer"))
+        return text
+
+
+class ReasoningGymConfig(CommonVerifier):
+    """Score with the task's own scorer."""
+
+    kind: Literal["reasoning_gym"]
+    """`reasoning_gym`."""
+    extract: str = ""
+    """Regular expression that finds the answer within the completion; the first group of its last match counts. Empty: the whole
+    completion."""
+
+    @field_validator("extract")
+    @classmethod
+    def _captures(cls, text: str) -> str:
+        return pattern_of(text, groups=1)
+
+
+class LengthConfig(CommonVerifier):
+    """Penalise long completions softly: DAPO's overlong punishment (docs/rewards.md)."""
+
+    kind: Literal["length"]
+    """`length`."""
+    soft_tokens: int = Field(ge=1)
+    """Tokens before `max_tokens` over which the score falls from 0 to -1."""
+    max_tokens: int = Field(default=0, ge=0)
+    """Length in tokens from which the score is -1. 0: `sampling.max_tokens`."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the smallest and the largest score."""
+        return (-1.0, 0.0)
+
+    @property
+    def threshold(self) -> None:
+        """Return None: a length says nothing about whether a completion is right."""
+        return None
+
+
+class OwnVerifier(CommonVerifier):
+    """The keys of verifiers whose scores may be any finite numbers."""
+
+    range: list[float] = []
+    """Smallest and largest score, e.g. `[0, 1]`. A score outside of it is a failure. Empty: any finite number is a score."""
+
+    @field_validator("range")
+    @classmethod
+    def _ascends(cls, given: list[float]) -> list[float]:
+        if given and not (len(given) == 2 and all(map(math.isfinite, given)) and given[0] < given[1]):
+            raise ValueError("must be two ascending finite numbers, such as [0, 1], or empty")
+        return given
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Return the smallest and the largest score, or None if any finite number is a score."""
+        return (self.range[0], self.range[1]) if self.range else None
+
+
+class PythonConfig(OwnVerifier):
+    """Call a Python function or class (docs/rewards.md)."""
+
+    kind: Literal["python"]
+    """`python`."""
+    function: str
+    """`module:name`, or `path.py:name` relative to the configuration file. A function, or a class, which is created once per
+    worker and then called."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function, or of the class when it is created."""
+    scope: Literal["completion", "group"] = "completion"
+    """`completion`: each completion is scored by itself; `group`: all completions of a prompt are scored in one call."""
+    network: bool = False
+    """Allow the function to use the network (docs/security.md)."""
+    environment: list[str] = []
+    """Names of environment variables, such as an API key's, that workers inherit although they look like secrets."""
+    memory_mib: int = Field(default=4096, ge=0)
+    """Memory that a worker process may use, in MiB of address space. 0: no limit, which a function that uses a GPU needs."""
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, text: str) -> str:
+        if FUNCTION.fullmatch(text) is None:
+            raise ValueError("must be module:name or path.py:name, such as my_rewards:score or my_rewards.py:score")
+        return text
+
+    @property
+    def file(self) -> str:
+        """Return the path of the function's file, or "" if a module is named."""
+        place = self.function.rpartition(":")[0]
+        return place if place.endswith(".py") else ""
+
+
+class RemoteVerifier(OwnVerifier):
+    """The keys of verifiers that ask a service over HTTP."""
+
+    url: str = Field(pattern=r"^https?://[^\s]+$")
+    """Address of the service."""
+    token_env: str = Field(default="", pattern=r"^[A-Za-z_]*\w*$")
+    """Name of an environment variable that holds the service's bearer token. Empty: none."""
+    token_file: str = ""
+    """File that holds the service's bearer token. Empty: none."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Time limit of one request."""
+    give_up_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a group is given up if the service cannot be reached, is overloaded or fails. Until then it is held."""
+    max_requests: int = Field(default=64, ge=1)
+    """Most requests of one generator that are under way at a time."""
+
+    @field_validator("token_file")
+    @classmethod
+    def _one_token(cls, path: str, given: ValidationInfo) -> str:
+        if path and given.data.get("token_env"):
+            raise ValueError("token_env is set, too; set only one of them")
+        return path
+
+
+class HttpConfig(RemoteVerifier):
+    """Ask a service of your own for the scores of a group, in one request (docs/rewards.md)."""
+
+    kind: Literal["http"]
+    """`http`."""
+
+
+class JudgeConfig(RemoteVerifier):
+    """Ask a language model for a verdict, at an OpenAI-compatible endpoint (docs/rewards.md)."""
+
+    kind: Literal["judge"]
+    """`judge`."""
+    scope: Literal["completion", "group"] = "completion"
+    """`completion`: each completion is scored by itself; `group`: all completions of a prompt are scored in one call."""
+    model: str
+    """Name of the model at the endpoint."""
+    prompt: str = Field(min_length=1)
+    """Jinja2 template of the question, with the variables `question`, `prompt` (messages), `answer`, `row`, `completion`, and
+    `completions` with `scope = "group"`."""
+    system: str = ""
+    """System message. Empty: none."""
+    verdict: str = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score, a number; the last match counts. With `scope = "group"` the last n
+    matches are the scores of the n completions. Ignored with `json_schema`."""
+    json_schema: dict[str, Any] = {}
+    """JSON schema to which the endpoint confines the reply, which then has the number `score`, or with `scope = "group"` the list
+    `scores`. Empty: the reply is text."""
+    votes: int = Field(default=1, ge=1, le=64)
+    """Verdicts to ask for, each with a `seed` of its own. The score is the mean of those that can be read, at least half."""
+    request: dict[str, Any] = {}
+    """Further fields of the request, e.g. `temperature` or `max_tokens`."""
+
+    @field_validator("json_schema")
+    @classmethod
+    def _has_scores(cls, schema: dict[str, Any], given: ValidationInfo) -> dict[str, Any]:
+        key = "scores" if given.data.get("scope") == "group" else "score"
+        if schema and key not in schema.get("properties", {}):
+            raise ValueError(f"has no property {key!r}, which holds the verdict; add it")
+        return schema
+
+    @field_validator("request")
+    @classmethod
+    def _leaves_the_question(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted({"model", "messages", "stream", "n"} & fields.keys()):
+            raise ValueError(f"{', '.join(taken)} cannot be set here: use the keys model, prompt, system and votes")
+        return fields
+
+    @field_validator("verdict")
+    @classmethod
+    def _captures(cls, text: str) -> str:
+        return pattern_of(text, groups=1)
+
+
+VerifierConfig = Annotated[
+    MathConfig | ExactConfig | RegexConfig | ReasoningGymConfig | LengthConfig | PythonConfig | HttpConfig | JudgeConfig,
+    Field(discriminator="kind"),
+]
+
+VERIFIER: TypeAdapter[VerifierConfig] = TypeAdapter(VerifierConfig)
+"""Validates one entry of `verifiers`."""
+
+GOLD = ("math", "exact", "reasoning_gym")
+"""Kinds that compare with a gold answer."""
+OWN = ("python", "http", "judge")
+"""Kinds that are given the prompt's messages and its row."""
+
+
+def verifier_names(verifiers: Sequence[VerifierConfig]) -> list[str]:
+    """Return the name of each of the run's verifiers; the second one of a kind without a name is `kind-2`, and so on."""
+    seen: dict[str, int] = {}
+    names: list[str] = []
+    for verifier in verifiers:
+        count = seen[verifier.kind] = seen.get(verifier.kind, 0) + 1
+        names.append(verifier.name or (verifier.kind if count == 1 else f"{verifier.kind}-{count}"))
+    return names
+
+
+def needs_answer(verifiers: Sequence[VerifierConfig], source: str) -> bool:
+    """Return whether a verifier of the prompt source compares with a gold answer, so that every row must have one."""
+    return any(
+        verifier.kind in GOLD or (verifier.kind == "regex" and "{answer}" in verifier.pattern)
+        for verifier in verifiers
+        if verifier.scores(source)
+    )
+
+
+def needs_row(verifiers: Sequence[VerifierConfig], source: str) -> bool:
+    """Return whether a verifier of the prompt source is given the prompt's messages and its row, so that tickets carry them."""
+    return any(verifier.kind in OWN for verifier in verifiers if verifier.scores(source))
+
+
+def check_verifiers(verifiers: Sequence[VerifierConfig], sources: Sequence[Source]) -> None:
+    """Raise ValueError unless all prompt sources and verifiers have unique names and every source has a verifier."""
+    kinds: dict[str, str] = {}
+    for source in sources:
+        if source.name in kinds:
+            raise ValueError(f'two prompt sources have name = "{source.name}": give each source its own name')
+        kinds[source.name] = source.kind
+    names = verifier_names(verifiers)
+    for index, (name, verifier) in enumerate(zip(names, verifiers, strict=True)):
+        if name in names[:index]:
+            raise ValueError(f'verifiers.{index}.name = "{name}" is the name of another verifier: give each its own name')
+        if isinstance(verifier, RemoteVerifier):
+            _check_address(f"verifiers.{index}.url", verifier)
+        for source_name in verifier.sources:
+            if source_name not in kinds:
+                raise ValueError(
+                    f'verifiers.{index}.sources names "{source_name}", which is not a prompt source; choose from: '
+                    f"{', '.join(kinds)}"
+                )
+        for source_name, kind in kinds.items():
+            if verifier.kind == "reasoning_gym" and kind != "reasoning_gym" and verifier.scores(source_name):
+                raise ValueError(
+                    f'verifiers.{index}: kind "reasoning_gym" only scores prompts of kind "reasoning_gym", but source '
+                    f'"{source_name}" is "{kind}": use another kind, or leave the source out of verifiers.{index}.sources'
+                )
+    for source in sources:
+        if not any(verifier.scores(source.name) for verifier in verifiers):
+            raise ValueError(f'no verifier scores the prompt source "{source.name}": add it to the `sources` of one')
+        _check_columns(verifiers, source)
+
+
+def _check_address(key: str, verifier: RemoteVerifier) -> None:
+    address = urlsplit(verifier.url)
+    if "@" in address.netloc:  # the message does not repeat it
+        raise ValueError(f"{key} contains a user name or password: remove them; token_env or token_file names a secret")
+    if isinstance(verifier, JudgeConfig) and (address.query or address.fragment):
+        raise ValueError(f'{key} = "{verifier.url}" has a part after the path: end it with the path, such as …/v1')
+
+
+def _check_columns(verifiers: Sequence[VerifierConfig], source: Source) -> None:
+    if isinstance(source, FileSource) and source.columns and not needs_row(verifiers, source.name):
+        raise ValueError(
+            f'columns of source "{source.name}" = {source.columns} has no effect: only verifiers of the kinds '
+            f"{', '.join(OWN)} are given a row; remove it"
+        )
