@@ -20,7 +20,7 @@ SERVICE_LAYERS = {
     "generator": LAYERS,
     "dataprep": LAYERS,
     "trainer": LAYERS,
-    "console": (*LAYERS, "web"),  # `grpo web` is the console as a page
+    "console": (*LAYERS, "web", "dataprep", "generator"),  # `grpo web` is a page; data and verifiers are tried before a run
     "tracker": LAYERS,
     "scaler": LAYERS,
     "web": LAYERS,

@@ -47,6 +47,7 @@ for command in (  # in the order of --help
     watching.checkpoints,
     steering.stop,
     running.doctor,
+    running.score,
     running.config,
 ):
     app.command()(command)

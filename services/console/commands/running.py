@@ -1,4 +1,4 @@
-"""Commands that start a run or prepare for it: init, run, smoke, acl, doctor, config."""
+"""Commands that start a run or prepare for it: init, run, smoke, acl, doctor, score, config."""
 
 from __future__ import annotations
 
@@ -111,6 +111,25 @@ def doctor(
     if listen or reach:
         return visit.network(file, overrides or [], reach, as_json)
     return finish(visit.doctor(file, overrides or [], redis_url, as_json, cluster))
+
+
+def score(
+    file: File,
+    overrides: Overrides = None,
+    completions: Annotated[
+        Path | None,
+        typer.Option(metavar="JSONL", help="Completions to score, a JSON object per line; default: each source's first answer."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Score completions with the verifiers of a configuration, without a run.
+
+    A line of the file has `completion` (a text, or a list: a group) and `row`, the number of a data row from 0, or the fields of
+    a row of its own. With several prompt sources it also has `source`. Exit code 1: a completion has no score.
+    """
+    from services.console.commands import score as scoring
+
+    return finish(scoring.score(file, overrides or [], completions, as_json))
 
 
 def config(

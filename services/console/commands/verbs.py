@@ -67,7 +67,7 @@ async def _last_step(attached: Attached) -> dict[str, float]:
 def _show(attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float]) -> None:
     from rich.console import Console
 
-    from services.console.display.screen import fleet_table
+    from services.console.display.screen import fleet_table, waiting_lines
     from services.operations import figures
 
     console = Console(highlight=False)
@@ -86,6 +86,8 @@ def _show(attached: Attached, state: RunState, members: list[Member], last: Mapp
     if last:
         console.print(figures.step_line(last, state.steps, None), markup=False)
     console.print(fleet_table(members, {}) if members else "no pods")
+    for line in waiting_lines(members):
+        console.print(line, soft_wrap=True)
 
 
 def _generators(attached: Attached, state: RunState, members: list[Member]) -> str:

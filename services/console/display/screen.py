@@ -16,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from services.console.display.warnings_tail import WarningsTail
+from services.console.printable import printable
 from services.operations import figures
 from services.operations.figures import NOTHING, duration, number
 from services.operations.observe import Look, Member
 
 EVENTS = 6  # lines kept on the screen
+WAITING = 3  # pods whose wait is explained
 QUIET_AGE_S = 3.0  # an older heartbeat is highlighted
 
 
@@ -63,6 +65,7 @@ class ScreenDisplay:
     def render(self) -> RenderableType:
         """Return the whole screen."""
         parts = [self._progress(), Text(), self._figures(), Text(), fleet_table(self._look.members, self._waiting)]
+        parts += waiting_lines(self._look.members)
         if self._events:
             parts += [Text(), *(Text(f"  {line}", style="yellow", no_wrap=True, overflow="ellipsis") for line in self._events)]
         return Group(*parts)
@@ -111,7 +114,17 @@ def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Tabl
         style = "yellow" if member.age_s > QUIET_AGE_S else ""
         version = NOTHING if status.version < 0 else str(status.version)
         rate = number(status.gauges, "tokens_per_s", ",.0f")
-        table.add_row(status.name, status.phase, version, rate, Text(f"{member.age_s:.1f} s ago", style=style))
+        phase = Text(f"{status.phase}, waiting", style="yellow") if status.waiting else status.phase
+        table.add_row(status.name, phase, version, rate, Text(f"{member.age_s:.1f} s ago", style=style))
     for child, seconds in sorted(waiting.items()):
         table.add_row(child, Text(f"restarts in {seconds:.0f} s", style="yellow"), NOTHING, NOTHING, NOTHING)
     return table
+
+
+def waiting_lines(members: Sequence[Member]) -> list[Text]:
+    """Return a line for each of the first pods that wait for a service, e.g. for one that makes rewards."""
+    pods = [member.status for member in members if member.status.waiting]
+    lines = [f"  {pod.name}: {pod.waiting}" for pod in pods[:WAITING]]
+    if len(pods) > WAITING:
+        lines.append(f"  and {len(pods) - WAITING} more generators")
+    return [Text(printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from services.config import RunConfig, load
-from services.console.doctor import Finding, gathered, machine, release, server, work
+from services.console.doctor import Finding, gathered, inputs, machine, release, server, work
 from services.console.doctor import reach as collective
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.local.folder import split_password
@@ -60,24 +61,24 @@ async def examine(config: RunConfig, redis_url: str = "") -> list[Finding]:
     url, password = split_password(redis_url or config.redis.url)
     found = [finding async for finding in server.server(config, url, password)]
     environ = os.environ
-    return found + gathered(
-        [
-            ("disk", lambda: machine.disk(config)),
-            ("shared memory", lambda: machine.shared_memory(config, len(visible_gpus(environ)))),
-            ("GPUs", lambda: machine.gpus(config, environ)),
-            ("network", lambda: machine.network(config, environ)),
-            ("model", lambda: work.model(config)),
-            ("data", lambda: work.data(config)),
-            ("verifiers", lambda: work.verifiers(config)),
-            ("secrets", lambda: work.secrets(config, environ, own=not url)),
-        ]
-    )
+    looks = [
+        ("disk", lambda: machine.disk(config)),
+        ("shared memory", lambda: machine.shared_memory(config, len(visible_gpus(environ)))),
+        ("GPUs", lambda: machine.gpus(config, environ)),
+        ("network", lambda: machine.network(config, environ)),
+        ("model", lambda: work.model(config)),
+        ("data", lambda: inputs.data(config)),
+        ("functions", lambda: inputs.functions(config)),
+        ("verifiers", lambda: inputs.verifiers(config)),
+        ("secrets", lambda: work.secrets(config, environ, own=not url)),
+    ]
+    return found + await asyncio.to_thread(gathered, looks)
 
 
 async def examine_release(config: RunConfig) -> list[Finding]:
     """Return the findings on what the pods of a release share: Redis, model, data and each other."""
     found = [finding async for finding in server.server(config, config.redis.url, "")]
-    found += gathered([("model", lambda: work.model(config)), ("data", lambda: work.data(config))])
+    found += gathered([("model", lambda: work.model(config)), ("data", lambda: inputs.data(config))])
     return found + [finding async for finding in release.services(config)]
 
 

@@ -17,6 +17,7 @@ from services.config import ConfigError, RunConfig, digest, load_resolved, to_to
 from services.config.load import CARRIED_OUT
 from services.config.root import Redis
 from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.local.code import keep_code
 from services.console.local.secrets import kept_secret
 
 SHOWN = 4  # differing keys that a message names
@@ -38,6 +39,11 @@ class RunFolder:
     def config(self) -> Path:
         """Path of the resolved configuration that services read."""
         return self.given or self.path / "config.toml"
+
+    @property
+    def code(self) -> Path:
+        """Folder of the files that hold the verifiers' functions."""
+        return self.path / "code"
 
     @property
     def redis(self) -> Path:
@@ -121,14 +127,16 @@ class RunFolder:
         for entry in sorted(things, key=lambda entry: entry == self.config):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
-    def write(self, config: RunConfig) -> None:
-        """Write the resolved configuration and the API tokens."""
+    def write(self, config: RunConfig) -> RunConfig:
+        """Write the resolved configuration and the API tokens, and copy the verifiers' code. Return the configuration with it."""
+        config = keep_code(config, self.code)
         self.logs.mkdir(parents=True, exist_ok=True)
         for token in (self.token, self.read_token):
             kept_secret(token)
         temporary = self.config.with_suffix(".new")
         temporary.write_text(to_toml(config), encoding="utf-8")
         temporary.replace(self.config)
+        return config
 
 
 def resolve(

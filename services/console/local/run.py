@@ -22,8 +22,10 @@ from redis.exceptions import RedisError
 from services.config import RunConfig, digest, load
 from services.config.model_files import check_model
 from services.console.display.plain import PlainDisplay
+from services.console.doctor.inputs import check_inputs
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import summary
+from services.console.local.code import with_kept_code
 from services.console.local.folder import RunFolder, check_redis, resolve, split_password
 from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
@@ -76,14 +78,18 @@ def run(options: Options, planner: Planner = plan_units) -> int:
     try:
         with FolderLock(folder.path, ORPHANS_S) as lock:
             config = resolve(config, folder, backend=backend, web_port=config.web.port or (free_port() if options.web else 0))
+            if not options.fresh:
+                config = _judged_as_before(config, folder)
             held = not options.fresh and folder.check(config)
+            if not held:
+                check_inputs(config)
             step = resumed_step(options, folder, held)
             if url:
                 asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
             if options.fresh:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):
-                folder.write(config)
+                config = folder.write(config)
                 environ = common_environment(os.environ, config, gpus)
                 job = _Job(options, config, folder, planner, gpus, server, lock.fd, environ, step)
                 return asyncio.run(job.run())
@@ -91,6 +97,16 @@ def run(options: Options, planner: Planner = plan_units) -> int:
         raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
     except KeyboardInterrupt:
         return EXIT_STOPPED
+
+
+def _judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """Return the configuration with the code that the run in the folder is judged by, and say if it has changed since."""
+    if (held := folder.held()) is None:
+        return config
+    config, changed = with_kept_code(config, held)
+    for path in changed:
+        print(f"{path} has changed since the run began; it goes on with the copy in {folder.code}", file=sys.stderr, flush=True)
+    return config
 
 
 def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:

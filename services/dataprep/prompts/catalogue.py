@@ -26,7 +26,7 @@ from services.config.verifiers import needs_answer, needs_row
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import SourceSpan
 from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
-from services.dataprep.prompts.tokenizer import PromptTokenizer, tokenizer_folder
+from services.dataprep.prompts.tokenizer import PromptTokenizer, messages_of, tokenizer_folder
 from services.protocol.messages import Row
 
 log = structlog.get_logger()
@@ -115,7 +115,7 @@ class _Columns:
                 self.tokens.extend(ids)
                 self.token_ends.append(len(self.tokens))
                 self.answers.add(row.answer)
-                self.rows.add(_row_text(row, tokenizer))
+                self.rows.add(row_text(row, data))
         if too_long.count and data.long_prompts == "error":
             raise DataError(too_long.fault())
         if too_long.count and len(self.token_ends) == first:
@@ -149,12 +149,12 @@ class _TextBuilder:
         return _Texts(bytes(self._body), self._ends)
 
 
-def _row_text(row: PromptRow, tokenizer: PromptTokenizer) -> str:
+def row_text(row: PromptRow, data: Data) -> str:
     """Return the JSON of what verifiers are given of a row, or "" if they are given nothing. Raises `DataError`."""
     if row.columns is None:
         return ""
     try:
-        text = msgspec.json.encode(Row(tokenizer.messages(row), row.columns), enc_hook=str)
+        text = msgspec.json.encode(Row(messages_of(row, data), row.columns), enc_hook=str)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"{row.where}: the row cannot be sent to verifiers ({error}): name the fields to send in `columns`"

@@ -55,28 +55,31 @@ def read_rows(source: Source, needs: Needs = Needs()) -> Iterator[PromptRow]:
 
 
 def _file_rows(source: FileSource, needs: Needs) -> Iterator[PromptRow]:
-    pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     path = Path(source.path)
     if not path.is_file():
         raise DataError(
             f'path of source "{source.name}" = {source.path!r} is not a file (resolved to {path.absolute()}): correct the path'
         )
     for where, record in _jsonl(path) if source.kind == "jsonl" else _parquet(path, source, needs):
-        prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
-        columns = _columns(record, source, where) if needs.columns else None
-        if not needs.answer and record.get(source.answer_field) is None:
-            yield PromptRow(prompt, "", where, columns)
-            continue
-        answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, where)
-        if pattern is not None:
-            match = pattern.search(answer)
-            if match is None or match[1] is None:
-                raise DataError(
-                    f'{where}: answer_pattern of source "{source.name}" = {source.answer_pattern!r} does not match '
-                    f"{_short(answer)}: fix the pattern or the row"
-                )
-            answer = match[1].strip()
-        yield PromptRow(prompt, answer, where, columns)
+        yield read_record(record, source, needs, where)
+
+
+def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where: str) -> PromptRow:
+    """Read one record of a source. `where` is its place, for messages. Raises `DataError`."""
+    prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
+    columns = _columns(record, source, where) if needs.columns else None
+    if not needs.answer and record.get(source.answer_field) is None:
+        return PromptRow(prompt, "", where, columns)
+    answer = _answer(_field(record, source.answer_field, "answer_field", where), source.answer_field, where)
+    if source.answer_pattern:
+        match = re.search(source.answer_pattern, answer)
+        if match is None or match[1] is None:
+            raise DataError(
+                f'{where}: answer_pattern of source "{source.name}" = {source.answer_pattern!r} does not match '
+                f"{_short(answer)}: fix the pattern or the row"
+            )
+        answer = match[1].strip()
+    return PromptRow(prompt, answer, where, columns)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

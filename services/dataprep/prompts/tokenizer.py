@@ -47,16 +47,21 @@ class PromptTokenizer:
                 raise DataError(f"{row.where}: a list of messages needs data.chat_template = true: set it, or use a string")
             return self._data.user_template.replace(PLACEHOLDER, row.prompt)
         try:
-            return self._template.render(messages=self.messages(row), **self._variables)
+            return self._template.render(messages=messages_of(row, self._data), **self._variables)
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(f"{row.where}: the chat template rejects the prompt: {error}") from None
 
-    def messages(self, row: PromptRow) -> list[dict[str, Any]]:
-        """Return the prompt of a row as chat messages."""
-        if not isinstance(row.prompt, str):
-            return row.prompt
-        system = [{"role": "system", "content": self._data.system_prompt}] if self._data.system_prompt else []
-        return [*system, {"role": "user", "content": self._data.user_template.replace(PLACEHOLDER, row.prompt)}]
+    def completions(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts as if a model had sampled them, without special tokens."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def messages_of(row: PromptRow, data: Data) -> list[dict[str, Any]]:
+    """Return the prompt of a row as chat messages."""
+    if not isinstance(row.prompt, str):
+        return row.prompt
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    return [*system, {"role": "user", "content": data.user_template.replace(PLACEHOLDER, row.prompt)}]
 
 
 def tokenizer_folder(path: str) -> Path:

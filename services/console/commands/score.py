@@ -1,0 +1,135 @@
+"""Implements `grpo score`: completions of a file, scored with all verifiers of a configuration."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.config import RunConfig, load
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.offline import Offline
+from services.console.printable import cell, printable, safe_json
+from services.dataprep.prompts.errors import DataError
+from services.generator.verifiers.base import Job, Scores, VerifierFailure, combine, solved
+from services.generator.verifiers.scoring import Scoring
+
+SHOWN = 20
+"""Completions that the table has; --json has all."""
+TEXT_CHARACTERS = 40
+
+
+@dataclass
+class Scored:
+    """One completion, or the reason why it has no score."""
+
+    where: str
+    completion: str
+    reward: float | None = None
+    scores: dict[str, float] = field(default_factory=dict[str, float])
+    solved: bool | None = None
+    note: dict[str, Any] = field(default_factory=dict[str, Any])
+    failure: str = ""
+
+
+async def score(file: Path, overrides: Sequence[str], completions: Path | None, as_json: bool) -> int:
+    """Score completions, by default the answer of every source's first row. Return exit code 1 if a group has no score."""
+    config = load(file, overrides)
+    offline = Offline(config)
+    groups = list(_groups(offline, completions))
+    scoring = Scoring(config, list(offline.sources.values()), prints=not as_json)
+    found: list[Scored] = []
+    seconds: list[float] = []
+    try:
+        await scoring.start()
+        for where, job in groups:
+            began = time.perf_counter()
+            found += await _score(scoring, config, where, job)
+            seconds.append(time.perf_counter() - began)
+    except VerifierFailure as failure:  # of the start
+        raise ConsoleError(str(failure), EXIT_CONFIG) from None
+    finally:
+        await scoring.close()
+    summary = _summary(found, seconds)
+    if as_json:
+        lines = {"completions": [vars(one) for one in found], **summary}
+        print(safe_json(msgspec.json.format(msgspec.json.encode(lines), indent=2).decode()))
+    else:
+        _show(found, summary)
+    return EXIT_FAILED if summary["failures"] else EXIT_OK
+
+
+def _groups(offline: Offline, file: Path | None) -> Iterator[tuple[str, Job]]:
+    """Return the groups to score with their places."""
+    if file is None:
+        for source in offline.sources.values():
+            yield f"{source.name}, row 0", offline.first_answer(source)
+        return
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ConsoleError(f"--completions {file}: {error.strerror}; give a file of JSON lines", EXIT_CONFIG) from None
+    if not any(line.strip() for line in lines):
+        raise DataError(f"--completions {file}: the file is empty: add lines")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield f"{file.name}:{number}", offline.group(line, f"{file}:{number}")
+
+
+async def _score(scoring: Scoring, config: RunConfig, where: str, job: Job) -> list[Scored]:
+    try:
+        found: Scores = await scoring.score(job)
+    except VerifierFailure as failure:
+        return [Scored(where, text, failure=str(failure)) for text in job.completions]
+    rewards = combine(found.scores, config.verifiers)
+    judged = solved(found.scores, config.thresholds(job.source)) or [None] * len(rewards)
+    return [
+        Scored(
+            where, text, rewards[i], {name: column[i] for name, column in found.scores.items()}, judged[i],
+            msgspec.json.decode(found.notes[i]) if found.notes else {},
+        )
+        for i, text in enumerate(job.completions)
+    ]  # fmt: skip
+
+
+def _summary(found: Sequence[Scored], seconds: Sequence[float]) -> dict[str, Any]:
+    rewards = [one.reward for one in found if one.reward is not None]
+    return {
+        "rewards": len(rewards),
+        "mean": math.fsum(rewards) / len(rewards) if rewards else None,
+        "failures": sum(bool(one.failure) for one in found),
+        "seconds": math.fsum(seconds),
+        "seconds_per_group": math.fsum(seconds) / len(seconds),
+    }
+
+
+def _show(found: Sequence[Scored], summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for one in found for name in one.scores))
+    table = Table(box=None, pad_edge=False)
+    for name in ("where", "completion", "reward", "solved", *names):
+        table.add_column(name, justify="left" if name in ("where", "completion") else "right")
+    for one in found[:SHOWN]:
+        text = one.completion if len(one.completion) <= TEXT_CHARACTERS else f"{one.completion[: TEXT_CHARACTERS - 1]}…"
+        judged = {True: "yes", False: "no", None: ""}[one.solved]
+        shown = ["" if one.reward is None else f"{one.reward:g}", judged]
+        table.add_row(
+            cell(one.where), cell(text), *shown, *(f"{one.scores[name]:g}" if name in one.scores else "" for name in names)
+        )
+    Console().print(table)
+    if len(found) > SHOWN:
+        print(f"… and {len(found) - SHOWN} more: --json has them all")
+    for failure in dict.fromkeys(one.failure for one in found if one.failure):
+        print(f"failed: {printable(failure)}")
+    mean = "" if summary["mean"] is None else f", mean reward {summary['mean']:g}"
+    print(
+        f"{summary['rewards']} scored, {summary['failures']} failed{mean}; {summary['seconds_per_group'] * 1000:.1f} ms a group",
+        flush=True,
+    )

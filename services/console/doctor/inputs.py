@@ -1,0 +1,119 @@
+"""Checks of what a run is made of besides its model: every row of its data, and every function that it names.
+
+Verifiers are called on the first row of each prompt source, in the processes in which they score during a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from services.config import ConfigError, RunConfig
+from services.config.data import Source
+from services.config.loss import IMPORT_PATH
+from services.config.verifiers import VerifierConfig, verifier_names
+from services.console.doctor import Finding, fault, note, ok, told
+from services.console.errors import EXIT_CONFIG, ConsoleError
+
+EXTRAS = {"math": ("math_verify", "generator"), "reasoning_gym": ("reasoning_gym", "generator"), "judge": ("jinja2", "generator")}
+"""Kind of verifier -> the package that it needs, and the extra of ours that has it."""
+REMOTE_GIVE_UP_S = 5.0  # for a service that does not answer
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Refuse a run whose data or functions cannot be used; services need not answer yet. Raises `ConsoleError`."""
+    found = [*data(config), *functions(config), *verifiers(config, remote=False)]
+    faults = [f"{one.what}: {one.detail}: {one.remedy}" for one in found if one.state == "fault"]
+    if faults:
+        raise ConsoleError("; ".join(faults), EXIT_CONFIG)
+
+
+def data(config: RunConfig) -> Iterator[Finding]:
+    """Read and tokenise every row of every prompt source."""
+    for kind, sources in (("data", config.data.sources), ("evaluation", config.evaluation.sources)):
+        for source in sources:
+            yield _source(f"{kind} source {source.name}", source, config)
+
+
+def _source(what: str, source: Source, config: RunConfig) -> Finding:
+    if source.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+        return fault(what, f"task {source.task} needs the package reasoning-gym", "run pip install 'grpo[dataprep]'")
+    from services.dataprep.prompts.catalogue import PromptSource
+
+    try:
+        read = PromptSource(config, [source])
+    except ConfigError as error:
+        return told(what, error)
+    return ok(what, f"{len(read)} rows, the longest prompt has {read.longest} tokens")
+
+
+def functions(config: RunConfig) -> Iterator[Finding]:
+    """Check that the modules of a curriculum, a loss or an engine of one's own can be found."""
+    named = {"data.curriculum": config.data.curriculum, "generator.engine": config.generator.engine}
+    if IMPORT_PATH.fullmatch(config.loss.policy):
+        named["loss.policy"] = config.loss.policy
+    for key, name in named.items():
+        if ":" not in name:
+            continue
+        module = name.partition(":")[0]
+        if os.getcwd() not in sys.path:  # services are started with it
+            sys.path.append(os.getcwd())
+        try:
+            there = importlib.util.find_spec(module) is not None
+        except (ImportError, ValueError):  # a package on the way to it cannot be imported
+            there = False
+        if there:
+            yield ok(key, name)
+        else:
+            yield fault(key, f"{key} = {name!r}: there is no module {module}", "install it, or start in the folder that has it")
+
+
+def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
+    """Call the verifiers on the first row of each prompt source. `remote`: the services too."""
+    missing = False
+    for kind in sorted({verifier.kind for verifier in config.verifiers} & EXTRAS.keys()):
+        package, extra = EXTRAS[kind]
+        if importlib.util.find_spec(package) is None:
+            missing = True
+            yield fault(f"verifier {kind}", f"needs the package {package}", f"run pip install 'grpo[{extra}]'")
+    if not missing:
+        yield from asyncio.run(_called(config, remote))
+
+
+async def _called(config: RunConfig, remote: bool) -> list[Finding]:
+    """Return a finding for each verifier."""
+    found: list[Finding] = []
+    for name, verifier in zip(verifier_names(config.verifiers), config.verifiers, strict=True):
+        if verifier.kind not in ("http", "judge") or remote:
+            found += await _call(config, name, verifier)
+    return found
+
+
+async def _call(config: RunConfig, name: str, verifier: VerifierConfig) -> list[Finding]:
+    from services.console.offline import Offline
+    from services.generator.verifiers.base import VerifierFailure
+    from services.generator.verifiers.scoring import Scoring
+
+    if verifier.kind in ("http", "judge"):
+        verifier = verifier.model_copy(update={"give_up_s": REMOTE_GIVE_UP_S})
+    what, sources = f"verifier {name}", [*config.data.sources, *config.evaluation.sources]
+    asked = [source for source in sources if verifier.scores(source.name)]
+    only = config.model_copy(update={"verifiers": [verifier.model_copy(update={"name": name})]})
+    scoring, offline = Scoring(only, sources, workers=1), Offline(only)
+    began = time.monotonic()
+    try:
+        await scoring.start()
+        scores = [(await scoring.score(offline.first_answer(source))).scores[name][0] for source in asked]
+    except VerifierFailure as failure:
+        return [fault(what, str(failure), "fix what the message names")]
+    except ConfigError as error:
+        return [note(what, f"not called, since a row cannot be read: {error}", "fix the data first")]
+    finally:
+        await scoring.close()
+    shown = ", ".join(f"{score:g} for {source.name}" for score, source in zip(scores, asked, strict=True))
+    return [ok(what, f"scores the first row's own answer {shown}, in {time.monotonic() - began:.2f} s")]

@@ -1,0 +1,58 @@
+"""The code of a run's own verifiers: files that are copied into its folder when it begins, and that judge it to its end.
+
+Guarantees: a run that is resumed is scored by the same code, whatever has become of the original files since.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from services.config import RunConfig
+from services.config.load import code_digest
+from services.config.verifiers import PythonConfig, verifier_names
+
+
+def with_kept_code(config: RunConfig, held: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Return `config` with the copies that `held`, the run in the folder, began with, and the files that differ from theirs."""
+    changed: list[str] = []
+    copies = {name: each.function for name, each in _functions(held)}
+    placed: dict[str, str] = {}
+    for name, verifier in _functions(config):
+        if name in copies and _names(copies[name]) == _names(verifier.function):
+            copy = copies[name].rpartition(":")[0]
+            if not Path(verifier.file).is_file() or code_digest(verifier.file) != code_digest(copy):
+                changed.append(verifier.file)
+            placed[name] = copies[name]
+    return _with(config, placed), changed
+
+
+def keep_code(config: RunConfig, folder: Path) -> RunConfig:
+    """Copy the verifiers' files into `folder`, unless they are there, and return the configuration with the copies."""
+    placed: dict[str, str] = {}
+    for name, verifier in _functions(config):
+        copy = (folder / name / Path(verifier.file).name).absolute()
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(verifier.file, copy)
+        placed[name] = f"{copy}:{_names(verifier.function)[1]}"
+    return _with(config, placed)
+
+
+def _functions(config: RunConfig) -> list[tuple[str, PythonConfig]]:
+    """Return the verifiers whose function is in a file, with their names."""
+    named = zip(verifier_names(config.verifiers), config.verifiers, strict=True)
+    return [(name, verifier) for name, verifier in named if verifier.kind == "python" and verifier.file]
+
+
+def _names(function: str) -> tuple[str, str]:
+    """Return the names of a file and of its function."""
+    place, _, name = function.rpartition(":")
+    return Path(place).name, name
+
+
+def _with(config: RunConfig, functions: dict[str, str]) -> RunConfig:
+    """Return the configuration with other places of its verifiers' functions, by verifier."""
+    named = zip(verifier_names(config.verifiers), config.verifiers, strict=True)
+    verifiers = [each.model_copy(update={"function": functions[name]}) if name in functions else each for name, each in named]
+    return config.model_copy(update={"verifiers": verifiers})
