@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -48,7 +49,8 @@ async def bring_in(store: Store, folder: Path) -> str:
     await settle(store, team)
     await store.tickets.fail("g", failing, MARKUP + CONTROLS, 1)
     await store.run.pause("trainer", MARKUP + CONTROLS)
-    pod = PodStatus("generator", MARKUP, "b00t", MARKUP, 1, "javascript:window.hit=1", MARKUP, 0, 1, {"running": float("inf")})
+    pod = PodStatus("generator", MARKUP, "b00t", MARKUP, 1, "javascript:window.hit=1", MARKUP, 0, 1, {"running": 1e12})
+    pod = msgspec.structs.replace(pod, waiting="waiting for verifier 'judge' at " + MARKUP + CONTROLS)
     await store.fleet.beat(pod, 60.0)
     await store.monitor.record({"step": 0.0, "time_s": 1.0, f"reward/{MARKUP}": 0.5})
     return good.ticket_id
@@ -70,6 +72,7 @@ def visit(url: str, group: str, letter: str) -> None:
             words = page.inner_text("body")
             assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]", words), name
             assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
+            assert ("waiting for verifier 'judge' at <img" in words) == (name == "fleet"), name
         go(page, f"groups/{group}")
         texts = page.eval_on_selector_all(".completion pre", "all => all.map(one => one.textContent)")
         assert texts[0] == MARKUP
@@ -84,7 +87,7 @@ def visit(url: str, group: str, letter: str) -> None:
 
 
 async def test_hostile_text_is_text(store: Store, server: RedisServer, tmp_path: Path) -> None:
-    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}", "fleet.ttl_s=120")
     group = await bring_in(store, tmp_path / "model")
     letter = (await store.dead_letters.page())[0].id
     async with served(config, store) as url:

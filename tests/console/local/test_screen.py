@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from services.console.display.screen import ScreenDisplay
@@ -54,6 +55,18 @@ def test_a_run_in_full_swing(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert expected in text, expected
     assert "claimed" not in text
+
+
+def test_what_pods_wait_for_is_shown(tmp_path: Path) -> None:
+    screen, away = screen_of(tmp_path), "waiting for verifier 'judge' at http://judge: connection refused, for 12 s\x1b[2J"
+    pods = [msgspec.structs.replace(POD, name=f"generator-{i}", waiting=away) for i in range(5)]
+    with screen:
+        screen.draw(Look(0.0, STATE, [Member(pod, 0.1) for pod in pods]), {})
+        text = drawn(screen)
+    assert "generator-0: waiting for verifier 'judge' at http://judge: connection refused, for 12 s\\e[2J" in text
+    assert text.count("waiting for verifier") == 3
+    assert "and 2 more generators" in text
+    assert text.count("ready, waiting") == 5
 
 
 def test_the_tail_reads_what_is_appended_and_whole_lines_only(tmp_path: Path) -> None:

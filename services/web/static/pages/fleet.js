@@ -22,9 +22,15 @@ function Weights({ pod, published }) {
   return html`${version(pod.version)} ${pod.version >= 0 && behind > 0 && html`<span class="note">${behind} behind</span>`}`;
 }
 
+// What it waits for, such as a service that scores completions, stands beside its phase.
+function Phase({ pod }) {
+  const kind = pod.waiting ? "warn" : (KINDS[pod.phase] ?? "calm");
+  return html`<${Badge} kind=${kind}>${plain(pod.phase)}<//>${pod.waiting && html`<div class="note name">${plain(pod.waiting)}</div>`}`;
+}
+
 const columns = (frame) => [
   { head: "Pod", cell: (pod) => html`<${Name}>${pod.name}<//>` },
-  { head: "Phase", cell: (pod) => html`<${Badge} kind=${KINDS[pod.phase] ?? "calm"}>${plain(pod.phase)}<//>` },
+  { head: "Phase", cell: (pod) => html`<${Phase} pod=${pod} />` },
   { head: "Weights", num: true, cell: (pod) => (pod.kind === "generator" ? html`<${Weights} pod=${pod} published=${frame.state.published_version} />` : null) },
   { head: "Groups", num: true, title: "tickets in flight, of the engine's limit", cell: carried },
   { head: "Running", num: true, title: "completions running in its engine", cell: (pod) => gauge(pod, "running") },
