@@ -51,7 +51,7 @@ class Held:
 async def pod(folder: Path, server: RedisServer, rewards: FlakyServer, *overrides: str) -> AsyncIterator[Held]:
     """A pod whose engine holds version 0 of a run, with tickets to work on."""
     verifiers = f'verifiers=[{{kind="http", url="{rewards.url}/score"}}]'
-    config = small_config(folder, server, verifiers, "generator.lease_s=1.0", "generator.max_concurrent_groups=4", *overrides)
+    config = small_config(folder, server, verifiers, "generator.lease_s=0.5", "generator.max_concurrent_groups=4", *overrides)
     async with open_service("generator", config, "generator-0") as service:
         store = service.store
         await store.run.create("config", "data", 4, 16)

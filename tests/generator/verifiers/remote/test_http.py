@@ -157,8 +157,7 @@ async def test_a_cancelled_group_asks_no_more(service: FlakyServer) -> None:
     service.behave(*["status:500"] * 1000)
     async with asking("http", service.url) as pool:
         scoring = asyncio.create_task(pool.score(group(*TEXTS)))
-        await wait_until(lambda: len(service.requests) >= 3)
-        assert "answered 500" in pool.waiting
+        await wait_until(lambda: "answered 500" in pool.waiting)
         scoring.cancel()
         with pytest.raises(asyncio.CancelledError):
             await scoring
