@@ -141,7 +141,7 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.path: str  (required)" in text
     keys = json.loads(grpo(capsys, "config", "--explain", "--json")[1])
     assert all(key["help"] and key["type"] for key in keys)
-    assert {"verifiers[].kind", 'data.sources[]("reasoning_gym").task', "run.name"} <= {key["key"] for key in keys}
+    assert {"verifiers[].kind", "data.sources[](reasoning_gym).task", "run.name"} <= {key["key"] for key in keys}
 
 
 async def begin(folder: RunFolder, server: RedisServer) -> None:

@@ -12,7 +12,7 @@ import redis
 
 from services.config import RunConfig, load, to_toml
 from services.console.__main__ import main
-from services.console.doctor import Finding, gathered, machine, server, work
+from services.console.doctor import Finding, gathered, inputs, machine, server, work
 from services.console.doctor.server import Asked, judge
 from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.messages import PodStatus
@@ -139,14 +139,15 @@ def test_work_that_is_not_there(tmp_path: Path, config: RunConfig, monkeypatch: 
     assert only(work.model(config), "model").state == "ok"
     (tmp_path / "model" / "config.json").unlink()
     assert "config.json" in only(work.model(config), "model").detail
-    (tmp_path / "data.jsonl").write_text('{"question": "?", "answer": "!"}\n')
-    found = only(work.data(config), "data source main")
-    assert (found.state, found.remedy) == ("fault", "set prompt_field and answer_field; existing: answer, question")
+    (tmp_path / "model" / "config.json").touch()
+    (tmp_path / "data.jsonl").write_text('{"prompt": "?", "answer": "!"}\n{"question": "?", "answer": "!"}\n')
+    found = only(inputs.data(config), "data source main")
+    assert (found.state, "data.jsonl:2: no field 'prompt'" in found.detail) == ("fault", True)
     (tmp_path / "data.jsonl").write_text("no json\n")
-    assert "cannot be read as jsonl" in only(work.data(config), "data source main").detail
-    monkeypatch.setattr(work.importlib.util, "find_spec", lambda name: None)
+    assert "data.jsonl:1: not valid JSON" in only(inputs.data(config), "data source main").detail
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
     math = load(tmp_path / "run.toml", ['verifiers.0.kind="math"'], environ={})
-    assert only(work.verifiers(math), "verifier math").remedy == "run pip install 'grpo[generator]'"
+    assert only(inputs.verifiers(math), "verifier math").remedy == "run pip install 'grpo[generator]'"
     (tmp_path / "cert").write_text("no certificate")
     api = config.api.model_copy(update={"certificate_file": str(tmp_path / "cert"), "key_file": str(tmp_path / "cert")})
     assert only(work.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"

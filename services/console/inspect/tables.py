@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.panel import Panel
@@ -89,6 +90,8 @@ def group_tables(found: Group) -> RenderableType:
         parts += [Text(), _panel(f"prompt, {found.prompt.tokens} tokens", found.prompt)]
     for completion in found.completions:
         parts.append(_panel(_line(completion), completion.passage))
+        for verifier, said in (completion.note or {}).items():
+            parts.append(cell(f"{verifier}: {msgspec.json.encode(said).decode()}", "dim"))
     last = found.offset + len(found.completions)
     if found.completions and (found.offset or last < found.size):
         parts.append(Text(f"completions {found.offset} to {last - 1} of {found.size}", "dim"))

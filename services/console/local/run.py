@@ -64,8 +64,8 @@ class Options:
     web: bool = False  # serve the web console
 
 
-def run(options: Options, planner: Planner = plan_units) -> int:
-    """Run until finished or stopped, and return the exit code."""
+def run(options: Options, planner: Planner = plan_units, check: Callable[[RunConfig], None] = check_inputs) -> int:
+    """Run until finished or stopped, and return the exit code. `check` refuses what a new run cannot work with."""
     config = load(options.file, options.overrides, before=lambda config: None if options.fresh else RunFolder.of(config).held())
     check_model(config)
     check_tracking(config, os.environ)
@@ -81,11 +81,11 @@ def run(options: Options, planner: Planner = plan_units) -> int:
             if not options.fresh:
                 config = _judged_as_before(config, folder)
             held = not options.fresh and folder.check(config)
-            if not held:
-                check_inputs(config)
             step = resumed_step(options, folder, held)
             if url:
                 asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
+            if not held:
+                check(config)
             if options.fresh:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):

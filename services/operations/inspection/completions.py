@@ -6,8 +6,9 @@ Guarantees: a damaged header or payload never raises; it is shown as far as it c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from services.algorithm.advantages import Kind, advantages
@@ -51,7 +52,7 @@ class Completion(Answer):
     reward: float | None
     """Weighted sum of the scores."""
     scores: dict[str, float | None]
-    """Verifier -> unweighted score, 0..1."""
+    """Verifier, or verifier.part -> unweighted score."""
     advantage: float | None
     """Advantage by `advantage.kind`, over the whole group; null without the run's configuration."""
     truncated: bool | None
@@ -66,6 +67,8 @@ class Completion(Answer):
     """Policy versions that sampled its tokens."""
     passage: Passage | None
     """Its tokens; null when they are deleted."""
+    note: dict[str, Any] | None = None
+    """Verifier -> what it said besides its score; null if none said anything, or its tokens are deleted."""
 
 
 def read_completions(
@@ -91,10 +94,19 @@ def read_completions(
                 scores={verifier: _at(scores, i) for verifier, scores in header.scores.items()},
                 advantage=_at(given, i), truncated=_at(header.truncated, i),
                 oldest=_at(header.oldest, i), newest=_at(header.newest, i), tool_tokens=_at(header.tool_tokens, i),
-                spans=spans, passage=passage,
+                spans=spans, passage=passage, note=_note(payload, i),
             )
         )  # fmt: skip
     return prompt, completions, note + why
+
+
+def _note(payload: Payload | None, i: int) -> dict[str, Any] | None:
+    if payload is None or not (text := _at(payload.notes, i)):
+        return None
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def read_passage(tokens: list[int], reader: TextReader) -> Passage:

@@ -38,11 +38,15 @@ OF_ALL = ("prompt", "answer", "row", "source")
 """Parameters whose value is the same for all completions of a group."""
 
 
+class Unusable(Exception):
+    """A verifier cannot be loaded. The message says why."""
+
+
 class LoadedVerifier:
     """Scores groups with one verifier."""
 
     def __init__(self, config: VerifierConfig, source: Source) -> None:
-        """Load it. Raises ValueError for a function that cannot be used, and whatever its code raises."""
+        """Load it. Raises `Unusable` for a function that cannot be used, and whatever its code raises."""
         self._source, self._limit_s = source, config.timeout_s
         self._whole = config.kind == "python" and config.scope == "group"
         self._own = config.kind == "python"
@@ -88,18 +92,18 @@ class LoadedVerifier:
 
 
 def load(config: PythonConfig) -> Callable[..., Any]:
-    """Return the function that `config` names, with its options, or an instance of the class. Raises ValueError."""
+    """Return the function that `config` names, with its options, or an instance of the class. Raises `Unusable`."""
     place, _, name = config.function.rpartition(":")
     found: Any = _from_file(Path(place)) if config.file else importlib.import_module(place)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"function = {config.function!r}: {place} has no {part!r}")
+            raise Unusable(f"function = {config.function!r}: {place} has no {part!r}")
         found = getattr(found, part)
     if inspect.isclass(found):
         found = found(**config.options)
         return found.score if hasattr(found, "score") else found
     if not callable(found):
-        raise ValueError(f"function = {config.function!r} is not a function or class but {type(found).__name__}")
+        raise Unusable(f"function = {config.function!r} is not a function or class but {type(found).__name__}")
     return partial(found, **config.options) if config.options else found
 
 
@@ -107,7 +111,7 @@ def _from_file(path: Path) -> Any:
     """Import a file; modules beside it can be imported too."""
     described = importlib.util.spec_from_file_location(path.stem, path)
     if described is None or described.loader is None or not path.is_file():
-        raise ValueError(f"{path} is not a Python file that can be read")
+        raise Unusable(f"{path} is not a Python file that can be read")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(described)
@@ -123,19 +127,19 @@ def builtin(config: VerifierConfig, source: Source) -> Any:
 
 
 def _parameters(function: Callable[..., Any], whole: bool) -> frozenset[str]:
-    """Return which of a group's fields a function asks for. Raises ValueError for a parameter that there is none for."""
+    """Return which of a group's fields a function asks for. Raises `Unusable` for a parameter that there is none for."""
     offered = {*(OF_ONE.values() if whole else OF_ONE), *OF_ALL}
     wanted: set[str] = set()
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             wanted |= offered
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise ValueError(f"parameter {name!r} is passed by position: verifiers are called by keyword")
+            raise Unusable(f"parameter {name!r} is passed by position: verifiers are called by keyword")
         elif name in offered:
             wanted.add(name)
         elif parameter.default is parameter.empty:
             scope = "group" if whole else "completion"
-            raise ValueError(
+            raise Unusable(
                 f'parameter {name!r} is unknown: with scope = "{scope}" a verifier may ask for {", ".join(sorted(offered))}; '
                 "set others in `options`"
             )

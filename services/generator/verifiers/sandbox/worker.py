@@ -33,17 +33,13 @@ from services.generator.verifiers.base import Job
 from services.generator.verifiers.results import BadResult, Verdict
 from services.generator.verifiers.sandbox.confine import confine, limit_resources
 from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Setup, frame
-from services.generator.verifiers.sandbox.loaded import LoadedVerifier
+from services.generator.verifiers.sandbox.loaded import LoadedVerifier, Unusable
 
 _OURS = str(Path(__file__).resolve().parents[4] / "services")
 PARENT_CHECK_S = 2.0
 """Seconds between an idle worker's checks that its parent is alive, in case a copy of the pool's socket outlives the parent."""
 
 T = TypeVar("T")
-
-
-class Unusable(Exception):
-    """A verifier cannot be loaded. The message names it and says why."""
 
 
 def main() -> None:
@@ -109,7 +105,8 @@ def _build(setup: Setup) -> dict[str, list[LoadedVerifier]]:
                 try:
                     found[source.name].append(LoadedVerifier(config, source))
                 except BaseException as error:  # whatever its code raises is reported to the pool, and to the user
-                    raise Unusable(f"verifier {name!r} cannot be used: {_reason(error)}") from error
+                    reason = str(error) if isinstance(error, Unusable) else _reason(error)
+                    raise Unusable(f"verifier {name!r} cannot be used: {reason}") from error
     return found
 
 

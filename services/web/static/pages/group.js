@@ -38,12 +38,13 @@ const Completion = ({ completion, most }) =>
     <dl class="figures">
       <div><dt>Reward</dt><dd>${short(completion.reward)}</dd></div>
       <div><dt>Advantage</dt><dd><${Advantage} value=${completion.advantage} most=${most} /></dd></div>
-      ${Object.entries(completion.scores).map(([verifier, score]) => html`<div key=${verifier}><dt title="unweighted score of a verifier, 0 to 1">${plain(verifier)}</dt><dd>${short(score)}</dd></div>`)}
+      ${Object.entries(completion.scores).map(([verifier, score]) => html`<div key=${verifier}><dt title="unweighted score of a verifier">${plain(verifier)}</dt><dd>${short(score)}</dd></div>`)}
       <div><dt>Length</dt><dd>${count(completion.length)} tokens</dd></div>
       ${completion.tool_tokens > 0 && html`<div><dt>From tools</dt><dd>${count(completion.tool_tokens)} tokens</dd></div>`}
     </dl>
     <${Spans} completion=${completion} />
     <${Tokens} passage=${completion.passage} label=${`Text of completion ${completion.index}`} />
+    ${Object.entries(completion.note ?? {}).map(([verifier, said]) => html`<p key=${verifier} class="note">${plain(verifier)}: ${plain(JSON.stringify(said))}</p>`)}
   </article>`;
 
 const facts = (found) => [

@@ -1,0 +1,121 @@
+"""`grpo score`, and the checks of `grpo run` and `grpo doctor` that call verifiers. Real worker processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.config import load
+from services.console.__main__ import main
+from services.console.doctor.inputs import check_inputs
+from services.console.errors import ConsoleError
+from tests.support.harness import save_tokenizer_folder, small_config
+
+OWN = """
+def score(completion, answer, row, prompt):
+    if completion == "raise":
+        raise KeyError(completion)
+    return {"score": completion.count(answer), "asked": prompt[-1]["content"]}
+
+def ranked(completions):
+    return sorted(range(len(completions)), key=lambda i: len(completions[i]))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A configuration with a model folder, forty questions and a reward of its own."""
+    save_tokenizer_folder(tmp_path / "model")
+    small_config(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(OWN)
+    path = tmp_path / "run.toml"
+    text = path.read_text()
+    path.write_text(text.replace('kind = "exact"', 'kind = "python"\nfunction = "my_rewards.py:score"'))
+    assert "my_rewards" in path.read_text()
+    return path
+
+
+def test_completions_of_a_file_are_scored(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    lines = [
+        {"completion": rows[3]["answer"] * 2, "row": 3},
+        {"completion": ["7", "no", "77"], "prompt": "what?", "answer": "7"},
+    ]
+    given = tmp_path / "completions.jsonl"
+    given.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert main(["score", str(file), "--completions", str(given), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["reward"] for one in found["completions"]] == [2, 1, 0, 2]
+    assert [one["where"][-2:] for one in found["completions"]] == [":1", ":2", ":2", ":2"]
+    assert found["completions"][1]["note"] == {"python": {"asked": "what?"}}
+    assert (found["rewards"], found["failures"], found["mean"]) == (4, 0, 1.25)
+    assert main(["score", str(file), "verifiers.0.solved_at=1", "--completions", str(given)]) == 0
+    out = capsys.readouterr().out
+    assert "4 scored, 0 failed, mean reward 1.25" in out
+    assert out.count("yes") == 3
+
+
+def test_a_failure_is_shown_and_the_others_are_scored(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = tmp_path / "completions.jsonl"
+    given.write_text('{"completion": "raise", "row": 0}\n{"completion": "", "row": 1}\n')
+    assert main(["score", str(file), "--completions", str(given)]) == 1
+    out = capsys.readouterr().out
+    assert "1 scored, 1 failed, mean reward 0" in out
+    assert "failed: verifier 'python' failed: KeyError: 'raise' (my_rewards.py:4)" in out
+
+
+def test_groups_are_scored_together(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = tmp_path / "completions.jsonl"
+    given.write_text('{"completion": ["bbb", "a", "cc"], "row": 0}\n')
+    overrides = ['verifiers.0.scope="group"', 'verifiers.0.function="my_rewards.py:ranked"']
+    assert main(["score", str(file), *overrides, "--completions", str(given), "--json"]) == 0
+    assert [one["reward"] for one in json.loads(capsys.readouterr().out)["completions"]] == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no json", "c.jsonl:1: "),
+        ('{"row": 1}', "missing required field `completion`"),
+        ('{"completion": "x", "row": 4000}', 'c.jsonl:1: row = 4000, but source "main" has rows 0 to 39: correct it'),
+        ('{"completion": "x"}', "no field 'prompt'"),
+        ('{"completion": [], "row": 1}', "completion is an empty list"),
+        ('{"completion": "x", "row": 1, "source": "y"}', "source = 'y' is no prompt source: choose from main"),
+        ("", "the file is empty: add lines"),
+    ],
+)
+def test_a_line_that_cannot_be_scored_is_named(
+    file: Path, tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.jsonl").write_text(line + "\n")
+    assert main(["score", str(file), "--completions", str(tmp_path / "c.jsonl")]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('verifiers.0.function="my_rewards.py:nothing"', "verifier python: verifier 'python' cannot be used: "),
+        ('verifiers.0.function="other.py:score"', "verifier 'python' cannot be used: "),
+        ('verifiers.0.function="nosuch_module:score"', "ModuleNotFoundError: No module named 'nosuch_module'"),
+        ("verifiers.0.range=[-2, 0]", "verifier 'python' failed: score 1 is outside its range [-2, 0]"),
+        ('data.curriculum="nosuch.module:order"', "there is no module nosuch.module: install it"),
+        ("data.max_prompt_tokens=1", "the prompt has"),
+    ],
+)
+def test_a_run_that_could_not_be_scored_is_refused_before_it_starts(file: Path, override: str, message: str) -> None:
+    config = load(file, environ={})
+    check_inputs(config)
+    with pytest.raises((ConsoleError, ValueError)) as caught:
+        check_inputs(load(file, [override], environ={}))
+    assert message in str(caught.value)
+
+
+def test_all_faults_are_told_at_once(file: Path) -> None:
+    config = load(file, ["data.max_prompt_tokens=1", 'data.curriculum="nosuch:order"', "verifiers.0.timeout_s=9"], environ={})
+    with pytest.raises(ConsoleError) as caught:
+        check_inputs(config)
+    assert "data source main" in str(caught.value)
+    assert "data.curriculum" in str(caught.value)
