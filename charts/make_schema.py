@@ -54,12 +54,18 @@ OF_PATH: dict[str, Schema] = {
     "generator.autoscaling.kind": {"enum": ["none", "hpa", "keda"]},
     "generator.autoscaling.minReplicas": {"type": "integer", "minimum": 0},
     "preload.repository": {"type": "string"},
+    "rewards.files": {
+        "type": "object", "propertyNames": {"pattern": r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"}, "additionalProperties": TEXT,
+    },
+    "rewards.egress": ANY_LIST,
+    "judge.args": {"type": "array", "items": TEXT},
+    "judge.port": {"type": "integer", "minimum": 1024, "maximum": 65535},
     "redis.appendfsync": {"enum": ["always", "everysec"]},
     "redis.maxMemoryMiB": {"type": "integer", "minimum": 64},
     "redis.external.url": {"type": "string", "pattern": "^$|^rediss?://[^@/]+(/[0-9]+)?$"},
     "trainer.masterPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
     "security.user": {"type": "integer", "minimum": 1},
-}
+}  # fmt: skip
 """Schemas by path, where the default value does not determine them."""
 
 

@@ -70,10 +70,41 @@
 {{- if and (include "grpo.tracked" .) (eq (dig "env" "WANDB_MODE" "offline" $v.tracker) "online") (not $v.tracker.wandbSecret) }}
 {{- fail "tracker.env.WANDB_MODE = online needs an API key: set tracker.wandbSecret to a Secret with it" }}
 {{- end }}
+{{- include "grpo.rewardChecks" . }}
 {{- if and $v.monitoring.rules (not (.Files.Get "files/alerts.yaml")) }}
 {{- fail "monitoring.rules = true, but this chart has no files/alerts.yaml: set it to false" }}
 {{- end }}
 {{- if and $v.monitoring.dashboard (not (.Files.Get "files/dashboard.json")) }}
 {{- fail "monitoring.dashboard = true, but this chart has no files/dashboard.json: set it to false" }}
+{{- end }}
+{{- end }}
+
+{{- define "grpo.rewardChecks" -}}
+{{- $v := .Values }}
+{{- $folder := "/srv/grpo/rewards/" }}
+{{- if and $v.rewards.files $v.rewards.existingConfigMap }}
+{{- fail (printf "rewards.existingConfigMap = %q has no effect with rewards.files: remove one" $v.rewards.existingConfigMap) }}
+{{- end }}
+{{- if and $v.rewards.image $v.generator.image }}
+{{- fail (printf "rewards.image = %q has no effect with generator.image = %q: remove one" $v.rewards.image $v.generator.image) }}
+{{- end }}
+{{- range $i, $verifier := $v.config.verifiers }}
+{{- $function := $verifier.function | default "" }}
+{{- $file := regexFind "^.+\\.py:" $function | trimSuffix ":" }}
+{{- if and $file (not (hasPrefix "/" $file)) }}
+{{- fail (printf "config.verifiers.%d.function = %q: put the file into rewards.files and write %s%s" $i $function $folder $function) }}
+{{- end }}
+{{- if and (hasPrefix $folder $file) (not $v.rewards.existingConfigMap) (not (hasKey $v.rewards.files (trimPrefix $folder $file))) }}
+{{- fail (printf "config.verifiers.%d.function = %q: rewards.files has no %q: add it" $i $function (trimPrefix $folder $file)) }}
+{{- end }}
+{{- end }}
+{{- if and $v.judge.enabled (not $v.judge.model) }}
+{{- fail "judge.enabled = true needs judge.model: set a name on the hub, or a folder under /srv/grpo/models" }}
+{{- end }}
+{{- if and $v.judge.enabled (hasPrefix "/" $v.judge.model) (not $v.storage.models.enabled) }}
+{{- fail (printf "judge.model = %q is on the volume of the models: set storage.models.enabled = true" $v.judge.model) }}
+{{- end }}
+{{- if and $v.judge.enabled (not (hasPrefix "/" $v.judge.model)) $v.networkPolicy.enabled (not $v.networkPolicy.internet) }}
+{{- fail (printf "judge.model = %q must be downloaded, but networkPolicy.internet = false forbids it: set it to true, or use a folder on a volume" $v.judge.model) }}
 {{- end }}
 {{- end }}

@@ -82,6 +82,31 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{ .Files.Get "files/users.acl" | replace "@RUN@" (include "grpo.run" .) | trim }}
 {{- end }}
 
+{{/* Name of the ConfigMap with the files of rewards; empty if there are none. The chart's own is named by its content. */}}
+{{- define "grpo.rewardsMap" -}}
+{{- if .Values.rewards.files -}}
+{{ .Release.Name }}-rewards-{{ toJson .Values.rewards.files | sha256sum | trunc 8 }}
+{{- else -}}
+{{ .Values.rewards.existingConfigMap }}
+{{- end -}}
+{{- end }}
+
+{{/* Digest of these files, as they are now; empty if there are none, or if they cannot be read without a cluster. */}}
+{{- define "grpo.rewardsDigest" -}}
+{{- if .Values.rewards.files }}
+{{- toJson .Values.rewards.files | sha256sum }}
+{{- else if .Values.rewards.existingConfigMap }}
+{{- with dig "data" dict (lookup "v1" "ConfigMap" .Release.Namespace .Values.rewards.existingConfigMap) }}
+{{- toJson . | sha256sum }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Address of the judge for `url` of a verifier. */}}
+{{- define "grpo.judgeUrl" -}}
+http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.port }}/v1
+{{- end }}
+
 {{- define "grpo.modelFolder" -}}
 {{- if hasPrefix "/" (toString .Values.config.model.path) }}true{{ end }}
 {{- end }}
@@ -105,6 +130,8 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- $settings := index .root.Values .component }}
 {{- if $settings.image -}}
 {{ $settings.image }}
+{{- else if and (eq .component "generator") .root.Values.rewards.image -}}
+{{ .root.Values.rewards.image }}
 {{- else -}}
 {{- $variant := ternary (ternary "-cuda" "-cpu" (eq .root.Values.accelerator "nvidia")) "" (has .kind (list "generator" "trainer")) -}}
 {{ .root.Values.image.registry }}/grpo-{{ .kind }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}{{ $variant }}

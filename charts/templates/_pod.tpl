@@ -7,10 +7,11 @@ The parts that the pods of all services share.
   drain      command of the preStop hook
   grace      seconds from SIGTERM, or from the hook, to SIGKILL
   gpus       number of GPUs
-  runs, models, data, collective   volumes and settings that it needs
+  runs, models, data, rewards, collective   volumes and settings that it needs
   account    name of its service account, if it calls the cluster's API; its token is then mounted
   logins     kinds of service whose Redis users it may use; default: its component's own
   env        further variables, YAML
+  envSecret  name of a Secret whose keys are variables
 */}}
 
 {{- define "grpo.podTemplate" -}}
@@ -25,6 +26,11 @@ metadata:
     {{- end }}
   annotations:
     checksum/config: {{ include "grpo.config" .root | sha256sum }}
+    {{- if .rewards }}
+    {{- with include "grpo.rewardsDigest" .root }}
+    checksum/rewards: {{ . }}
+    {{- end }}
+    {{- end }}
     {{- with $settings.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -72,6 +78,10 @@ spec:
       terminationMessagePolicy: FallbackToLogsOnError
       env:
         {{- include "grpo.environment" . | nindent 8 }}
+      {{- with .envSecret }}
+      envFrom:
+        - secretRef: {name: {{ . }}}
+      {{- end }}
       {{- if .http }}
       ports:
         - {name: api, containerPort: {{ $values.apiPort }}}
@@ -130,13 +140,16 @@ spec:
     {{- include "grpo.inputVolumes" . | nindent 4 }}
 {{- end }}
 
-{{/* Inputs of a run that are on volumes: model and data. */}}
+{{/* Inputs of a run that are on volumes: model, data and the files of rewards. */}}
 {{- define "grpo.inputMounts" -}}
 {{- if and .models .root.Values.storage.models.enabled }}
 - {name: models, mountPath: /srv/grpo/models, readOnly: {{ include "grpo.modelFolder" .root | default "false" }}}
 {{- end }}
 {{- if and .data .root.Values.storage.data.existingClaim }}
 - {name: data, mountPath: /srv/grpo/data, readOnly: true}
+{{- end }}
+{{- if and .rewards (include "grpo.rewardsMap" .root) }}
+- {name: rewards, mountPath: /srv/grpo/rewards, readOnly: true}
 {{- end }}
 {{- end }}
 
@@ -148,6 +161,10 @@ spec:
 {{- if and .data .root.Values.storage.data.existingClaim }}
 - name: data
   persistentVolumeClaim: {claimName: {{ .root.Values.storage.data.existingClaim }}, readOnly: true}
+{{- end }}
+{{- if and .rewards (include "grpo.rewardsMap" .root) }}
+- name: rewards
+  configMap: {name: {{ include "grpo.rewardsMap" .root }}}
 {{- end }}
 {{- end }}
 

@@ -24,6 +24,13 @@ def example(name: str) -> Object:
     return yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
 
 
+def documented(heading: str) -> Object:
+    """The values that docs/kubernetes.md shows under a heading."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    section = page.split(f"### {heading}\n", 1)[1].split("\n##", 1)[0]
+    return yaml.safe_load(section.split("```yaml\n", 1)[1].split("\n```", 1)[0])
+
+
 def changed(values: Mapping[str, Any], path: str, value: Any) -> Object:
     """The values with one of them set, `a.b.c` by its path."""
     result = copy.deepcopy(dict(values))

@@ -33,6 +33,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("config.data.sources", [], "sources"),
     ("config.redis.payload_shards", 65, "payload_shards"),
     ("redis.external.url", "redis://user:secret@host:6379/0", "url"),
+    ("rewards.files", {"my reward.py": ""}, "my reward.py"),
+    ("rewards.files", {"my_reward.py": ["def"]}, "my_reward.py"),
+    ("rewards.secret", "keys", "secret"),
+    ("judge.args", "--enforce-eager", "args"),
+    ("config.verifiers", [{"kind": "python"}], "verifiers"),
     # keys that are the chart's
     ("config.redis.url", "redis://elsewhere:6379", "url"),
     ("config.api", {"port": 1}, "api"),
@@ -65,6 +70,26 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
             "redis": {"enabled": False, "external": {"url": "redis://host:6379/0"}},
         },
         "has no effect with redis.enabled = false: set redis.enabled = true, or remove it",
+    ),
+    ({"rewards": {"files": {"a.py": ""}, "existingConfigMap": "b"}}, "rewards.existingConfigMap"),
+    ({"rewards": {"image": "a"}, "generator": {"image": "b"}}, "rewards.image"),
+    (
+        {"config": {"verifiers": [{"kind": "python", "function": "a.py:score"}]}},
+        'config.verifiers.0.function = "a.py:score": put the file into rewards.files and write /srv/grpo/rewards/a.py:score',
+    ),
+    (
+        {"config": {"verifiers": [{"kind": "python", "function": "/srv/grpo/rewards/a.py:score"}]}},
+        'config.verifiers.0.function = "/srv/grpo/rewards/a.py:score": rewards.files has no "a.py": add it',
+    ),
+    ({"judge": {"enabled": True}}, "judge.model"),
+    ({"judge": {"enabled": True, "model": "/srv/grpo/models/a"}}, "storage.models.enabled"),
+    (
+        {
+            "judge": {"enabled": True, "model": "a/b"},
+            "networkPolicy": {"internet": False},
+            "config": {"model": {"path": "/srv/grpo/models/a"}},
+        },
+        'judge.model = "a/b" must be downloaded',
     ),
     ({"trainer": {"nodes": 2}}, "storage.runs.accessMode"),
     ({"preload": {"enabled": True, "repository": "a/b"}}, "storage.models.enabled"),
