@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.config import RunConfig
 from services.config.data import Source
-from services.config.verifiers import VerifierConfig
+from services.config.verifiers import RemoteVerifier, VerifierConfig
 from services.generator.verifiers.base import Job, Scores, VerifierFailure, named
 from services.generator.verifiers.remote import RemotePool
 from services.generator.verifiers.results import Verdict, gathered
@@ -26,13 +27,13 @@ class Scoring:
         verifiers = [(name, _completed(verifier, config)) for name, verifier in named(config.verifiers)]
         self._sources = {source.name for source in sources}
         workers = workers or config.generator.verifier_workers
+        tokens = frozenset(each.token_env for each in config.verifiers if isinstance(each, RemoteVerifier))
         self.pools: list[VerifierPool] = []
         for network in (False, True):
             chosen = [(name, each) for name, each in verifiers if _is_local(each) and _networked(each) == network]
             if chosen:
-                self.pools.append(
-                    VerifierPool(chosen, workers, sources, _freedoms([each for _, each in chosen], network, prints))
-                )
+                freedoms = replace(_freedoms([each for _, each in chosen], network, prints), withheld=tokens)
+                self.pools.append(VerifierPool(chosen, workers, sources, freedoms))
         self._remote = RemotePool([(name, each) for name, each in verifiers if not _is_local(each)], sources)
 
     async def start(self) -> None:

@@ -48,6 +48,8 @@ class Freedoms:
     """Most address space of a worker. 0: no limit."""
     prints: bool = False
     """Whether what verifiers print is shown."""
+    withheld: frozenset[str] = frozenset()
+    """Environment variables that they do not get although they look harmless."""
 
 
 class VerifierPool:
@@ -67,7 +69,7 @@ class VerifierPool:
         self._verifiers = {
             source.name: [(name, verifier) for name, verifier in verifiers if verifier.scores(source.name)] for source in sources
         }
-        self._workers = [WorkerProcess(setup, self._verifiers, freedoms.inherited) for _ in range(workers)]
+        self._workers = [WorkerProcess(setup, self._verifiers, freedoms.inherited, freedoms.withheld) for _ in range(workers)]
         self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
         self._replacing: set[asyncio.Task[None]] = set()
 

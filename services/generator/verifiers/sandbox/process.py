@@ -45,13 +45,15 @@ class BadFrame(Exception):
 class WorkerProcess:
     """A process that can be restarted.
 
-    `verifiers`: source -> its verifiers by name. `inherited`: environment variables that it gets although they look like secrets.
+    `verifiers`: source -> its verifiers by name. `inherited`: environment variables that it gets although they look like secrets;
+    `withheld`: others that it does not get.
     """
 
     def __init__(
-        self, setup: Setup, verifiers: Mapping[str, Sequence[tuple[str, VerifierConfig]]], inherited: Collection[str] = ()
-    ) -> None:
-        self._setup, self._verifiers, self._inherited = setup, verifiers, inherited
+        self, setup: Setup, verifiers: Mapping[str, Sequence[tuple[str, VerifierConfig]]], inherited: Collection[str] = (),
+        withheld: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self._setup, self._verifiers, self._inherited, self._withheld = setup, verifiers, inherited, withheld
         self.needs: dict[str, list[str]] = {}
         """Source -> fields of a group that its verifiers ask for, once started."""
         self._scratch: Scratch | None = None
@@ -75,7 +77,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self._scratch = Scratch()
         with theirs:
-            self._process = _spawn(theirs.fileno(), str(self._scratch.path), self._inherited)
+            self._process = _spawn(theirs.fileno(), str(self._scratch.path), self._inherited, self._withheld)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -158,10 +160,11 @@ class WorkerProcess:
         return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
 
 
-def _spawn(descriptor: int, scratch: str, kept: Collection[str]) -> subprocess.Popen[bytes]:
+def _spawn(descriptor: int, scratch: str, kept: Collection[str], withheld: Collection[str] = ()) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    inherited = {name: value for name, value in os.environ.items() if name in kept or not _SECRET.search(name)}
+    secret = {name for name in os.environ if name in withheld or _SECRET.search(name)} - {*kept}
+    inherited = {name: value for name, value in os.environ.items() if name not in secret}
     return subprocess.Popen(
         [sys.executable, "-m", "services.generator.verifiers.sandbox.worker", str(descriptor), scratch],
         env={**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},

@@ -15,6 +15,7 @@ from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
+from services.generator.verifiers.base import Job
 from services.generator.verifiers.scoring import Scoring
 from services.runtime.entry import open_service
 from services.runtime.service import Service
@@ -210,3 +211,21 @@ async def test_an_answer_that_is_no_score_is_tried_again_without_sampling_again(
         assert held.engine.gauges().tokens == sampled
         assert counted(held.metrics)["verifier"] == 2.0
         assert min(await held.rewards()) > 0
+
+
+async def test_workers_of_other_verifiers_do_not_inherit_the_token(
+    tmp_path: Path, service: FlakyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARMLESS", "s3cr3t-token")
+    verifiers = f'verifiers=[{{kind="exact"}}, {{kind="http", url="{service.url}/score", token_env="HARMLESS"}}]'
+    config = small_config(tmp_path, None, verifiers)
+    scoring = Scoring(config, config.data.sources, workers=1)
+    await scoring.start()
+    try:
+        found = await scoring.score(Job("main", ["4", "five"], "4", msgspec.json.encode(ROW).decode(), ["stop", "stop"]))
+        (worker,) = scoring.pools[0].pids
+        assert b"s3cr3t-token" not in await asyncio.to_thread(Path(f"/proc/{worker}/environ").read_bytes)
+    finally:
+        await scoring.close()
+    assert found.scores == {"exact": [1.0, 0.0], "http": [0.5, 0.2]}
+    assert service.requests[0]["authorization"] == "Bearer s3cr3t-token"
