@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -96,9 +97,11 @@ async def carry_out(behaviour: str, detail: str, path: str, body: Any, request: 
 
 
 def _said(path: str, text: str, body: Any) -> Response:
-    """Score each completion by its length, more than zero, or say `text` as a judge."""
+    """Score each completion by its length, or at `digits` by whether it has a small digit, or say `text` as a judge."""
     if "chat" in path:
         return Response(_json({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
+    if path == "digits":
+        return Response(_json({"scores": [float(re.search("[0-4]", one["text"]) is not None) for one in body["completions"]]}))
     return Response(_json({"scores": [1 / (1 + len(one["text"])) for one in body["completions"]]}))
 
 

@@ -1,0 +1,38 @@
+"""The example of a reward service, served as its docstring says and asked by the verifier `http`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from services.generator.verifiers.base import VerifierFailure
+from services.runtime.process_tools import free_port
+from tests.generator.verifiers.remote.asking import asking, group
+
+TOKEN = "example-token"
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that asks for a token."""
+    monkeypatch.setenv("REWARDS_TOKEN", TOKEN)
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "examples.reward_server.server:app", "--port", str(port), "--log-level", "error"]
+    with subprocess.Popen(command) as process:
+        yield f"http://127.0.0.1:{port}/score"
+        process.kill()
+
+
+async def test_it_scores_groups_while_it_is_still_starting_and_asks_for_its_token(url: str) -> None:
+    job = group("2 + 2 = 4", "It is 5.", "4, I think", "no number")
+    job.finish[2] = "length"
+    async with asking("http", url, token_env="REWARDS_TOKEN", range=[0, 1]) as pool:
+        verdict = (await pool.score(job))["http"]
+    assert verdict.scores == [1.0, 0.1, 0.9, 0.1]
+    assert verdict.parts == {"right": [1.0, 0.0, 1.0, 0.0], "finished": [1.0, 1.0, 0.0, 1.0]}
+    async with asking("http", url) as pool:
+        with pytest.raises(VerifierFailure, match=r"answered 401: .*the bearer token is missing or wrong"):
+            await pool.score(job)

@@ -1,0 +1,62 @@
+"""A whole run whose rewards come from a service that misbehaves, is killed and is started again: nothing changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.generator.verifiers.remote.flaky_server import FlakyServer
+from tests.runs.test_run import (
+    check_whole,
+    finish,
+    folder,  # noqa: F401
+    kill,
+    start,
+    steps_done,
+    undisturbed,  # noqa: F401
+    wait_for,
+    weights,
+    write_run,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+NAME = "rewarded"
+
+
+def status(folder: Path, *options: str) -> str:  # noqa: F811
+    command = [sys.executable, "-m", "services.console", "status", str(folder / NAME), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+def generators(folder: Path) -> list[dict[str, Any]]:  # noqa: F811
+    return [pod for pod in json.loads(status(folder, "--json"))["pods"] if pod["kind"] == "generator"]
+
+
+def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:  # noqa: F811
+    """It gives the scores that the undisturbed run's own verifier gives, so the weights must be the same."""
+    with FlakyServer() as service:
+        service.behave("status:500", "hang", "close", "raw:{}", "retry:1", "endless", "status:503")
+        verifier = f'{{kind="http", url="{service.url}/digits", range=[0, 1], timeout_s=1.0}}'
+        process = start(write_run(folder, NAME, f"verifiers=[{verifier}]"))
+        wait_for(lambda: steps_done(folder, NAME) >= 2, process)
+        service.kill()
+        wait_for(lambda: f"waiting for verifier 'http' at {service.url}/digits: connection refused" in status(folder), process)
+        waiting = next(pod for pod in generators(folder) if pod["waiting"])
+        ready = httpx.get(f"{waiting['url']}/health/ready")
+        assert ready.status_code == 503
+        assert "waiting for verifier 'http'" in ready.text
+        done = steps_done(folder, NAME)
+        kill(folder, NAME, "generator-0")
+        wait_for(lambda: all(pod["waiting"] for pod in generators(folder)), process)
+        assert steps_done(folder, NAME) <= done + 2, "what was scored before is all that can be trained"
+        service.start()
+        finish(process)
+        assert service.requests
+    check_whole(folder, NAME)
+    assert weights(folder, NAME) == undisturbed
