@@ -147,6 +147,18 @@ SUITE = (
         gap="Verifiers and the loop share the cores with vLLM here; with a GPU they have cores of their own.",
     ),
     Benchmark(
+        "rewards",
+        "Rewards of one's own",
+        "the bare function; the same generator with a verifier that takes no time; nothing lost",
+        150,
+        (
+            Figure("overhead_us", "a Python function's cost for a completion beside the call itself, µs", 200, "lower", ratio=False),
+            Figure("seats_idle_share", "share of an engine's seats that idle because a verifier takes 2 s", 0.05, "lower"),
+            Figure("lost", "tickets lost under a judge that hangs, fails, hangs up and dies", 0, "lower"),
+            Figure("zeros", "scores that it did not give", 0, "lower"),
+        ),
+    ),
+    Benchmark(
         "datapath",
         "The data path",
         "raw pipelined SET and GET of the same bytes",

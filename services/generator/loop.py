@@ -70,7 +70,7 @@ class RolloutLoop(RolloutWorker):
         self._adopt = True
         metrics.running.set_function(lambda: self.generating)
         metrics.scoring.set_function(lambda: len(self.rollouts) - self.generating)
-        metrics.scoring_limit.set(Bounds.of(self.config).most)
+        metrics.scoring_limit.set(Bounds.of(self.config).scoring)
         metrics.evaluating.set_function(lambda: self.evaluating)
 
     @property
@@ -117,10 +117,10 @@ class RolloutLoop(RolloutWorker):
     def _room(self) -> int:
         """Return how many tickets to claim: up to the pod's share at once, beyond it only tickets unclaimed for `SPARE_S`.
 
-        A finished group leaves its place to another while it is scored; no more groups wait for that than may be generated.
+        A finished group leaves its place to another while it is scored, up to a bound.
         """
         held, share = self.generating, self.share
-        if len(self.rollouts) - held >= Bounds.of(self.config).most:
+        if len(self.rollouts) - held >= Bounds.of(self.config).scoring:
             return 0
         within = min(self.limit.groups, share) - held
         if within > 0:

@@ -22,6 +22,7 @@ Reason = Literal["start", "room", "queue", "kv"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 POLL_S = 0.25  # between polls of the engine: several iterations, and short compared to a completion
+SCORING_TIMES = 4  # as many groups may wait for their scores as may be generated, this many times over
 SLACK_SHARE = 4  # one extra completion per this many running: on its way into the engine, or ready when one ends
 PATIENCE_LOOKS = 2  # polls for which a queue must last
 KV_FULL, KV_ROOM = 0.95, 0.9  # the limit shrinks above the first; it grows while usage with the addition is below the second
@@ -61,6 +62,11 @@ class Bounds:
         """Return the bounds of a run's generators."""
         seats, group_size = config.generator.max_num_seqs, config.sampling.group_size
         return cls(config.generator.max_concurrent_groups or max(1, 2 * seats // group_size), seats, group_size)
+
+    @property
+    def scoring(self) -> int:
+        """Groups that may wait for their scores: enough for verifiers that take several times as long as a completion."""
+        return SCORING_TIMES * self.most
 
     @property
     def runnable(self) -> int:

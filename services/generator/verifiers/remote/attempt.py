@@ -12,12 +12,12 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
 import httpx
 
-from services.generator.verifiers.results import shown
+from services.generator.verifiers.remote.token import ServiceToken
+from services.generator.verifiers.results import SHOWN_CHARACTERS
 
 REPLY_BYTES = 16 << 20
 """Most bytes of a reply: those of a thousand completions with notes of the greatest size."""
@@ -45,16 +45,19 @@ class Refused(Exception):
     """The service answered, but not with a result; asking the same again is useless."""
 
 
-async def post(http: httpx.AsyncClient, url: str, body: bytes, headers: Mapping[str, str], limit_s: float) -> bytes:
-    """Return the body of a successful reply. Raises `Unavailable`, `Unauthorized`, `Refused`."""
+async def post(http: httpx.AsyncClient, url: str, body: bytes, token: ServiceToken, limit_s: float) -> bytes:
+    """Return the body of a successful reply. Raises `Unavailable`, `Unauthorized`, `Refused`, none of which repeats the token."""
     try:
-        async with asyncio.timeout(limit_s), http.stream("POST", url, content=body, headers={**HEADERS, **headers}) as reply:
+        async with (
+            asyncio.timeout(limit_s),
+            http.stream("POST", url, content=body, headers={**HEADERS, **token.headers}) as reply,
+        ):
             most = REPLY_BYTES if reply.is_success else EXCERPT_BYTES
-            return _judged(reply, await _read(reply, most), most)
+            return _judged(reply, await _read(reply, most), most, token)
     except TimeoutError:
         raise Unavailable(f"no answer within timeout_s = {limit_s:g}") from None
     except httpx.TransportError as error:
-        raise Unavailable(_cause(error)) from None
+        raise Unavailable(token.redacted(_cause(error))) from None
 
 
 async def _read(reply: httpx.Response, most: int) -> bytes:
@@ -67,7 +70,7 @@ async def _read(reply: httpx.Response, most: int) -> bytes:
     return bytes(data)
 
 
-def _judged(reply: httpx.Response, data: bytes, most: int) -> bytes:
+def _judged(reply: httpx.Response, data: bytes, most: int, token: ServiceToken) -> bytes:
     status = reply.status_code
     if reply.is_success:
         if len(data) > most:
@@ -75,7 +78,8 @@ def _judged(reply: httpx.Response, data: bytes, most: int) -> bytes:
         if reply.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Refused("answered with a compressed body, which was not asked for")
         return data
-    said = f"answered {status}" + (f": {shown(data.decode('utf-8', 'replace').strip())}" if data else "")
+    text = token.redacted(data.decode("utf-8", "replace")).strip()[:SHOWN_CHARACTERS]  # cut last: a part of a token is not found
+    said = f"answered {status}" + (f": {text!r}" if text else "")
     if status == 401:
         raise Unauthorized(said)
     if status in AGAIN or status >= 500:

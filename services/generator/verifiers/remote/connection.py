@@ -123,18 +123,22 @@ class ServiceConnection:
             return await self._post(url, body)
 
     async def _post(self, url: str, body: bytes) -> bytes:
-        return await post(self._http, url, body, self._token.headers, self._config.timeout_s)
+        return await post(self._http, url, body, self._token, self._config.timeout_s)
 
     def _failed(self, error: Unavailable, started: float, left_s: float) -> None:
         """Note that the service is away. It is left alone for as long as it asks, up to the group's last attempt."""
         self._since = min(self._since, started) if self._failures else started
-        self._failures, self._reason = self._failures + 1, self._token.redacted(error.reason)
+        self._failures, self._reason = self._failures + 1, error.reason
         if error.after_s:
             self._not_before = max(self._not_before, time.monotonic() + min(error.after_s, left_s))
+
+    def redacted(self, text: str) -> str:
+        """Return `text` without the token."""
+        return self._token.redacted(text)
 
     def _answered(self, patience: Patience) -> None:
         patience.answered()
         self._failures = 0
 
     def _failure(self, reason: str, final: bool = False) -> VerifierFailure:
-        return VerifierFailure(f"verifier {self._name!r} at {self.address}: {self._token.redacted(reason)}", final)
+        return VerifierFailure(f"verifier {self._name!r} at {self.address}: {reason}", final)

@@ -82,11 +82,12 @@ class RemotePool:
         return "; ".join(filter(None, (connection.waiting for connection in self._connections.values())))
 
     async def _verdict(self, name: str, verifier: HttpConfig | JudgeConfig, fields: Mapping[str, Any]) -> Verdict:
-        with self._connections[name].group() as patience:
+        connection = self._connections[name]
+        with connection.group() as patience:
             try:
                 verdict = await self._scorers[name].score(fields, patience)
             except ValueError as error:
-                raise VerifierFailure(f"verifier {name!r} failed: {error}") from None
+                raise VerifierFailure(f"verifier {name!r} failed: {connection.redacted(str(error))}") from None
         if fault := fault_of(verdict, len(fields["completions"]), verifier.bounds):
             raise VerifierFailure(f"verifier {name!r} failed: {fault}")
         return verdict
