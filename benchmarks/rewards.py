@@ -3,10 +3,10 @@
     python -m benchmarks.rewards --json
 
 `overhead_us`: time for a completion to be scored by a Python function in its confined process, less the call itself, in µs.
-`seats_idle_share`: share of an engine's seats that idle because a verifier takes 2 s: the share that idles with it, less that with
-one that takes no time; both have the same tickets and a scripted engine. `lost`, `zeros`: tickets without scores, and scores other
-than the judge's, of a generator whose judge hangs, fails, hangs up and dies in turn; `faults`: how many of these there were. The
-last line is one JSON object.
+`seats_idle_share`: share of an engine's seats that idle because a verifier takes 2 s: what idles with it, less what idles with
+one that takes no time; both have the same tickets and a scripted engine. `lost`, `zeros`: tickets without scores, and scores
+other than the judge's, of a generator whose judge hangs, fails, hangs up and dies in turn; `faults`: how often. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
