@@ -28,20 +28,27 @@ AWAY_S, AWAY_TRIES = 5.0, 3
 """A service is waited for once it has not answered for so long, or so many requests in a row have failed."""
 
 
-class Patience:
-    """How long a service has answered nothing to one group."""
+class Silence:
+    """How long a service has answered nothing, from the first request that failed since its last answer."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # start of the first failed request since the last answer
+        self.failures = 0
+        self._since = self._answered = float("-inf")
+
+    @property
+    def length_s(self) -> float:
+        """Seconds since then; 0 if the last request was answered."""
+        return time.monotonic() - self._since if self.failures else 0.0
 
     def answered(self) -> None:
         """Note an answer."""
-        self._since = None
+        self.failures, self._answered = 0, time.monotonic()
 
-    def failed(self, started: float) -> float:
-        """Note a request that failed and return for how many seconds there has been no answer."""
-        self._since = started if self._since is None else min(self._since, started)
-        return time.monotonic() - self._since
+    def failed(self, started: float) -> None:
+        """Note a request that failed. What it waited before the last answer does not count."""
+        started = max(started, self._answered)
+        self._since = min(self._since, started) if self.failures else started
+        self.failures += 1
 
 
 class ServiceConnection:
@@ -52,7 +59,7 @@ class ServiceConnection:
         self._token = ServiceToken(config)
         self._under_way = asyncio.Semaphore(config.max_requests)
         self._groups = 0  # that ask it now
-        self._failures, self._since, self._reason = 0, 0.0, ""  # since the last answer
+        self._silence, self._reason = Silence(), ""
         self._not_before = 0.0  # when the service asked to be left alone until
         self.address = ""
         """Where the service is, without anything that may be secret."""
@@ -67,15 +74,15 @@ class ServiceConnection:
         self._token.read()
 
     @contextlib.contextmanager
-    def group(self) -> Iterator[Patience]:
-        """Give a group's requests their common patience."""
+    def group(self) -> Iterator[Silence]:
+        """Give a group's requests the silence that they have in common."""
         self._groups += 1
         try:
-            yield Patience()
+            yield Silence()
         finally:
             self._groups -= 1
 
-    async def ask(self, url: str, body: bytes, patience: Patience) -> bytes:
+    async def ask(self, url: str, body: bytes, silence: Silence) -> bytes:
         """Post a request until it is answered, and return the answer. Raises `VerifierFailure`."""
         pause_s = FIRST_PAUSE_S
         while True:
@@ -86,27 +93,30 @@ class ServiceConnection:
                 try:
                     answer = await self._authorized(url, body)
                 except Unavailable as error:
-                    left_s = self._config.give_up_s - patience.failed(started)
-                    self._failed(error, started, left_s)
+                    reason = error.reason
+                    left_s = self._failed(error, started, silence)
                 except (Refused, Unauthorized) as error:
-                    self._answered(patience)
+                    self._answered(silence)
                     raise self._failure(str(error)) from None
                 else:
-                    self._answered(patience)
+                    self._answered(silence)
                     return answer
             if left_s <= 0:
-                reason = f"{self._reason}; no answer for give_up_s = {self._config.give_up_s:g}"
-                raise self._failure(reason, final=True)
+                raise self._failure(f"{reason}; no answer for give_up_s = {self._config.give_up_s:g}", final=True)
             await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), left_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     @property
     def waiting(self) -> str:
         """Return why and since when the service is waited for, or "" if it answers or nobody asks it."""
-        away_s = time.monotonic() - self._since
-        if not (self._groups and self._failures and (away_s >= AWAY_S or self._failures >= AWAY_TRIES)):
+        away_s, failures = self._silence.length_s, self._silence.failures
+        if not self._groups or (away_s < AWAY_S and failures < AWAY_TRIES):
             return ""
         return f"waiting for verifier {self._name!r} at {self.address}: {self._reason}, for {away_s:.0f} s"
+
+    def redacted(self, text: str) -> str:
+        """Return `text` without the token."""
+        return self._token.redacted(text)
 
     async def _authorized(self, url: str, body: bytes) -> bytes:
         """Post once, and again if the token was refused but its file has another one by now."""
@@ -125,20 +135,19 @@ class ServiceConnection:
     async def _post(self, url: str, body: bytes) -> bytes:
         return await post(self._http, url, body, self._token, self._config.timeout_s)
 
-    def _failed(self, error: Unavailable, started: float, left_s: float) -> None:
-        """Note that the service is away. It is left alone for as long as it asks, up to the group's last attempt."""
-        self._since = min(self._since, started) if self._failures else started
-        self._failures, self._reason = self._failures + 1, error.reason
+    def _failed(self, error: Unavailable, started: float, silence: Silence) -> float:
+        """Note that the service is away, and return the seconds left to the group. They bound the rest that it asks for."""
+        for each in (self._silence, silence):
+            each.failed(started)
+        self._reason = error.reason
+        left_s = self._config.give_up_s - silence.length_s
         if error.after_s:
             self._not_before = max(self._not_before, time.monotonic() + min(error.after_s, left_s))
+        return left_s
 
-    def redacted(self, text: str) -> str:
-        """Return `text` without the token."""
-        return self._token.redacted(text)
-
-    def _answered(self, patience: Patience) -> None:
-        patience.answered()
-        self._failures = 0
+    def _answered(self, silence: Silence) -> None:
+        for each in (self._silence, silence):
+            each.answered()
 
     def _failure(self, reason: str, final: bool = False) -> VerifierFailure:
         return VerifierFailure(f"verifier {self._name!r} at {self.address}: {reason}", final)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from services.config.verifiers import HttpConfig
-from services.generator.verifiers.remote.connection import Patience, ServiceConnection
+from services.generator.verifiers.remote.connection import ServiceConnection, Silence
 from services.generator.verifiers.results import BadResult, Verdict, read_results
 
 
@@ -58,16 +58,16 @@ class HttpVerifier:
     def __init__(self, name: str, config: HttpConfig, connection: ServiceConnection) -> None:
         self._name, self._url, self._connection = name, config.url, connection
 
-    async def score(self, fields: Mapping[str, Any], patience: Patience) -> Verdict:
+    async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
         """Return the verdict on a group of n completions. Raises `VerifierFailure`, and ValueError with the reason."""
         completions = [CompletionText(*pair) for pair in zip(fields["completions"], fields["finish"], strict=True)]
         request = ScoreRequest(
             self._name, fields["source"], fields["prompt"], fields["answer"], fields["row"], completions
         )  # fmt: skip
-        answer = await self._connection.ask(self._url, msgspec.json.encode(request), patience)
+        answer = await self._connection.ask(self._url, msgspec.json.encode(request), silence)
         try:
             reply = msgspec.json.decode(answer, type=ScoreReply)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BadResult(f'answered with something else than {{"scores": […]}}: {error}') from None
         return read_results(reply.scores, len(completions))
 

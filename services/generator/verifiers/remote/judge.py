@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from services.config.verifiers import MOST_SCORE, JudgeConfig
-from services.generator.verifiers.remote.connection import Patience, ServiceConnection
+from services.generator.verifiers.remote.connection import ServiceConnection, Silence
 from services.generator.verifiers.remote.template import PromptTemplate, question_of
 from services.generator.verifiers.remote.together import together
 from services.generator.verifiers.results import NOTE_BYTES, BadResult, Verdict, read_results, shown
@@ -63,22 +63,22 @@ class JudgeVerifier:
         self._template = PromptTemplate(config.prompt, config.scope)
         self._verdict = re.compile(config.verdict)
 
-    async def score(self, fields: Mapping[str, Any], patience: Patience) -> Verdict:
+    async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
         """Return the verdict on a group of n completions. Raises `VerifierFailure`, and ValueError with the reason."""
         completions: Sequence[str] = fields["completions"]
         variables = {"question": question_of(fields["prompt"]), **{name: fields[name] for name in ("prompt", "answer", "row")}}
         if self._config.scope == "group":
-            scores, note = await self._ask({**variables, "completions": completions}, len(completions), patience)
+            scores, note = await self._ask({**variables, "completions": completions}, len(completions), silence)
             return read_results(
                 [{"score": score, **(note if i == 0 else {})} for i, score in enumerate(scores)], len(completions)
             )
-        asked = await together([self._ask({**variables, "completion": text}, 1, patience) for text in completions])
+        asked = await together([self._ask({**variables, "completion": text}, 1, silence) for text in completions])
         return read_results([{"score": scores[0], **note} for scores, note in asked], len(completions))
 
-    async def _ask(self, variables: Mapping[str, Any], count: int, patience: Patience) -> tuple[list[float], dict[str, Any]]:
+    async def _ask(self, variables: Mapping[str, Any], count: int, silence: Silence) -> tuple[list[float], dict[str, Any]]:
         """Return `count` scores, each the mean of the votes that can be read, and what is to be kept of the votes."""
         prompt, wanted = self._template.render(variables), self._config.votes
-        votes = await together([self._vote(self._body(prompt, i), count, patience) for i in range(wanted)])
+        votes = await together([self._vote(self._body(prompt, i), count, silence) for i in range(wanted)])
         good = [vote.scores for vote in votes if not vote.fault]
         if 2 * len(good) < wanted or not good:
             fault = next(vote.fault for vote in votes if vote.fault)
@@ -99,11 +99,11 @@ class JudgeVerifier:
             body["seed"] = int(body.get("seed", 0)) + vote
         return msgspec.json.encode(body)
 
-    async def _vote(self, body: bytes, count: int, patience: Patience) -> Vote:
-        answer = await self._connection.ask(self._url, body, patience)
+    async def _vote(self, body: bytes, count: int, silence: Silence) -> Vote:
+        answer = await self._connection.ask(self._url, body, silence)
         try:
             choices = msgspec.json.decode(answer, type=ChatReply).choices
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BadResult(f"answered with something else than a chat completion: {error}") from None
         if not choices:
             raise BadResult("answered with a chat completion without choices")
@@ -132,7 +132,7 @@ class JudgeVerifier:
             return msgspec.convert(found[key] if key == "scores" else [found[key]], list[float])
         except KeyError:
             raise ValueError(f"no {key!r}") from None
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{error}") from None
 
     def _from_text(self, text: str, count: int) -> list[float]:

@@ -16,7 +16,7 @@ import msgspec
 from services.config.data import Source
 from services.config.verifiers import HttpConfig, JudgeConfig, VerifierConfig
 from services.generator.verifiers.base import Job, VerifierFailure
-from services.generator.verifiers.remote.connection import Patience, ServiceConnection
+from services.generator.verifiers.remote.connection import ServiceConnection, Silence
 from services.generator.verifiers.remote.http import HttpVerifier
 from services.generator.verifiers.remote.together import together
 from services.generator.verifiers.results import Verdict, fault_of
@@ -25,7 +25,7 @@ from services.generator.verifiers.results import Verdict, fault_of
 class RemoteScorer(Protocol):
     """Scores groups by asking a service."""
 
-    async def score(self, fields: Mapping[str, Any], patience: Patience) -> Verdict:
+    async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
         """Return the verdict on a group. Raises `VerifierFailure`, and ValueError with the reason."""
         ...
 
@@ -83,9 +83,9 @@ class RemotePool:
 
     async def _verdict(self, name: str, verifier: HttpConfig | JudgeConfig, fields: Mapping[str, Any]) -> Verdict:
         connection = self._connections[name]
-        with connection.group() as patience:
+        with connection.group() as silence:
             try:
-                verdict = await self._scorers[name].score(fields, patience)
+                verdict = await self._scorers[name].score(fields, silence)
             except ValueError as error:
                 raise VerifierFailure(f"verifier {name!r} failed: {connection.redacted(str(error))}") from None
         if fault := fault_of(verdict, len(fields["completions"]), verifier.bounds):

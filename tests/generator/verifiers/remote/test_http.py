@@ -12,6 +12,7 @@ import pytest
 
 from services.config import ConfigError
 from services.generator.verifiers.base import VerifierFailure
+from services.generator.verifiers.remote.connection import Silence
 from services.generator.verifiers.remote.http import interface
 from tests.generator.verifiers.remote.asking import asking, group
 from tests.generator.verifiers.remote.flaky_server import FlakyServer
@@ -19,7 +20,7 @@ from tests.support.harness import small_config, wait_until
 
 TEXTS = ("a", "bbb")
 SCORES = [1 / 2, 1 / 4]
-SECRET = "s3cr3t-token"
+SECRET = "s3cr3t'token"
 
 
 async def test_a_group_is_one_request_with_all_that_is_known_of_its_prompt(service: FlakyServer) -> None:
@@ -62,7 +63,7 @@ async def test_a_service_that_is_overloaded_is_left_alone_for_as_long_as_it_asks
     service.behave("retry:1")
     async with asking("http", service.url) as pool:
         first = asyncio.create_task(pool.score(group(*TEXTS)))
-        await wait_until(lambda: pool._connections["http"]._failures)
+        await wait_until(lambda: pool._connections["http"]._silence.failures)
         others = [pool.score(group(*TEXTS)) for _ in range(3)]
         for verdicts in await asyncio.gather(first, *others):
             assert verdicts["http"].scores == SCORES
@@ -82,6 +83,7 @@ async def test_a_service_that_is_overloaded_is_left_alone_for_as_long_as_it_asks
         ("raw:<html>", r"something else than .* malformed"),
         ("raw:[0, 0]", r"Expected `object`, got `array`"),
         ("raw:" + "[" * 100_000, r"something else than"),
+        ('raw:{"scores": [{"a":' + "[" * 100_000, r"maximum recursion depth"),
         ('raw:{"scores": [1]}', r"1 results for 2 completions"),
         ('raw:{"scores": [1, null]}', r"scores\[1\]"),
         ('raw:{"scores": [1, "2"]}', r"scores\[1\]"),
@@ -125,7 +127,7 @@ async def test_a_group_is_given_up_when_the_service_has_answered_nothing_for_lon
     service.behave(*["status:500:broken"] * 100)
     started = time.monotonic()
     async with asking("http", service.url, give_up_s=1.0) as pool:
-        with pytest.raises(VerifierFailure, match=r"answered 500: 'broken' \(str\); no answer for give_up_s = 1$") as caught:
+        with pytest.raises(VerifierFailure, match=r"answered 500: 'broken'; no answer for give_up_s = 1$") as caught:
             await pool.score(group(*TEXTS))
         assert caught.value.final
         assert 1.0 <= time.monotonic() - started < 10.0
@@ -242,6 +244,22 @@ async def test_sources_of_others_are_left_out(service: FlakyServer) -> None:
     async with asking("http", service.url, sources=["other"]) as pool:
         assert await pool.score(group(*TEXTS)) == {}
     assert service.requests == []
+
+
+def test_what_a_request_waited_before_the_last_answer_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("services.generator.verifiers.remote.connection.time.monotonic", lambda: now[0])
+    silence = Silence()
+    now[0] = 50.0
+    silence.answered()
+    now[0] = 60.0
+    silence.failed(started=0.0)
+    assert silence.length_s == 10.0
+    now[0] = 70.0
+    silence.failed(started=65.0)
+    assert (silence.length_s, silence.failures) == (20.0, 2)
+    silence.answered()
+    assert (silence.length_s, silence.failures) == (0.0, 0)
 
 
 def test_the_documentation_has_the_interface() -> None:

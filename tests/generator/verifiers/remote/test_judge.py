@@ -77,6 +77,7 @@ async def test_a_vote_outside_the_range_does_not_count(service: FlakyServer) -> 
         (['raw:{"error": "no such model"}'], {}, "something else than a chat completion: .*choices"),
         (['raw:{"choices": [{"message": {}}]}'], {}, "no match"),
         (["score 1"], {"json_schema": SCHEMA}, "JSON is malformed"),
+        (['{"score": ' + "[" * 100_000], {"json_schema": SCHEMA}, "maximum recursion depth"),
         (['{"verdict": 1}'], {"json_schema": SCHEMA}, "no 'score'"),
         (['{"score": "1"}'], {"json_schema": SCHEMA}, "Expected `float`, got `str`"),
         (['{"score": 1e999}'], {"json_schema": SCHEMA}, "out of range"),
