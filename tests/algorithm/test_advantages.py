@@ -48,21 +48,39 @@ def test_by_hand(kind: Kind, expected: list[float]):
 
 @given(rewards, st.sampled_from(get_args(Kind)))
 def test_against_the_slow_twin(r: list[float], kind: Kind):
-    # Where all rewards are equal the std is rounding error, and over it the quotient is any number below 1e-6.
     assert advantages(r, kind) == pytest.approx(_slow(r, kind), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-@pytest.mark.parametrize("value", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.0, 1e6 / 3, -1e300])
 def test_a_constant_group_teaches_nothing(kind: Kind, value: float):
-    assert advantages([value] * 7, kind) == pytest.approx([0.0] * 7, abs=1e-6)
+    assert advantages([value] * 7, kind).tolist() == [0.0] * 7
     assert constant([value] * 7)
-    assert not constant([value, value + 0.5])
+    assert not constant([value, value / 2 + 0.5])
 
 
 def test_maxrl_never_turns_the_sign():
     assert advantages([-1.0, -3.0], "maxrl").tolist() == [0.0, 0.0]
     assert advantages([0.0, 0.0], "maxrl").tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["centered", "standard", "rloo"])
+def test_a_large_common_part_rounds_nothing_away(kind: Kind):
+    """Of rewards that float64 holds exactly: their differences are exact too."""
+    small = [0.25, 0.5, 0.0, 1.0]
+    assert advantages([1e9 + x for x in small], kind) == pytest.approx(advantages(small, kind), rel=1e-12)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=16))
+def test_maxrl_is_bounded_for_rewards_of_both_signs(r: list[float]):
+    found = advantages(r, "maxrl")
+    assert ((found >= -1) & (found <= len(r) - 1)).all()
+    if min(r) >= 0 and (mean := sum(r) / len(r)) > 1e-300 and not constant(r):
+        assert found == pytest.approx([(x - mean) / mean for x in r], rel=1e-6, abs=1e-6), "the bounds take nothing away"
+
+
+def test_maxrl_near_a_mean_of_zero_by_hand():
+    assert advantages([1.0, -1.0 + 1e-9], "maxrl").tolist() == [1.0, -1.0]  # 2e9 and -2e9 unbounded
 
 
 def test_statistics_are_those_of_the_full_group():
