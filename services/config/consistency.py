@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.config.evaluation import check_evaluation
-from services.config.generation import check_sync
+from services.config.generation import check_sampling, check_sync
 from services.config.loss import check_loss
 from services.config.root import RunConfig
 from services.config.verifiers import check_verifiers
@@ -16,6 +16,7 @@ def check(config: RunConfig) -> None:
     _check_training(config)
     check_loss(config.loss, config.advantage.kind)
     check_sync(config.sync)
+    check_sampling(config.sampling)
     _check_tls(config)
     check_verifiers(config.verifiers, [*config.data.sources, *config.evaluation.sources])
     _check_rewards(config)

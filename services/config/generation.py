@@ -19,9 +19,10 @@ class Sampling(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature. The trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling mass. Below 1, the behaviour logprobs are those of the truncated distribution."""
+    """Nucleus sampling mass. Only 1 can be trained on: the logprobs of a truncated distribution are not the trainer's
+    (docs/semantics.md). `evaluation.top_p` is free."""
     top_k: int = Field(default=0, ge=0)
-    """Number of most likely tokens to sample from. 0: all."""
+    """Number of most likely tokens to sample from. Only 0, all of them, can be trained on; `evaluation.top_k` is free."""
     stop: list[str] = []
     """Stop strings in addition to the end-of-sequence token."""
 
@@ -76,6 +77,17 @@ class Sync(Section):
     """Seconds that a generator has to join a round and pause; after that the round proceeds without it."""
     transfer_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a broadcast or an apply may take; after that the group is dissolved and the round continues in a new epoch."""
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ValueError for sampling from a part of the distribution, whose logprobs the trainer cannot compute."""
+    for name, value, whole in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0)):
+        if value != whole:
+            raise ValueError(
+                f"sampling.{name} = {value} cannot be trained on: the engine's logprobs would be those of the tokens that it "
+                "kept and the trainer's those of all, which biases every ratio between them (docs/semantics.md, Sampling): set "
+                f"sampling.{name} = {whole}, and lower sampling.temperature or set evaluation.{name} instead"
+            )
 
 
 def check_sync(sync: Sync) -> None:

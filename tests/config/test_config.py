@@ -176,6 +176,8 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
         (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
         (["loss.denominator=constant"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
+        (["sampling.top_p=0.9"], "sampling.top_p = 0.9 cannot be trained on: the engine's logprobs would be those of the tokens"),
+        (["sampling.top_k=50"], "set sampling.top_k = 0, and lower sampling.temperature or set evaluation.top_k instead"),
         (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
         (["trainer.offload=true"], "trainer.offload needs trainer.zero_stage 1, 2 or 3"),
         (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.ranks = 3 cannot be divided into teams"),
@@ -184,7 +186,7 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["reference.kind=polyak", "loss.kl_beta=0"], "reference.kind = 'polyak' has no effect with loss.kl_beta = 0"),
         (["reference.every_steps=5"], 'reference.every_steps = 5 has no effect with reference.kind = "frozen"'),
         (
-            ["optimizer.final_fraction=0.1"],
+            ["optimizer.final_fraction=0.2"],
             'has no effect with optimizer.schedule = "constant": set optimizer.schedule = "linear"',
         ),
         (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "leaves no step of run.steps = 100"),

@@ -34,7 +34,7 @@ async def test_greedy_completions_equal_those_of_transformers_with_the_trainers_
 
     make_model(tmp_path / "model", tied=True)
     config = make_config(
-        tmp_path / "model", sampling={"max_tokens": 40, "top_k": 1}, loss={"kl_beta": 0.0}, optimizer={"learning_rate": 3e-3},
+        tmp_path / "model", sampling={"max_tokens": 40}, loss={"kl_beta": 0.0}, optimizer={"learning_rate": 3e-3},
         trainer={"row_tokens": 256}, sync={"backend": "filesystem", "folder": str(tmp_path / "volume")},
     )  # fmt: skip
     engine = VllmEngine()
@@ -65,7 +65,7 @@ async def test_greedy_completions_equal_those_of_transformers_with_the_trainers_
             policy.export_hf(tmp_path / f"v{version}", version - 1)
             judge = AutoModelForCausalLM.from_pretrained(tmp_path / f"v{version}").eval()
             for i, prompt in enumerate(PROMPTS):
-                completion = await engine.generate(f"{version}-{i}", prompt, 0, SamplingParameters.training(config))
+                completion = await engine.generate(f"{version}-{i}", prompt, 0, SamplingParameters(40, top_k=1))
                 assert {span.version for span in completion.spans} == {version}
                 assert_greedy(judge, prompt, completion.tokens)
                 moved.append(float(reference_logprobs(judge, PROMPTS[0], np.arange(10, 20, dtype=np.int32)).sum()))

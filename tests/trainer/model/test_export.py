@@ -22,7 +22,7 @@ from tests.support.tiny_model import VOCABULARY, make_config
 
 @pytest.fixture(scope="module")
 def config(tiny_model: Path) -> RunConfig:
-    return make_config(tiny_model, run={"name": "exported"}, sampling={"temperature": 0.7, "max_tokens": 32, "top_k": 5})
+    return make_config(tiny_model, run={"name": "exported"}, sampling={"temperature": 0.7, "max_tokens": 32})
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_the_marker_names_run_step_and_hashes(module: Any, config: RunConfig, tm
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(manifest.files)
     assert {path.name for path in (tmp_path / "model").iterdir()} == {*manifest.files, atomic_folders.MANIFEST}
     defaults = GenerationConfig.from_pretrained(tmp_path / "model")
-    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.do_sample) == (0.7, 1.0, 5, True)
+    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.do_sample) == (0.7, 1.0, 0, True)
     assert defaults.eos_token_id == 1
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == VOCABULARY
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
