@@ -5,7 +5,8 @@ stored in the row once: work that is linear in tokens is done once for it, and e
 FlashAttention's variable-length kernel does that with `cu_seqlens`. Without it, each prompt with its response becomes one entry
 of a padded batch, so that tokens of two responses never meet in one product. Batches are formed by length (powers of two), so
 padding at most doubles the work. Memory is linear in the tokens of sequences, which in a plan is at most twice a row's budget
-(planning/packing.py): there is no T x T mask, and a sliding window is computed in blocks of queries.
+(planning/packing.py): there is no T x T mask, and a sliding window is computed in blocks of queries, as are capped scores and
+sinks (explicit_attention.py). Keys and values may have heads of different size, as in multi-head latent attention.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from services.config import ConfigError
+from services.trainer.model.explicit_attention import SMALLEST_BLOCK, Scores, explicit
+
+FLASH_HEAD = 256
+"""Largest head that FlashAttention 2 computes."""
+
 NAME = "packed"
 """Name under which transformers knows the function, for `attn_implementation`."""
 
-SMALLEST_BLOCK = 128
-"""Minimum number of queries of a sliding window that are computed at a time: with fewer there would be many small products."""
 
-
-class UnsupportedModel(ValueError):
-    """The model has a feature in attention or after its output matrix that packed training does not support."""
+class UnsupportedModel(ConfigError):
+    """The model of `model.path` has a feature that packed training would compute incorrectly."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -128,19 +132,44 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one packed row. query [1, heads, T, D], key and value [1, kv heads, T, D]; returns [1, T, heads,
-    D].
+    """Compute the attention of one packed row, [1, T, heads, E].
 
-    Positions, caches and other arguments that transformers passes are ignored.
+    query [1, heads, T, D], key [1, kv heads, T, D], value [1, kv heads, T, E]. `softcap` bounds scores (Gemma 2);
+    `s_aux` [heads] are the scores of a sink without a value (gpt-oss). Positions, caches and other arguments that transformers
+    passes are ignored. Raises `UnsupportedModel` for a mask of the model's own, which would be ignored too, and for dropout.
     """
-    if softcap is not None or s_aux is not None or dropout:
-        raise UnsupportedModel(
-            f"{type(module).__name__} uses softcap, sinks or dropout in attention, which packed rows do not support"
-        )
+    if attention_mask is not None or dropout:
+        what = "dropout" if dropout else "an attention mask of its own"
+        raise UnsupportedModel(f"{type(module).__name__} uses {what} in attention, which packed rows do not support")
+    packing = packing or row.packing
+    if packing is None or len(packing.owned.tokens) != query.shape[2]:
+        raise UnsupportedModel(f"{type(module).__name__} attends to {query.shape[2]} tokens, which are not those of the row")
+    if s_aux is not None and len(s_aux) != query.shape[1]:
+        raise UnsupportedModel(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and importlib.util.find_spec("flash_attn"):
-        return _flash(q, k, v, packing, scaling, sliding_window)[None], None
-    return _padded(q, k, v, packing, scaling, sliding_window)[None], None
+    scores = Scores(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    if _flash_fits(q, v, scores):
+        return _flash(q, k, v, packing, scores)[None], None
+    return _padded(q, k, v, packing, scores)[None], None
+
+
+class CurrentRow:
+    """The row of the last forward pass, for models whose layers pass nothing on to attention (Nemotron, StableLM).
+
+    It stays until the next forward pass, because checkpointed layers are computed again in backward.
+    """
+
+    packing: Packing | None = None
+
+
+row = CurrentRow()
+
+
+def _flash_fits(q: Tensor, v: Tensor, scores: Scores) -> bool:
+    """Return whether FlashAttention's kernel computes these heads. It has no sinks."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
+        return False
+    return max(q.shape[-1], v.shape[-1]) <= FLASH_HEAD and importlib.util.find_spec("flash_attn") is not None
 
 
 class _Lay(torch.autograd.Function):
@@ -189,8 +218,8 @@ def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
     return states.new_zeros(size, *states.shape[1:]).index_copy_(0, target, states.index_select(0, origin))
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
-    """Compute the attention of every batch of sequences, [T, heads, D].
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: Scores) -> Tensor:
+    """Compute the attention of every batch of sequences, [T, heads, E].
 
     Padding is zeros after the end of each sequence. The queries of prompts that others own are zeros too, and their output is
     dropped.
@@ -207,16 +236,20 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | 
 
     outputs, grouped = [], q.shape[1] != k.shape[1]
     for queries, keys, values in zip(pad(q, None), pad(k, shared), pad(v, shared), strict=True):
-        if sliding_window is not None and sliding_window < queries.shape[2]:
-            output = _windowed(queries, keys, values, scaling, sliding_window, grouped)
+        if scores.softcap is not None or scores.sinks is not None:
+            output = explicit(queries, keys, values, scores)
+        elif scores.window is not None and scores.window < queries.shape[2]:
+            output = _windowed(queries, keys, values, scores.scaling, scores.window, grouped)
         else:
-            output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped)
-        outputs.append(output.transpose(1, 2).reshape(-1, *q.shape[1:]))
+            output = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scores.scaling, enable_gqa=grouped
+            )
+        outputs.append(output.transpose(1, 2).reshape(-1, q.shape[1], v.shape[-1]))
     back = Places(packing.owned.slots, packing.owned.tokens)
     return _Lay.apply(torch.cat(outputs), back, None, len(q))  # pyright: ignore[reportReturnType]
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int, grouped: bool) -> Tensor:
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int, grouped: bool) -> Tensor:
     """Compute causal attention to the last `window` places, all [count, heads, length, D], giving each block of queries its
     keys.
     """
@@ -239,25 +272,29 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: in
     return torch.cat(outputs, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, sliding_window: int | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: Scores) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     if len(packing.shared.tokens):
         gathered: list[Tensor] = [_Gather.apply(states, packing.sequences) for states in (k, v)]  # pyright: ignore[reportAssignmentType]
         k, v = gathered
-    return flash_attn_varlen_func(
+    width = max(q.shape[-1], v.shape[-1])  # the kernel wants heads of one size; zeros change neither scores nor outputs
+    q, k, values = (F.pad(states, (0, width - states.shape[-1])) for states in (q, k, v))
+    output = flash_attn_varlen_func(
         q,
         k,
-        v,
+        values,
         packing.own,
         packing.whole,
         packing.longest_own,
         packing.longest,
-        softmax_scale=scaling,
+        softmax_scale=scores.scaling,
         causal=True,  # the last query sees the last key, so own tokens follow their prompt
-        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        window_size=(-1, -1) if scores.window is None else (scores.window - 1, 0),
+        softcap=scores.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    return output[..., : v.shape[-1]]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

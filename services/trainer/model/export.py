@@ -19,7 +19,7 @@ from services.config.generation import Sampling
 from services.runtime import atomic_folders
 from services.runtime.atomic_folders import FolderError, FolderManifest
 from services.trainer import ranks
-from services.trainer.model import lora
+from services.trainer.model import configuration, lora
 
 ADAPTER = "adapter"
 """Folder inside an export that holds its adapters."""
@@ -60,7 +60,8 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
     """Write the whole `state` of `module`. Returns why that failed, or an empty string."""
     try:
         partial = atomic_folders.begin(folder)
-        module.save_pretrained(partial, state_dict=lora.merged_state(state, config.lora))
+        with configuration.as_in_folder(module.config, config.model.path):
+            module.save_pretrained(partial, state_dict=lora.merged_state(state, config.lora))
         if config.lora.rank:
             lora.save(module, state, partial / ADAPTER)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)

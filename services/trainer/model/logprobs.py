@@ -7,10 +7,23 @@ the product is requested in float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does to its logits after the output matrix: first `scale`, then cap x tanh(logit / cap), as Gemma 2."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+PLAIN = LogitRule()
+"""The rule of most models: logits stay as they are."""
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -18,48 +31,60 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, fp32: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        fp32: bool,
+        rule: LogitRule,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         matrix = weight.float() if fp32 else weight
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], matrix, temperature)
+            logits = _logits(hidden[part], matrix, bias, rule).div_(temperature)
             normaliser[part] = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normaliser[part]
             logits -= normaliser[part, None]
             entropy[part] = -(logits.exp() * logits).sum(-1)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.temperature, ctx.chunk, ctx.fp32 = temperature, chunk, fp32
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+        ctx.temperature, ctx.chunk, ctx.fp32, ctx.rule = temperature, chunk, fp32, rule
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """d logprob / d logit = onehot - p; d entropy / d logit = -p (log p + entropy); both over temperature."""
-        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         for_logprobs, for_entropy = gradients
         for_logprobs = torch.zeros_like(normaliser) if for_logprobs is None else for_logprobs
         hidden_gradient = torch.empty_like(hidden)
         matrix = weight.float() if ctx.fp32 else weight
-        weight_gradient: Tensor | None = None  # stays None for a frozen matrix
+        weight_gradient = bias_gradient = None  # stay None for a frozen matrix
         if ctx.needs_input_grad[1]:
             # float32, so that the sum over chunks does not depend on the number of chunks when weights are bfloat16
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        if ctx.needs_input_grad[2]:
+            bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _logits(hidden[part], matrix, ctx.temperature).sub_(normaliser[part, None])
-            # In place, and with the entropy's part only if it has a gradient: passes over [c, V] cost as much as the products.
-            if for_entropy is None:
-                gradient = log_p.exp_().mul_(-for_logprobs[part, None])
-            else:
-                p = log_p.exp()
-                gradient = p.mul_(
-                    log_p.add_(entropy[part, None]).mul_(for_entropy[part, None]).add_(for_logprobs[part, None])
-                ).neg_()
+            logits = _logits(hidden[part], matrix, bias, ctx.rule)
+            slope = None if ctx.rule.cap is None else 1 - (logits / ctx.rule.cap).square()  # of the cap
+            log_p = logits.div_(ctx.temperature).sub_(normaliser[part, None])
+            gradient = _logit_gradient(
+                log_p, entropy[part], for_logprobs[part], None if for_entropy is None else for_entropy[part]
+            )
             gradient.scatter_add_(-1, targets[part, None], for_logprobs[part, None])
-            gradient = gradient.div_(ctx.temperature).to(matrix.dtype)
+            gradient = gradient.div_(ctx.temperature)
+            if slope is not None:
+                gradient.mul_(slope)
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(0) * ctx.rule.scale
+            gradient = gradient.mul_(ctx.rule.scale).to(matrix.dtype)
             hidden_gradient[part] = (gradient @ matrix).to(hidden.dtype)
             if weight_gradient is None:
                 continue
@@ -68,40 +93,62 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 weight_gradient += gradient.T @ hidden[part]
         whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
-        return hidden_gradient, whole, None, None, None, None
+        return hidden_gradient, whole, None if bias_gradient is None else bias_gradient.to(bias.dtype), *[None] * 5
 
 
-def _logits(hidden: Tensor, matrix: Tensor, temperature: float) -> Tensor:
+def _logit_gradient(log_p: Tensor, entropy: Tensor, for_logprobs: Tensor, for_entropy: Tensor | None) -> Tensor:
+    """Return the gradient of logits [c, V], without the part of the targets, in the memory of `log_p`.
+
+    In place, and with the entropy's part only if it has a gradient: passes over [c, V] cost as much as the products.
+    """
+    if for_entropy is None:
+        return log_p.exp_().mul_(-for_logprobs[:, None])
+    p = log_p.exp()
+    return p.mul_(log_p.add_(entropy[:, None]).mul_(for_entropy[:, None]).add_(for_logprobs[:, None])).neg_()
+
+
+def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None, rule: LogitRule) -> Tensor:
     """Return logits, [c, V] float32, as a new tensor that the caller may change; the product has the matrix's dtype."""
-    return (hidden.to(matrix.dtype) @ matrix.T).float().div_(temperature)
+    logits = (hidden.to(matrix.dtype) @ matrix.T).float()
+    if bias is not None:
+        logits += bias
+    if rule.scale != 1:
+        logits *= rule.scale
+    return logits if rule.cap is None else logits.div_(rule.cap).tanh_().mul_(rule.cap)
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, fp32: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    fp32: bool = False,
+    bias: Tensor | None = None,
+    rule: LogitRule = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprob of each target and the entropy of its distribution at `temperature`, two [R] float32.
 
-    hidden [R, H] predicts targets [R] int64; weight [V, H]. Both results are differentiable. With `fp32`, logits are a float32
-    product of bfloat16 states and weights, for which the matrix is copied once in forward and once in backward.
+    hidden [R, H] predicts targets [R] int64; weight [V, H], bias [V]. Both results are differentiable. With `fp32`, logits are a
+    float32 product of bfloat16 states and weights, for which the matrix is copied once in forward and once in backward.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, fp32)  # pyright: ignore[reportReturnType]
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, fp32, rule)  # pyright: ignore[reportReturnType]
 
 
 class LogprobHead(nn.Linear):
-    """An output matrix that returns logprobs instead of logits. It takes over the parameter, tied or not.
+    """An output layer that returns logprobs instead of logits. It takes over the parameters, tied or not.
 
     Because it is a module that is called once per row, ZeRO-3 gathers the matrix once per row, whatever the number of chunks.
     """
 
-    def __init__(self, head: nn.Linear, fp32: bool) -> None:
+    def __init__(self, head: nn.Linear, fp32: bool, rule: LogitRule = PLAIN) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = head.in_features, head.out_features
-        self.weight = head.weight
-        self.bias = None
-        self.fp32 = fp32
+        self.weight, self.bias = head.weight, head.bias
+        self.fp32, self.rule = fp32, rule
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """Compute `token_logprobs` with this matrix."""
-        return token_logprobs(hidden, self.weight, targets, temperature, chunk, self.fp32)
+        """Compute `token_logprobs` with this layer."""
+        return token_logprobs(hidden, self.weight, targets, temperature, chunk, self.fp32, self.bias, self.rule)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from services.config import ConfigError
 from services.config.training import Lora
+from services.trainer.model import support
 
 ADAPTER = "default"
 """peft's name for the only adapter of a layer."""
@@ -36,7 +37,7 @@ def attach(model: Any, options: Lora, path: str) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    layers = {name.rpartition(".")[2] for name, layer in model.base_model.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name.rpartition(".")[2] for name, layer in support.backbone(model).named_modules() if isinstance(layer, nn.Linear)}
     unknown = sorted(set(options.targets) - layers)
     if unknown or not layers:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """The policy's network: a Hugging Face causal language model that returns logprobs.
 
-Guarantees: a model that packed training would compute incorrectly is rejected on loading, with the reason.
+Guarantees: a model that packed training would compute incorrectly is refused on loading, with the reason: for reasons known by
+name (support.py) and by trying it (proofs.py).
 """
 
 from __future__ import annotations
@@ -9,20 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from services.config.root import Model
 from services.config.training import Lora
-from services.trainer.model import lora
-from services.trainer.model.attention import NAME, Packing, UnsupportedModel
+from services.trainer.model import configuration, lora, support
+from services.trainer.model.attention import NAME, Packing, UnsupportedModel, row
+from services.trainer.model.configuration import logit_rule
 from services.trainer.model.logprobs import LogprobHead
+from services.trainer.model.proofs import Proofs, prove
 from services.trainer.model.sequence import Team
-
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types that our attention function supports. Recurrent layers would carry state from one response into the next."""
-
-LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Configuration keys of models that change logits after the output matrix."""
 
 
 class Scorer(nn.Module):
@@ -50,10 +47,11 @@ class Scorer(nn.Module):
     def _score(
         self, input_ids: Tensor, positions: Tensor, packing: Packing, predictors: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        states = self.model.base_model(
+        row.packing = packing
+        states = support.backbone(self.model)(
             input_ids=input_ids[None], position_ids=positions[None], packing=packing, use_cache=False
         ).last_hidden_state[0]
-        return self.model.lm_head(states[predictors], targets, self.temperature, self.chunk)
+        return self.model.get_output_embeddings()(states[predictors], targets, self.temperature, self.chunk)
 
 
 def load(
@@ -63,38 +61,57 @@ def load(
     gradient_checkpointing: bool,
     team: Team | None = None,
     adapters: Lora | None = None,
+    proofs: Proofs | None = None,
+    device: torch.device | None = None,
 ) -> Scorer:
-    """Load `model.path` in `model.dtype` on the CPU, ready for packed rows: without dropout, with adapters if configured."""
-    try:
-        attention = NAME if team is None else team.register(AutoConfig.from_pretrained(config.path).get_text_config())
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=getattr(torch, config.dtype), attn_implementation=attention
-        )
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"model.path = {config.path!r} cannot be loaded as a causal language model: {error}") from error
-    _check(model, config.path)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif getattr(module, "attention_dropout", None):
-            module.attention_dropout = 0.0
-    if adapters is not None and adapters.rank:
-        lora.attach(model, adapters, config.path)
-    model.lm_head = LogprobHead(model.lm_head, config.fp32_head)
+    """Load `model.path` in `model.dtype` on the CPU, ready for packed rows: without dropout, with adapters if configured.
+
+    With `proofs` the model is proven first, on `device` if it fits there. Raises `UnsupportedModel`.
+    """
+    model = _read(config)
+    support.check(model, config.path, config.max_tokens, team is not None)
+    _silence(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config))
+
+    def attach() -> Scorer:
+        model.set_output_embeddings(head)
+        return Scorer(model, 1.0, chunk)
+
+    if proofs is None:
+        attach()
+    else:
+        prove(model, config.path, attach, (config.dtype, config.fp32_head), proofs, device or torch.device("cpu"))
+    model.set_attn_implementation(NAME if team is None else team.register(model.config.get_text_config()))
+    if adapters is not None and adapters.rank:
+        support.check_adapters(model, adapters, config.path)
+        lora.attach(model, adapters, config.path)
     return Scorer(model, temperature, chunk, team)
 
 
-def _check(model: Any, path: str) -> None:
-    config, name = model.config, f"model.path = {path!r} ({type(model).__name__})"
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} does not use transformers' attention registry")
-    others = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS
-    if others:
-        raise UnsupportedModel(f"{name} has layers of type {sorted(others)}; supported: {sorted(SUPPORTED_LAYERS)}")
-    for key in LOGIT_SCALES:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise UnsupportedModel(f"{name} sets {key}, which packed logprobs do not apply")
-    if not isinstance(getattr(model, "lm_head", None), nn.Linear) or model.lm_head.bias is not None:
-        raise UnsupportedModel(f"{name} has no bias-free linear output layer `lm_head`")
+def _read(config: Model) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=configuration.read(config.path, config.max_tokens),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=NAME,
+        )
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a model's code may raise anything when it is built with an attention that it does not know
+        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        raise UnsupportedModel(
+            f"model.path = {config.path!r} cannot be loaded as a causal language model for packed rows, use another: {why}"
+        ) from error
+
+
+def _silence(model: nn.Module) -> None:
+    """Set dropout to 0 in modules that have a rate of their own; the configuration's are 0 already."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if configuration.NOISE.search(name) and isinstance(value, float) and value:
+                setattr(module, name, 0.0)

@@ -23,11 +23,11 @@ from services.trainer.losses.measures import MAXIMA, SUMS
 class StepMetrics:
     """Collects sums and maxima of `losses.LossOutput`s on the device until `report`."""
 
-    def __init__(self, device: torch.device, reference: bool) -> None:
-        """`reference`: whether there is a reference to measure the KL to."""
+    def __init__(self, device: torch.device, reference: bool, clips: bool) -> None:
+        """`reference`: whether there is a reference to measure the KL to. `clips`: whether clip bounds can act."""
         self._sums: list[Tensor] = []  # of each row, float64
         self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
-        self._reference = reference
+        self._reference, self._clips = reference, clips
 
     def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """Add one row."""
@@ -46,8 +46,6 @@ class StepMetrics:
             "tokens/train/sum": tokens,
             "loss/train/sum": sums["loss"],
             "policy_loss/train/mean": mean["policy_loss"],
-            "clip_low/train/fraction": mean["clip_low"],
-            "clip_high/train/fraction": mean["clip_high"],
             "ratio/train/mean": mean["ratio"],
             "ratio/train/var": max(mean["ratio_squared"] - mean["ratio"] ** 2, 0.0),
             "entropy/train/mean": mean["entropy"],
@@ -61,6 +59,8 @@ class StepMetrics:
             "advantage/train/max": largest["advantage"],
             "advantage/train/min": -largest["negative_advantage"] if tokens else 0.0,
         }
+        if self._clips:  # where they cannot act, 0 would look like a policy that hardly moves
+            record |= {"clip_low/train/fraction": mean["clip_low"], "clip_high/train/fraction": mean["clip_high"]}
         if self._reference:
             record |= {"kl/train/mean": mean["kl"], **{f"kl/train/{name}": mean[name] for name in ESTIMATORS}}
         return record

@@ -25,8 +25,11 @@ from services.config import ConfigError, RunConfig
 from services.config.model_files import check_model
 from services.protocol.messages import StepPlan
 from services.trainer import losses, ranks
+from services.trainer.losses.in_words import clips
 from services.trainer.model import export
 from services.trainer.model import policy_network as model
+from services.trainer.model.attention import UnsupportedModel
+from services.trainer.model.proofs import Proofs
 from services.trainer.model.reference import ReferencePolicy
 from services.trainer.model.sequence import Team
 from services.trainer.ranks import World
@@ -45,6 +48,10 @@ products of the output matrix less efficient.
 
 STATE, RANDOM = "state", "random"
 """Stems of the names of a rank's files: weights with optimizer, and random generators."""
+
+
+PROOFS = ".proofs"
+"""Folder under run.dir with what is known of models (proofs.py), for all runs there."""
 
 
 class NonFinite(RuntimeError):
@@ -81,7 +88,7 @@ class Policy:
         self.data_rank = world.rank // width
         self._team = Team(width, world.rank, world.size) if width > 1 else None
         self._leads = self._team is None or self._team.rank == 0  # contributes for the team where values of ranks are summed
-        scorer = self._scorer()
+        scorer = self._proven()
         self.module = scorer.model
         self.engine = deepspeed_engine.start(config, scorer)
         exact = config.trainer.deterministic and deepspeed_engine.keeps_gradients(config)
@@ -113,7 +120,7 @@ class Policy:
                 old = [_score_frozen(self.engine, row) for row in rows]
         self.engine.train()
         rate = self._set_learning_rate(plan.step)
-        metrics, norms = StepMetrics(self.device, self.reference is not None), []
+        metrics, norms = StepMetrics(self.device, self.reference is not None, clips(self.config, len(batches))), []
         greatest = self.config.optimizer.max_grad_norm
         learning: list[Tensor] = []  # of each row, [R] bool
         for batch, planned, groups in zip(batches, plan.denominators, token_counts, strict=True):
@@ -183,7 +190,18 @@ class Policy:
         """Write the model, trained up to and including `step`, as a Hugging Face folder. Collective; see `export.write`."""
         export.write(self.module, self.config, step, folder, self.world.rank, self.zero_stage)
 
-    def _scorer(self) -> model.Scorer:
+    def _proven(self) -> model.Scorer:
+        """Load the model, which rank 0 proves unless it is known. Collective. Raises `UnsupportedModel` on every rank."""
+        scorer, problem = None, ""
+        try:
+            scorer = self._scorer(Proofs(Path(self.config.run.dir) / PROOFS) if self.world.rank == 0 else None)
+        except UnsupportedModel as error:
+            problem = str(error)
+        ranks.agree(problem, UnsupportedModel)
+        assert scorer is not None
+        return scorer
+
+    def _scorer(self, proofs: Proofs | None = None) -> model.Scorer:
         trainer = self.config.trainer
         return model.load(
             self.config.model,
@@ -192,6 +210,8 @@ class Policy:
             trainer.gradient_checkpointing,
             self._team,
             self.config.lora,
+            proofs,
+            self.device,
         )
 
     def _fault(self, rows: Sequence[PackedRow], plan: StepPlan) -> str:

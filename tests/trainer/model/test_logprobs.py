@@ -14,7 +14,8 @@ import torch
 from services.protocol.messages import Payload, RankPlan
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
-from services.trainer.model.logprobs import token_logprobs
+from services.trainer.model.explicit_attention import Scores
+from services.trainer.model.logprobs import LogitRule, token_logprobs
 from services.trainer.step import batches
 from tests.support.tiny_model import VOCABULARY, make_config, make_payloads, make_samples
 
@@ -40,6 +41,32 @@ def test_chunks_equal_the_whole(chunk: int) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [LogitRule(0.4), LogitRule(cap=2.0), LogitRule(1.7, 3.0)])
+def test_scaled_and_capped_logits_equal_the_formula(rule: LogitRule) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).mul(3).requires_grad_() for shape in ((7, 5), (11, 5), (11,))
+    )
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    factors = torch.randn(2, 7, generator=generator)
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = (exact[0] @ exact[1].T + exact[2]) * rule.scale
+    logits = logits if rule.cap is None else rule.cap * torch.tanh(logits / rule.cap)
+    table = (logits / 0.7).log_softmax(-1)
+    expected = table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+    (factors[0] * expected[0] + factors[1] * expected[1]).sum().backward()
+
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 0.7, 3, bias=bias, rule=rule)
+    (factors[0] * logprobs + factors[1] * entropy).sum().backward()
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip((hidden, weight, bias), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_bfloat16_weights_get_float32_logprobs() -> None:
@@ -162,8 +189,14 @@ def test_where_sequences_lie_by_hand() -> None:
     ("window", "groups"),
     [*((window, SMALL) for window in (None, 1, 3, 50)), *((window, LARGE) for window in (None, 1, 20, 140, 299))],
 )
-def test_attention_equals_a_dense_mask(window: int | None, groups: list[tuple[int, list[int]]]) -> None:
-    """Of which tokens of the row each sees: its sequence up to itself, not further back than the window."""
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (0.7, False), (None, True), (2.0, True)])
+def test_attention_equals_a_dense_mask(
+    window: int | None, groups: list[tuple[int, list[int]]], softcap: float | None, sinks: bool
+) -> None:
+    """Of which tokens of the row each sees: its sequence up to itself, not further back than the window.
+
+    Heads of values are smaller than those of keys; scores may be capped, and a sink may take its share of them.
+    """
     packing = _packing(groups)
     total = int(packing.own[-1])
     allowed = torch.zeros(total, total, dtype=torch.bool)
@@ -171,16 +204,25 @@ def test_attention_equals_a_dense_mask(window: int | None, groups: list[tuple[in
         for i, place in enumerate(places):
             allowed[place, places[max(0, i + 1 - (window or total)) : i + 1]] = True
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, total, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    key, value = (torch.randn(1, 2, total, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
-    expected = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
-    result, _ = attention.packed_attention(
-        torch.nn.Identity(), query, key, value, None, packing=packing, scaling=0.3, sliding_window=window
+    query, key, value = (
+        torch.randn(1, heads, total, size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((4, 8), (2, 8), (2, 6))
     )
+    inputs = [query, key, value]
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    sink = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True) if sinks else None
+    if sink is not None:
+        inputs.append(sink)
+        scores = torch.cat((scores, sink.view(1, 4, 1, 1).expand(1, 4, total, 1)), -1)
+    expected = (scores.softmax(-1)[..., :total] @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    result, _ = attention.packed_attention(
+        torch.nn.Identity(), query, key, value, None, packing=packing, scaling=0.3, sliding_window=window, softcap=softcap,
+        s_aux=sink,
+    )  # fmt: skip
     torch.testing.assert_close(result, expected)
     factors = torch.randn(result.shape, generator=generator, dtype=torch.float64)
-    inputs = (query, key, value)
     for ours, theirs in zip(
         torch.autograd.grad((result * factors).sum(), inputs),
         torch.autograd.grad((expected * factors).sum(), inputs),
@@ -189,9 +231,24 @@ def test_attention_equals_a_dense_mask(window: int | None, groups: list[tuple[in
         torch.testing.assert_close(ours, theirs)
 
 
+def test_what_attention_would_ignore_is_refused() -> None:
+    states = torch.zeros(1, 2, 9, 8)
+    packing = attention.Packing.of([9])
+    mask = torch.zeros(1, 1, 9, 9)
+    attend = attention.packed_attention
+    with pytest.raises(attention.UnsupportedModel, match="an attention mask of its own"):
+        attend(torch.nn.Identity(), states, states, states, mask, packing=packing)
+    with pytest.raises(attention.UnsupportedModel, match="dropout"):
+        attend(torch.nn.Identity(), states, states, states, None, packing=packing, dropout=0.1)
+    with pytest.raises(attention.UnsupportedModel, match="9 tokens, which are not those of the row"):
+        attend(torch.nn.Identity(), states, states, states, None, packing=attention.Packing.of([8]))
+    with pytest.raises(attention.UnsupportedModel, match="4 sinks for 2 heads"):
+        attend(torch.nn.Identity(), states, states, states, None, packing=packing, s_aux=torch.zeros(4))
+
+
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, longest_own: int, longest: int,
-    *, softmax_scale: float, causal: bool, window_size: tuple[int, int], deterministic: bool,
+    *, softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool,
 ) -> torch.Tensor:  # fmt: skip
     """As flash-attn (2.1 and later) documents it: each sequence by itself, its last query at its last key."""
     assert causal
@@ -203,22 +260,25 @@ def flash_attn_varlen_func(
         seen = (behind >= 0) & ((window_size[0] < 0) | (behind <= window_size[0]))
         keys, values = (states[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1) for states in (k, v))
         scores = q[q0:q1].transpose(0, 1) @ keys.transpose(-1, -2) * softmax_scale
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
     return torch.cat(outputs)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 def test_what_flash_attention_is_asked_for_is_what_the_padded_path_computes(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))  # type: ignore[arg-type]
     packing, generator = _packing(SMALL), torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(int(packing.own[-1]), heads, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (4, 2, 2)
+        torch.randn(int(packing.own[-1]), heads, size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((4, 8), (2, 8), (2, 6))
     ]
-    factors = torch.randn(inputs[0].shape, generator=generator, dtype=torch.float64)
-    both = [attend(*inputs, packing, 0.3, window) for attend in (attention._flash, attention._padded)]
+    scores = Scores(0.3, window, softcap)
+    both = [attend(*inputs, packing, scores) for attend in (attention._flash, attention._padded)]
+    factors = torch.randn(both[0].shape, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(*both)
     for flash, padded in zip(*(torch.autograd.grad((output * factors).sum(), inputs) for output in both), strict=True):
         torch.testing.assert_close(flash, padded)
@@ -242,23 +302,6 @@ def test_padding_at_most_doubles_the_work() -> None:
     shapes = attention.Packing.of(lengths).shapes
     assert sum(count for count, _ in shapes) == 60
     assert sum(count * length for count, length in shapes) < 2 * sum(lengths)
-
-
-def test_a_model_whose_logits_are_scaled_is_refused(tmp_path: Path) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(attention.UnsupportedModel, match="final_logit_softcapping"):
-        model.load(make_config(tmp_path).model, 1.0, 8, False)
 
 
 def test_a_missing_model_names_its_key(tmp_path: Path) -> None:

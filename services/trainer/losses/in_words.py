@@ -1,0 +1,46 @@
+"""What the configured loss comes to, for the start of a run: keys may be set and still not act in their combination."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.config.loss import CLIPS, POLICIES
+from services.config.root import RunConfig
+
+
+def clips(config: RunConfig, mini_batches: int) -> bool:
+    """Return whether the clip bounds can act in a step of so many mini-batches. Of a custom loss nobody knows."""
+    return config.loss.from_behaviour or mini_batches > 1 or config.loss.policy not in POLICIES
+
+
+def loss_in_words(config: RunConfig) -> Iterator[str]:
+    """Return what the loss comes to, a sentence each."""
+    loss, mini_batches = config.loss, config.trainer.mini_batches
+    if not clips(config, mini_batches):
+        keys = ", ".join(f"loss.{key}" for key in CLIPS if key in POLICIES[loss.policy])
+        yield (
+            f'The ratio is exactly 1 (loss.old = "{loss.old}", trainer.mini_batches = 1): {keys} never act, and the gradient of '
+            f'loss.policy = "{loss.policy}" is that of -A log p, as for every other one with the same advantages and denominator.'
+        )
+        if config.admission.max_staleness:
+            yield (
+                "Groups may be stale, and only the correction (loss.correction_upper) accounts for that: set "
+                'loss.old = "behaviour" for a ratio to the policy that sampled.'
+            )
+    elif loss.from_behaviour:
+        yield (
+            f'loss.policy = "{loss.policy}" takes its ratio to the policy that sampled the token; it contains the difference '
+            "between engine and trainer, so there is no separate correction."
+        )
+    else:
+        yield (
+            f'loss.policy = "{loss.policy}" takes its ratio to the policy at the start of the step, over {mini_batches} '
+            f"mini-batches; loss.correction_upper = {loss.correction_upper} bounds the correction for the policy that sampled."
+        )
+    if loss.policy == "grpo" and loss.denominator != "sequence":
+        yield (
+            f'loss.denominator = "{loss.denominator}", where the paper of GRPO takes the mean of each response first: '
+            'loss.denominator = "sequence".'
+        )
+    if loss.policy == "gspo" and loss.denominator != "sequence":
+        yield f'loss.denominator = "{loss.denominator}", where the paper of GSPO takes the mean over responses: "sequence".'

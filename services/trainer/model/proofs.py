@@ -1,0 +1,150 @@
+"""Which models are proven: proves one that is not yet known, and keeps what is known by digest.
+
+Guarantees: a model passes if it was proven on this software, or is now; otherwise it is refused with the figures. A model in
+bfloat16 is proven twice: in float32, where a mistake cannot hide in rounding, and as it is trained, with the kernels that do it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from services.trainer.model.attention import UnsupportedModel
+from services.trainer.model.proof import Proof, Row, Score, alone, compare
+from services.trainer.model.support import named
+
+FLOAT32_BYTES = 4
+ROOM = 1.5
+"""Memory for a proof in float32, as a multiple of the parameters: the largest gradients and activations besides."""
+
+
+class Proofs:
+    """What is known of models, in files of `folder` named by digest."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def known(self, digest: str) -> bool:
+        """Return whether a model of this digest was proven."""
+        return (self._folder / f"{digest}.json").is_file()
+
+    def keep(self, digest: str, proofs: Sequence[Proof]) -> None:
+        """Keep the proofs of a model. A folder that cannot be written costs only another proof at the next start."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps([asdict(proof) for proof in proofs])
+            (self._folder / f"{digest}.json").write_text(text, encoding="utf-8")
+        except OSError:
+            return
+
+
+def prove(
+    model: Any, path: str, attach: Callable[[], Score], settings: Sequence[object], proofs: Proofs, device: torch.device
+) -> None:
+    """Call `attach`, which gives the model its logprob head and returns what scores packed rows, and prove the model.
+
+    Tries it on `device` if it fits there. Raises `UnsupportedModel` if it fails or differs.
+    """
+    key = digest(model, (*settings, device.type))
+    if proofs.known(key):
+        attach()
+        return
+    model.to(_place(model, device))
+    try:
+        found = _try(model, attach)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a model's code may raise anything for rows that it was not written for
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedModel(f"{named(model, path)} fails in packed rows, use another model: {reason}") from error
+    model.to("cpu")
+    for proof in found:
+        _refuse(model, path, proof)
+    proofs.keep(key, found)
+
+
+def _try(model: Any, attach: Callable[[], Score]) -> list[Proof]:
+    row = Row.of(model.config.get_text_config().vocab_size, model.device)
+    as_is = alone(model, row)
+    wide = model.dtype != torch.float32 and _fits(model)
+    exact = None
+    if wide:
+        with _widened(model):
+            exact = alone(model, row)
+    score = attach()
+    found = [compare(model, score, row, as_is)]
+    if exact is not None:
+        with _widened(model):
+            found.append(compare(model, score, row, exact))
+    return found
+
+
+@contextmanager
+def _widened(model: nn.Module) -> Iterator[None]:
+    """Inside the block, compute in float32, from which the weights return without a change."""
+    narrow = [
+        (value, value.dtype)
+        for value in (*model.parameters(), *model.buffers())
+        if value.is_floating_point() and value.dtype != torch.float32
+    ]
+    for value, _ in narrow:
+        value.data = value.data.float()
+    try:
+        yield
+    finally:
+        for value, dtype in narrow:
+            value.data = value.data.to(dtype)
+
+
+def _fits(model: nn.Module) -> bool:
+    """Return whether there is memory for the model in float32 where it is."""
+    need = ROOM * FLOAT32_BYTES * sum(parameter.numel() for parameter in model.parameters())
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] > need
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > need
+
+
+def _place(model: nn.Module, device: torch.device) -> torch.device:
+    """Return `device`, or the CPU if it lacks memory."""
+    if device.type != "cuda":
+        return device
+    need = ROOM * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return device if torch.cuda.mem_get_info(device)[0] > need else torch.device("cpu")
+
+
+def digest(model: nn.Module, settings: Sequence[object]) -> str:
+    """Return the SHA-256 (16 hex digits) of the model, the software that computes it, and `settings`.
+
+    Of each parameter, name, shape and the first numbers count: reading all of a large model would take as long as the proof.
+    """
+    import transformers
+
+    found = hashlib.sha256(repr((torch.__version__, transformers.__version__, *settings)).encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(file.read_bytes())
+    config: Any = model.config
+    found.update(config.to_json_string(use_diff=False).encode())
+    for name, parameter in model.named_parameters():
+        first = parameter.detach().reshape(-1)[:64].float().cpu().numpy()
+        found.update(repr((name, tuple(parameter.shape), parameter.dtype)).encode() + first.tobytes())
+    return found.hexdigest()[:16]
+
+
+def _refuse(model: Any, path: str, proof: Proof) -> None:
+    """Raise `UnsupportedModel` with the figures unless the proof holds."""
+    if not proof.holds:
+        raise UnsupportedModel(
+            f"{named(model, path)} computes something else in packed rows than alone: logprobs differ by up to {proof.gap:.2g} "
+            f"nats and the gradient's norm by {proof.norm_gap:.1%} in {proof.dtype}, where rounding explains "
+            f"{proof.rounding:.1g} nats and {proof.norm_rounding:.1%}: use another model (docs/models.md)"
+        )

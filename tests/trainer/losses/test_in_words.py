@@ -1,0 +1,66 @@
+"""A run says at its start what its loss comes to, and what it says is what the formulas give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer import losses
+from services.trainer.losses.in_words import clips, loss_in_words
+from tests.support.tiny_model import make_config
+from tests.trainer.losses.tokens import make_tokens
+
+BUILT_IN = ("grpo", "dapo", "cispo", "gspo", "reinforce")
+
+
+def _words(**sections: Any) -> str:
+    return " ".join(loss_in_words(make_config(Path("m"), **sections)))
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_a_ratio_of_one_is_said_and_makes_all_policy_losses_equal(policy: str) -> None:
+    words = _words(loss={"policy": policy, "old": "recompute", "denominator": "sequence"})
+    assert "The ratio is exactly 1" in words
+    assert f'loss.policy = "{policy}" is that of -A log p' in words
+    assert 'set loss.old = "behaviour"' in words
+    gradients = []
+    for name in ("reinforce", policy):
+        config = make_config(Path("m"), loss={"policy": name, "old": "recompute", "kl_beta": 0.0}).loss
+        tokens = make_tokens([-1.0, -2.0, -0.5], [1.0, 1.0, -2.0], behaviour=[-1.0, -2.0, -0.5], samples=[0, 0, 1])
+        loss = losses.compute(tokens, config, 1.0).loss
+        gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0])
+    torch.testing.assert_close(*gradients)
+
+
+def test_what_the_ratio_is_taken_to_is_said() -> None:
+    assert "to the policy that sampled the token" in _words(loss={"policy": "dapo"})
+    assert "to the policy that sampled the token" in _words(loss={"policy": "dppo"}, admission={"max_staleness": 0})
+    words = _words(loss={"policy": "dapo"}, trainer={"mini_batches": 4})
+    assert "to the policy at the start of the step, over 4 mini-batches" in words
+    words = _words(loss={"policy": "dapo"}, admission={"max_staleness": 0})
+    assert "The ratio is exactly 1" in words
+    assert "stale" not in words
+
+
+@pytest.mark.parametrize(("policy", "denominator", "said"), [("grpo", "token", True), ("grpo", "sequence", False),
+                                                             ("gspo", "token", True), ("gspo", "sequence", False),
+                                                             ("dapo", "token", False)])  # fmt: skip
+def test_a_mean_other_than_the_papers_is_said(policy: str, denominator: str, said: bool) -> None:
+    assert ("the paper of" in _words(loss={"policy": policy, "denominator": denominator})) == said
+
+
+@pytest.mark.parametrize(
+    ("loss", "mini_batches", "active"),
+    [
+        ({"policy": "dapo", "old": "recompute"}, 1, False),
+        ({"policy": "dapo", "old": "recompute"}, 2, True),
+        ({"policy": "dapo"}, 1, True),
+        ({"policy": "dppo", "old": "recompute"}, 1, True),
+        ({"policy": "mine.losses:own", "old": "recompute"}, 1, True),
+    ],
+)
+def test_where_clip_bounds_can_act(loss: dict[str, Any], mini_batches: int, active: bool) -> None:
+    assert clips(make_config(Path("m"), loss=loss), mini_batches) == active

@@ -1,0 +1,207 @@
+"""A model is proven before it is trained, or refused on loading with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import architectures, models_page, tiny_models
+from services.config.root import Model
+from services.config.training import Lora
+from services.trainer.model import configuration, policy_network, proofs
+from services.trainer.model.attention import UnsupportedModel
+from services.trainer.model.proof import Proof
+from services.trainer.model.proofs import Proofs
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _load(folder: Path, known: Proofs | None = None, max_tokens: int = 256, **options: Any) -> policy_network.Scorer:
+    config = Model(path=str(folder), dtype=options.pop("dtype", "float32"), max_tokens=max_tokens)
+    return policy_network.load(config, 1.0, 16, False, proofs=known, **options)
+
+
+def _saved(folder: Path, model_type: str, **changes: Any) -> Path:
+    tiny_models.build(model_type, **changes).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_is_proven_once(tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in bfloat16 in float32 too, where the gap is no larger, and its weights are what they were."""
+    known = Proofs(tmp_path / "proofs")
+    _load(tiny_model, known, dtype=dtype)
+    (file,) = (tmp_path / "proofs").iterdir()
+    found = [Proof(**figures) for figures in json.loads(file.read_text())]
+    assert all(one.holds for one in found)
+    assert [one.dtype for one in found] == [dtype, "float32"][: 2 if dtype == "bfloat16" else 1]
+    assert found[-1].gap < 1e-4
+    monkeypatch.setattr(proofs, "alone", None)  # a second proof would raise
+    scorer, plain = _load(tiny_model, known, dtype=dtype), _load(tiny_model, dtype=dtype)
+    for one, other in zip(scorer.parameters(), plain.parameters(), strict=True):
+        assert one.grad is None
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_other_weights_are_another_model(tiny_model: Path) -> None:
+    model = _load(tiny_model).model
+    before = proofs.digest(model, ("float32",))
+    assert proofs.digest(model, ("bfloat16",)) != before
+    assert proofs.digest(model, ("float32",)) == before
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    assert proofs.digest(model, ("float32",)) != before
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _load(tiny_model, Proofs(tmp_path / "file" / "proofs"))
+
+
+def test_a_wrong_model_is_refused_with_the_figures(tmp_path: Path) -> None:
+    """Bloom's positions are biases of attention scores, which packed attention does not know."""
+    with pytest.raises(UnsupportedModel, match=r"\(BloomForCausalLM\) computes something else .* up to [\d.]+ nats .* [\d.]+%"):
+        _load(_saved(tmp_path / "model", "bloom"), Proofs(tmp_path / "proofs"))
+    assert not (tmp_path / "proofs").exists(), "only proofs that hold are kept"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_wrong_for_one_token_does_not_pass(
+    tiny_model: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token at the place of the next one: it changes two logprobs, by less than rounding to bfloat16 does."""
+    exact = policy_network.Scorer._score
+
+    def shifted(self: Any, ids: Any, positions: Any, *rest: Any) -> Any:
+        positions = positions.clone()
+        positions[-3] += 1
+        return exact(self, ids, positions, *rest)
+
+    monkeypatch.setattr(policy_network.Scorer, "_score", shifted)
+    with pytest.raises(UnsupportedModel, match=r"computes something else .* in float32"):
+        _load(tiny_model, Proofs(tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("loose", [0.3, float("inf"), float("nan")])
+def test_gaps_beyond_rounding_do_not_hold(loose: float) -> None:
+    assert Proof(1e-5, 1e-5, 1e-6, 1e-6).holds
+    assert not Proof(loose, 1e-5, 1e-6, 1e-6).holds
+    assert not Proof(1e-5, loose, 1e-6, 1e-6).holds
+    assert Proof(0.3, 1e-5, 0.1, 1e-6).holds, "rounding alone explains it"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("phimoe", "routes tokens to experts differently in training"),
+        ("doge", "masks attention by its own values"),
+        ("recurrent_gemma", "carries a recurrent state"),
+        ("qwen3_next", r"layers of type \['linear_attention'\]"),
+        ("gptj", "cannot be loaded as a causal language model for packed rows"),
+    ],
+)
+def test_known_reasons_are_named(model_type: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        _load(_saved(tmp_path, model_type), Proofs(tmp_path / "proofs"))
+    assert "\n" not in str(caught.value)
+
+
+NOISY = {
+    "opt": {"dropout": 0.4},
+    "seed_oss": {"residual_dropout": 0.1, "attention_dropout": 0.1},
+    "starcoder2": {"residual_dropout": 0.2, "embedding_dropout": 0.2},
+    "mixtral": {"router_jitter_noise": 0.3},
+}
+
+
+@pytest.mark.parametrize("model_type", NOISY)
+def test_dropout_is_off_and_the_export_has_the_folders_rates(model_type: str, tmp_path: Path) -> None:
+    folder = _saved(tmp_path, model_type, **NOISY[model_type])
+    scorer = _load(folder, Proofs(tmp_path / "proofs"))
+    config = scorer.model.config
+    assert {getattr(config, name) for name in NOISY[model_type]} == {0.0}
+    with configuration.as_in_folder(config, str(folder)):
+        assert {name: getattr(config, name) for name in NOISY[model_type]} == NOISY[model_type]
+    assert {getattr(config, name) for name in NOISY[model_type]} == {0.0}
+
+
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("max_tokens", "factors"), [(64, "short_factor"), (65, "long_factor")])
+def test_long_rope_uses_the_factors_of_the_engine(max_tokens: int, factors: str, tmp_path: Path) -> None:
+    """Which vLLM chooses by its own maximum, whatever the length of a sequence, and transformers by each row."""
+    folder = _saved(tmp_path, "phi3", rope_parameters=LONG, original_max_position_embeddings=64)
+    scorer = _load(folder, Proofs(tmp_path / "proofs"), max_tokens)
+    rotary = scorer.model.model.rotary_emb
+    exact = 1 / (torch.tensor(LONG[factors]) * 10000.0 ** (torch.arange(0, 16, 2) / 16))
+    for length in (60, 100):
+        rotary(torch.zeros(1), torch.arange(length)[None])
+        torch.testing.assert_close(rotary.inv_freq, exact)
+
+
+def test_frequencies_of_the_row_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match='rope_type = "dynamic"'):
+        _load(_saved(tmp_path, "llama", rope_parameters=rope))
+
+
+def test_fused_experts_are_not_left_out_silently(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, "qwen3_moe")
+    with pytest.raises(UnsupportedModel, match=r"experts in fused parameters \(down_proj, gate_up_proj\).*lora\.targets"):
+        _load(folder, adapters=Lora(rank=4))
+    scorer = _load(folder, adapters=Lora(rank=4, targets=["q_proj"]))
+    trained = {name.split(".lora_")[0].rpartition(".")[2] for name, p in scorer.named_parameters() if p.requires_grad}
+    assert trained == {"q_proj"}
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma2", {}),  # caps of scores and logits, windows
+    ("gemma4", {}),  # the cap of logits is in text_config
+    ("gemma4_text", {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    ("gpt_oss", {}),  # sinks, windows, experts
+    ("deepseek_v2", {}),
+    ("deepseek_v3", {}),  # heads of values smaller than those of keys
+    ("cohere2", {}),
+    ("granitemoe", {}),  # logits divided by a scale
+    ("llama4_text", {}),
+    ("gpt2", {}),
+    ("nemotron", {}),  # layers pass nothing on to attention
+    ("phi", {}),  # a bias after the output matrix
+    ("lfm2", {}),
+    ("xglm", {}),
+    ("qwen3_moe", {}),
+    ("zaya", {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "changes"), VARIANTS)
+def test_the_page_says_what_happens(model_type: str, changes: dict[str, Any]) -> None:
+    """Of types that differ in what they need; `python -m benchmarks.architectures` tries them all."""
+    listed = models_page.verdicts(models_page.PAGE.read_text(encoding="utf-8"))
+    found = architectures.try_out(model_type, **changes)
+    assert (found.verdict, found.reason if found.verdict == "proven" else "") == (listed[model_type], "")
+
+
+def test_every_type_is_on_the_page() -> None:
+    listed = models_page.verdicts(models_page.PAGE.read_text(encoding="utf-8"))
+    assert listed.keys() == set(tiny_models.types())
+    assert sum(verdict == "proven" for verdict in listed.values()) >= 90
+    assert not {"silent", "crashed"} & set(listed.values())
