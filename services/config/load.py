@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from services.config.consistency import check
 from services.config.generation import Generator
+from services.config.loss import settle
 from services.config.root import Redis, RunConfig
 from services.config.training import Trainer
 from services.config.unused_keys import unread
@@ -91,7 +92,7 @@ def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda confi
     the first broken rule.
     """
     try:
-        config = RunConfig.model_validate(tree)
+        config = _settled(RunConfig.model_validate(tree))
         _refuse_unread(config, before)
         check(config)
     except ValidationError as error:
@@ -100,6 +101,12 @@ def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda confi
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}") from None
     return config
+
+
+def _settled(config: RunConfig) -> RunConfig:
+    """Return the configuration with defaults that depend on several sections replaced by what they mean."""
+    loss = settle(config.loss, config.admission.max_staleness, config.trainer.mini_batches)
+    return config.model_copy(update={"loss": loss})
 
 
 def to_toml(config: RunConfig) -> str:
@@ -111,6 +118,7 @@ CARRIED_OUT: dict[str, Any] = {
     "api": True, "web": True, "tracking": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
     "run": {"dir"},
     "redis": set(Redis.model_fields) - {"payload_shards"},
+    "loss": {"correction_max_gap"},
     "generator": {
         **dict.fromkeys(Generator.model_fields.keys() - {"engine", "engine_options"}, True),
         "engine_options": {"gpu_memory_utilization"},

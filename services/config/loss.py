@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.config.base import Section
 
@@ -32,6 +33,12 @@ CORRECTION = (
 )
 """Keys of the train/infer correction."""
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence"},
+}
+"""Defaults of a policy loss that differ from those of the section: with the others it would not be what its paper describes. The
+ratio of a response moves far less than that of a token (Zheng et al. 2025, section 5.1)."""
+
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -42,16 +49,19 @@ class Loss(Section):
     """`grpo` (symmetric clip), `dapo` (clip-higher), `dr_grpo`, `cispo`, `gspo`, `reinforce`, `dppo`, or
     `package.module:function` for a custom loss (docs/semantics.md)."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Lower clip distance of the ratio; for `grpo` and `dr_grpo` also the upper one. Unused by `cispo` and `dppo`."""
+    """Lower clip distance of the ratio; for `grpo` and `dr_grpo` also the upper one. Unused by `cispo` and `dppo`. `gspo`: 3e-4
+    by default."""
     clip_high: float = Field(default=0.272, ge=0)
-    """Upper clip distance of the ratio, for `dapo`, `cispo`, `gspo` and `reinforce`."""
+    """Upper clip distance of the ratio, for `dapo`, `cispo`, `gspo` (4e-4 by default) and `reinforce`."""
     divergence: Literal["tv", "kl"] = "tv"
     """`dppo`: divergence from the generating policy, of the token against all others: total variation or Kullback-Leibler."""
     divergence_bound: float = Field(default=0.1, gt=0)
     """`dppo`: a token whose divergence exceeds this is masked if the update would increase it further."""
-    old: Literal["recompute", "behaviour"] = "recompute"
+    old: Literal["auto", "recompute", "behaviour"] = "auto"
     """Policy in the ratio's denominator. `recompute`: the weights at the start of the step; with one mini-batch they come from
-    the regular forward pass, with more from an extra pass. `behaviour`: the generators' logprobs, which `dppo` always uses."""
+    the regular forward pass, so that the ratio is exactly 1 and nothing is clipped, with more from an extra pass. `behaviour`:
+    the generators' logprobs, which `dppo` always uses. `auto`: `behaviour` in an asynchronous run with one mini-batch and no
+    correction keys, otherwise `recompute`."""
     kl_beta: float = Field(default=0.05, ge=0)
     """Weight of the KL to the reference policy. With 0 no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k1_weighted"] = "k3"
@@ -69,9 +79,13 @@ class Loss(Section):
     correction_variation_mask: float = Field(default=0.0, ge=0)
     """In a response whose mean |ratio - 1| / 2 exceeds this, tokens that the update would move further get weight 0.
     0: no mask."""
+    correction_max_gap: float = Field(default=0.1, ge=0)
+    """Largest mean difference, in nats, between the logprobs of engine and trainer on the first step, where both have the same
+    weights. Above it the run stops, since they compute different models. 0: no limit."""
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
     """How the sum over tokens is normalised: `token`, mean over the tokens of all ranks; `constant`, divided by
-    `denominator_tokens`; `sequence` or `group`, mean over responses or groups of their mean over tokens."""
+    `denominator_tokens`; `sequence` (the default of `gspo`) or `group`, mean over responses or groups of their mean over
+    tokens."""
     denominator_tokens: int = Field(default=0, ge=0)
     """The divisor for `denominator = "constant"`."""
 
@@ -79,6 +93,14 @@ class Loss(Section):
     def from_behaviour(self) -> bool:
         """Whether the ratio starts from the generators' logprobs, so that no correction is needed."""
         return self.old == "behaviour" or self.policy == "dppo"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        given = cast("Mapping[str, Any]", values)
+        return {**PUBLISHED.get(str(given.get("policy")), {}), **given}
 
     @field_validator("policy")
     @classmethod
@@ -93,6 +115,15 @@ class Loss(Section):
         if bounds and not (len(bounds) == 2 and 0 <= bounds[0] <= 1 <= bounds[1]):
             raise ValueError("must be empty or two bounds, the lower at most 1 and the upper at least 1, e.g. [0.5, 2.0]")
         return bounds
+
+
+def settle(loss: Loss, max_staleness: int, mini_batches: int) -> Loss:
+    """Return the loss with `old = "auto"` replaced by what it means in a run."""
+    if loss.old != "auto":
+        return loss
+    corrected = any(getattr(loss, key) != Loss.model_fields[key].default for key in CORRECTION)
+    moves = max_staleness > 0 and mini_batches == 1 and not corrected
+    return loss.model_copy(update={"old": "behaviour" if moves else "recompute"})
 
 
 def check_loss(loss: Loss, advantage_kind: str) -> None:

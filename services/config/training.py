@@ -68,7 +68,8 @@ class Advantage(Section):
     """Advantages over the full group (formulas: docs/semantics.md)."""
 
     kind: Literal["centered", "standard", "maxrl", "rloo"] = "standard"
-    """`centered`: r - mean; `standard`: that over the population std; `maxrl`: that over the mean; `rloo`: leave one out."""
+    """`centered`: r - mean; `standard`: that over the population std; `maxrl`: that over the mean, from -1 to group_size - 1;
+    `rloo`: leave one out."""
     mask_truncated: bool = False
     """Do not train on completions that hit `sampling.max_tokens`. They still count in the group's statistics."""
 
@@ -118,8 +119,8 @@ class Optimizer(Section):
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate decay after the warm-up, down to `final_fraction` at the last step of the run."""
-    final_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of the peak learning rate at which `linear` and `cosine` end."""
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Share of the peak learning rate at which `linear` and `cosine` end. With 0 the last step changes nothing."""
 
 
 class Trainer(Section):

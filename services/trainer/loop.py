@@ -26,9 +26,11 @@ from services.runtime.service import Service
 from services.store import RunState
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.checkpoints.saving import Saving
+from services.trainer.losses.in_words import loss_in_words
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.rank_commands import RankCommands
 from services.trainer.step.discard_damaged import discard_damaged
+from services.trainer.step.engine_gap import check_gap
 from services.trainer.step.policy import Trained
 from services.trainer.step.priorities import sampling_weights
 from services.trainer.worker import Worker
@@ -85,6 +87,8 @@ class TrainLoop:
 
     def run(self) -> None:
         """Run from the last checkpoint to the end of the run, or until asked to stop."""
+        for sentence in loss_in_words(self.config):
+            log.info("the loss of this run", means=sentence)
         try:
             self._catch_up()
             self._sync()
@@ -141,6 +145,7 @@ class TrainLoop:
         step = self.step + 1
         self._say(phase="training", paused="")
         plan, trained = self._train_whole(step)
+        check_gap(step, trained.metrics, self.config.loss.correction_max_gap)
         self.recovery.stay_in_step(step - 1)
         self.call(self.store.steps.commit(self.fence, step))
         self.step = step

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.config import ConfigError, RunConfig, load, load_resolved, to_toml
+from services.config.load import digest
 from services.config.loss import CLIPS, POLICIES, Loss
 
 CHANGED = {"clip_low": "0.1", "clip_high": "0.3", "divergence": "kl", "divergence_bound": "0.2"}
@@ -71,6 +72,39 @@ def test_what_can_is_taken_and_survives_being_written(tmp_path: Path, overrides:
     config = configured(tmp_path, *overrides)
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert load_resolved(tmp_path / "resolved.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "old"),
+    [
+        ([], "behaviour"),
+        (["admission.max_staleness=0"], "recompute"),
+        (["trainer.mini_batches=2"], "recompute"),
+        (["loss.correction_upper=3"], "recompute"),
+        (["loss.old=recompute"], "recompute"),
+        (["loss.old=behaviour", "trainer.mini_batches=2"], "behaviour"),
+    ],
+)
+def test_by_default_the_ratio_of_an_asynchronous_run_starts_from_the_generators(
+    tmp_path: Path, overrides: list[str], old: str
+) -> None:
+    config = configured(tmp_path, *overrides)
+    assert config.loss.old == old
+    assert config.loss.from_behaviour == (old == "behaviour")
+
+
+def test_gspo_starts_from_the_bounds_and_the_mean_of_its_paper(tmp_path: Path) -> None:
+    loss = configured(tmp_path, "loss.policy=gspo").loss
+    assert (loss.clip_low, loss.clip_high, loss.denominator) == (3e-4, 4e-4, "sequence")
+    loss = configured(tmp_path, "loss.policy=gspo", "loss.clip_low=0.1", "loss.denominator=token").loss
+    assert (loss.clip_low, loss.clip_high, loss.denominator) == (0.1, 4e-4, "token")
+    assert configured(tmp_path, "loss.policy=dapo").loss.clip_low == 0.2
+
+
+def test_the_limit_of_the_engines_gap_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
+    one, other = (configured(tmp_path, f"loss.correction_max_gap={limit}") for limit in (0.1, 0.2))
+    assert digest(one) == digest(other)
+    assert digest(one) != digest(configured(tmp_path, "loss.clip_low=0.1"))
 
 
 def test_the_ratio_starts_from_the_generators_where_it_is_said_and_for_dppo() -> None:

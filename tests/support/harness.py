@@ -51,6 +51,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         prompts_per_step = 8
         [loss]
         kl_beta = 0.0
+        correction_max_gap = 0.0  # scripted logprobs are those of no model
         [trainer]
         row_tokens = 256
         [api]

@@ -18,6 +18,7 @@ class Interrupted(TrainLoop):
     def __init__(self) -> None:
         plan = SimpleNamespace(step=4, stats={"tokens/gen/total": 7.0}, total_tokens=9, traces=[])
         self.step, self.fence, self.recorded = 3, 1, []
+        self.config: Any = SimpleNamespace(loss=SimpleNamespace(correction_max_gap=0.1))
         self.commands: Any = SimpleNamespace(lead=lambda name, step: (plan, Trained({"loss/train/sum": 0.5}, {})))
         self.store: Any = SimpleNamespace(
             steps=SimpleNamespace(commit=lambda fence, step: step), monitor=SimpleNamespace(record=self.recorded.append)

@@ -57,12 +57,16 @@ def test_policy_losses_of_one_token(
     assert (output.sums["clip_low"].item(), output.sums["clip_high"].item()) == (low, high)
 
 
+WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.272}
+"""Bounds of tokens; those of responses, the default of gspo, are a thousandth of them."""
+
+
 def test_gspo_clips_responses_and_its_gradient_goes_to_all_their_tokens() -> None:
     # Ratios of the responses: sqrt(1.5 x 0.96) = 1.2, sqrt(2 x 1.28) = 1.6, and 0.5 alone. Interleaved in the row.
     ratios, samples = [1.5, 2.0, 0.5, 0.96, 1.28], [0, 2, 1, 0, 2]
     advantages = [{0: 1.0, 1: -3.0, 2: 2.0}[sample] for sample in samples]
     tokens = make_tokens([math.log(r) - 1 for r in ratios], advantages, old=[-1.0] * 5, samples=samples)
-    output = losses.compute(tokens, plain(policy="gspo"), 1.0)
+    output = losses.compute(tokens, plain(policy="gspo", **WIDE), 1.0)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(-2 * 1.2 + 3 * 0.8 - 2 * 2 * 1.272)
     assert tokens.logprobs.grad is not None
@@ -73,13 +77,13 @@ def test_gspo_clips_responses_and_its_gradient_goes_to_all_their_tokens() -> Non
 
 def test_gspo_of_a_response_leaves_out_tokens_without_a_finite_behaviour_logprob() -> None:
     tokens = make_tokens([-0.9, -5.0, -0.9], [1.0] * 3, old=[-1.0] * 3, behaviour=[-1.0, float("nan"), -1.0])
-    output = losses.compute(tokens, plain(policy="gspo"), 1.0)
+    output = losses.compute(tokens, plain(policy="gspo", **WIDE), 1.0)
     assert output.loss.item() == pytest.approx(-2 * math.exp(0.1))
 
 
 def test_gspo_equals_dapo_where_all_ratios_of_a_response_are_alike() -> None:
     tokens = make_tokens([-0.9, -1.9, -0.5], [1.0, 1.0, -2.0], old=[-1.0, -2.0, -1.0], samples=[3, 3, 1])
-    one, other = (losses.compute(tokens, plain(policy=policy), 1.0).loss for policy in ("gspo", "dapo"))
+    one, other = (losses.compute(tokens, plain(policy=policy, **WIDE), 1.0).loss for policy in ("gspo", "dapo"))
     assert one.item() == pytest.approx(other.item())
     torch.testing.assert_close(*(torch.autograd.grad(loss, tokens.logprobs)[0] for loss in (one, other)))
 
