@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config import ConfigError
-from services.trainer.model.explicit_attention import SMALLEST_BLOCK, Scores, explicit
+from services.trainer.model.explicit_attention import SMALLEST_BLOCK, ScoreRule, explicit
 
 FLASH_HEAD = 256
 """Largest head that FlashAttention 2 computes."""
@@ -147,7 +147,7 @@ def packed_attention(
     if s_aux is not None and len(s_aux) != query.shape[1]:
         raise UnsupportedModel(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
-    scores = Scores(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    scores = ScoreRule(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     if _flash_fits(q, v, scores):
         return _flash(q, k, v, packing, scores)[None], None
     return _padded(q, k, v, packing, scores)[None], None
@@ -165,7 +165,7 @@ class CurrentRow:
 row = CurrentRow()
 
 
-def _flash_fits(q: Tensor, v: Tensor, scores: Scores) -> bool:
+def _flash_fits(q: Tensor, v: Tensor, scores: ScoreRule) -> bool:
     """Return whether FlashAttention's kernel computes these heads. It has no sinks."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or scores.sinks is not None:
         return False
@@ -218,7 +218,7 @@ def _moved(states: Tensor, origin: Tensor, target: Tensor, size: int) -> Tensor:
     return states.new_zeros(size, *states.shape[1:]).index_copy_(0, target, states.index_select(0, origin))
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: Scores) -> Tensor:
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> Tensor:
     """Compute the attention of every batch of sequences, [T, heads, E].
 
     Padding is zeros after the end of each sequence. The queries of prompts that others own are zeros too, and their output is
@@ -272,7 +272,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int, grou
     return torch.cat(outputs, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: Scores) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: ScoreRule) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     if len(packing.shared.tokens):

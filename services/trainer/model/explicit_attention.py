@@ -16,7 +16,7 @@ SMALLEST_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreRule:
     """How a layer computes its attention scores.
 
     Capped scores are softcap x tanh(score / softcap) (Gemma 2); a sink is a key without a value that takes its share of the
@@ -29,7 +29,7 @@ class Scores:
     sinks: Tensor | None = None  # [heads], the score of each head's sink
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+def explicit(q: Tensor, k: Tensor, v: Tensor, scores: ScoreRule) -> Tensor:
     """Compute causal attention, q [count, heads, length, D], k and v with as many heads or a divisor of them."""
     groups = q.shape[1] // k.shape[1]
     k, v = (states.repeat_interleave(groups, 1) for states in (k, v))
@@ -43,7 +43,7 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     return torch.cat(outputs, 2)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, before: int, scores: Scores) -> Tensor:
+def _block(q: Tensor, k: Tensor, v: Tensor, before: int, scores: ScoreRule) -> Tensor:
     """Compute a block of queries, the first of which has `before` keys before its own."""
     values = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scores.scaling
     if scores.softcap is not None:

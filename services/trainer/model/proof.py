@@ -59,7 +59,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProofRow:
     """The batch as one packed row and as whole sequences; arguments as in `batches.PackedRow`."""
 
     input_ids: Tensor
@@ -71,7 +71,7 @@ class Row:
     sequences: tuple[tuple[Tensor, int], ...]  # each whole sequence, and the length of its prompt
 
     @classmethod
-    def of(cls, vocabulary: int, device: torch.device) -> Row:
+    def of(cls, vocabulary: int, device: torch.device) -> ProofRow:
         """Build the batch from tokens of the middle of the vocabulary, where no special ones are."""
         random = np.random.default_rng(0)
         ids: list[int] = []
@@ -106,7 +106,7 @@ class OwnLogprobs:
     norm_rounding: float  # as a share of the norm
 
 
-def alone(model: Any, row: Row) -> OwnLogprobs:
+def alone(model: Any, row: ProofRow) -> OwnLogprobs:
     """Return what the model alone computes for the sequences of the row.
 
     Leaves `model` with `IMPLEMENTATION` and in evaluation mode. Raises whatever the model raises.
@@ -136,7 +136,7 @@ def alone(model: Any, row: Row) -> OwnLogprobs:
     return OwnLogprobs(logprobs, norm, float((moved - logprobs).abs().max()), abs(moved_norm - norm) / max(norm, 1e-30))
 
 
-def compare(model: Any, score: Score, row: Row, expected: OwnLogprobs) -> Proof:
+def compare(model: Any, score: Score, row: ProofRow, expected: OwnLogprobs) -> Proof:
     """Compare `score` of the row, in training mode, with what `alone` returned for the same parameters."""
     model.set_attn_implementation(NAME)
     model.train()
@@ -150,7 +150,7 @@ def compare(model: Any, score: Score, row: Row, expected: OwnLogprobs) -> Proof:
     return Proof(gap, norm_gap, expected.rounding, expected.norm_rounding, str(model.dtype).removeprefix("torch."))
 
 
-def _with_norm(model: nn.Module, row: Row, score: Callable[[], Tensor]) -> tuple[Tensor, float]:
+def _with_norm(model: nn.Module, row: ProofRow, score: Callable[[], Tensor]) -> tuple[Tensor, float]:
     """Return the logprobs that `score` computes, and the norm of the gradient of their weighted sum.
 
     Frees the gradient of a parameter as soon as it is known: all of them would need as much memory as the model.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from services.trainer.model.attention import UnsupportedModel
-from services.trainer.model.proof import Proof, Row, Score, alone, compare
+from services.trainer.model.proof import Proof, ProofRow, Score, alone, compare
 from services.trainer.model.support import named
 
 FLOAT32_BYTES = 4
@@ -73,7 +73,7 @@ def prove(
 
 
 def _try(model: Any, attach: Callable[[], Score]) -> list[Proof]:
-    row = Row.of(model.config.get_text_config().vocab_size, model.device)
+    row = ProofRow.of(model.config.get_text_config().vocab_size, model.device)
     as_is = alone(model, row)
     wide = model.dtype != torch.float32 and _fits(model)
     exact = None

@@ -14,7 +14,7 @@ import torch
 from services.protocol.messages import Payload, RankPlan
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
-from services.trainer.model.explicit_attention import Scores
+from services.trainer.model.explicit_attention import ScoreRule
 from services.trainer.model.logprobs import LogitRule, token_logprobs
 from services.trainer.step import batches
 from tests.support.tiny_model import VOCABULARY, make_config, make_payloads, make_samples
@@ -276,7 +276,7 @@ def test_what_flash_attention_is_asked_for_is_what_the_padded_path_computes(
         torch.randn(int(packing.own[-1]), heads, size, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads, size in ((4, 8), (2, 8), (2, 6))
     ]
-    scores = Scores(0.3, window, softcap)
+    scores = ScoreRule(0.3, window, softcap)
     both = [attend(*inputs, packing, scores) for attend in (attention._flash, attention._padded)]
     factors = torch.randn(both[0].shape, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(*both)

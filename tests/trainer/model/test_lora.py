@@ -26,7 +26,7 @@ OPTIONS = {"rank": 4, "alpha": 6.0}
 SCALE = 1.5
 STEP: dict[int, Any] = {1: [[[[3, 1, 0, 2], [5, 4, 6, 7]]]], 2: [[[[3, 1, 0, 2]], [[5, 4, 6, 7]]]]}
 """Two rows, on one rank or on two."""
-LOSS = {"policy": "reinforce", "kl_beta": 0.1, "kl_estimator": "k1_weighted"}
+LOSS = {"policy": "reinforce", "kl_beta": 0.1, "kl_estimator": "k1_weighted", "old": "recompute"}
 JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "alone": (1, {"deterministic": True}, {}),
     "bfloat16 alone": (1, {"deterministic": True}, {"dtype": "bfloat16"}),
