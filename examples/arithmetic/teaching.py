@@ -27,6 +27,7 @@ from examples.arithmetic.tokenizer import END, PAD_ID, render, save_tokenizer, t
 from examples.arithmetic.worked import Example, make_examples, make_task
 from services.config import RunConfig
 from services.config.data import ReasoningGymSource
+from services.config.verifiers import ReasoningGymConfig
 
 BATCH = 32  # reached the same reward in 0.7 of the time of 64
 LEARNING_RATE = 2e-3  # with 4e-3 some seeds did not learn the task
@@ -82,7 +83,9 @@ class Judge:
         self, config: RunConfig, source: ReasoningGymSource, tokenizer: Tokenizer, held_out: Sequence[Example], seed: int
     ) -> None:
         self._task = make_task(source, 1, 0)
-        self._answer = re.compile(config.verifiers[0].extract)
+        verifier = config.verifiers[0]
+        assert isinstance(verifier, ReasoningGymConfig), "the example scores with the task's own scorer"
+        self._answer = re.compile(verifier.extract)
         self._max_tokens, self._seed = config.sampling.max_tokens, seed
         self._tokenizer, self._held_out = tokenizer, held_out
         self._prompts = [tokenizer.encode(render(example.question)).ids for example in held_out]

@@ -101,7 +101,8 @@ def test_a_line_that_cannot_be_scored_is_named(
         ('verifiers.0.function="other.py:score"', "verifier 'python' cannot be used: "),
         ('verifiers.0.function="nosuch_module:score"', "ModuleNotFoundError: No module named 'nosuch_module'"),
         ("verifiers.0.range=[-2, 0]", "verifier 'python' failed: score 1 is outside its range [-2, 0]"),
-        ('data.curriculum="nosuch.module:order"', "there is no module nosuch.module: install it"),
+        ('data.curriculum="nosuch.module:order"', "ModuleNotFoundError: No module named 'nosuch'"),
+        ('data.curriculum="services.dataprep.prompts.curriculum:none"', "has no attribute 'none': fix the name or its module"),
         ("data.max_prompt_tokens=1", "the prompt has"),
     ],
 )

@@ -6,9 +6,8 @@ Verifiers are called on the first row of each prompt source, in the processes in
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
-import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from services.console.errors import EXIT_CONFIG, ConsoleError
 
 EXTRAS = {"math": ("math_verify", "generator"), "reasoning_gym": ("reasoning_gym", "generator"), "judge": ("jinja2", "generator")}
 """Kind of verifier -> the package that it needs, and the extra of ours that has it."""
+IMPORT_LIMIT_S = 120.0  # torch takes seconds on an idle machine
+_IMPORT = "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), sys.argv[2])"
 REMOTE_GIVE_UP_S = 5.0  # for a service that does not answer
 
 
@@ -53,24 +54,32 @@ def _source(what: str, source: Source, config: RunConfig) -> Finding:
 
 
 def functions(config: RunConfig) -> Iterator[Finding]:
-    """Check that the modules of a curriculum, a loss or an engine of one's own can be found."""
+    """Import the curriculum, the loss and the engine of one's own that the run names, as its services will."""
     named = {"data.curriculum": config.data.curriculum, "generator.engine": config.generator.engine}
     if IMPORT_PATH.fullmatch(config.loss.policy):
         named["loss.policy"] = config.loss.policy
     for key, name in named.items():
-        if ":" not in name:
-            continue
-        module = name.partition(":")[0]
-        if os.getcwd() not in sys.path:  # services are started with it
-            sys.path.append(os.getcwd())
-        try:
-            there = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):  # a package on the way to it cannot be imported
-            there = False
-        if there:
-            yield ok(key, name)
-        else:
-            yield fault(key, f"{key} = {name!r}: there is no module {module}", "install it, or start in the folder that has it")
+        if ":" in name:
+            yield _imported(key, name)
+
+
+def _imported(key: str, name: str) -> Finding:
+    """Import in a process of its own: it may take seconds, or crash."""
+    module, _, attribute = name.partition(":")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORT, module, attribute],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return fault(key, f"{key} = {name!r}: importing {module} takes longer than {IMPORT_LIMIT_S:g} s", "fix the module")
+    if done.returncode == 0:
+        return ok(key, name)
+    said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return fault(key, f"{key} = {name!r}: {said}", "fix the name or its module, or start in the folder that has it")
 
 
 def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
