@@ -41,12 +41,12 @@ class Unauthorized(Exception):
     """The service does not accept the token."""
 
 
-class Refused(Exception):
+class UnusableReply(Exception):
     """The service answered, but not with a result; asking the same again is useless."""
 
 
 async def post(http: httpx.AsyncClient, url: str, body: bytes, token: ServiceToken, limit_s: float) -> bytes:
-    """Return the body of a successful reply. Raises `Unavailable`, `Unauthorized`, `Refused`, none of which repeats the token."""
+    """Return the body of a successful reply. Raises the three errors above, none of which repeats the token."""
     try:
         async with (
             asyncio.timeout(limit_s),
@@ -74,9 +74,9 @@ def _judged(reply: httpx.Response, data: bytes, most: int, token: ServiceToken) 
     status = reply.status_code
     if reply.is_success:
         if len(data) > most:
-            raise Refused(f"answered with more than {most} bytes")
+            raise UnusableReply(f"answered with more than {most} bytes")
         if reply.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise Refused("answered with a compressed body, which was not asked for")
+            raise UnusableReply("answered with a compressed body, which was not asked for")
         return data
     text = token.redacted(data.decode("utf-8", "replace")).strip()[:SHOWN_CHARACTERS]  # cut last: a part of a token is not found
     said = f"answered {status}" + (f": {text!r}" if text else "")
@@ -84,7 +84,7 @@ def _judged(reply: httpx.Response, data: bytes, most: int, token: ServiceToken) 
         raise Unauthorized(said)
     if status in AGAIN or status >= 500:
         raise Unavailable(said, _retry_after_s(reply.headers.get("Retry-After", "")))
-    raise Refused(said)
+    raise UnusableReply(said)
 
 
 def _retry_after_s(text: str) -> float:

@@ -18,7 +18,7 @@ import httpx
 
 from services.config.verifiers import RemoteVerifier
 from services.generator.verifiers.base import VerifierFailure
-from services.generator.verifiers.remote.attempt import Refused, Unauthorized, Unavailable, post
+from services.generator.verifiers.remote.attempt import Unauthorized, Unavailable, UnusableReply, post
 from services.generator.verifiers.remote.token import ServiceToken
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
@@ -95,7 +95,7 @@ class ServiceConnection:
                 except Unavailable as error:
                     reason = error.reason
                     left_s = self._failed(error, started, silence)
-                except (Refused, Unauthorized) as error:
+                except (UnusableReply, Unauthorized) as error:
                     self._answered(silence)
                     raise self._failure(str(error)) from None
                 else:
@@ -127,7 +127,7 @@ class ServiceConnection:
             try:
                 self._token.read()
             except VerifierFailure as failure:
-                raise Refused(f"{error}; {failure}") from None
+                raise UnusableReply(f"{error}; {failure}") from None
             if self._token.headers == headers:
                 raise
             return await self._post(url, body)

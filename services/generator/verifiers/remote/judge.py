@@ -21,8 +21,8 @@ from services.generator.verifiers.results import NOTE_BYTES, BadResult, Verdict,
 
 READ_CHARACTERS = 32 * 1024
 """The end of a reply in which the pattern searches: far more than verdicts have, and little enough for slow patterns."""
-NOTE_CHARACTERS = 2000
-"""Most characters of a vote that are kept."""
+NOTE_CHARACTERS = NOTE_BYTES // 8
+"""Most characters that are kept of all votes on a completion: JSON takes up to six bytes for one."""
 
 
 class ChatMessage(msgspec.Struct):
@@ -83,7 +83,7 @@ class JudgeVerifier:
         if 2 * len(good) < wanted or not good:
             fault = next(vote.fault for vote in votes if vote.fault)
             raise BadResult(f"{len(good)} of {wanted} votes can be read, fewer than half: {fault}")
-        share = min(NOTE_CHARACTERS, (NOTE_BYTES // 2 // wanted) // 6)  # JSON takes up to six bytes a character
+        share = NOTE_CHARACTERS // wanted
         return [sum(column) / len(good) for column in zip(*good, strict=True)], {"votes": [vote.text[-share:] for vote in votes]}
 
     def _body(self, prompt: str, vote: int) -> bytes:
