@@ -18,7 +18,7 @@ from services.generator.verifiers.base import Job
 from services.protocol.entries import decode_entry
 
 
-class Completion(msgspec.Struct, frozen=True):
+class CompletionLine(msgspec.Struct, frozen=True):
     """One line of a file of completions. Its other fields are those of a data row, if it does not name one."""
 
     completion: str | list[str]
@@ -39,7 +39,7 @@ class Offline:
         """Return the group that a line of a file of completions describes. Raises `DataError`."""
         try:
             record = msgspec.json.decode(line)
-            given = msgspec.convert(record, Completion)
+            given = msgspec.convert(record, CompletionLine)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise DataError(f'{where}: {error}: write lines such as {{"completion": "…", "row": 0}}') from None
         source = self._source(given.source, where)

@@ -41,6 +41,7 @@ PAYLOAD_TTL_S = 3600
 A header follows its payload in the same request, or within seconds; an hour outlasts a Redis that fails over in between.
 """
 SPARE_S = 0.5  # a ticket left unclaimed this long is not wanted by the pods below their share
+PROBE_S = 5.0  # between claims while a service that scores does not answer
 NOTHING = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
 
 
@@ -66,6 +67,7 @@ class RolloutLoop(RolloutWorker):
         self._idle = True  # whether the pod could not claim at the last poll
         self._ready_at: float | None = None  # since when it can claim; None: not yet, or a group was submitted
         self._began = False
+        self._claimed_at = 0.0
         self._scan = "0-0"
         self._adopt = True
         metrics.running.set_function(lambda: self.generating)
@@ -79,7 +81,11 @@ class RolloutLoop(RolloutWorker):
         return self._evaluation is not None and self._evaluation.version is not None
 
     def why_idle(self) -> str:
-        """Return why this pod would start no work now, or "" if it would or is evaluating."""
+        """Return why this pod would start no work now, or hardly any, or "" if it would or is evaluating."""
+        return self._obstacle() or ("" if self.evaluating else self.verifiers.waiting)
+
+    def _obstacle(self) -> str:
+        """Return why this pod can start no work now, or ""."""
         state = self.service.view.state
         if self.draining.is_set():
             return "draining"
@@ -95,7 +101,7 @@ class RolloutLoop(RolloutWorker):
             return "unsynced: no weights yet; waiting for the trainer's next sync round"
         if self.engine.version != state.published_version:
             return f"out of date: holds policy version {self.engine.version}, but {state.published_version} is published"
-        return self.verifiers.waiting
+        return ""
 
     async def work(self, loop: Loop) -> None:
         """Claim and complete tickets until stopped, then drain."""
@@ -117,18 +123,20 @@ class RolloutLoop(RolloutWorker):
     def _room(self) -> int:
         """Return how many tickets to claim: up to the pod's share at once, beyond it only tickets unclaimed for `SPARE_S`.
 
-        A finished group leaves its place to another while it is scored, up to a bound.
+        A finished group leaves its place to another while it is scored, up to a bound. While a service that scores is away, a
+        ticket is claimed now and then, in case it fails only at the groups at hand.
         """
-        held, share = self.generating, self.share
-        if len(self.rollouts) - held >= Bounds.of(self.config).scoring:
-            return 0
+        held, share, now = self.generating, self.share, time.monotonic()
+        most = Bounds.of(self.config).scoring - len(self.rollouts)
+        if self.verifiers.waiting:
+            return min(1, most) if held == 0 and now >= self._claimed_at + PROBE_S else 0
         within = min(self.limit.groups, share) - held
         if within > 0:
-            return within
-        return min(self.limit.groups - held, share) if time.monotonic() >= self._spare_from else 0
+            return min(within, most)
+        return min(self.limit.groups - held, share, most) if now >= self._spare_from else 0
 
     async def _claim(self) -> int:
-        if self.evaluating or self.why_idle():
+        if self.evaluating or self._obstacle():
             self._idle = True
             return 0
         if self._idle:  # let the other pods claim first
@@ -147,6 +155,8 @@ class RolloutLoop(RolloutWorker):
         if held + room > self.share or len(claims) < room:  # other pods go first, or no ticket is left
             self._spare_from = time.monotonic() + SPARE_S
         self.metrics.claimed.inc(len(claims))
+        if claims:
+            self._claimed_at = time.monotonic()
         for claim in claims:
             if claim.ticket is not None:
                 self.service.tracing.record("claim", claim.ticket.trace, asked, generator=self.name, fence=claim.fence)

@@ -25,7 +25,7 @@ TEXT_CHARACTERS = 40
 
 
 @dataclass
-class Scored:
+class ScoredCompletion:
     """One completion, or the reason why it has no score."""
 
     where: str
@@ -43,7 +43,7 @@ async def score(file: Path, overrides: Sequence[str], completions: Path | None, 
     offline = Offline(config)
     groups = list(_groups(offline, completions))
     scoring = Scoring(config, list(offline.sources.values()), prints=not as_json)
-    found: list[Scored] = []
+    found: list[ScoredCompletion] = []
     seconds: list[float] = []
     try:
         await scoring.start()
@@ -81,15 +81,15 @@ def _groups(offline: Offline, file: Path | None) -> Iterator[tuple[str, Job]]:
             yield f"{file.name}:{number}", offline.group(line, f"{file}:{number}")
 
 
-async def _score(scoring: Scoring, config: RunConfig, where: str, job: Job) -> list[Scored]:
+async def _score(scoring: Scoring, config: RunConfig, where: str, job: Job) -> list[ScoredCompletion]:
     try:
         found: Scores = await scoring.score(job)
     except VerifierFailure as failure:
-        return [Scored(where, text, failure=str(failure)) for text in job.completions]
+        return [ScoredCompletion(where, text, failure=str(failure)) for text in job.completions]
     rewards = combine(found.scores, config.verifiers)
     judged = solved(found.scores, config.thresholds(job.source)) or [None] * len(rewards)
     return [
-        Scored(
+        ScoredCompletion(
             where, text, rewards[i], {name: column[i] for name, column in found.scores.items()}, judged[i],
             msgspec.json.decode(found.notes[i]) if found.notes else {},
         )
@@ -97,7 +97,7 @@ async def _score(scoring: Scoring, config: RunConfig, where: str, job: Job) -> l
     ]  # fmt: skip
 
 
-def _summary(found: Sequence[Scored], seconds: Sequence[float]) -> dict[str, Any]:
+def _summary(found: Sequence[ScoredCompletion], seconds: Sequence[float]) -> dict[str, Any]:
     rewards = [one.reward for one in found if one.reward is not None]
     return {
         "rewards": len(rewards),
@@ -108,7 +108,7 @@ def _summary(found: Sequence[Scored], seconds: Sequence[float]) -> dict[str, Any
     }
 
 
-def _show(found: Sequence[Scored], summary: dict[str, Any]) -> None:
+def _show(found: Sequence[ScoredCompletion], summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -1,0 +1,142 @@
+"""Groups that wait for their scores: their seats are free, and their tokens are never sampled twice."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.generator.loop import RolloutLoop
+from services.generator.verifiers.base import Job, Scores, VerifierFailure
+from services.store import Store
+from tests.generator.test_loop import generator, issue
+from tests.support.harness import buried, ticket, wait_until
+from tests.support.scripted import scripted_tokens
+
+
+class SlowVerifier:
+    """Scores nothing until it may, and then fails as often as it is told."""
+
+    waiting = ""
+
+    def __init__(self, failures: int = 0, final: bool = False) -> None:
+        self.may = asyncio.Event()
+        self.failures, self.final = failures, final
+        self.asked = 0
+
+    async def score(self, job: Job) -> Scores:
+        self.asked += 1
+        await self.may.wait()
+        if self.failures:
+            self.failures -= 1
+            raise VerifierFailure("the judge is drunk", final=self.final)
+        return Scores({"exact": [1.0] * len(job.completions)}, ["{}"] * len(job.completions))
+
+
+def slow(loop: RolloutLoop, failures: int = 0, final: bool = False) -> SlowVerifier:
+    made = SlowVerifier(failures, final)
+    loop.verifiers = made  # type: ignore[assignment]
+    return made
+
+
+def length(*indices: int) -> int:
+    """Tokens of all completions of tickets."""
+    groups = [ticket(i) for i in indices]
+    return sum(len(scripted_tokens(one.prompt, one.seed + i, 16, 4, 100)) for one in groups for i in range(4))
+
+
+async def headers(store: Store) -> int:
+    return (await store.run.audit())["headers"]
+
+
+async def test_a_group_leaves_its_seats_to_another_while_it_is_scored(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "generator.max_concurrent_groups=2") as (service, loop, _):
+        verifier = slow(loop)
+        await issue(service.store, *(ticket(i) for i in range(12)))
+        running = asyncio.create_task(service.run(loop.work))
+        most = service.registry.get_sample_value("grpo_generator_scoring_limit")
+        assert most == 8
+        await wait_until(lambda: verifier.asked == 8 and loop.generating == 0, 30)
+        await asyncio.sleep(0.7)  # longer than a poll for what others leave
+        assert (verifier.asked, loop.generating) == (8, 0), "no more wait than the bound allows"
+        assert service.registry.get_sample_value("grpo_generator_scoring") == 8
+        assert (await service.store.run.audit())["tickets"] == 12
+        verifier.may.set()
+
+        async def all_there() -> bool:
+            return await headers(service.store) == 12
+
+        await wait_until(all_there)
+        service.stop()
+        await running
+
+
+async def test_a_service_that_fails_at_some_groups_only_does_not_hold_up_the_others(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.generator.loop.PROBE_S", 0.1)
+    async with generator(tmp_path, server) as (service, loop, _):
+        verifier = slow(loop)
+        verifier.waiting = "waiting for verifier 'judge': answered 500, for 7 s"
+        await issue(service.store, *(ticket(i) for i in range(3)))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: verifier.asked == 3)
+        assert loop.why_idle() == verifier.waiting
+        verifier.may.set()
+
+        async def all_there() -> bool:
+            return await headers(service.store) == 3
+
+        await wait_until(all_there)
+        service.stop()
+        await running
+
+
+async def test_a_group_whose_scoring_failed_is_scored_again_with_its_tokens(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server) as (service, loop, engine):
+        verifier = slow(loop, failures=2)
+        verifier.may.set()
+        await issue(service.store, ticket(0), ticket(1))
+        running = asyncio.create_task(service.run(loop.work))
+
+        async def all_there() -> bool:
+            return await headers(service.store) == 2
+
+        await wait_until(all_there)
+        service.stop()
+        await running
+        assert verifier.asked == 4
+        assert engine.gauges().tokens == length(0, 1), "tokens were sampled twice"
+
+
+async def test_a_final_failure_is_a_dead_letter_at_once(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server) as (service, loop, _):
+        verifier = slow(loop, failures=1, final=True)
+        verifier.may.set()
+        await issue(service.store, ticket(0))
+        running = asyncio.create_task(service.run(loop.work))
+
+        async def failed() -> bool:
+            return bool(await buried(service.store))
+
+        await wait_until(failed)
+        service.stop()
+        await running
+        assert await buried(service.store) == [("0-0", "the judge is drunk")]
+        assert verifier.asked == 1
+
+
+async def test_a_drain_hands_over_finished_groups_with_all_their_tokens(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "generator.drain_s=0.1") as (service, loop, engine):
+        verifier = slow(loop)
+        await issue(service.store, ticket(0), ticket(1))
+        running = asyncio.create_task(service.run(loop.work))
+        await wait_until(lambda: verifier.asked == 2)
+        service.stop()
+        await running
+        assert await headers(service.store) == 0
+        assert service.registry.get_sample_value("grpo_generator_handed_back_tokens_total") == length(0, 1)
+    made = engine.gauges().tokens
+    assert made == length(0, 1)
