@@ -66,6 +66,7 @@ def load(
     """Read `path`, apply the environment and then the `section.key=value` overrides, and validate."""
     tree = _read(Path(path))
     for name, text in sorted((os.environ if environ is None else environ).items()):
+        _refuse_lookalike(name)
         if name.startswith(ENV_PREFIX):
             _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), text, origin=f"environment variable {name}")
     for override in overrides:
@@ -150,6 +151,17 @@ def code_digest(path: str) -> str:
         raise ConfigError(
             f"the file of a verifier's function, {path}, cannot be read ({error.strerror}): correct the path"
         ) from None
+
+
+def _refuse_lookalike(name: str) -> None:
+    """Refuse an environment variable that is meant for a key but is not read, such as GRPO_RUN_STEPS."""
+    section, _, key = name.removeprefix("GRPO_").lower().partition("_")
+    if not name.startswith("GRPO_") or name.startswith(ENV_PREFIX) or section not in RunConfig.model_fields:
+        return
+    fields = [field for model in _models(RunConfig.model_fields[section].annotation) for field in model.model_fields]
+    if near := difflib.get_close_matches(key, fields, n=1, cutoff=0.85):
+        meant = f"{ENV_PREFIX}{section}__{near[0]}".upper()
+        raise ConfigError(f"environment variable {name} is not read: did you mean {meant}? Rename or unset it")
 
 
 def _place_functions(tree: dict[str, Any], folder: Path) -> None:

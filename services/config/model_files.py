@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
 from services.config import ConfigError, RunConfig
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""`owner/name`, or `name` for a few old models."""
+
 
 def check_model(config: RunConfig) -> None:
-    """Refuse a model that does not fit its tokenizer or `trainer.sequence_parallel`, and adapters without peft.
+    """Refuse a model that is not there, does not fit its tokenizer or `trainer.sequence_parallel`, and adapters without peft.
 
     A hub name is not looked up.
     """
+    check_path(config.model.path)
     if config.lora.rank and importlib.util.find_spec("peft") is None:
         raise ConfigError(f"lora.rank = {config.lora.rank} needs peft: pip install 'grpo[trainer]', or set lora.rank = 0")
     folder = Path(config.model.path)
@@ -25,6 +30,15 @@ def check_model(config: RunConfig) -> None:
     text = text.get("text_config", text)
     _check_vocabulary(folder, text.get("vocab_size"))
     _check_heads(config, text)
+
+
+def check_path(path: str) -> None:
+    """Refuse a `model.path` that is neither a folder nor shaped like a hub name."""
+    if not Path(path).is_dir() and (HUB_NAME.fullmatch(path) is None or Path(path).exists()):
+        raise ConfigError(
+            f"model.path = {path!r} is not a folder (resolved to {Path(path).absolute()}), and cannot be the name of a model on the"
+            " hub, which is owner/name: correct the path"
+        )
 
 
 def largest_token_id(folder: Path) -> int:

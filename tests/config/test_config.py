@@ -126,6 +126,28 @@ def test_a_completion_is_solved_by_its_source_s_verifiers_that_can_tell(file: Pa
     assert config.thresholds("b") == {"exact": 1.0, "math": 0.5, "python-2": 3.0}
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("GRPO_RUN_STEPS", "GRPO__RUN__STEPS"), ("GRPO_SAMPLING_TEMPRATURE", "GRPO__SAMPLING__TEMPERATURE")],
+)
+def test_a_variable_that_only_looks_like_a_key_is_refused(file: Path, name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment variable {name} is not read: did you mean {meant}"):
+        load(file, environ={name: "1"})
+
+
+def test_variables_of_services_are_no_keys(file: Path) -> None:
+    ours = (
+        "GRPO_API_TOKEN",
+        "GRPO_API_READ_TOKEN",
+        "GRPO_REDIS_PASSWORD",
+        "GRPO_CONFIG",
+        "GRPO_POD",
+        "GRPO_NODES",
+        "GRPO_STOP_S",
+    )
+    assert load(file, environ=dict.fromkeys(ours, "x")) == load(file, environ={})
+
+
 def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
     assert "fleet.xyzzy = 1 is not a known key; valid: scaling, ttl_s" in fault(file, "fleet.xyzzy=1")
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.config import ConfigError, RunConfig
 from services.config.load import validate
-from services.config.model_files import check_model, largest_token_id
+from services.config.model_files import check_model, check_path, largest_token_id
 
 TOKENS = {"a": 0, "b": 1, "c": 7}
 CONFIG = {"vocab_size": 10, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -75,3 +75,14 @@ def test_what_is_not_there_is_not_judged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         check_model(_config(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./model", "runs/a/model", "~/model", "a b"])
+def test_a_path_that_is_not_there_is_no_hub_name(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a folder .* cannot be the name of a model on the hub"):
+        check_path(path)
+
+
+@pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen3-0.6B"])
+def test_a_hub_name_is_accepted(path: str) -> None:
+    check_path(path)

@@ -18,7 +18,9 @@ import jinja2.nodes
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from services.config import ConfigError
 from services.config.data import Data
+from services.config.model_files import check_path
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.rows import PromptRow
 
@@ -69,6 +71,10 @@ def tokenizer_folder(path: str) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
+    try:
+        check_path(path)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
