@@ -36,7 +36,7 @@ def check_path(path: str) -> None:
     """Refuse a `model.path` that is neither a folder nor shaped like a hub name."""
     if not Path(path).is_dir() and (HUB_NAME.fullmatch(path) is None or Path(path).exists()):
         raise ConfigError(
-            f"model.path = {path!r} is not a folder (resolved to {Path(path).absolute()}), and cannot be the name of a model on the"
+            f"model.path = {path!r} is not a folder (at {Path(path).absolute()}), and cannot be the name of a model on the"
             " hub, which is owner/name: correct the path"
         )
 
