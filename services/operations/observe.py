@@ -91,16 +91,7 @@ class Observer:
 
 async def fleet(store: Store, ttl_s: float) -> list[Member]:
     """Return the pods with a heartbeat within `ttl_s`, by name, with its age."""
-    statuses = await store.fleet.members(ttl_s)
-    commands = store.connection.commands
-    seconds, microseconds = await commands.time()
-    heard = dict(await commands.zrange(store.keys.fleet, 0, -1, withscores=True))
-    now_s = seconds + microseconds / 1e6
     return sorted(
-        (
-            Member(status, max(0.0, now_s - heard[member] / 1000))
-            for status in statuses
-            if (member := status.member.encode()) in heard
-        ),
+        (Member(status, max(0.0, age_s)) for status, age_s in await store.fleet.heard(ttl_s)),
         key=lambda member: member.status.name,
     )

@@ -27,7 +27,7 @@ _LOOKING = (
 )  # fmt: skip
 """Functions that inspection calls (store/inspection.py, store/deadletters.py)."""
 _COPYING = (*_LOOKING, "scan", "hscan", "lrange")
-_RESTORING = ("del", "hset", "ltrim", "rpush", "set", "unlink", "xadd", "xdel", "zadd")
+_RESTORING = ("hset", "rpush", "set", "unlink", "xadd", "xdel", "zadd")
 """Commands that `restore_write` may be given."""
 _WAYS = {"reads": "%R~", "writes": "~"}
 _POD = ("beat", "leave", "members", "desire")

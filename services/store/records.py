@@ -47,7 +47,7 @@ class Settlement:
     oldest: int = 0
     weight: float = 1.0
     """Its sampling weight for the sampler `prioritized`; the lowest is evicted first by `lowest_priority`."""
-    variate: float = 0.0
+    variate: float = 1.0
     """Exp(1)-distributed: sets its clock."""
     victim: float = 0.0
     """Uniform in 0..1: selects the group that leaves a full table for it, for the remover `uniform`."""

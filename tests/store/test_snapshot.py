@@ -14,6 +14,7 @@ from services.console.commands.audit import assess
 from services.protocol.errors import Busy, Fenced, OutOfOrder, StoreError
 from services.store import Store
 from services.store.calls import snapshot as snapshots
+from services.store.calls.restore import RestoreWriter
 from services.store.records import TableRules
 from services.store.snapshot_format import Snapshot, SnapshotError
 from tests.store.test_conservation import Walk, check_keys
@@ -21,7 +22,8 @@ from tests.support import flow
 from tests.support.harness import ticket
 
 VOLATILE = {b"leader", b"leader_until_ms", b"leader_fence", b"published_by", b"incarnation", b"published_version", b"slots_used",
-            b"checkpointed_step", b"retired_step", b"evaluated_version", b"claim_fence", b"trainer_fence"}  # fmt: skip
+            b"checkpointed_step", b"retired_step", b"evaluated_version", b"claim_fence", b"trainer_fence",
+            b"restored_by", b"snapshot", b"snapshot_held", b"clock_ms", b"clock_ahead_ms"}  # fmt: skip
 
 
 def ignored() -> None:
@@ -31,7 +33,8 @@ def ignored() -> None:
 async def everything(store: Store) -> dict[str, Any]:
     """Every key of the run but those that a restore is to change, and what is on its way, which it issues again."""
     found: dict[str, Any] = {}
-    passing = ("tickets", "headers", "claims", "attempts", "expiries", "reissue", "outstanding", "ledger", "payload", "departed")
+    passing = ("tickets", "headers", "claims", "attempts", "expiries", "reissue", "outstanding", "ledger", "payload", "departed",
+               "answers")  # fmt: skip
     async for key in store.client.scan_iter():
         name = key.decode().removeprefix(store.keys.prefix + ":")
         if name.split(":")[0] in passing:
@@ -195,7 +198,7 @@ async def test_filtered_groups_keep_the_place_they_had_in_a_step_that_is_planned
 async def test_the_leader_is_held_off_while_a_snapshot_is_taken_and_no_longer(any_store: Store) -> None:
     team = await flow.start(any_store)
     await flow.buffer(any_store, team, 1)
-    await any_store.connection.call("snapshot_begin", team.trainer, "token", 60_000)
+    await any_store.connection.call("snapshot_begin", team.trainer, 2, 60_000)
     for call in (
         any_store.replay.sweep_and_peek(team.leader, 0, 1),
         flow.issue(any_store, team, 1),
@@ -203,14 +206,14 @@ async def test_the_leader_is_held_off_while_a_snapshot_is_taken_and_no_longer(an
     ):
         with pytest.raises(Busy, match="a snapshot is being taken: try again in a moment"):
             await call
-    assert await any_store.connection.call("snapshot_hold", team.trainer, "token", 60_000) == 1
-    assert await any_store.connection.call("snapshot_end", team.trainer, "another's") == 0
-    assert await any_store.connection.call("snapshot_end", team.trainer, "token") == 1
+    assert await any_store.connection.call("snapshot_hold", team.trainer, 2, 60_000) == 1
+    assert await any_store.connection.call("snapshot_end", team.trainer, 1) == 0
+    assert await any_store.connection.call("snapshot_end", team.trainer, 2) == 1
     await flow.prepare(any_store, team, 0, ["0-0"])
-    await any_store.connection.call("snapshot_begin", team.trainer, "token", 0)
+    await any_store.connection.call("snapshot_begin", team.trainer, 3, 0)
     assert await flow.issue(any_store, team, 1) == 1, "its maker died: the lease is over"
-    assert await any_store.connection.call("snapshot_hold", team.trainer, "token", 60_000) == 0
-    assert await any_store.connection.call("snapshot_end", team.trainer, "token") == 0
+    assert await any_store.connection.call("snapshot_hold", team.trainer, 3, 60_000) == 0
+    assert await any_store.connection.call("snapshot_end", team.trainer, 3) == 0
 
 
 async def test_a_copy_that_took_longer_than_its_lease_is_made_anew(
@@ -324,11 +327,11 @@ async def test_a_trainer_that_hung_in_a_restore_writes_nothing_into_the_run_of_i
     await restore(any_store, tmp_path / "s")
     before = await everything(any_store)
     with pytest.raises(Fenced):
-        await any_store.restores._write(hung, 0, [("UNLINK", any_store.keys.replay_order)])
+        await RestoreWriter(any_store.connection, hung, 0)([("UNLINK", any_store.keys.replay_order)])
     state = await any_store.run.state()
     assert state is not None
-    with pytest.raises(OutOfOrder, match="no restore to step 0"):
-        await any_store.restores._write(state.trainer_fence, 0, [("UNLINK", any_store.keys.replay_order)])
+    with pytest.raises(OutOfOrder, match="no restore to step 1"):
+        await RestoreWriter(any_store.connection, state.trainer_fence, 1)([("UNLINK", any_store.keys.replay_order)])
     assert await everything(any_store) == before
 
 

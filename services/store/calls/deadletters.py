@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.store.calls.facet import Facet
+from services.store.calls.facet import Facet, token
 from services.store.inspection_records import DeadLetter, Requeued
 
 REQUEUED_TOGETHER = 256  # dead letters in one call: some milliseconds of the server's time
@@ -35,7 +35,7 @@ class DeadLetterStream(Facet):
         """
         answers: list[Requeued] = []
         for first in range(0, len(ids), REQUEUED_TOGETHER):
-            reply = await self._redis.call("requeue", *ids[first : first + REQUEUED_TOGETHER])
+            reply = await self._redis.call("requeue", token(), *ids[first : first + REQUEUED_TOGETHER])
             for i in range(0, len(reply), 4):
                 id, ticket, refusal = (part.decode(errors="replace") for part in reply[i : i + 3])
                 answers.append(Requeued(id, ticket, refusal, bool(reply[i + 3])))

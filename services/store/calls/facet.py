@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+import time
+
 from services.protocol.keys import Keys
 from services.store.calls.payloads import Payloads
 from services.store.connection.base import Connection
@@ -16,3 +19,20 @@ class Facet:
     @property
     def _keys(self) -> Keys:
         return self._redis.keys
+
+
+_last_ordinal = 0
+
+
+def ordinal() -> int:
+    """Return a number greater than any that this process got before, for calls of which only the last may count: one that arrives
+    again, or after a later one, is ignored.
+    """
+    global _last_ordinal
+    _last_ordinal = max(_last_ordinal + 1, time.monotonic_ns() // 1000)
+    return _last_ordinal
+
+
+def token() -> str:
+    """Return a random name of a call that must take effect once, even if it arrives again after others."""
+    return secrets.token_hex(8)

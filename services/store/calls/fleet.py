@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from services.protocol.messages import PodStatus, Round
-from services.store.calls.facet import Facet
+from services.store.calls.facet import Facet, ordinal
 
 T = TypeVar("T")
 
@@ -26,15 +26,19 @@ class FleetCalls(Facet):
 
     async def members(self, ttl_s: float) -> list[PodStatus]:
         """Return the pods with a heartbeat within `ttl_s`."""
+        return [status for status, _ in await self.heard(ttl_s)]
+
+    async def heard(self, ttl_s: float) -> list[tuple[PodStatus, float]]:
+        """Return the pods with a heartbeat within `ttl_s`, and how many seconds ago it was."""
         reply = await self._redis.call("members", int(ttl_s * 1000))
-        found = [_decoded(raw, PodStatus) for raw in reply[1::2]]
-        return [status for status in found if status is not None]
+        found = [(_decoded(raw, PodStatus), int(age_ms) / 1000) for age_ms, raw in zip(reply[::2], reply[1::2], strict=True)]
+        return [(status, age_s) for status, age_s in found if status is not None]
 
     async def set_round(self, fence: int, round: Round) -> None:
         """Open or advance a weight-sync round."""
         body = msgspec.json.encode(msgspec.structs.replace(round, members={}))
         ranks = [part for member in round.members.items() for part in member]
-        await self._redis.call("round", fence, round.attempt, round.phase, body, *ranks)
+        await self._redis.call("round", fence, ordinal(), round.attempt, round.phase, body, *ranks)
 
     async def round(self) -> tuple[Round | None, dict[str, tuple[str, str]]]:
         """Return the current round and its acknowledgements: member -> (stage, detail)."""
@@ -60,7 +64,7 @@ class FleetCalls(Facet):
 
     async def acknowledge(self, member: str, attempt: int, stage: str, detail: str = "") -> bool:
         """Acknowledge a stage of a round. Returns False if the round is over."""
-        return bool(await self._redis.call("acknowledge", member, attempt, stage, detail))
+        return bool(await self._redis.call("acknowledge", member, attempt, ordinal(), stage, detail))
 
 
 def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:

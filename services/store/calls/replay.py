@@ -7,7 +7,7 @@ from typing import Any
 
 from services.protocol import codec
 from services.protocol.messages import Header
-from services.store.calls.facet import Facet
+from services.store.calls.facet import Facet, ordinal
 from services.store.records import BufferedGroup, HeaderEntry, PassRate, Settlement, SweptTable, read_header
 
 REWEIGHED_TOGETHER = 1000  # groups in one call
@@ -73,7 +73,9 @@ class ReplayTable(Facet):
         """
         pairs = [(group, float(weight)) for group, weight in weights.items()]
         pieces = [pairs[i : i + REWEIGHED_TOGETHER] for i in range(0, len(pairs), REWEIGHED_TOGETHER)]
-        calls = [self._redis.function("reweigh", fence, *(part for pair in piece for part in pair)) for piece in pieces]
+        calls = [
+            self._redis.function("reweigh", fence, ordinal(), *(part for pair in piece for part in pair)) for piece in pieces
+        ]
         return sum(map(int, await self._redis.send(*calls))) if calls else 0
 
     async def rescale(self, fence: int, base: int, new_base: int, factor: float) -> int:
@@ -86,7 +88,7 @@ class ReplayTable(Facet):
 
     async def pass_over(self, fence: int, gaps_until: int) -> None:
         """Forget filtered groups up to an issue sequence: their step had nothing to train on."""
-        await self._redis.call("pass_over", fence, gaps_until)
+        await self._redis.call("pass_over", fence, ordinal(), gaps_until)
 
     async def rates(self) -> dict[int, PassRate]:
         """Return the settled group that counts for each dataset row, if pass rates are kept."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from services.store.calls.facet import Facet
 from services.store.calls.payloads import ELSEWHERE, FIELD
-from services.store.connection.base import facts
+from services.store.connection.base import Connection, facts
 from services.store.snapshot_format import (
     Groups,
     Head,
@@ -32,10 +31,36 @@ from services.store.snapshot_format import (
 
 WORDS = 4000  # of commands in one call of a function, which Lua's stack must hold
 TOGETHER = 256  # entries of a stream in one request
-KEPT = ("run", "fleet", "fleet:status", "sync", "metrics", "evaluations", "tickets", "headers")
-"""Keys that a restore leaves in place: fleet, numbers of sync rounds, history; the streams are emptied by `restore_begin`."""
+KEPT = ("run", "fleet", "fleet:status", "sync", "metrics", "evaluations", "tickets", "headers", "answers",
+        "answers:order")  # fmt: skip
+"""Keys that a restore leaves in place: fleet, numbers of sync rounds, history, answers to earlier calls; `restore_begin` empties
+the streams.
+"""
 Command = tuple[Any, ...]
 Write = Callable[[Sequence[Command]], Awaitable[None]]
+
+
+class RestoreWriter:
+    """Writes while the trainer with this fence restores the run to `step`; each piece once, even if its reply is lost."""
+
+    def __init__(self, connection: Connection, fence: int, step: int) -> None:
+        self._redis, self._fence, self._step = connection, fence, step
+        self._pieces = 0
+
+    async def __call__(self, commands: Sequence[Command]) -> None:
+        """Send commands. Raises `Fenced` or `OutOfOrder` if this trainer does not restore the run."""
+        args: list[Any] = []
+        for command in commands:
+            args += (len(command), *command)
+            if len(args) > WORDS:
+                await self._send(args)
+                args = []
+        if args:
+            await self._send(args)
+
+    async def _send(self, args: list[Any]) -> None:
+        self._pieces += 1
+        await self._redis.call("restore_write", self._fence, self._step, self._pieces, *args)
 
 
 class Restores(Facet):
@@ -50,7 +75,7 @@ class Restores(Facet):
         head = snapshot.head
         await self._payloads.spread(int(head.run.get(FIELD, 0)))
         await self._redis.call("restore_begin", fence, head.step)
-        write = partial(self._write, fence, head.step)
+        write = RestoreWriter(self._redis, fence, head.step)
         await self._delete_all_but(KEPT, write)
         await self._payloads.sweep()  # frees memory for what is restored
         target = await asyncio.to_thread(_plan, snapshot, keep_plans)
@@ -66,9 +91,8 @@ class Restores(Facet):
         await write(self._commands_of_head(head, target))
         await write([("ZADD", self._keys.requeued, place, name) for place, name in enumerate(head.requeued)])
         departed = head.departed if target.whole else []
-        for first in range(0, len(departed), 1000):  # truncated to the earlier length first, because a call may be sent twice
-            cut = ("LTRIM", self._keys.departed, 0, first - 1) if first else ("DEL", self._keys.departed)
-            await write([cut, ("RPUSH", self._keys.departed, *departed[first : first + 1000])])
+        for first in range(0, len(departed), 1000):
+            await write([("RPUSH", self._keys.departed, *departed[first : first + 1000])])
         for stream, key, last in (
             (self._keys.metrics, "step", head.step),
             (self._keys.evaluations, "eval/version", head.step + 1),
@@ -83,17 +107,6 @@ class Restores(Facet):
         named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
         await write([command for group in named for command in self._put(group)])
         await self._payloads.lay(payloads)
-
-    async def _write(self, fence: int, step: int, commands: Sequence[Command]) -> None:
-        """Write while the trainer with this fence restores the run to `step`. Raises `Fenced` if it does not."""
-        args: list[Any] = []
-        for command in commands:
-            args += (len(command), *command)
-            if len(args) > WORDS:
-                await self._redis.call("restore_write", fence, step, *args)
-                args = []
-        if args:
-            await self._redis.call("restore_write", fence, step, *args)
 
     async def delete_run(self, payload_shards: int = 0) -> None:
         """Delete every key of the run, those in shards first, because the run says where they are.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 from services.protocol.messages import PROTOCOL_VERSION
-from services.store.calls.facet import Facet
+from services.store.calls.facet import Facet, token
 from services.store.records import PauseMode, RunState, TableRules, read_state
 
 
@@ -39,53 +38,53 @@ class Runs(Facet):
 
     async def pause(self, role: str, why: str, mode: PauseMode = "keep") -> None:
         """Request that `generator`, `dataprep` or `trainer` pods pause until resumed. `why` also names the requester."""
-        await self._redis.call("desire", f"paused:{role}", f"{mode} {why}")
+        await self._desire(f"paused:{role}", f"{mode} {why}")
 
     async def resume(self, role: str) -> None:
         """Request that pods of the role resume."""
-        await self._redis.call("desire", f"paused:{role}", "")
+        await self._desire(f"paused:{role}", "")
 
     async def request_restore(self, step: int | None) -> None:
         """Request that the run, ended or not, is restored to the checkpoint of `step`: its trainer restarts and does it.
 
         None withdraws the request.
         """
-        await self._redis.call("desire", "restore", "" if step is None else str(step))  # first: from here on the run does not end
+        await self._desire("restore", "" if step is None else str(step))  # first: from here on the run does not end
         if step is not None:
-            await self._redis.call("desire", "stopping", "")
-            await self._redis.call("desire", "finished", "")
+            await self._desire("stopping", "")
+            await self._desire("finished", "")
 
     async def resumed(self, how: str) -> None:
         """Record how and why a trainer resumed the run; an empty string clears the record."""
-        await self._redis.call("desire", "resumed", how)
+        await self._desire("resumed", how)
 
     async def scale_generators(self, replicas: int, why: str) -> None:
         """Request a number of generators for the run, which also holds after an interruption."""
-        await self._redis.call("desire", "scale:generator", f"{replicas} {why}")
+        await self._desire("scale:generator", f"{replicas} {why}")
 
     async def bound_generators(self, most: int | None) -> None:
         """Set how many generators fit where they are started; None: no bound."""
-        await self._redis.call("desire", "most:generator", "" if most is None else str(most))
+        await self._desire("most:generator", "" if most is None else str(most))
 
     async def followed_generators(self, replicas: int) -> None:
         """Record, from a cluster's scaler, the replicas on which the request and the Deployment agree."""
-        await self._redis.call("desire", "followed:generator", str(replicas))
+        await self._desire("followed:generator", str(replicas))
 
     async def request_checkpoint(self, why: str) -> None:
         """Request a checkpoint of the current committed step or a later one; the trainer's `checkpointed` clears the request."""
-        await self._redis.call("desire", "checkpoint", f"{secrets.token_hex(4)} {why}")
+        await self._desire("checkpoint", f"{token()} {why}")
 
     async def checkpoint_failed(self, why: str, fence: int | None = None) -> None:
         """Record that a checkpoint could not be written; the next successful one clears this. A trainer gives its `fence`."""
-        await self._redis.call("desire", "checkpoint_failed", why, *_given(fence))
+        await self._desire("checkpoint_failed", why, fence)
 
     async def stop(self, why: str) -> None:
         """Request that the run ends early: the trainer finishes its step, saves and calls `finish`."""
-        await self._redis.call("desire", "stopping", why)
+        await self._desire("stopping", why)
 
     async def finish(self, how: str, fence: int | None = None) -> None:
         """End the run; every service exits. A trainer gives its `fence`. Raises `OutOfOrder` if a restore was requested."""
-        await self._redis.call("desire", "finished", how, *_given(fence))
+        await self._desire("finished", how, fence)
 
     async def memory(self, limit: int = 0) -> tuple[int, int]:
         """Return the bytes that the server uses, and may use: `limit`, or by default its own; 0: no limit. Of several servers,
@@ -108,7 +107,11 @@ class Runs(Facet):
 
     async def attach_trainer(self) -> int:
         """Return a new fencing number for the trainer; older trainers are rejected from now on."""
-        return int(await self._redis.call("attach_trainer"))
+        return int(await self._redis.call("attach_trainer", token()))
+
+    async def _desire(self, field: str, value: str, fence: int | None = None) -> None:
+        """Set a field of the run's desired state, or clear it with an empty value."""
+        await self._redis.call("desire", token(), field, value, *(() if fence is None else (fence,)))
 
 
 def fullest(said: Sequence[Mapping[str, str]], limit: int) -> tuple[int, int]:
@@ -117,7 +120,3 @@ def fullest(said: Sequence[Mapping[str, str]], limit: int) -> tuple[int, int]:
     """
     memory = [(int(info["used_memory"]), limit or int(info.get("maxmemory", 0))) for info in said]
     return max(memory, key=lambda one: (one[0] / (one[1] or math.inf), one[0]))
-
-
-def _given(fence: int | None) -> tuple[int, ...]:
-    return () if fence is None else (fence,)

@@ -7,14 +7,13 @@ stays responsive.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.protocol.errors import StoreError
-from services.store.calls.facet import Facet
+from services.store.calls.facet import Facet, ordinal
 from services.store.snapshot_format import LAYOUT, Groups, Head, Letters, Rows, SnapshotGroup, Writer
 
 LEASE_S = 10.0  # the leader resumes this long after the copying process has died
@@ -34,7 +33,7 @@ class SnapshotWriter(Facet):
         The leader is paused meanwhile: some 35 µs per group, with payloads some 110 µs.
         """
         for _ in range(ATTEMPTS):
-            token = secrets.token_hex(8)
+            token = ordinal()
             found = await self._redis.call("snapshot_begin", fence, token, int(1000 * LEASE_S))
             try:
                 committed = int(_texts(found[0])["committed_step"])
@@ -47,7 +46,7 @@ class SnapshotWriter(Facet):
                 return
         raise StoreError(f"snapshot failed {ATTEMPTS} times: its {LEASE_S:g} s lease was not renewed in time")
 
-    async def _copy(self, fence: int, token: str, found: Any, path: Path, payloads: bool) -> bool:
+    async def _copy(self, fence: int, token: int, found: Any, path: Path, payloads: bool) -> bool:
         """Copy what `snapshot_begin` found and the rest. Returns False if the leader resumed meanwhile."""
         head = await self._head(found, payloads)
         writer, held = Writer(path), time.monotonic()

@@ -10,7 +10,7 @@ import hashlib
 from functools import cache
 from importlib.resources import files
 
-SHARED = ("prelude", "replay_table")
+SHARED = ("arguments", "prelude", "replay_table")
 """Files whose helpers the others use."""
 
 FILES = ("tickets", "replay", "steps", "deadletters", "control", "fleet", "evaluation", "snapshot")

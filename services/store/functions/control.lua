@@ -1,10 +1,16 @@
 -- Control: a run's identity, leadership, desired state, the end, and the count of everything.
 -- reads and writes: run, tickets, headers, outstanding, replay:*, step:<s>, ledger
 
+local SAMPLER = {is = 'a sampler', fits = function(text) return FIRST[text] end}
+local REMOVER = {is = 'a remover', fits = function(text) return REMOVERS[text] end}
+
 -- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, and number of
 -- payload shards if any. Creates the run, or attaches to the same one. Returns 1 if created, 0 if it existed; rejects a different
 -- run under the name. Desired state may already exist.
-register('create', function(prefix, args)
+register('create', {
+  'protocol', TEXT, 'configuration', TEXT, 'data set', TEXT, 'steps', NATURAL, 'slots', NATURAL, 'sampler', SAMPLER, 'remover', REMOVER,
+  'capacity', POSITIVE, 'max uses', NATURAL, MAYBE, 'payload shards', POSITIVE,
+}, function(prefix, args)
   local key = prefix .. ':run'
   local have = redis.call('HMGET', key, 'protocol', 'config', 'dataset')
   if have[1] then
@@ -29,8 +35,8 @@ end)
 
 -- args: candidate, lease ms. Takes or renews the leadership of dataprep. Returns the fencing number, or 0 if another leads or the
 -- run is being restored.
-register('lead', function(prefix, args)
-  local key, now = prefix .. ':run', now_ms()
+register('lead', {'candidate', TEXT, 'lease ms', NATURAL}, function(prefix, args)
+  local key, now = prefix .. ':run', tick(prefix)
   local have = redis.call('HMGET', key, 'leader', 'leader_until_ms', 'leader_fence', 'restoring')
   local mine = have[1] == args[1]
   if have[4] then return 0 end
@@ -41,41 +47,45 @@ register('lead', function(prefix, args)
 end)
 
 -- args: candidate. Gives up the leadership at once.
-register('step_down', function(prefix, args)
+register('step_down', {'candidate', TEXT}, function(prefix, args)
   if redis.call('HGET', prefix .. ':run', 'leader') ~= args[1] then return 0 end
   redis.call('HDEL', prefix .. ':run', 'leader', 'leader_until_ms')
   notify(prefix, 'control')
   return 1
 end)
 
--- no args. A trainer starts: anything that an older one still sends is rejected from now on. Returns the fencing number.
-register('attach_trainer', function(prefix)
-  return next_fences(prefix, 'trainer_fence', 1)[1]
+-- args: token. A trainer starts: anything that an older one still sends is rejected from now on. Returns the fencing number, and
+-- the same one if the call is repeated, however late: it must not reject the trainer that came next.
+register('attach_trainer', {'token', TEXT}, function(prefix, args)
+  return answered(prefix, args[1]) or record_answer(prefix, args[1], next_fences(prefix, 'trainer_fence', 1)[1])
 end)
 
--- args: field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `stopping`, `finished`, …), value
+-- args: token, field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `stopping`, `finished`, …), value
 -- (requester and reason) or '' to clear, and optionally the fence of the trainer that calls. Desired state outlives every pod. A
--- run with a requested restore does not end.
-register('desire', function(prefix, args)
-  local refusal = args[3] and fenced(prefix, 'trainer_fence', args[3])
+-- run with a requested restore does not end. A repeated call, however late, changes nothing: somebody may have resumed meanwhile.
+register('desire', {'token', TEXT, 'field', TEXT, 'value', TEXT, MAYBE, 'fence', NATURAL}, function(prefix, args)
+  local token, field, value = args[1], args[2], args[3]
+  if answered(prefix, token) then return 1 end
+  local refusal = args[4] and fenced(prefix, 'trainer_fence', args[4])
   if refusal then return refusal end
-  if (args[1] == 'finished' or args[1] == 'stopping') and args[2] ~= '' then
+  if (field == 'finished' or field == 'stopping') and value ~= '' then
     local back = redis.call('HMGET', prefix .. ':run', 'restore', 'restoring')
     if back[1] or back[2] then
       return redis.error_reply('OUTOFORDER the run cannot end: it is being restored to step ' .. (back[1] or back[2]))
     end
   end
-  if args[2] == '' then
-    redis.call('HDEL', prefix .. ':run', args[1])
+  if value == '' then
+    redis.call('HDEL', prefix .. ':run', field)
   else
-    redis.call('HSET', prefix .. ':run', args[1], args[2])
+    redis.call('HSET', prefix .. ':run', field, value)
   end
+  record_answer(prefix, token, '1')
   notify(prefix, 'control')
   return 1
 end)
 
 -- no args. Counts every ticket at the same instant. Returns {name, count, …}; the ledger's own fields follow as `ledger:<field>`.
-register('audit', function(prefix)
+register('audit', {}, function(prefix)
   local refusal = redis.call('HEXISTS', prefix .. ':run', 'restoring') == 1 and busy(prefix)
   if refusal then return refusal end
   local prepared = 0

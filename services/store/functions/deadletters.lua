@@ -26,20 +26,22 @@ local function read_letter(prefix, id)
   return letter
 end
 
--- args: entries of the dead-letter stream. Each that was counted as failed and whose ticket is nowhere else leaves the stream and
+-- args: token, entries of the dead-letter stream. Each that was counted as failed and whose ticket is nowhere else leaves the stream and
 -- waits to be issued again. Returns {entry, ticket, refusal, 1 if an earlier call put it back, …}; with an empty refusal it was
 -- put back. A repeated call changes nothing, and is answered the same even after the run is over.
-register('requeue', function(prefix, args)
+register('requeue', {'token', TEXT, EACH, 'entry', TEXT}, function(prefix, args)
   local refusal = busy(prefix)
   if refusal then return refusal end
   local ended = redis.call('HMGET', prefix .. ':run', 'finished', 'stopping')
   local over = (ended[1] or ended[2]) and 'the run is over: ' .. (ended[1] or ended[2])
   local reply, put_back = {}, 0
   local last = tonumber(redis.call('ZRANGE', prefix .. ':requeued', -1, -1, 'WITHSCORES')[2] or -1)
-  for _, id in ipairs(args) do
+  local repeated = answered(prefix, args[1])
+  for i = 2, #args do
+    local id = args[i]
     local letter = read_letter(prefix, id)
     local before = not letter and redis.call('HGET', prefix .. ':requeued:letters', id)
-    local why = not before and (over or objection(prefix, letter))
+    local why = not before and (over or objection(prefix, letter) or repeated and 'a restore has brought it back: request it again')
     if letter and not why then
       redis.call('XDEL', prefix .. ':deadletter', id)
       redis.call('HDEL', prefix .. ':drops', letter.ticket)
@@ -50,6 +52,7 @@ register('requeue', function(prefix, args)
     end
     for _, part in ipairs({id, letter and letter.ticket or before or '', why or '', before and 1 or 0}) do reply[#reply + 1] = part end
   end
+  if not repeated then record_answer(prefix, args[1], put_back) end
   if put_back > 0 then
     count(prefix, 'failed', -put_back)
     notify(prefix, 'slots')

@@ -54,7 +54,7 @@ end
 
 -- args: leader fence, version, then ticket id and body of each. Returns 1 if the round of `version` is open, now or by an earlier
 -- call; 0 if another is, or the version was handled before.
-register_leader('eval_open', function(prefix, args)
+register_leader('eval_open', {'version', INTEGER, EACH, 'ticket', TEXT, 'body', TEXT}, function(prefix, args)
   local version = redis.call('HGET', part(prefix, 'round'), 'version')
   if version then return version == args[2] and 1 or 0 end
   if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
@@ -65,14 +65,14 @@ register_leader('eval_open', function(prefix, args)
   end
   call_over(queue, 'ZADD', part(prefix, 'queue'))
   call_over(bodies, 'HSET', part(prefix, 'tickets'))
-  redis.call('HSET', part(prefix, 'round'), 'version', args[2], 'total', #queue / 2, 'opened_ms', now_ms())
+  redis.call('HSET', part(prefix, 'round'), 'version', args[2], 'total', #queue / 2, 'opened_ms', run_ms(prefix))
   redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
   notify(prefix, 'evaluation')
   return 1
 end, true)
 
 -- args: leader fence, version, rounds. Counts the rounds up to `version`, which were due and can no longer be held, as skipped.
-register_leader('eval_skip', function(prefix, args)
+register_leader('eval_skip', {'version', INTEGER, 'rounds', NATURAL}, function(prefix, args)
   if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
   redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
   count(prefix, 'evaluations_skipped', args[3])
@@ -81,8 +81,10 @@ end)
 
 -- args: member, version it holds, fence of the trainer that sent it, ttl ms, max generators, min training generators. Returns 1
 -- if the member must stay on these weights and evaluate, now or by an earlier call; otherwise 0, and it is no longer a volunteer.
-register('eval_volunteer', function(prefix, args)
-  local member, version, now = args[1], args[2], now_ms()
+register('eval_volunteer', {
+  'member', TEXT, 'version', INTEGER, 'sender', NATURAL, 'ttl ms', NATURAL, 'max generators', NATURAL, 'min training', NATURAL,
+}, function(prefix, args)
+  local member, version, now = args[1], args[2], run_ms(prefix)
   local volunteers, since = part(prefix, 'volunteers'), now - tonumber(args[4])
   local run = redis.call('HMGET', prefix .. ':run', 'steps', 'stopping', 'finished', 'trainer_fence')
   local held = redis.call('HGET', part(prefix, 'round'), 'version') == version and run[4] == args[3]
@@ -107,8 +109,10 @@ end)
 
 -- args: member, version, lease ms, count, max expiries. Returns {1, ticket, fence, body, …}, or {0} if this member has no part in
 -- an open round of the version. If the reply is lost, its tickets are claimed again once their leases have expired.
-register('eval_claim', function(prefix, args)
-  local member, now = args[1], now_ms()
+register('eval_claim', {
+  'member', TEXT, 'version', INTEGER, 'lease ms', NATURAL, 'wanted', NATURAL, 'max expiries', NATURAL,
+}, function(prefix, args)
+  local member, now = args[1], run_ms(prefix)
   local round = redis.call('HMGET', part(prefix, 'round'), 'version', 'fault')
   local run = redis.call('HMGET', prefix .. ':run', 'paused:generator', 'stopping', 'finished')
   if round[1] ~= args[2] or round[2] or run[2] or run[3] then return {0} end
@@ -130,8 +134,8 @@ register('eval_claim', function(prefix, args)
 end)
 
 -- args: member, lease ms, then ticket and fence of each. Renews the leases still held. Returns the tickets that are lost.
-register('eval_renew', function(prefix, args)
-  local until_ms, lost = now_ms() + tonumber(args[2]), {}
+register('eval_renew', {'member', TEXT, 'lease ms', NATURAL, EACH, 'ticket', TEXT, 'fence', NATURAL}, function(prefix, args)
+  local until_ms, lost = run_ms(prefix) + tonumber(args[2]), {}
   for i = 3, #args, 2 do
     if owns(prefix, args[1], args[i], args[i + 1]) then
       redis.call('ZADD', part(prefix, 'queue'), 'XX', until_ms, args[i])
@@ -144,12 +148,12 @@ end)
 
 -- args: member, ticket, fence, header. Returns 1 if accepted, now or by an earlier call of the same claim; 0 if the ticket was no
 -- longer held.
-register('eval_submit', function(prefix, args)
+register('eval_submit', {'member', TEXT, 'ticket', TEXT, 'fence', NATURAL, 'header', TEXT}, function(prefix, args)
   local member, ticket, fence, header = unpack(args)
   if not owns(prefix, member, ticket, fence) then return 0 end
   if redis.call('HSETNX', part(prefix, 'results'), ticket, header) == 1 then
     redis.call('ZREM', part(prefix, 'queue'), ticket)
-    redis.call('HSET', part(prefix, 'round'), 'finished_ms', now_ms())
+    redis.call('HSET', part(prefix, 'round'), 'finished_ms', run_ms(prefix))
     notify(prefix, 'evaluation')
   end
   return 1
@@ -157,7 +161,9 @@ end, true)
 
 -- args: member, ticket, fence, max attempts, reason. Hands a ticket back after a failure. Returns 1 if it was one too many, after
 -- which the round must be abandoned; 0 if handed back; -1 if it was no longer held.
-register('eval_fail', function(prefix, args)
+register('eval_fail', {
+  'member', TEXT, 'ticket', TEXT, 'fence', NATURAL, 'max attempts', NATURAL, 'reason', TEXT,
+}, function(prefix, args)
   local member, ticket, fence, limit, reason = unpack(args)
   if not owns(prefix, member, ticket, fence) then return -1 end
   if fails(prefix, 'failures', ticket, limit, reason) then return 1 end
@@ -166,7 +172,7 @@ register('eval_fail', function(prefix, args)
 end)
 
 -- args: member, then ticket and fence of each that it hands back. The member no longer stays on a version.
-register('eval_resign', function(prefix, args)
+register('eval_resign', {'member', TEXT, EACH, 'ticket', TEXT, 'fence', NATURAL}, function(prefix, args)
   for i = 2, #args, 2 do
     if owns(prefix, args[1], args[i], args[i + 1]) then hand_back(prefix, args[i]) end
   end
@@ -175,12 +181,12 @@ end)
 
 -- args: ttl ms. Returns {evaluated version, last round abandoned and why}, and of an open round also {version, total, results,
 -- live volunteers, started ms, finished ms, now ms, fault}.
-register('eval_look', function(prefix, args)
+register('eval_look', {'ttl ms', NATURAL}, function(prefix, args)
   local run = redis.call('HMGET', prefix .. ':run', 'evaluated_version', 'evaluation_abandoned')
   local reply = {run[1] or '-1', run[2] or ''}
   local round = redis.call('HMGET', part(prefix, 'round'), 'version', 'total', 'started_ms', 'finished_ms', 'fault')
   if not round[1] then return reply end
-  local volunteers, now = 0, now_ms()
+  local volunteers, now = 0, run_ms(prefix)
   for _, member in ipairs(redis.call('ZRANGE', part(prefix, 'volunteers'), 0, -1)) do
     if alive(prefix, member, now - tonumber(args[1])) then volunteers = volunteers + 1 end
   end
@@ -193,7 +199,7 @@ end)
 
 -- args: leader fence, version, reason, record. Ends the round: with a record it is reported, without one it was abandoned for the
 -- reason. Returns 1, or 0 if the round was ended before; either way none of its keys remain.
-register_leader('eval_close', function(prefix, args)
+register_leader('eval_close', {'version', INTEGER, 'reason', TEXT, 'record', TEXT}, function(prefix, args)
   if redis.call('HGET', part(prefix, 'round'), 'version') ~= args[2] then return 0 end
   if args[4] ~= '' then
     redis.call('XADD', prefix .. ':evaluations', 'MAXLEN', '~', 10000, '*', 'm', args[4])

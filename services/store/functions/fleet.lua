@@ -1,10 +1,11 @@
 -- Fleet and weight-sync rounds: live pods, and the round they take part in.
 -- reads and writes: run, tickets (its consumers)
--- owns:             fleet        zset  member -> last heartbeat, ms
+-- owns:             fleet        zset  member -> last heartbeat, ms of the run's time
 --                   fleet:status hash  member -> PodStatus
 --                   fleet:claimers zset generators that share the training tickets -> last heartbeat, ms
 --                   sync         hash  attempt; round; mark "<fence> <attempt> <phase>"; answers (their number in this phase);
---                                      ack:<member> -> "<stage> <detail>"
+--                                      opened "<fence> <ordinal>"; ack:<member> -> "<stage> <detail>"; acked:<member> ->
+--                                      "<member> <ordinal>"
 --                   sync:ranks   hash  member of the round -> its first rank
 
 local function forget(prefix, member)
@@ -24,8 +25,8 @@ end
 
 -- args: member (`<pod>:<boot>`), status, ttl ms, 1 if it shares the training tickets. Renews a heartbeat, and forgets a pod's
 -- former process and members silent for ten ttl. Returns how many generators share the tickets.
-register('beat', function(prefix, args)
-  local now = now_ms()
+register('beat', {'member', TEXT, 'status', TEXT, 'ttl ms', NATURAL, 'shares', FLAG}, function(prefix, args)
+  local now = run_ms(prefix)
   if redis.call('HEXISTS', prefix .. ':fleet:status', args[1]) == 0 then
     forget_former(prefix, string.match(args[1], '^(.*):'))
     notify(prefix, 'fleet')
@@ -44,7 +45,7 @@ register('beat', function(prefix, args)
 end)
 
 -- args: member, pod name. Removes a pod; its consumer is deleted too unless some of its leases still have to expire.
-register('leave', function(prefix, args)
+register('leave', {'member', TEXT, 'name', TEXT}, function(prefix, args)
   forget(prefix, args[1])
   if redis.call('EXISTS', prefix .. ':run') == 0 then return 1 end
   local pending = redis.call('XPENDING', prefix .. ':tickets', 'generators', '-', '+', 1, args[2])
@@ -54,8 +55,8 @@ register('leave', function(prefix, args)
 end)
 
 -- args: ttl ms. Returns {age ms, status, …} of the members with a heartbeat within it.
-register('members', function(prefix, args)
-  local now, result = now_ms(), {}
+register('members', {'ttl ms', NATURAL}, function(prefix, args)
+  local now, result = run_ms(prefix), {}
   local seen = redis.call('ZRANGE', prefix .. ':fleet', now - tonumber(args[1]), '+inf', 'BYSCORE', 'WITHSCORES')
   for i = 1, #seen, 2 do
     result[#result + 1] = now - tonumber(seen[i + 1])
@@ -64,16 +65,20 @@ register('members', function(prefix, args)
   return result
 end)
 
--- args: trainer fence, attempt, phase, round without its members, then member and first rank of each. Opens or advances a round;
--- a new attempt deletes the acknowledgements of the old one. Answers are counted from 0 in every phase.
-register_trainer('round', function(prefix, args)
+-- args: trainer fence, ordinal of the call, attempt, phase, round without its members, then member and first rank of each. Opens or
+-- advances a round; a new attempt deletes the acknowledgements of the old one. Answers are counted from 0 in every phase. Returns
+-- 0, without effect, if a later call has come before.
+register_trainer('round', {
+  'ordinal', NATURAL, 'attempt', NATURAL, 'phase', TEXT, 'round', TEXT, EACH, 'member', TEXT, 'first rank', NATURAL,
+}, function(prefix, args)
   local key, ranks = prefix .. ':sync', prefix .. ':sync:ranks'
-  local mark = args[1] .. ' ' .. args[2] .. ' ' .. args[3]
-  if redis.call('HGET', key, 'attempt') ~= args[2] then redis.call('DEL', key) end
+  if overtaken(key, 'opened', args[1], args[2]) then return 0 end
+  local mark = args[1] .. ' ' .. args[3] .. ' ' .. args[4]
+  if redis.call('HGET', key, 'attempt') ~= args[3] then redis.call('DEL', key) end
   if redis.call('HGET', key, 'mark') ~= mark then redis.call('HSET', key, 'answers', 0) end
-  redis.call('HSET', key, 'attempt', args[2], 'round', args[4], 'mark', mark)
+  redis.call('HSET', key, 'attempt', args[3], 'round', args[5], 'mark', mark, 'opened', args[1] .. ' ' .. args[2])
   redis.call('DEL', ranks)
-  for i = 5, #args, 2 do
+  for i = 6, #args, 2 do
     redis.call('HSET', ranks, args[i], args[i + 1])
   end
   notify(prefix, 'sync')
@@ -82,18 +87,20 @@ end)
 
 -- args: member, mark of the round it knows. Returns 1 while that is the current round, otherwise {round, the member's first
 -- rank}, either of which may be nil. Reading the ranks of all members would cost a fleet the square of its size.
-register('round_of', function(prefix, args)
+register('round_of', {'member', TEXT, 'mark', TEXT}, function(prefix, args)
   local current = redis.call('HMGET', prefix .. ':sync', 'mark', 'round')
   if current[1] == args[2] then return 1 end
   return {current[2], redis.call('HGET', prefix .. ':sync:ranks', args[1])}
 end)
 
--- args: member, attempt, stage, detail. Returns 0 if the round is over. Notifies at the last answer of a phase and any later one:
--- a trainer that read all answers after each would read the square of its fleet.
-register('acknowledge', function(prefix, args)
+-- args: member, attempt, ordinal of the member's call, stage, detail. Returns 0 if the round is over. Notifies at the last answer of
+-- a phase and any later one: a trainer that read all answers after each would read the square of its fleet. A call that comes
+-- after a later one, or again, changes nothing.
+register('acknowledge', {'member', TEXT, 'attempt', NATURAL, 'ordinal', NATURAL, 'stage', TEXT, 'detail', TEXT}, function(prefix, args)
   local key = prefix .. ':sync'
   if redis.call('HGET', key, 'attempt') ~= args[2] then return 0 end
-  redis.call('HSET', key, 'ack:' .. args[1], args[3] .. ' ' .. args[4])
+  if overtaken(key, 'acked:' .. args[1], args[1], args[3]) then return 1 end
+  redis.call('HSET', key, 'ack:' .. args[1], args[4] .. ' ' .. args[5])
   if redis.call('HINCRBY', key, 'answers', 1) >= redis.call('HLEN', prefix .. ':sync:ranks') then notify(prefix, 'acks') end
   return 1
 end)

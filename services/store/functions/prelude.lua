@@ -6,6 +6,24 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
+-- Return the run's own time, ms, for leases, freezes and heartbeats. It passes as the server's clock does, but never goes back: a
+-- server whose clock is behind the time that the run has seen (a failover, a step of NTP) makes it stand still until `tick`.
+local function run_ms(prefix)
+  local seen = redis.call('HMGET', prefix .. ':run', 'clock_ms', 'clock_ahead_ms')
+  return math.max(now_ms() + (tonumber(seen[2]) or 0), tonumber(seen[1]) or 0)
+end
+
+-- Return the run's time, and store it; also how far it is ahead of the server's clock. If the server's clock went back, the run's time is from now on ahead of it, and passes
+-- again. Called at least every few seconds of a run, by whoever leads or claims.
+local function tick(prefix)
+  local run, clock = prefix .. ':run', now_ms()
+  local seen = redis.call('HMGET', run, 'clock_ms', 'clock_ahead_ms', 'protocol')
+  local last, ahead = tonumber(seen[1]) or 0, tonumber(seen[2]) or 0
+  if clock + ahead < last then ahead = last - clock end
+  if seen[3] then redis.call('HSET', run, 'clock_ms', clock + ahead, 'clock_ahead_ms', ahead) end
+  return clock + ahead, ahead
+end
+
 -- Topics that no generator waits for have a separate channel. Otherwise every generator would be notified of every group and
 -- acknowledgement.
 local FOR_FEW = {acks = true, fleet = true, headers = true, replay = true, slots = true, steps = true}
@@ -57,7 +75,7 @@ local function busy(prefix)
   local held = redis.call('HMGET', run, 'frozen_until_ms', 'restoring')
   if held[2] then return redis.error_reply('BUSY the run is being restored to step ' .. held[2]) end
   if not held[1] then return end
-  if now_ms() < tonumber(held[1]) then return redis.error_reply('BUSY a snapshot is being taken') end
+  if run_ms(prefix) < tonumber(held[1]) then return redis.error_reply('BUSY a snapshot is being taken') end
   redis.call('HDEL', run, 'frozen_by', 'frozen_until_ms')
 end
 
@@ -69,26 +87,36 @@ local function fenced(prefix, field, fence)
   if field == 'leader_fence' then return busy(prefix) end
 end
 
--- Register a function. A full server still accepts functions that move work on and so free memory; it rejects only those that add
--- to it (`grows`).
-local function register(name, body, grows)
+-- Register a function of the arguments `expected`. A full server still accepts functions that move work on and so free memory; it
+-- rejects only those that add to it (`grows`).
+local function register(name, expected, body, grows)
   redis.register_function{
     function_name = LIBRARY .. '_' .. name,
-    callback = function(keys, args) return body(keys[1], args) end,
+    callback = function(keys, args) return invalid(name, expected, args) or body(keys[1], args) end,
     flags = grows and {} or {'allow-oom'},
   }
 end
 
 -- Register a function whose first argument is the fencing number `field` of the run; a caller that has lost it is rejected.
-local function register_fenced(field, name, body, grows)
-  register(name, function(prefix, args)
+local function register_fenced(field, name, expected, body, grows)
+  local all = {'fence', NATURAL}
+  for i = 1, #expected do all[#all + 1] = expected[i] end -- while it loads, a library has no ipairs
+  register(name, all, function(prefix, args)
     return fenced(prefix, field, args[1]) or body(prefix, args)
   end, grows)
 end
 
-local function register_leader(name, body, grows) register_fenced('leader_fence', name, body, grows) end
+local function register_leader(name, expected, body, grows) register_fenced('leader_fence', name, expected, body, grows) end
 
-local function register_trainer(name, body, grows) register_fenced('trainer_fence', name, body, grows) end
+local function register_trainer(name, expected, body, grows) register_fenced('trainer_fence', name, expected, body, grows) end
+
+-- Return whether a call comes late: the caller, who holds `fence`, numbers its calls in ascending order, and one with this number
+-- or a higher one was here before. `field` of the hash `key` stores the last.
+local function overtaken(key, field, fence, ordinal)
+  local by, last = string.match(redis.call('HGET', key, field) or '', '^(%S+) (%d+)$')
+  if by == fence and tonumber(last) >= tonumber(ordinal) then return true end
+  redis.call('HSET', key, field, fence .. ' ' .. ordinal)
+end
 
 -- Return the arguments from `first` on as records with these fields, one after the other.
 local function records(args, first, ...)
@@ -109,9 +137,23 @@ local REASON_BYTES = 4096
 local REMEMBERED = 10000
 
 local function remember(memory, order, name, what, now)
+  local latest = redis.call('ZREVRANGE', order, 0, 0, 'WITHSCORES')[2]
   redis.call('HSET', memory, name, what)
-  redis.call('ZADD', order, now, name)
+  redis.call('ZADD', order, math.max(now, tonumber(latest) or 0), name) -- after the others, even if the clock went back
   if redis.call('ZCARD', order) > REMEMBERED then redis.call('HDEL', memory, redis.call('ZPOPMIN', order)[1]) end
+end
+
+-- Return the answer to an earlier call with this token, or nil. A call whose effect others may undo meanwhile has a random token, so
+-- that it takes effect once even if it arrives again much later.
+-- owns: answers       hash  token -> answer
+--       answers:order zset  the same tokens by time
+local function answered(prefix, token)
+  return redis.call('HGET', prefix .. ':answers', token) or nil
+end
+
+local function record_answer(prefix, token, reply)
+  remember(prefix .. ':answers', prefix .. ':answers:order', token, reply, now_ms())
+  return reply
 end
 
 -- Store why a ticket was dropped, for inspection (store/inspection.py).

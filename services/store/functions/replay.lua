@@ -34,12 +34,18 @@ end
 -- victim (uniform in 0..1), row, pass rate and whether that is solved ('' if they are not kept).
 -- Actions: `insert`; `failed:<reason>` makes a dead letter; any other is the outcome to count (`stale`, `filtered:<reason>`).
 -- An entry that was settled before is skipped, which makes a repeated call harmless. Returns how many were settled.
-register_leader('settle', function(prefix, args)
+register_leader('settle', {
+  EACH, 'entry', ENTRY, 'ticket', TEXT, 'payload', TEXT, 'action', TEXT, 'oldest version', INTEGER, 'header', TEXT, 'weight', TEXT,
+  'variate', VARIATE, 'victim', SHARE, 'row', TEXT, 'rate', TEXT, 'solved', TEXT,
+}, function(prefix, args)
   local settlements = records(args, 2, 'entry', 'ticket', 'payload', 'action', 'oldest', 'header', 'weight', 'variate', 'victim',
     'row', 'rate', 'solved')
   for _, each in ipairs(settlements) do
     if each.action == 'insert' and not weight_of(each.weight) then
       return redis.error_reply('INVALID weight ' .. each.weight .. ' of group ' .. each.ticket .. ' is not in 0..1e9')
+    end
+    if each.row ~= '' and not (NATURAL.fits(each.row) and SHARE.fits(each.rate) and FLAG.fits(each.solved)) then
+      return redis.error_reply('INVALID row ' .. each.row .. ', pass rate ' .. each.rate .. ' or solved ' .. each.solved)
     end
   end
   local t, settled, outcomes = open_table(prefix), {}, {}
@@ -82,7 +88,7 @@ end)
 
 -- Return entries of the headers stream that are not settled: those delivered before, then new ones. Only the leader reads.
 -- args: leader fence, count. Returns {entry, fields, …}.
-register_leader('read_headers', function(prefix, args)
+register_leader('read_headers', {'wanted', NATURAL}, function(prefix, args)
   local result = {}
   for _, id in ipairs({'0', '>'}) do
     local left = tonumber(args[2]) - #result / 2
@@ -102,7 +108,9 @@ end)
 -- there are slots: more cannot matter.
 -- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the remaining gaps, {group, sequence, weight, …} that the
 -- sampler would draw first, sum of weights}.
-register_leader('sweep_and_peek', function(prefix, args)
+register_leader('sweep_and_peek', {
+  'oldest fresh', NATURAL, 'wanted', NATURAL, 'passed', NATURAL,
+}, function(prefix, args)
   local t = open_table(prefix)
   local stale = redis.call('ZRANGEBYSCORE', t.key .. 'version', '-inf', '(' .. string.format('%.17g', tonumber(args[2]) * SHIFT),
     'LIMIT', 0, SWEPT_TOGETHER)
@@ -135,21 +143,24 @@ register_leader('sweep_and_peek', function(prefix, args)
   }
 end)
 
--- args: leader fence, issue sequence. Forgets filtered groups up to it: their place was in a step that was not made.
-register_leader('pass_over', function(prefix, args)
-  return redis.call('ZREMRANGEBYSCORE', prefix .. ':replay:gaps', '-inf', args[2])
+-- args: leader fence, ordinal of the call, issue sequence. Forgets filtered groups up to it: their place was in a step that was not
+-- made. Returns how many.
+register_leader('pass_over', {'ordinal', NATURAL, 'until', INTEGER}, function(prefix, args)
+  if overtaken(prefix .. ':replay:state', 'passed_over', args[1], args[2]) then return 0 end
+  return redis.call('ZREMRANGEBYSCORE', prefix .. ':replay:gaps', '-inf', args[3])
 end)
 
--- args: trainer fence, then group and weight of each. Skips groups that are no longer in the table. Returns how many were there.
-register_trainer('reweigh', function(prefix, args)
-  for i = 3, #args, 2 do
+-- args: trainer fence, ordinal of the call, then group and weight of each. Skips groups that are no longer in the table. Returns how
+-- many were there; 0 if a later call has come before.
+register_trainer('reweigh', {'ordinal', NATURAL, EACH, 'group', TEXT, 'weight', TEXT}, function(prefix, args)
+  for i = 4, #args, 2 do
     if not weight_of(args[i]) then
       return redis.error_reply('INVALID weight ' .. args[i] .. ' of group ' .. args[i - 1] .. ' is not in 0..1e9')
     end
   end
   local t, there = open_table(prefix), 0
-  if not t.weighted then return 0 end
-  for i = 2, #args, 2 do
+  if not t.weighted or overtaken(t.key .. 'state', 'reweighed', args[1], args[2]) then return 0 end
+  for i = 3, #args, 2 do
     if redis.call('ZSCORE', t.key .. 'weight', args[i]) then
       change_weight(t, args[i], weight_of(args[i + 1]))
       there = there + 1
@@ -161,7 +172,7 @@ end)
 
 -- Weights by recency grow with every version. From time to time all are multiplied by one factor, which changes no draw.
 -- args: leader fence, current base, new base, factor. Returns how many groups were rescaled; 0 if it was done before.
-register_leader('rescale', function(prefix, args)
+register_leader('rescale', {'base', INTEGER, 'new base', INTEGER, 'factor', VARIATE}, function(prefix, args)
   local t, factor = open_table(prefix), tonumber(args[4])
   if (tonumber(redis.call('HGET', t.key .. 'state', 'base')) or 0) ~= tonumber(args[2]) then return 0 end
   local there = scale_weights(t, factor)

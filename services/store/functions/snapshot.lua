@@ -3,45 +3,54 @@
 -- A copy is read by plain commands, in pieces that keep the server responsive. It is of one instant because the leader's
 -- functions are rejected meanwhile, and `snapshot_begin` reads at once what generators and people may still change.
 
--- args: trainer fence, token, lease ms. Pauses the leader until `snapshot_end`, or for the length of the lease.
+-- args: trainer fence, token, lease ms. Pauses the leader until `snapshot_end`, or for the length of the lease. Tokens ascend; the call
+-- of a snapshot that has ended, or before a later one, is rejected.
 -- Returns {run, ledger, outstanding, requeued, last dead letter, 1 if an evaluation round is open}; the first two are field,
 -- value, …
-register_trainer('snapshot_begin', function(prefix, args)
+register_trainer('snapshot_begin', {'token', NATURAL, 'lease ms', NATURAL}, function(prefix, args)
+  if redis.call('HGET', prefix .. ':run', 'frozen_by') ~= args[2] and overtaken(prefix .. ':run', 'snapshot', args[1], args[2]) then
+    return redis.error_reply('OUTOFORDER snapshot ' .. args[2] .. ' has ended')
+  end
   local run = redis.call('HGETALL', prefix .. ':run')
-  redis.call('HSET', prefix .. ':run', 'frozen_by', args[2], 'frozen_until_ms', now_ms() + tonumber(args[3]))
-  local last = redis.call('XREVRANGE', prefix .. ':deadletter', '+', '-', 'COUNT', 1)[1]
+  redis.call('HSET', prefix .. ':run', 'frozen_by', args[2], 'frozen_until_ms', tick(prefix) + tonumber(args[3]))
+  local letter = redis.call('XREVRANGE', prefix .. ':deadletter', '+', '-', 'COUNT', 1)[1]
   return {
     run, redis.call('HGETALL', prefix .. ':ledger'), redis.call('ZRANGE', prefix .. ':outstanding', 0, -1, 'WITHSCORES'),
-    redis.call('ZRANGE', prefix .. ':requeued', 0, -1), last and last[1] or '',
+    redis.call('ZRANGE', prefix .. ':requeued', 0, -1), letter and letter[1] or '',
     redis.call('EXISTS', prefix .. ':eval:round'),
   }
 end)
 
 -- args: trainer fence, token, lease ms. Pauses the leader for longer. Returns 0 if the lease had expired: what was copied since
 -- may be inconsistent.
-register_trainer('snapshot_hold', function(prefix, args)
+register_trainer('snapshot_hold', {'token', NATURAL, 'lease ms', NATURAL}, function(prefix, args)
   local held = redis.call('HMGET', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
-  if held[1] ~= args[2] or tonumber(held[2]) <= now_ms() then return 0 end
-  redis.call('HSET', prefix .. ':run', 'frozen_until_ms', now_ms() + tonumber(args[3]))
+  local now = tick(prefix)
+  if held[1] ~= args[2] or tonumber(held[2]) <= now then return 0 end
+  redis.call('HSET', prefix .. ':run', 'frozen_until_ms', now + tonumber(args[3]))
   return 1
 end)
 
--- args: trainer fence, token. Resumes the leader. Returns 0 under the same condition as `snapshot_hold`.
-register_trainer('snapshot_end', function(prefix, args)
-  local held = redis.call('HMGET', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
-  if held[1] ~= args[2] then return 0 end
-  redis.call('HDEL', prefix .. ':run', 'frozen_by', 'frozen_until_ms')
+-- args: trainer fence, token. Resumes the leader. Returns 0 under the same condition as `snapshot_hold`, also to a repeated call.
+register_trainer('snapshot_end', {'token', NATURAL}, function(prefix, args)
+  local run = prefix .. ':run'
+  local held = redis.call('HMGET', run, 'frozen_by', 'frozen_until_ms', 'snapshot_held')
+  if held[1] ~= args[2] then return held[3] == args[2] and 1 or 0 end
+  redis.call('HDEL', run, 'frozen_by', 'frozen_until_ms')
   notify(prefix, 'control')
-  return tonumber(held[2]) > now_ms() and 1 or 0
+  if tonumber(held[2]) <= run_ms(prefix) then return 0 end
+  redis.call('HSET', run, 'snapshot_held', args[2])
+  return 1
 end)
 
 -- args: trainer fence, step. From here to `restore_end` nobody leads, nobody claims, and earlier claims are void; the next
--- trainer starts an interrupted restore again. The new incarnation is a time, so that it is also new to a server that was
--- replaced by an empty one.
-register_trainer('restore_begin', function(prefix, args)
+-- trainer starts an interrupted restore again. A trainer restores once: its fence names the restore, and a repeated call, however
+-- late, changes nothing. The new incarnation is a time, so that it is also new to a server that was replaced by an empty one.
+register_trainer('restore_begin', {'step', INTEGER}, function(prefix, args)
   local run = prefix .. ':run'
+  if redis.call('HGET', run, 'restored_by') == args[1] then return 1 end
   redis.call('HDEL', run, 'leader', 'leader_until_ms', 'leader_fence', 'frozen_by', 'frozen_until_ms', 'published_by')
-  redis.call('HSET', run, 'restoring', args[2], 'published_version', -1)
+  redis.call('HSET', run, 'restoring', args[2], 'restored_by', args[1], 'restored_pieces', 0, 'published_version', -1)
   for stream, group in pairs({[':tickets'] = 'generators', [':headers'] = 'dataprep'}) do
     redis.call('XGROUP', 'DESTROY', prefix .. stream, group)
     redis.call('XTRIM', prefix .. stream, 'MAXLEN', 0)
@@ -57,33 +66,68 @@ register_trainer('restore_begin', function(prefix, args)
 end)
 
 -- Return nil if this trainer is restoring this step, otherwise the error to return.
-local function not_restoring(prefix, fence, step)
-  local refusal = fenced(prefix, 'trainer_fence', fence)
-  if refusal then return refusal end
+local function not_restoring(prefix, step)
   if redis.call('HGET', prefix .. ':run', 'restoring') ~= step then return redis.error_reply('OUTOFORDER no restore to step ' .. step) end
 end
 
--- args: trainer fence, step, then of each command its number of words, and its words. Between `restore_begin` and `restore_end`
--- everything is written through here, so that a trainer that hung in a restore writes nothing into the run of its successor.
-register('restore_write', function(prefix, args)
-  local refusal = not_restoring(prefix, args[1], args[2])
-  if refusal then return refusal end
-  local at = 3
-  while at <= #args do
-    local words = tonumber(args[at])
-    redis.call(unpack(args, at + 1, at + words))
-    at = at + 1 + words
+-- Commands that a restore writes with: whether the words after the key are as the command needs them.
+local function all_fit(words, from, every, kind)
+  for i = from, #words, every do
+    if not kind.fits(words[i]) then return false end
   end
+  return #words >= from
+end
+local NUMBER = {fits = function(text) return tonumber(text) end}
+local WRITES = {
+  UNLINK = function() return true end,
+  HSET = function(words) return #words >= 4 and #words % 2 == 0 end,
+  SET = function(words) return #words == 3 end,
+  RPUSH = function(words) return #words >= 3 end,
+  XADD = function(words) return #words >= 5 and #words % 2 == 1 and ENTRY.fits(words[3]) end,
+  XDEL = function(words) return all_fit(words, 3, 1, ENTRY) end,
+  ZADD = function(words) return #words >= 4 and #words % 2 == 0 and all_fit(words, 3, 2, NUMBER) end,
+}
+
+-- Return the commands in args from `at` on; nil if one is incomplete, or none that a restore may send.
+local function read_commands(prefix, args, at)
+  local commands = {}
+  while at <= #args do
+    local size, command = tonumber(args[at]), {}
+    if not size or size < 2 or at + size > #args then return end
+    for i = 1, size do command[i] = args[at + i] end
+    local write = WRITES[command[1]]
+    if not write or not write(command) or string.sub(command[2], 1, #prefix + 1) ~= prefix .. ':' then return end
+    commands[#commands + 1], at = command, at + 1 + size
+  end
+  return commands
+end
+
+-- args: trainer fence, step, number of the piece from 1 on, then of each command its number of words, and its words. Between
+-- `restore_begin` and `restore_end` everything is written through here, so that a trainer that hung in a restore writes nothing
+-- into the run of its successor. Pieces come in order, and a repeated one is not written again.
+register_trainer('restore_write', {'step', INTEGER, 'piece', POSITIVE, EACH, 'word', TEXT}, function(prefix, args)
+  local refusal = not_restoring(prefix, args[2])
+  if refusal then return refusal end
+  local piece, written = tonumber(args[3]), number(prefix, 'restored_pieces')
+  if piece <= written then return 1 end
+  if piece ~= written + 1 then return redis.error_reply('OUTOFORDER piece ' .. piece .. ' does not follow piece ' .. written) end
+  local commands = read_commands(prefix, args, 4)
+  if not commands then return redis.error_reply('INVALID commands of piece ' .. piece .. ' of a restore') end
+  for _, command in ipairs(commands) do redis.call(unpack(command)) end
+  redis.call('HSET', prefix .. ':run', 'restored_pieces', piece)
   return 1
 end, true)
 
 -- args: trainer fence, step, then fields and values of the run's hash. Everything else is in place: the run resumes after `step`.
-register('restore_end', function(prefix, args)
-  local refusal = not_restoring(prefix, args[1], args[2])
-  if refusal then return refusal end
+-- Returns 1, or 0 if this trainer ended its restore before.
+register_trainer('restore_end', {'step', INTEGER, EACH, 'field', TEXT, 'value', TEXT}, function(prefix, args)
   local run = prefix .. ':run'
-  redis.call('HSET', run, unpack(args, 3))
-  redis.call('HDEL', run, 'restoring', 'checkpoint_failed', 'evaluation_abandoned')
+  local restore = redis.call('HMGET', run, 'restoring', 'restored_by')
+  if not restore[1] and restore[2] == args[1] then return 0 end
+  local refusal = not_restoring(prefix, args[2])
+  if refusal then return refusal end
+  if #args > 2 then redis.call('HSET', run, unpack(args, 3)) end
+  redis.call('HDEL', run, 'restoring', 'restored_pieces', 'checkpoint_failed', 'evaluation_abandoned')
   if redis.call('HGET', run, 'restore') == args[2] then redis.call('HDEL', run, 'restore') end
   notify(prefix, 'control')
   notify(prefix, 'slots')

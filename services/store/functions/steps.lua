@@ -25,7 +25,9 @@ end
 -- groups had their place in this step, plan, then the plan of each rank. Lists are separated by spaces.
 -- Returns 1 if prepared, now or by an earlier call with the same plan; rejected unless `step` follows the last prepared one and
 -- the groups are fit. Counts uses; a group that reached max_uses leaves.
-register_leader('prepare', function(prefix, args)
+register_leader('prepare', {
+  'step', NATURAL, 'oldest fresh', NATURAL, 'groups', TEXT, 'variates', TEXT, 'gaps until', INTEGER, 'plan', TEXT, EACH, 'rank plan', TEXT,
+}, function(prefix, args)
   local step, plan = tonumber(args[2]), args[7]
   local key, prepared = prefix .. ':step:' .. step, number(prefix, 'prepared_step')
   if prepared == step and redis.call('HGET', key, 'plan') == plan then return 1 end
@@ -35,6 +37,9 @@ register_leader('prepare', function(prefix, args)
   local t, groups, variates, fresh = open_table(prefix), words(args[4]), words(args[5]), {}
   if t.clocked and #variates ~= #groups then
     return redis.error_reply('INVALID ' .. #variates .. ' variates for ' .. #groups .. ' groups')
+  end
+  for _, variate in ipairs(variates) do
+    if not VARIATE.fits(variate) then return redis.error_reply('INVALID variate ' .. variate .. ' is not ' .. VARIATE.is) end
   end
   local why, group = unfit(t, groups, tonumber(args[3]))
   if why then return redis.error_reply('OUTOFORDER group ' .. group .. ' ' .. why) end
@@ -65,7 +70,7 @@ register_leader('prepare', function(prefix, args)
 end)
 
 -- args: trainer fence, step. Returns 1 if committed now, 0 if it was before: committing twice is harmless.
-register_trainer('commit', function(prefix, args)
+register_trainer('commit', {'step', INTEGER}, function(prefix, args)
   local step, committed = tonumber(args[2]), number(prefix, 'committed_step')
   if step <= committed then return 0 end
   if step ~= committed + 1 or step > number(prefix, 'prepared_step') then
@@ -113,14 +118,31 @@ local function discarded(t, group, reason, first)
   bury(prefix, group, reason, header)
 end
 
+-- Return the steps that `discard_damaged` is given, from args[at] on, {step, plan, ranks = plans of the ranks}; nil if they are
+-- incomplete.
+local function read_steps(args, at)
+  local steps = {}
+  while at <= #args do
+    local step, ranks = {step = args[at], plan = args[at + 1], ranks = {}}, tonumber(args[at + 2])
+    if not NATURAL.fits(step.step) or not ranks or at + 2 + ranks > #args then return end
+    for rank = 1, ranks do step.ranks[rank] = args[at + 2 + rank] end
+    steps[#steps + 1], at = step, at + 3 + ranks
+  end
+  return steps
+end
+
 -- args: trainer fence, the first step that is not in the trainer's weights, the last prepared one, number of groups, group and
 -- reason of each; then of each step from the first on that has any of them: step, its plan without them, number of ranks, plan of
 -- each.
 -- The groups cannot be trained: they become dead letters and leave every coming step. Rejected if another step was prepared
 -- meanwhile. A repeated call finds them in no step, and changes nothing. Returns how many became dead letters.
-register_trainer('discard_damaged', function(prefix, args)
+register_trainer('discard_damaged', {
+  'first step', NATURAL, 'prepared step', INTEGER, 'damaged', NATURAL, EACH, 'group, reason or plan', TEXT,
+}, function(prefix, args)
   local prepared, last = number(prefix, 'prepared_step'), 4 + 2 * tonumber(args[4])
   if prepared ~= tonumber(args[3]) then return redis.error_reply('OUTOFORDER step ' .. prepared .. ' was prepared meanwhile') end
+  local steps = last <= #args and read_steps(args, last + 1)
+  if not steps then return redis.error_reply('INVALID groups or plans: they are incomplete') end
   local bad, found, first, buried = {}, {}, {}, 0
   for i = 5, last, 2 do bad[args[i]] = true end
   for step = tonumber(args[2]), prepared do
@@ -129,12 +151,11 @@ register_trainer('discard_damaged', function(prefix, args)
     for _, group in ipairs(without(key, 'fresh', bad)) do first[group] = step end
     without(key, 'departed', bad)
   end
-  local at = last + 1
-  while at <= #args do
-    local key, ranks = prefix .. ':step:' .. args[at], tonumber(args[at + 2])
-    redis.call('HSET', key, 'plan', args[at + 1])
-    for rank = 1, ranks do redis.call('HSET', key, 'rank:' .. (rank - 1), args[at + 2 + rank]) end
-    at = at + 3 + ranks
+  if not next(found) then return 0 end -- before the plans: they may have been retired since
+  for _, each in ipairs(steps) do
+    local key = prefix .. ':step:' .. each.step
+    redis.call('HSET', key, 'plan', each.plan)
+    for rank, plan in ipairs(each.ranks) do redis.call('HSET', key, 'rank:' .. (rank - 1), plan) end
   end
   local t = open_table(prefix)
   for i = 5, last, 2 do
@@ -144,14 +165,14 @@ register_trainer('discard_damaged', function(prefix, args)
     end
   end
   close_table(t)
-  if buried > 0 then notify(prefix, 'steps') end
+  notify(prefix, 'steps')
   return buried
 end)
 
 -- args: trainer fence, version. The fleet holds `version` of this trainer: frees the slots of the steps it contains. A trainer
 -- that trained a version again publishes its own, and generators that hold the other's stop claiming.
 -- Returns 1 if published now, 0 if it was before.
-register_trainer('publish', function(prefix, args)
+register_trainer('publish', {'version', INTEGER}, function(prefix, args)
   local version, published = tonumber(args[2]), number(prefix, 'published_version')
   if version == published and redis.call('HGET', prefix .. ':run', 'published_by') ~= args[1] then
     redis.call('HSET', prefix .. ':run', 'published_by', args[1])
@@ -171,16 +192,19 @@ register_trainer('publish', function(prefix, args)
 end)
 
 -- args: trainer fence, step. A checkpoint covers everything up to and including `step`, which also satisfies pending requests for
--- one.
-register_trainer('checkpointed', function(prefix, args)
-  redis.call('HSET', prefix .. ':run', 'checkpointed_step', args[2])
-  redis.call('HDEL', prefix .. ':run', 'checkpoint', 'checkpoint_failed')
+-- one, unless later steps are committed. Never goes back. Returns 1 if it covers more than before, otherwise 0.
+register_trainer('checkpointed', {'step', INTEGER}, function(prefix, args)
+  local step, run = tonumber(args[2]), prefix .. ':run'
+  if step >= number(prefix, 'committed_step') then redis.call('HDEL', run, 'checkpoint') end
+  if step <= number(prefix, 'checkpointed_step') then return 0 end
+  redis.call('HDEL', run, 'checkpoint_failed')
+  redis.call('HSET', run, 'checkpointed_step', step)
   return 1
 end)
 
 -- no args. Deletes the oldest plan that is covered by a checkpoint and published, with the groups that departed with it. One step
 -- per call keeps the server responsive. Returns 1 if a step was retired, 0 if none is due.
-register('retire', function(prefix)
+register('retire', {}, function(prefix)
   local step = number(prefix, 'retired_step') + 1
   if step > number(prefix, 'checkpointed_step') or step >= number(prefix, 'published_version') then return 0 end
   local key = prefix .. ':step:' .. step

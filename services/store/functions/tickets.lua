@@ -54,14 +54,31 @@ local function survivors(prefix, entries, limit)
   return alive
 end
 
+-- Restart the leases of all claims if the server's clock went back since the last claim: streams keep them by that clock, and they
+-- would all last longer by as much as it went back.
+local function renew_after_step(prefix)
+  local _, ahead = tick(prefix)
+  if ahead == (number(prefix, 'leases_ahead_ms') or 0) then return end
+  redis.call('HSET', prefix .. ':run', 'leases_ahead_ms', ahead)
+  local claims = redis.call('HGETALL', prefix .. ':claims')
+  for i = 1, #claims, 2 do
+    redis.call('XCLAIM', prefix .. ':tickets', GROUP, string.match(claims[i + 1], '^(.*)|'), 0, claims[i], 'JUSTID')
+  end
+end
+
 -- args: leader fence, cursor, order (state of the prompt order after these), how many of the first tickets come from `requeued`,
 -- number of epochs that begin, name and rows of each, then ticket id and body of each.
 -- Returns how many were issued: all, or 0 if the cursor has moved on, which makes a repeated call harmless; also 0 if there are
 -- fewer free slots, or the requeued tickets differ.
-register_leader('issue', function(prefix, args)
+register_leader('issue', {
+  'cursor', NATURAL, 'order', TEXT, 'requeued', NATURAL, 'epochs', NATURAL, EACH, 'name', TEXT, 'body', TEXT,
+}, function(prefix, args)
   local cursor, requeued, epochs = number(prefix, 'cursor'), tonumber(args[4]), tonumber(args[5])
   local tickets = records(args, 6 + 2 * epochs, 'id', 'body')
   local n = #tickets
+  for _, ticket in ipairs(tickets) do
+    if not TICKET.fits(ticket.id) then return redis.error_reply('INVALID ticket ' .. ticket.id .. ' is not of the form <epoch>-<row>') end
+  end
   if cursor ~= tonumber(args[2]) or n == 0 or n > number(prefix, 'slots') - number(prefix, 'slots_used') then return 0 end
   local waiting = requeued > 0 and redis.call('ZRANGE', prefix .. ':requeued', 0, requeued - 1)
   for i = 1, requeued do
@@ -93,7 +110,7 @@ end, true)
 -- args: leader fence, then ticket id and body of each. Issues tickets that a restore interrupted again: under their old sequence,
 -- on the slots they hold. Skips those that were issued again before, which makes a repeated call harmless. Returns how many were
 -- issued.
-register_leader('issue_again', function(prefix, args)
+register_leader('issue_again', {EACH, 'ticket', TICKET, 'body', TEXT}, function(prefix, args)
   local issued = 0
   for i = 2, #args, 2 do
     if redis.call('ZREM', prefix .. ':reissue', args[i]) == 1 then
@@ -110,11 +127,16 @@ end, true)
 -- Order: own pending (after a restart), expired leases, new tickets. Claims nothing while generators are paused, the run ends or
 -- the weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}. If the reply is lost, its
 -- tickets are claimed again once their leases have expired.
-register('claim', function(prefix, args)
+register('claim', {
+  'consumer', TEXT, 'version', INTEGER, 'sender', NATURAL, 'lease ms', NATURAL, 'wanted', NATURAL, 'scan', ENTRY, 'adopt', FLAG,
+  'max expiries', NATURAL,
+}, function(prefix, args)
   local consumer, lease_ms, wanted, scan, adopt = args[1], args[4], tonumber(args[5]), args[6], args[7]
+  if wanted == 0 then return {scan} end -- to the commands below, 0 means all
   local stream = prefix .. ':tickets'
   local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'published_by', 'paused:generator', 'stopping', 'finished')
   if state[1] ~= args[2] or state[2] ~= args[3] or state[3] or state[4] or state[5] then return {scan} end
+  renew_after_step(prefix)
   local taken, looked_at = {}, {}
   local function take(entries)
     for _, entry in ipairs(entries) do taken[#taken + 1] = entry end
@@ -151,7 +173,7 @@ register('claim', function(prefix, args)
 end)
 
 -- args: consumer, then entry and fence of each. Renews the leases still held. Returns the entries that are lost.
-register('renew', function(prefix, args)
+register('renew', {'consumer', TEXT, EACH, 'entry', ENTRY, 'fence', NATURAL}, function(prefix, args)
   local lost = {}
   for i = 2, #args, 2 do
     if owns(prefix, args[1], args[i], args[i + 1]) then
@@ -164,7 +186,7 @@ register('renew', function(prefix, args)
 end)
 
 -- args: consumer, entry, fence, tokens saved of it. Hands a ticket back unfinished. Returns 0 if it was no longer held.
-register('release', function(prefix, args)
+register('release', {'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'tokens', NATURAL}, function(prefix, args)
   if not owns(prefix, args[1], args[2], args[3]) then return 0 end
   if args[4] ~= '0' then count(prefix, 'handed_back_tokens', args[4]) end
   hand_back(prefix, args[1], args[2])
@@ -173,7 +195,9 @@ end)
 
 -- args: consumer, entry, fence, ticket, body, max attempts, reason. Hands a ticket back after a failure, or makes it a dead
 -- letter. Returns 1 for a dead letter, 0 if handed back, -1 if it was no longer held.
-register('fail', function(prefix, args)
+register('fail', {
+  'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'body', TEXT, 'max attempts', NATURAL, 'reason', TEXT,
+}, function(prefix, args)
   local consumer, entry, fence, ticket, body, limit, reason = unpack(args)
   if not owns(prefix, consumer, entry, fence) then return -1 end
   if redis.call('HINCRBY', prefix .. ':attempts', entry, 1) >= tonumber(limit) then
@@ -187,7 +211,9 @@ end)
 -- args: consumer, entry, fence, ticket, header of each group. The payloads were written before, with an expiry; the headers
 -- commit them. Returns of each: 1 if accepted, now or by an earlier call of the same claim; 0 if the ticket was no longer held
 -- (counted, and the payload deleted); -1 if the payload is missing; -2 if the header is too large for an entry.
-register('submit', function(prefix, args)
+register('submit', {
+  EACH, 'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'header', TEXT,
+}, function(prefix, args)
   local answers, done, partials = {}, {}, {}
   for _, group in ipairs(records(args, 1, 'consumer', 'entry', 'fence', 'ticket', 'header')) do
     local entry, ticket = group.entry, group.ticket
@@ -220,7 +246,9 @@ register('submit', function(prefix, args)
 end, true)
 
 -- args: consumer, entry, fence, ticket, expiry s, tokens so far. Returns 0 if the ticket was no longer held.
-register('save_partial', function(prefix, args)
+register('save_partial', {
+  'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'expiry s', POSITIVE, 'tokens', TEXT,
+}, function(prefix, args)
   if not owns(prefix, args[1], args[2], args[3]) then return 0 end
   redis.call('SET', prefix .. ':partial:' .. args[4], args[6], 'EX', args[5])
   return 1

@@ -50,12 +50,13 @@ async def discard_damaged(store: Store, fence: int, first: int, damaged: Damaged
             ranks = [await store.steps.rank_plan(step, rank) for rank in range(plan.ranks)]
             plan, ranks = without(plan, ranks, reasons.keys(), config.loss)
             steps.append((recounted(plan, ranks, await _as_drawn(store, plan, later), config), ranks))
+    if not steps:
+        raise StoreError(f"groups of step {first} with damaged payloads are in no step: {damaged}")
     try:
-        buried = await store.steps.discard_damaged(fence, first, state.prepared_step, reasons, steps)
+        # 0: an earlier copy of this call, whose reply was lost, removed them from the plans that were just read.
+        buried = await store.steps.discard_damaged(fence, first, state.prepared_step, reasons, steps) or len(reasons)
     except OutOfOrder:
         return 0
-    if not buried:
-        raise StoreError(f"groups of step {first} with damaged payloads are in no step: {damaged}")
     for group, reason in reasons.items():
         log.error("discarded a group", ticket=group, reason=reason)
     return buried

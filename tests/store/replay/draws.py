@@ -20,7 +20,7 @@ from tests.support import flow
 
 DRAW_MANY = """
 do
-register('draw_many', function(prefix, args)
+register('draw_many', {'wanted', POSITIVE, 'variates', TEXT}, function(prefix, args)
   local t, k, at, drawn = open_table(prefix), tonumber(args[1]), 1, {}
   while at <= #args[2] do
     local groups, variates = FIRST[t.sampler](t, k), {}

@@ -108,7 +108,7 @@ async def test_new_weights_are_refused_as_a_whole_for_a_bad_one_and_the_table_go
     await bench.insert([1.0, 2.0])
     before = await tables.read(store)
     with pytest.raises(StoreError, match=r"of group 0-1 is not in 0\.\.1e9"):
-        await store.connection.call("reweigh", team.trainer, "0-0", "7", "0-1", bad)
+        await store.connection.call("reweigh", team.trainer, 1, "0-0", "7", "0-1", bad)
     assert await tables.read(store) == before
     assert await store.replay.reweigh(team.trainer, {"0-0": 7.0}) == 1
     assert set((await bench.draws(200)).ravel()) == {0, 1}

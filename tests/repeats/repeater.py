@@ -1,0 +1,104 @@
+"""A connection that sends every call of a function again: at once, as after a lost reply, and late, after others that followed.
+
+Guarantees: the caller gets the reply to the repeated call, and its error if it has one, as after a lost reply. What a repeat
+changed is noted, unless it is what `MAY_CHANGE` says that the function may.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.protocol.errors import StoreError
+from services.store.connection.base import Connection
+from services.store.functions import library
+from tests.repeats.contents import Contents, changed, contents
+
+MAY_CHANGE = {
+    "claim": (r"(claims|expiries)(\..*)?|tickets:pending|run\.claim_fence", "takes other tickets, until their lease expires"),
+    "eval_claim": (
+        r"eval:(claims|expiries|queue)(\..*)?|run\.claim_fence|deadletter", "takes other tickets, until their lease expires",
+    ),
+    "eval_renew": (r"eval:queue", "renews a lease that is still held"),
+    "eval_volunteer": (r"eval:volunteers|eval:round\.started_ms", "volunteers until it asks again"),
+    "eval_resign": (r"eval:volunteers", "ceases to volunteer until it asks again"),
+    "step_down": (r"run\.leader", "gives up what a late call took; a process steps down when it ends"),
+    "lead": (r"run\.leader(_fence)?", "leads, until its lease expires"),
+    "beat": (r"fleet.*", "lives, until its heartbeat is too old"),
+    "leave": (r"fleet.*|tickets:pending", "is gone until its next heartbeat"),
+    "read_headers": (r"headers:pending", "reads more: what was read is read again by whoever leads"),
+    "submit": (r"ledger\.refused_submits|payload:.*", "is refused, and counted as that"),
+    "save_partial": (r"partial:.*", "saves older tokens; the rest is generated again"),
+    "retire": (r"step:.*|group:.*|payload:.*|run\.retired_step", "retires the next step that is due"),
+    "sweep_and_peek": (r"run\.frozen_by", "finds that the lease of a snapshot has expired"),
+}  # fmt: skip
+"""Function -> what its repeat may change, and why that does no harm. Its effects are leases, or it does the next of its kind."""
+
+
+@dataclass
+class Journal:
+    """What was sent and what repeats did, of all actors of a run together."""
+
+    at_once: bool = False
+    late: Sequence[int] = ()
+    """Sends each call again after so many that followed."""
+    calls: list[tuple[Repeater, tuple[tuple[Any, ...], ...], str]] = field(default_factory=list)
+    repeated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    harms: dict[str, str] = field(default_factory=dict)
+    """Function -> what a repeat changed, the first time."""
+
+    def note(self, name: str, before: Contents, after: Contents, when: str) -> None:
+        """Compare before a repeat with after it."""
+        self.repeated[name] += 1
+        allowed = MAY_CHANGE.get(name, ("", ""))[0]
+        if harm := sorted(what for what in changed(before, after) if not re.fullmatch(allowed, what)):
+            self.harms.setdefault(name, f"{when} changed {', '.join(harm[:8])}")
+
+
+class Repeater(Connection):
+    """A connection of one actor, whose calls go into `journal` and are repeated as it says."""
+
+    journal: Journal
+    watched: Any
+    """A store of a plain connection."""
+
+    async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Send commands; those with a function of the library twice, and with them some earlier ones."""
+        names = [name for command in commands if (name := called(command))]
+        if not names:
+            return await super().send(*commands)
+        journal = self.journal
+        journal.calls.append((self, commands, names[-1]))
+        try:
+            replies: list[Any] | Exception = await super().send(*commands)
+        except StoreError as error:
+            replies = error
+        if journal.at_once:
+            replies = await self.again(journal.calls[-1], "at once")
+        for delay in journal.late:
+            if len(journal.calls) > delay:
+                earlier = journal.calls[-1 - delay]
+                await earlier[0].again(earlier, f"after {delay} others")
+        if isinstance(replies, Exception):
+            raise replies
+        return replies
+
+    async def again(self, call: tuple[Repeater, tuple[tuple[Any, ...], ...], str], when: str) -> list[Any] | Exception:
+        """Send a call again; its reply or error."""
+        _, commands, name = call
+        before = await contents(self.watched)
+        try:
+            return await super().send(*commands)
+        except StoreError as error:
+            return error
+        finally:
+            self.journal.note(name, before, await contents(self.watched), when)
+
+
+def called(command: Sequence[Any]) -> str:
+    """Return the function of the library that a command calls, or an empty string."""
+    prefix = f"{library()[0]}_"
+    return command[1].removeprefix(prefix) if command[0] == "FCALL" and command[1].startswith(prefix) else ""

@@ -1,0 +1,47 @@
+"""Every function may be called again after a lost reply, at once or late, without a second effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.store import Store
+from services.store.functions.footprint import footprints
+from tests.repeats import contents
+from tests.repeats.campaign import campaign, one_run
+from tests.repeats.repeater import MAY_CHANGE, Journal
+from tests.support import flow
+
+
+@pytest.mark.slow
+async def test_no_call_of_a_whole_run_has_a_second_effect(server: RedisServer) -> None:
+    found = await campaign(server, late=(21,))
+    assert found.harms == {}
+    assert found.harmless == found.functions == sorted(footprints())
+    assert found.repeats > 3 * found.calls
+
+
+async def test_a_second_effect_is_noticed(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims that are repeated do take other tickets: where that is not expected, it is a harm."""
+    monkeypatch.delitem(MAY_CHANGE, "claim")
+    journal = Journal(at_once=True)
+    await one_run(server, "noticed", journal)
+    assert journal.harms.keys() == {"claim"}
+    assert "claims" in journal.harms["claim"]
+
+
+async def test_contents_have_whatever_changed(store: Store) -> None:
+    team = await flow.start(store)
+    before = await contents.contents(store)
+    await flow.issue(store, team, 1)
+    after = await contents.contents(store)
+    assert contents.changed(before, after) == {
+        "ledger.issued", "order.state", "outstanding", "run.cursor", "run.slots_used", "tickets",
+    }  # fmt: skip
+    await flow.claim(store, "g")
+    assert "tickets:pending" in contents.changed(after, await contents.contents(store))
+
+
+def test_what_a_repeat_may_change_is_of_functions_that_there_are() -> None:
+    assert MAY_CHANGE.keys() <= footprints().keys()
+    assert all(why for _, why in MAY_CHANGE.values())
