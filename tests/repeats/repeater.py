@@ -18,10 +18,6 @@ from services.store.functions import library
 from tests.repeats.contents import Contents, changed, contents
 
 MAY_CHANGE = {
-    "claim": (r"(claims|expiries)(\..*)?|tickets:pending|run\.claim_fence", "takes other tickets, until their lease expires"),
-    "eval_claim": (
-        r"eval:(claims|expiries|queue)(\..*)?|run\.claim_fence|deadletter", "takes other tickets, until their lease expires",
-    ),
     "eval_renew": (r"eval:queue", "renews a lease that is still held"),
     "eval_volunteer": (r"eval:volunteers|eval:round\.started_ms", "volunteers until it asks again"),
     "eval_resign": (r"eval:volunteers", "ceases to volunteer until it asks again"),

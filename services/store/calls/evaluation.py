@@ -10,7 +10,7 @@ import msgspec
 
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
-from services.store.calls.facet import Facet
+from services.store.calls.facet import Facet, ordinal
 from services.store.records import Claim, read_claim
 
 
@@ -85,7 +85,7 @@ class EvaluationCalls(Facet):
 
     async def claim(self, member: str, version: int, lease_s: float, count: int, max_expiries: int) -> list[Claim] | None:
         """Claim up to `count` tickets of the round of `version`. Returns None if the member no longer takes part in it."""
-        still, *reply = await self._redis.call("eval_claim", member, version, int(lease_s * 1000), count, max_expiries)
+        still, *reply = await self._redis.call("eval_claim", member, version, int(lease_s * 1000), count, max_expiries, ordinal())
         if not still:
             return None
         return [read_claim(reply[i], reply[i + 1], reply[i], reply[i + 2]) for i in range(0, len(reply), 3)]

@@ -36,3 +36,7 @@ def ordinal() -> int:
 def token() -> str:
     """Return a random name of a call that must take effect once, even if it arrives again after others."""
     return secrets.token_hex(8)
+
+
+BOOT = token()
+"""Names this process, where ordinals of several may meet."""

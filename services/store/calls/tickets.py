@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header, Ticket
-from services.store.calls.facet import Facet
+from services.store.calls.facet import BOOT, Facet, ordinal
 from services.store.calls.payloads import ELSEWHERE, Payloads
 from services.store.connection.base import Connection
 from services.store.connection.batching import Batcher
@@ -91,7 +91,7 @@ class Tickets(Facet):
         Returns the next scan position and the claims.
         """
         reply = await self._redis.call(
-            "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries
+            "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries, BOOT, ordinal()
         )
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims

@@ -6,6 +6,10 @@ local TEXT = {is = 'a text', fits = function() return true end}
 local INTEGER = {is = 'a whole number', fits = function(text) return string.match(text, '^%-?%d+$') and #text <= 17 end}
 local NATURAL = {is = 'a whole number, 0 or more', fits = function(text) return string.match(text, '^%d+$') and #text <= 16 end}
 local POSITIVE = {is = 'a whole number, 1 or more', fits = function(text) return NATURAL.fits(text) and tonumber(text) > 0 end}
+local AMOUNT = {
+  is = 'a whole number, at most a million', -- Redis refuses larger ones where it allocates for them
+  fits = function(text) return NATURAL.fits(text) and tonumber(text) <= 1000000 end,
+}
 local FLAG = {is = '0 or 1', fits = function(text) return text == '0' or text == '1' end}
 local ENTRY = {is = 'an entry of a stream', fits = function(text) return string.match(text, '^%d+%-%d+$') and #text <= 40 end}
 local TICKET = {

@@ -5,6 +5,7 @@
 --   eval:tickets    hash  ticket -> body
 --   eval:queue      zset  ticket without a result -> when it may be claimed, ms; below the clock of any server: now
 --   eval:claims     hash  ticket -> "<member>|<fence>", the one that may submit
+--   eval:claimed    hash  member -> "- <ordinal> <ticket> …", its last claim, to answer a repeated call
 --   eval:failures   hash  ticket -> failures reported
 --   eval:expiries   hash  ticket -> leases that expired
 --   eval:volunteers zset  member that stays on the version -> when it was admitted, ms
@@ -107,10 +108,24 @@ register('eval_volunteer', {
   return 1
 end)
 
--- args: member, version, lease ms, count, max expiries. Returns {1, ticket, fence, body, …}, or {0} if this member has no part in
--- an open round of the version. If the reply is lost, its tickets are claimed again once their leases have expired.
+-- Return the reply to a claim whose first reply was lost: the tickets that it took, as far as they are still held.
+local function claimed_again(prefix, member, tickets)
+  local reply = {1}
+  for _, ticket in ipairs(tickets) do
+    local holder, fence = string.match(redis.call('HGET', part(prefix, 'claims'), ticket) or '', '^(.*)|(%d+)$')
+    if holder == member and redis.call('ZSCORE', part(prefix, 'queue'), ticket) then
+      for _, each in ipairs({ticket, fence, redis.call('HGET', part(prefix, 'tickets'), ticket)}) do reply[#reply + 1] = each end
+    end
+  end
+  return reply
+end
+
+-- args: member, version, lease ms, count, max expiries, ordinal of the member's call. Returns {1, ticket, fence, body, …}, or {0} if
+-- this member has no part in an open round of the version; to a repeated call the same claims. A call that comes after a later one
+-- claims nothing.
 register('eval_claim', {
-  'member', TEXT, 'version', INTEGER, 'lease ms', NATURAL, 'wanted', NATURAL, 'max expiries', NATURAL,
+  'member', TEXT, 'version', INTEGER, 'lease ms', NATURAL, 'wanted', AMOUNT, 'max expiries', NATURAL,
+  'ordinal', NATURAL,
 }, function(prefix, args)
   local member, now = args[1], run_ms(prefix)
   local round = redis.call('HMGET', part(prefix, 'round'), 'version', 'fault')
@@ -118,6 +133,8 @@ register('eval_claim', {
   if round[1] ~= args[2] or round[2] or run[2] or run[3] then return {0} end
   if not redis.call('ZSCORE', part(prefix, 'volunteers'), member) then return {0} end
   if run[1] then return {1} end
+  local before = taken_before(part(prefix, 'claimed'), member, '-', args[6])
+  if before then return claimed_again(prefix, member, before) end
   local found = redis.call('ZRANGE', part(prefix, 'queue'), '-inf', now, 'BYSCORE', 'LIMIT', 0, args[4])
   local reply, fences = {1}, next_fences(prefix, 'claim_fence', #found)
   for i, ticket in ipairs(found) do
@@ -130,6 +147,7 @@ register('eval_claim', {
     reply[#reply + 1] = fences[i]
     reply[#reply + 1] = redis.call('HGET', part(prefix, 'tickets'), ticket)
   end
+  record_taken(part(prefix, 'claimed'), member, '-', args[6], found)
   return reply
 end)
 

@@ -1,5 +1,5 @@
 -- Fleet and weight-sync rounds: live pods, and the round they take part in.
--- reads and writes: run, tickets (its consumers)
+-- reads and writes: run, claimed, tickets (its consumers)
 -- owns:             fleet        zset  member -> last heartbeat, ms of the run's time
 --                   fleet:status hash  member -> PodStatus
 --                   fleet:claimers zset generators that share the training tickets -> last heartbeat, ms
@@ -12,6 +12,7 @@ local function forget(prefix, member)
   redis.call('ZREM', prefix .. ':fleet', member)
   redis.call('ZREM', prefix .. ':fleet:claimers', member)
   redis.call('HDEL', prefix .. ':fleet:status', member)
+  redis.call('HDEL', prefix .. ':claimed', string.match(member, '^(.*):') or member)
 end
 
 -- Forget the members of the pod `name`: a new process replaces them, however recent their heartbeat.

@@ -156,6 +156,23 @@ local function record_answer(prefix, token, reply)
   return reply
 end
 
+-- Return what a claimer's last call took, as a list, if this call repeats it, and an empty list if it repeats an earlier one;
+-- otherwise nil. Processes are told apart by `boot`, and number their calls in ascending order. The hash `key` has claimer ->
+-- "<boot> <ordinal> <what it took> …".
+local function taken_before(key, claimer, boot, ordinal)
+  local last, said = {}, redis.call('HGET', key, claimer) or ''
+  for word in string.gmatch(said, '%S+') do last[#last + 1] = word end
+  if last[1] ~= boot or tonumber(last[2]) < tonumber(ordinal) then return end
+  if tonumber(last[2]) > tonumber(ordinal) then return {} end
+  table.remove(last, 1)
+  table.remove(last, 1)
+  return last
+end
+
+local function record_taken(key, claimer, boot, ordinal, taken)
+  redis.call('HSET', key, claimer, boot .. ' ' .. ordinal .. ' ' .. table.concat(taken, ' '))
+end
+
 -- Store why a ticket was dropped, for inspection (store/inspection.py).
 -- owns: drops       hash  ticket -> "<ms> <outcome>", of a dead letter `failed <entry of the stream>`
 --       drops:order zset  the same tickets by time
@@ -178,4 +195,4 @@ local function bury(prefix, ticket, reason, body)
 end
 
 -- Keys of an open evaluation round, `eval:<part>`: evaluation.lua owns them, a restore deletes them.
-local EVALUATION_PARTS = {'round', 'tickets', 'queue', 'claims', 'failures', 'expiries', 'volunteers', 'results'}
+local EVALUATION_PARTS = {'round', 'tickets', 'queue', 'claims', 'claimed', 'failures', 'expiries', 'volunteers', 'results'}

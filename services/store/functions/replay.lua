@@ -88,7 +88,7 @@ end)
 
 -- Return entries of the headers stream that are not settled: those delivered before, then new ones. Only the leader reads.
 -- args: leader fence, count. Returns {entry, fields, …}.
-register_leader('read_headers', {'wanted', NATURAL}, function(prefix, args)
+register_leader('read_headers', {'wanted', AMOUNT}, function(prefix, args)
   local result = {}
   for _, id in ipairs({'0', '>'}) do
     local left = tonumber(args[2]) - #result / 2
@@ -109,7 +109,7 @@ end)
 -- Returns {{name, count, …}, {times drawn, groups, …}, sequences of the remaining gaps, {group, sequence, weight, …} that the
 -- sampler would draw first, sum of weights}.
 register_leader('sweep_and_peek', {
-  'oldest fresh', NATURAL, 'wanted', NATURAL, 'passed', NATURAL,
+  'oldest fresh', NATURAL, 'wanted', AMOUNT, 'passed', AMOUNT,
 }, function(prefix, args)
   local t = open_table(prefix)
   local stale = redis.call('ZRANGEBYSCORE', t.key .. 'version', '-inf', '(' .. string.format('%.17g', tonumber(args[2]) * SHIFT),

@@ -56,7 +56,7 @@ register_trainer('restore_begin', {'step', INTEGER}, function(prefix, args)
     redis.call('XTRIM', prefix .. stream, 'MAXLEN', 0)
     redis.call('XGROUP', 'CREATE', prefix .. stream, group, '$', 'MKSTREAM')
   end
-  redis.call('UNLINK', prefix .. ':claims', prefix .. ':attempts', prefix .. ':expiries')
+  redis.call('UNLINK', prefix .. ':claims', prefix .. ':claimed', prefix .. ':attempts', prefix .. ':expiries')
   for _, part in ipairs(EVALUATION_PARTS) do
     redis.call('UNLINK', prefix .. ':eval:' .. part)
   end
@@ -77,7 +77,12 @@ local function all_fit(words, from, every, kind)
   end
   return #words >= from
 end
-local NUMBER = {fits = function(text) return tonumber(text) end}
+local NUMBER = {
+  fits = function(text)
+    local x = tonumber(text)
+    return x and x == x
+  end,
+}
 local WRITES = {
   UNLINK = function() return true end,
   HSET = function(words) return #words >= 4 and #words % 2 == 0 end,

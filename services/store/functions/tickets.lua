@@ -3,6 +3,7 @@
 -- owns:             claims   hash  stream entry -> "<consumer>|<fence>", the one that may submit
 --                   attempts hash  stream entry -> failures reported
 --                   expiries hash  stream entry -> leases that expired
+--                   claimed  hash  consumer -> "<boot> <ordinal> <entry> …", its last claim, to answer a repeated call
 --                   reissue  zset  tickets that a restore interrupted, to be issued again -> issue sequence; also outstanding
 --                   order    hash  `state` of the prompt order, and `rows:<source>` of each source's epoch, int32
 -- A ticket's entry stays in the stream until it is submitted or becomes a dead letter, so it is always in exactly one place.
@@ -122,17 +123,32 @@ register_leader('issue_again', {EACH, 'ticket', TICKET, 'body', TEXT}, function(
   return issued
 end, true)
 
+-- Return the reply to a claim whose first reply was lost: the entries that it took, as far as they are still held.
+local function claimed_again(prefix, consumer, entries, scan)
+  local reply = {scan}
+  for _, entry in ipairs(entries) do
+    local holder, fence = string.match(redis.call('HGET', prefix .. ':claims', entry) or '', '^(.*)|(%d+)$')
+    local found = holder == consumer and redis.call('XRANGE', prefix .. ':tickets', entry, entry)[1]
+    if found then
+      for _, each in ipairs({entry, fence, found[2][2], found[2][4] or ''}) do reply[#reply + 1] = each end
+    end
+  end
+  return reply
+end
+
 -- args: consumer, policy version held, fence of the trainer that sent it, lease ms, count, scan position, adopt (1: also own
--- pending entries), max expiries.
+-- pending entries), max expiries, boot of the consumer's process and ordinal of its call.
 -- Order: own pending (after a restart), expired leases, new tickets. Claims nothing while generators are paused, the run ends or
--- the weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}. If the reply is lost, its
--- tickets are claimed again once their leases have expired.
+-- the weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}, and to a repeated call the same
+-- claims; a call that comes after a later one claims nothing.
 register('claim', {
-  'consumer', TEXT, 'version', INTEGER, 'sender', NATURAL, 'lease ms', NATURAL, 'wanted', NATURAL, 'scan', ENTRY, 'adopt', FLAG,
-  'max expiries', NATURAL,
+  'consumer', TEXT, 'version', INTEGER, 'sender', NATURAL, 'lease ms', NATURAL, 'wanted', AMOUNT, 'scan', ENTRY, 'adopt', FLAG,
+  'max expiries', NATURAL, 'boot', TEXT, 'ordinal', NATURAL,
 }, function(prefix, args)
   local consumer, lease_ms, wanted, scan, adopt = args[1], args[4], tonumber(args[5]), args[6], args[7]
   if wanted == 0 then return {scan} end -- to the commands below, 0 means all
+  local before = taken_before(prefix .. ':claimed', consumer, args[9], args[10])
+  if before then return claimed_again(prefix, consumer, before, scan) end
   local stream = prefix .. ':tickets'
   local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'published_by', 'paused:generator', 'stopping', 'finished')
   if state[1] ~= args[2] or state[2] ~= args[3] or state[3] or state[4] or state[5] then return {scan} end
@@ -160,15 +176,17 @@ register('claim', {
     take_again(reply[2])
   end
   if #taken < wanted then take(read('>')) end
-  local reply, claims, fences = {scan}, {}, next_fences(prefix, 'claim_fence', #taken)
+  local reply, claims, entries, fences = {scan}, {}, {}, next_fences(prefix, 'claim_fence', #taken)
   for i, entry in ipairs(taken) do
     claims[2 * i - 1], claims[2 * i] = entry[1], consumer .. '|' .. fences[i]
+    entries[i] = entry[1]
     reply[#reply + 1] = entry[1]
     reply[#reply + 1] = fences[i]
     reply[#reply + 1] = entry[2][2]
     reply[#reply + 1] = entry[2][4] or ''
   end
   call_over(claims, 'HSET', prefix .. ':claims')
+  record_taken(prefix .. ':claimed', consumer, args[9], args[10], entries)
   return reply
 end)
 

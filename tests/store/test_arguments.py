@@ -1,0 +1,145 @@
+"""A function takes effect as a whole or not at all: whatever its arguments are, an error comes before its first write."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.protocol.errors import StoreError
+from services.store import Store
+from services.store.connection.base import Connection
+from services.store.functions.footprint import footprints
+from services.store.records import TableRules
+from tests.repeats.repeater import called
+from tests.repeats.whole_run import ACTORS, WholeRun
+from tests.support import flow
+
+WRONG = (b"", b"x", b"-1", b"0", b"2", b"nan", b"-inf", b"1e400", b"0.5", b"9007199254740993", b"99999999999999999999", b"1-1")
+"""What an argument is replaced with: each is wrong for some kind of argument, and right for another."""
+MOST = 40  # arguments of a call that are replaced, the first ones
+EACH = 2  # calls of each function, the first ones
+SAVE = """
+local saved = {}
+for _, key in ipairs(redis.call('KEYS', '*')) do
+  saved[#saved + 1] = {key, redis.call('DUMP', key), math.max(redis.call('PTTL', key), 0)}
+end
+return saved
+"""
+PUT_BACK = """
+for _, key in ipairs(redis.call('KEYS', '*')) do redis.call('DEL', key) end
+for i = 1, #ARGV, 3 do redis.call('RESTORE', ARGV[i], ARGV[i + 2], ARGV[i + 1]) end
+"""
+
+
+class Fuzzer(Connection):
+    """Sends a call with wrong arguments before the right ones; what these do is undone."""
+
+    seen: Counter[str]
+    refused: Counter[str]
+    halves: list[str]
+
+    async def send(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Send commands, those with a function after variants of it."""
+        for at, command in enumerate(commands):
+            if (name := called(command)) and self.seen[name] < EACH:
+                self.seen[name] += 1
+                for variant in variants(command, self.seen[name]):
+                    await self._try(name, (*commands[:at], variant))
+        return await super().send(*commands)
+
+    async def _try(self, name: str, commands: tuple[tuple[Any, ...], ...]) -> None:
+        await super().send(*commands[:-1])
+        before = await self._saved()
+        try:
+            await super().send(commands[-1])
+        except StoreError as error:
+            self.refused[name] += 1
+            if differing := [key for key, body in (await self._saved()).items() ^ before.items()]:
+                self.halves.append(f"{name}{commands[-1][4:]}"[:300] + f" changed {differing}, and then: {error}")
+            if not differing:
+                return
+        saved = [part for key, (body, ttl_ms) in before.items() for part in (key, body, ttl_ms)]
+        await self.client.eval(PUT_BACK, 0, *saved)  # type: ignore[misc]
+
+    async def _saved(self) -> dict[bytes, Any]:
+        return {key: Body(body, ttl_ms) for key, body, ttl_ms in await self.client.eval(SAVE, 0)}  # type: ignore[misc]
+
+
+class Body(tuple[bytes, int]):
+    """A key's value and its time to live, which alone may pass."""
+
+    def __new__(cls, body: bytes, ttl_ms: int) -> Body:
+        return super().__new__(cls, (body, ttl_ms))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Body) and self[0] == other[0]
+
+    def __hash__(self) -> int:
+        return hash(self[0])
+
+
+def variants(command: tuple[Any, ...], seed: int) -> list[tuple[Any, ...]]:
+    """Return calls with one argument that is another, with one that is missing, and with one too many."""
+    head, args, dice = command[:4], list(command[4:]), random.Random(seed)
+    found = [(*head, *args, b"more"), (*head, *args[:-1])] if args else [(*head, b"more")]
+    for place in range(min(len(args), MOST)):
+        found += [(*head, *args[:place], wrong, *args[place + 1 :]) for wrong in dice.sample(WRONG, 6)]
+    return found
+
+
+@pytest.mark.slow
+async def test_an_error_comes_before_the_first_write_of_every_function(server: RedisServer, tmp_path: Path) -> None:
+    seen, refused, halves = Counter[str](), Counter[str](), list[str]()
+    stores = dict[str, Store]()
+    for actor in ACTORS:
+        connection = await Fuzzer.connect(server.url, "fuzzed", server.password)
+        connection.seen, connection.refused, connection.halves = seen, refused, halves
+        stores[actor] = Store(connection)
+    try:
+        await WholeRun(stores, tmp_path).run()
+    finally:
+        await stores["console"].restores.delete_run()
+        for store in stores.values():
+            await store.close()
+    assert not halves, "\n".join(halves)
+    assert seen.keys() == footprints().keys()
+    assert refused.keys() == footprints().keys(), "every function refuses some arguments"
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        (TableRules(capacity=0), 'capacity: "0" is not a whole number, 1 or more'),
+        (TableRules(remover="random"), 'remover: "random" is not a remover'),
+        (TableRules(sampler="random"), 'sampler: "random" is not a sampler'),
+        (TableRules(max_uses=-1), 'max uses: "-1" is not a whole number, 0 or more'),
+    ],
+)
+async def test_a_table_with_rules_that_it_could_not_keep_is_not_created(any_store: Store, rules: TableRules, why: str) -> None:
+    with pytest.raises(StoreError, match=why):
+        await any_store.run.create("config", "dataset", 10, 4, rules)
+    assert await any_store.run.state() is None
+
+
+@pytest.mark.parametrize("variate", ["nan", "inf", "0", "-1", "x"])
+async def test_a_step_with_a_bad_variate_is_refused_and_loses_no_group(any_store: Store, variate: str) -> None:
+    team = await flow.start(any_store, table=TableRules("prioritized"))
+    await flow.buffer(any_store, team, 2)
+    args = [team.leader, 0, 0, "0-0 0-1", f"1.0 {variate}", -1, b"plan"]
+    with pytest.raises(StoreError, match=f"variate {variate} is not a finite number above 0"):
+        await any_store.connection.call("prepare", *args)
+    await flow.prepare(any_store, team, 0, ["0-0", "0-1"])
+
+
+async def test_a_claim_of_no_tickets_gets_none(any_store: Store) -> None:
+    """To the commands of streams, a count of 0 means all."""
+    team = await flow.start(any_store)
+    await flow.issue(any_store, team, 3)
+    assert await flow.claim(any_store, "g", 0) == []
+    assert await flow.claim(any_store, "g", 0, adopt=True, lease_s=0.0) == []
+    assert len(await flow.claim(any_store, "g", 3)) == 3
