@@ -11,6 +11,8 @@ least and the most that it can be by the samples.
 - `table.*`: the server's time for a group that is settled, `table.settle`, and for one of a step of 64 that is drawn (by
   `sweep_and_peek` and `prepare`), `table.draw`, with so many groups in a prioritised table. Headers are
   small, there are no payloads and no append-only file.
+  `longest_function_ms` is the longest that the server was in one function at 100,000 groups (or at the largest size, if that is
+  less), while light groups and heavy ones were drawn in turn and all weights were rescaled.
 - `ranks.plan`: seconds that dataprep takes to plan a step of 4,096 completions for so many ranks.
 The last line is one JSON object; `curves` has the costs that were fitted, each over that at the smallest size.
 """
@@ -47,6 +49,7 @@ STEP = 64
 WINDOWS = 5  # measurements at each size of the table
 DRAWS = 10  # steps of a measurement
 COMPLETIONS, ROW_TOKENS = 4096, 8192
+LONGEST, LONGEST_AT = "table.longest", 100_000  # groups at which the longest function is looked for
 Costs = dict[int, list[float]]
 """Size -> what was measured there."""
 
@@ -54,13 +57,13 @@ Costs = dict[int, list[float]]
 class Table:
     """A prioritised table that grows."""
 
-    def __init__(self, store: Store, largest: int) -> None:
-        self.store, self.largest, self.size, self._step = store, largest, 0, 0
+    def __init__(self, store: Store, sizes: Sequence[int]) -> None:
+        self.store, self.sizes, self.largest, self.size, self._step = store, sizes, max(sizes), 0, 0
         self._rng = np.random.default_rng(0)
 
     async def open(self) -> None:
         """An empty table with room for all."""
-        room = self.largest + WINDOWS * SETTLED_TOGETHER
+        room = self.largest + 2 * WINDOWS * (len(self.sizes) + 1) * SETTLED_TOGETHER
         await self.store.client.config_set("appendonly", "no")  # the file of a million groups would fill disks
         await self.store.run.create("growth", "growth", 1, room, TableRules("prioritized", "fifo", room, 0))
         fence = await self.store.run.lead("growth", 3600)
@@ -85,15 +88,47 @@ class Table:
         for _ in range(WINDOWS):
             before = await self._served_us()
             for _ in range(DRAWS):
-                sweep_and_peek = await self.store.replay.sweep_and_peek(self.fence, 0, STEP)
-                groups = [group for group, _ in sweep_and_peek.first]
-                assert len(groups) == STEP
-                plan = StepPlan(self._step, groups, [], 1, 0, [0], [1.0], 0, 0, {})
-                variates = self._rng.standard_exponential(STEP).tolist()
-                await self.store.steps.prepare(self.fence, plan, [RankPlan([])], 0, variates)
-                self._step += 1
+                await self._draw()
             found.append((await self._served_us() - before) / DRAWS / STEP)
         return found
+
+    async def longest_ms(self) -> list[float]:
+        """Milliseconds of the function that took longest: draws of light groups and heavy ones in turn, one rescaling of all
+        weights, one batch settled. Of each function, the window counts in which its longest call was shortest: a stall comes in
+        all of them, what else the machine does comes in some.
+        """
+        client, replay = self.store.client, self.store.replay
+        await client.config_set("slowlog-log-slower-than", 0)
+        await client.config_set("slowlog-max-len", 100_000)
+        least, trainer = dict[bytes, float](), await self.store.run.attach_trainer()
+        for window in range(WINDOWS):
+            await self._submitted(SETTLED_TOGETHER)
+            await client.slowlog_reset()
+            for _ in range(DRAWS):
+                heavy, *light = await self._draw()
+                await replay.reweigh(trainer, {heavy: 1e9} | dict.fromkeys(light, 1e-9))
+            await replay.rescale(self.fence, window, window + 1, 2.0 ** (16 if window % 2 else -16))
+            await self._settle(SETTLED_TOGETHER)
+            entries = await client.slowlog_get(100_000)
+            longest: dict[bytes, float] = {}
+            for entry in entries:
+                command, _, rest = entry["command"].partition(b" ")
+                if command == b"FCALL":
+                    function = rest.partition(b" ")[0]
+                    longest[function] = max(longest.get(function, 0.0), entry["duration"] / 1000)
+            least = {name: min(longest_ms, least.get(name, longest_ms)) for name, longest_ms in longest.items()}
+        await client.config_set("slowlog-log-slower-than", -1)
+        return [max(least.values())]
+
+    async def _draw(self) -> list[str]:
+        """Prepare a step; its groups."""
+        groups = [group for group, _ in (await self.store.replay.sweep_and_peek(self.fence, 0, STEP)).first]
+        assert len(groups) == STEP
+        plan = StepPlan(self._step, groups, [], 1, 0, [0], [1.0], 0, 0, {})
+        variates = self._rng.standard_exponential(STEP).tolist()
+        await self.store.steps.prepare(self.fence, plan, [RankPlan([])], 0, variates)
+        self._step += 1
+        return groups
 
     async def _window(self) -> float:
         await self._submitted(SETTLED_TOGETHER)
@@ -136,14 +171,16 @@ async def table(folder: Path, sizes: Sequence[int]) -> dict[str, Costs]:
     server = RedisServer(folder / "table")
     server.start()
     store = await Store.connect(server.url, "growth", server.password)
-    found: dict[str, Costs] = {"table.settle": {}, "table.draw": {}}
+    found: dict[str, Costs] = {"table.settle": {}, "table.draw": {}, LONGEST: {}}
     try:
-        growing = Table(store, max(sizes))
+        growing = Table(store, sizes)
         await growing.open()
         for size in sorted(sizes):
             await growing.grow(size)
             found["table.draw"][size] = await growing.draw_us()
             found["table.settle"][size] = await growing.settle_us()
+            if size == LONGEST_AT or size == max(sizes) < LONGEST_AT:
+                found[LONGEST][size] = await growing.longest_ms()
     finally:
         await store.close()
         server.kill()  # nothing of it is wanted, and in order it would write a file of all
@@ -173,6 +210,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     samples: dict[str, list[float]] = {}
     costs = ranks(options.ranks, 5)
     costs |= await table(folder, options.groups)
+    ((_, samples["longest_function_ms"]),) = costs.pop(LONGEST).items()
     tickets, rounds = Costs(), Costs()
     for count in options.generators:
         found = await asyncio.to_thread(measure_one, folder / str(count), options, count)

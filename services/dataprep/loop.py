@@ -210,8 +210,8 @@ class DataprepLoop:
         """Keep recency weights within the precision of the clocks, and return the base that they are relative to."""
         if self.config.replay.priority != "recency":
             return 0
-        base, wanted = await self.store.replay.recency_base(), replay.recency_base(next_step, self.config.replay)
-        if wanted > base:
+        wanted = replay.recency_base(next_step, self.config.replay)
+        while (base := await self.store.replay.recency_base()) < wanted:
             await self.store.replay.rescale(fence, base, wanted, replay.recency_weight(base - wanted, self.config.replay))
         return wanted
 

@@ -8,6 +8,7 @@ A file is one `Head`, then `Groups`, `Rows` and `Letters`; each message is prece
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,14 @@ from typing import Any
 import msgspec
 
 from services.protocol import codec
+from services.protocol.keys import Keys
 from services.protocol.messages import Header, RankPlan, Sample
 
 LAYOUT = 1
 """Layout version of the file. A reader rejects newer ones."""
+
+CLOCKS = (1, 2, 3, 4)
+"""Sets of clocks of the replay table, each for weights of sixteen powers of two; 1 for the lightest."""
 
 LENGTH_BYTES = 8
 LARGEST = 1 << 32
@@ -38,7 +43,7 @@ class SnapshotGroup(msgspec.Struct, frozen=True, array_like=True):
     payload: bytes | None  # None: payloads were not saved
     version: float | None  # score of replay:version; None: the group has left the table
     weight: float | None = None
-    clock: float | None = None
+    clock: float | None = None  # score in the set of clocks of its weight
     idle: float | None = None
 
 
@@ -85,6 +90,16 @@ class Letters(msgspec.Struct, frozen=True, tag="letters"):
 
 
 Piece = Groups | Rows | Letters
+
+
+def clock_key(keys: Keys, number: int) -> str:
+    """Return the key of a set of clocks."""
+    return f"{keys.replay_clock}:{number}"
+
+
+def clock_of(weight: float) -> int:
+    """Return the set of clocks of a weight above 0 (as in functions/replay_table.lua)."""
+    return max(1, min(len(CLOCKS), (math.frexp(weight)[1] - 1) // 16 + 3))
 
 
 class Writer:
@@ -204,13 +219,16 @@ def restoration(head: Head, untrained: dict[str, int], planned: dict[str, int], 
     done, the others are generated again, in their old order, and the counters of a rate limiter go back to what was trained.
     """
     whole = head.whole and (keep_plans or not head.plans)
+    nows = [f"now:{number}" for number in CLOCKS]
     table, gaps, ledger, reissue = dict(head.table), dict(head.gaps), dict(head.ledger), dict(head.outstanding)
+    if "now" in table:  # of a release in which all clocks had one time
+        table |= dict.fromkeys(nows, table.pop("now"))
     held = len(untrained) + len(planned)
     if not whole:
         reissue |= untrained | planned
         held = 0
         table = {name: value for name, value in table.items() if not name.startswith("uses:")}
-        table |= dict.fromkeys(("now", "idle_now", "weight_sum", "weight_rest"), "0")
+        table |= dict.fromkeys((*nows, "idle_now", "weight_sum", "weight_rest"), "0")
         drawn = sum(len(plan["groups"].split()) for plan in head.plans.values())
         table["inserted"] = str(int(table.get("inserted", "0")) - len(untrained) - len(planned))
         table["drawn"] = str(int(table.get("drawn", "0")) - drawn)

@@ -34,7 +34,7 @@ async def everything(store: Store) -> dict[str, Any]:
     """Every key of the run but those that a restore is to change, and what is on its way, which it issues again."""
     found: dict[str, Any] = {}
     passing = ("tickets", "headers", "claims", "attempts", "expiries", "reissue", "outstanding", "ledger", "payload", "departed",
-               "answers")  # fmt: skip
+               "answers", "claimed")  # fmt: skip
     async for key in store.client.scan_iter():
         name = key.decode().removeprefix(store.keys.prefix + ":")
         if name.split(":")[0] in passing:

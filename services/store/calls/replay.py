@@ -10,7 +10,8 @@ from services.protocol.messages import Header
 from services.store.calls.facet import Facet, ordinal
 from services.store.records import BufferedGroup, HeaderEntry, PassRate, Settlement, SweptTable, read_header
 
-REWEIGHED_TOGETHER = 1000  # groups in one call
+REWEIGHED_TOGETHER = 250  # groups in one call: a millisecond of the server's time
+SETTLED_TOGETHER = 64  # headers in one call, likewise
 
 
 class ReplayTable(Facet):
@@ -22,13 +23,16 @@ class ReplayTable(Facet):
         return [read_header(reply[i], reply[i + 1]) for i in range(0, len(reply), 2)]
 
     async def settle(self, fence: int, settlements: Sequence[Settlement]) -> int:
-        """Settle headers in one call; a full table evicts first. Returns how many were not settled before."""
-        args: list[Any] = []
-        for s in settlements:
-            kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), int(s.rate[2]))
-            args += (s.item.entry, s.item.ticket, s.item.payload, s.action, s.oldest, s.item.body)
-            args += (float(s.weight), float(s.variate), float(s.victim), *kept)
-        return int(await self._redis.call("settle", fence, *args))
+        """Settle headers, some in one call; a full table evicts first. Returns how many were not settled before."""
+        calls: list[tuple[Any, ...]] = []
+        for first in range(0, len(settlements) or 1, SETTLED_TOGETHER):  # of none, too: it may raise `Fenced`
+            args: list[Any] = []
+            for s in settlements[first : first + SETTLED_TOGETHER]:
+                kept = ("", "", "") if s.rate is None else (s.rate[0], float(s.rate[1]), int(s.rate[2]))
+                args += (s.item.entry, s.item.ticket, s.item.payload, s.action, s.oldest, s.item.body)
+                args += (float(s.weight), float(s.variate), float(s.victim), *kept)
+            calls.append(self._redis.function("settle", fence, *args))
+        return sum(map(int, await self._redis.send(*calls)))
 
     async def sweep_and_peek(self, fence: int, oldest_fresh: int, wanted: int, gaps_passed: int = 0) -> SweptTable:
         """Drop groups with a version below `oldest_fresh` as stale, then peek.
@@ -79,8 +83,15 @@ class ReplayTable(Facet):
         return sum(map(int, await self._redis.send(*calls))) if calls else 0
 
     async def rescale(self, fence: int, base: int, new_base: int, factor: float) -> int:
-        """Multiply all weights by `factor`, once, when weights by recency become relative to `new_base`."""
-        return int(await self._redis.call("rescale", fence, base, new_base, float(factor)))
+        """Multiply all weights by `factor`, once, when weights by recency become relative to `new_base`. Returns how many.
+
+        One that another leader began is completed instead, so the new base may be another: read it again.
+        """
+        scaled, going = 0, 1
+        while going:  # a call rescales a few hundred
+            groups, going = await self._redis.call("rescale", fence, base, new_base, float(factor))
+            scaled += int(groups)
+        return scaled
 
     async def recency_base(self) -> int:
         """Return the policy version that weights by recency are relative to."""

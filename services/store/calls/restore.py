@@ -24,6 +24,8 @@ from services.store.snapshot_format import (
     Rows,
     Snapshot,
     SnapshotGroup,
+    clock_key,
+    clock_of,
     renamed,
     renamed_plan,
     restoration,
@@ -85,7 +87,7 @@ class Restores(Facet):
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             alive()
             if isinstance(piece, Groups) and target.whole and self._payloads.shards:
-                await self._put_in_shards([renamed(group, fence) for group in piece.groups], write)
+                await self._put_in_shards([renamed(group, fence) for group in piece.groups], target, write)
             else:
                 await write(self._commands(piece, target))
         await write(self._commands_of_head(head, target))
@@ -101,11 +103,11 @@ class Restores(Facet):
         fields = [part for item in target.fields.items() for part in item]
         await self._redis.call("restore_end", fence, head.step, *fields)
 
-    async def _put_in_shards(self, groups: Sequence[SnapshotGroup], write: Write) -> None:
+    async def _put_in_shards(self, groups: Sequence[SnapshotGroup], target: Restoration, write: Write) -> None:
         """Put groups with new names into shards. The index names their payloads first, or a sweep would delete them."""
         payloads = {group.fields["payload"].decode(): group.payload for group in groups if group.payload is not None}
         named = [msgspec.structs.replace(group, payload=group.payload and ELSEWHERE) for group in groups]
-        await write([command for group in named for command in self._put(group)])
+        await write([command for group in named for command in self._put(group, target)])
         await self._payloads.lay(payloads)
 
     async def delete_run(self, payload_shards: int = 0) -> None:
@@ -141,7 +143,7 @@ class Restores(Facet):
     def _commands(self, piece: Groups | Rows | Letters, target: Restoration) -> list[Command]:
         match piece:
             case Groups(groups):
-                return [command for group in groups for command in self._put(group)] if target.whole else []
+                return [command for group in groups for command in self._put(group, target)] if target.whole else []
             case Letters(entries):
                 return [("XADD", self._keys.deadletter, entry, *_flat(fields)) for entry, fields in entries]
             case Rows("rates", fields):
@@ -152,15 +154,17 @@ class Restores(Facet):
                 drops = self._keys.drops
                 return [("HSET", drops, *_flat(fields)), ("ZADD", f"{drops}:order", *times)] if fields else []
 
-    def _put(self, group: SnapshotGroup) -> list[tuple[Any, ...]]:
+    def _put(self, group: SnapshotGroup, target: Restoration) -> list[tuple[Any, ...]]:
         keys = self._keys
         commands: list[tuple[Any, ...]] = [("HSET", keys.group(group.name), *_flat(group.fields))]
         if group.payload is not None:
             commands.append(("SET", keys.payload(group.fields["payload"].decode()), group.payload))
         if group.version is not None:
             commands.append(("ZADD", keys.replay_order, group.seq, group.name))
+            speed = (group.weight or 0.0) if target.table["sampler"] == "prioritized" else 1.0
+            clock = clock_key(keys, clock_of(speed or 1.0))
             scored = zip(
-                (keys.replay_version, keys.replay_weight, keys.replay_clock, keys.replay_idle),
+                (keys.replay_version, keys.replay_weight, clock, keys.replay_idle),
                 (group.version, group.weight, group.clock, group.idle),
                 strict=True,
             )

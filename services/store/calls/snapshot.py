@@ -14,7 +14,7 @@ from typing import Any
 
 from services.protocol.errors import StoreError
 from services.store.calls.facet import Facet, ordinal
-from services.store.snapshot_format import LAYOUT, Groups, Head, Letters, Rows, SnapshotGroup, Writer
+from services.store.snapshot_format import CLOCKS, LAYOUT, Groups, Head, Letters, Rows, SnapshotGroup, Writer, clock_key
 
 LEASE_S = 10.0  # the leader resumes this long after the copying process has died
 HOLD_S = 2.0  # how often the copying process renews the hold
@@ -118,8 +118,8 @@ class SnapshotWriter(Facet):
         scored = [
             self._keys.replay_version,
             self._keys.replay_weight,
-            self._keys.replay_clock,
             self._keys.replay_idle,
+            *(clock_key(self._keys, number) for number in CLOCKS),
         ]
         scores = await self._redis.send(*[("ZMSCORE", key, *names) for key in scored])
         if whole:
@@ -137,7 +137,7 @@ class SnapshotWriter(Facet):
         return [
             SnapshotGroup(
                 names[i], int(fields[i]["seq"]), fields[i], payloads.get(i),
-                *(None if column[i] is None else float(column[i]) for column in scores),
+                *_scores_of([column[i] for column in scores]),
             )
             for i in present
         ]  # fmt: skip
@@ -150,6 +150,12 @@ class SnapshotWriter(Facet):
                 yield {name.decode(): value for name, value in found.items()}
             if cursor == 0:
                 return
+
+
+def _scores_of(found: Sequence[Any]) -> tuple[float | None, ...]:
+    """Return version, weight, clock and idle of a group; it is in at most one of the sets of clocks."""
+    version, weight, idle, *clocks = (None if score is None else float(score) for score in found)
+    return version, weight, next((rings for rings in clocks if rings is not None), None), idle
 
 
 def _fields(flat: list[bytes]) -> dict[str, bytes]:

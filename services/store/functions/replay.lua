@@ -127,7 +127,7 @@ register_leader('sweep_and_peek', {
   end
   local found = redis.call('ZRANGE', t.key .. 'gaps', passed, passed + number(prefix, 'slots') - 1, 'WITHSCORES')
   for i = 2, #found, 2 do gaps[#gaps + 1] = tonumber(found[i]) end
-  for _, group in ipairs(FIRST[t.sampler](t, wanted)) do
+  for _, group in ipairs(first_groups(t, wanted)) do
     first[#first + 1] = group
     first[#first + 1] = tonumber(redis.call('ZSCORE', t.key .. 'order', group))
     first[#first + 1] = t.weighted and redis.call('ZSCORE', t.key .. 'weight', group) or '1'
@@ -158,25 +158,39 @@ register_trainer('reweigh', {'ordinal', NATURAL, EACH, 'group', TEXT, 'weight', 
       return redis.error_reply('INVALID weight ' .. args[i] .. ' of group ' .. args[i - 1] .. ' is not in 0..1e9')
     end
   end
-  local t, there = open_table(prefix), 0
+  local t, names, weights = open_table(prefix), {}, {}
   if not t.weighted or overtaken(t.key .. 'state', 'reweighed', args[1], args[2]) then return 0 end
+  local last = {} -- of a group named twice, the last weight counts
   for i = 3, #args, 2 do
     if redis.call('ZSCORE', t.key .. 'weight', args[i]) then
-      change_weight(t, args[i], weight_of(args[i + 1]))
-      there = there + 1
+      if not last[args[i]] then names[#names + 1] = args[i] end
+      last[args[i]] = weight_of(args[i + 1])
     end
   end
+  for i, group in ipairs(names) do weights[i] = last[group] end
+  if #names > 0 then change_weights(t, names, weights) end
   close_table(t)
-  return there
+  return #names
 end)
 
--- Weights by recency grow with every version. From time to time all are multiplied by one factor, which changes no draw.
--- args: leader fence, current base, new base, factor. Returns how many groups were rescaled; 0 if it was done before.
+-- Weights by recency grow with every version. From time to time all are multiplied by one factor, some groups at a time; nothing is
+-- drawn or inserted meanwhile, because the leader does nothing else.
+-- args: leader fence, current base, new base, factor. Goes on with what was begun before, with that factor. Returns {groups
+-- rescaled by this call, 1 if the current base still holds, otherwise 0}.
 register_leader('rescale', {'base', INTEGER, 'new base', INTEGER, 'factor', VARIATE}, function(prefix, args)
-  local t, factor = open_table(prefix), tonumber(args[4])
-  if (tonumber(redis.call('HGET', t.key .. 'state', 'base')) or 0) ~= tonumber(args[2]) then return 0 end
-  local there = scale_weights(t, factor)
+  local t = open_table(prefix)
+  local state = t.key .. 'state'
+  local held = redis.call('HMGET', state, 'base', 'rescaling')
+  if (tonumber(held[1]) or 0) ~= tonumber(args[2]) then return {0, 0} end
+  local new_base, factor, after = string.match(held[2] or '', '^(%S+) (%S+) (%S+)$')
+  if not new_base then new_base, factor, after = args[3], args[4], '-1' end
+  local scaled, last = scale_weights(t, tonumber(factor), after)
   close_table(t)
-  redis.call('HSET', t.key .. 'state', 'base', args[3])
-  return there
+  if last then
+    redis.call('HSET', state, 'rescaling', new_base .. ' ' .. factor .. ' ' .. last)
+    return {scaled, 1}
+  end
+  redis.call('HSET', state, 'base', new_base)
+  redis.call('HDEL', state, 'rescaling')
+  return {0, 0}
 end)

@@ -80,7 +80,7 @@ end
 local NUMBER = {
   fits = function(text)
     local x = tonumber(text)
-    return x and x == x
+    return x and math.abs(x) < math.huge
   end,
 }
 local WRITES = {

@@ -15,7 +15,7 @@ local function unfit(t, groups, oldest)
     seen[group] = true
   end
   if t.clocked then
-    for _, group in ipairs(FIRST[t.sampler](t, #groups)) do
+    for _, group in ipairs(first_groups(t, #groups)) do
       if not seen[group] then return 'rings before those that were drawn', group end
     end
   end

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from services.store import Store
 from services.store.functions import library
 from services.store.records import Settlement, TableRules
+from services.store.snapshot_format import CLOCKS, clock_of
 from tests.support import flow
 
 SAMPLERS = ("fifo", "lifo", "freshest", "uniform", "prioritized")
@@ -34,9 +35,12 @@ class Table:
 
     order: dict[str, float]
     version: dict[str, float]
-    clock: dict[str, float]
     idle: dict[str, float]
     weight: dict[str, float]
+    clock: dict[str, float]
+    """Time until each clock rings."""
+    clocks: dict[str, int]
+    """The set of clocks that each is in."""
     state: dict[str, str]
     drops: dict[str, str]
     departed: list[str]
@@ -100,7 +104,7 @@ async def draw(store: Store, team: flow.Team, count: int, variates: Sequence[flo
 async def read(store: Store) -> Table:
     """The whole table, in one transaction."""
     async with store.client.pipeline(transaction=True) as pipe:
-        for key in ("order", "version", "clock", "idle", "weight"):
+        for key in ("order", "version", "idle", "weight", *(f"clock:{number}" for number in CLOCKS)):
             pipe.zrange(f"{store.keys.prefix}:replay:{key}", 0, -1, withscores=True)
         pipe.hgetall(store.keys.replay_state)
         pipe.hgetall(store.keys.drops)
@@ -108,8 +112,16 @@ async def read(store: Store) -> Table:
         pipe.fcall(f"{library()[0]}_audit", 1, store.keys.prefix)
         *sets, state, drops, departed, audit = await pipe.execute()
     scores: list[dict[str, float]] = [{name.decode(): score for name, score in pairs} for pairs in sets]
+    rings, now = scores[4:], _texts(state)
+    left = {
+        name: ring - float(now[f"now:{number}"])
+        for number, found in zip(CLOCKS, rings, strict=True)
+        for name, ring in found.items()
+    }
     return Table(
-        *scores,
+        *scores[:4],
+        clock=left,
+        clocks={name: number for number, found in zip(CLOCKS, rings, strict=True) for name in found},
         state=_texts(state),
         drops={ticket: text.split(" ")[1] for ticket, text in _texts(drops).items()},
         departed=[name.decode() for name in departed],
@@ -133,8 +145,11 @@ def check(table: Table, capacity: int, sampler: str, remover: str) -> None:
     assert set(table.clock) | set(table.idle) == (names if clocked else set())
     idle = {name for name, weight in table.weight.items() if weight == 0} if sampler == "prioritized" else set()
     assert set(table.idle) == idle
-    now, idle_now = float(table.state.get("now", 0)), float(table.state.get("idle_now", 0))
-    assert min(table.clock.values(), default=math.inf) >= now, "a clock rang in the past"
+    idle_now = float(table.state.get("idle_now", 0))
+    past = [name for name, left in table.clock.items() if left < -1e-12 * float(table.state[f"now:{table.clocks[name]}"])]
+    assert not past, "a clock rang in the past"
+    speeds = table.weight if sampler == "prioritized" else dict.fromkeys(table.clock, 1.0)
+    assert table.clocks == {name: clock_of(speeds[name]) for name in table.clock}
     assert min(table.idle.values(), default=math.inf) >= idle_now
     total = math.fsum(table.weight.values())
     assert math.isclose(float(table.state.get("weight_sum", 0)), total, rel_tol=1e-9), (table.state, total)

@@ -13,6 +13,7 @@ from services.config.training import Replay
 from services.dataprep.replay import weights as replay
 from services.protocol.errors import StoreError
 from services.store import Settlement
+from services.store.snapshot_format import clock_key
 from tests.store.replay import tables
 from tests.store.replay.draws import Bench, p_of
 from tests.store.replay.tables import Entry, fill
@@ -65,10 +66,12 @@ async def test_clocks_tell_heavy_groups_apart_after_a_long_time_of_light_ones(be
 async def test_time_never_grows_past_what_a_double_tells_apart(bench: Bench) -> None:
     await bench.insert([1e9, 1.0, 1e-9])
     keys = bench.store.keys
-    await bench.store.client.hset(keys.replay_state, "now", 1e30)  # type: ignore[misc]  # as after a very long run
-    await bench.store.client.zadd(keys.replay_clock, {"0-0": 1e30, "0-1": 1e30, "0-2": 1e30})
+    for number, name in ((4, "0-0"), (3, "0-1"), (1, "0-2")):  # as after a very long run
+        await bench.store.client.hset(keys.replay_state, f"now:{number}", 1e30)  # type: ignore[misc]
+        await bench.store.client.zadd(clock_key(keys, number), {name: 1e30})
     await bench.draws(3)
-    assert float((await tables.read(bench.store)).state["now"]) < 1e-2
+    state = (await tables.read(bench.store)).state
+    assert max(float(state[f"now:{number}"]) for number in (4, 3, 1)) < 1e-2
     drawn = (await bench.draws(1000)).ravel()
     assert Counter(drawn.tolist()) == {0: 1000}
 
