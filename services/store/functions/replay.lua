@@ -3,7 +3,7 @@
 -- owns:             replay:gaps zset  filtered groups since the last step -> issue sequence
 --                   rates       hash  dataset row -> "<issue sequence> <pass rate> <1 if solved>" of the settled group that counts
 
-local SWEPT_TOGETHER = 500 -- stale groups dropped by one call: some milliseconds of the server's time
+local SWEPT_TOGETHER = 200 -- stale groups dropped by one call: some milliseconds of the server's time
 
 -- Of a row's settled groups, keep the first issued that is solved, or if none is, the last issued. The result does not depend on
 -- the order of settling.

@@ -1,0 +1,91 @@
+"""Removes guards one after the other, and runs the tests of the store against what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest import mock
+
+from services.console.local.redis_server import RedisServer
+from tests.mutants.explained import EXPLAINED
+from tests.mutants.guards import Guard
+from tests.mutants.killers import Killer, killers, survives
+
+MUTANT_LIMIT_S = 180.0  # without a guard, a function may not end
+LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library")
+
+
+@dataclass
+class Found:
+    """What became of the guards."""
+
+    guards: int = 0
+    killed: dict[str, str] = field(default_factory=dict)
+    """Guard -> the test that noticed."""
+    survivors: list[str] = field(default_factory=list)
+
+    @property
+    def unexplained(self) -> list[str]:
+        """Return the survivors that nobody has explained."""
+        return [name for name in self.survivors if name not in EXPLAINED]
+
+
+def campaign(chosen: Sequence[Guard], workers: int, tell: Callable[[str], None]) -> Found:
+    """Try all guards."""
+    found, kills, order = Found(len(chosen)), Counter[str](), killers()
+    waiting, running = list(reversed(chosen)), dict[int, tuple[Guard, Connection, int, float]]()
+    context = multiprocessing.get_context("fork")  # nothing is imported again
+    while waiting or running:
+        while waiting and len(running) < workers:
+            guard = waiting.pop()
+            ours, theirs = context.Pipe()
+            # What noticed most so far comes first, and what names the function before that.
+            ranked = sorted(order, key=lambda killer: -kills[killer.name])
+            process = context.Process(target=_try, args=(guard, ranked, theirs))
+            process.start()
+            theirs.close()
+            assert process.pid is not None
+            running[process.pid] = guard, ours, process.pid, time.monotonic() + MUTANT_LIMIT_S
+        for pid, (guard, ours, group, deadline) in list(running.items()):
+            if not ours.poll(0.05) and time.monotonic() < deadline:
+                continue
+            try:
+                killer = ours.recv() if ours.poll() else "it does not end"
+            except EOFError:
+                killer = "it does not load"
+            os.killpg(group, signal.SIGKILL)  # with its server
+            os.waitpid(pid, 0)
+            del running[pid]
+            if killer:
+                kills[killer] += 1
+                found.killed[guard.name] = killer
+            else:
+                found.survivors.append(guard.name)
+            tell(f"{'killed by ' + killer if killer else 'SURVIVED'}: {guard.name}")
+    return found
+
+
+def _try(guard: Guard, order: Sequence[Killer], answer: Connection) -> None:
+    """In a process and a process group of its own: run the tests without the guard."""
+    os.setpgid(0, 0)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(Path(folder))
+        server.start()
+        removed = guard.removed()
+        for place in LIBRARY:
+            mock.patch(place, return_value=removed).start()
+        killer = asyncio.run(survives(server, order))
+        answer.send(killer.name if killer else "")
+        server.stop()
+    os._exit(0)

@@ -1,0 +1,109 @@
+"""The tests that a guard's removal must make fail: those of the store that take milliseconds, without pytest around them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import itertools
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.store import Store
+from tests.repeats.campaign import one_run
+from tests.repeats.repeater import Journal
+
+MODULES = (
+    "tests.store.test_guards", "tests.store.test_tickets", "tests.store.test_steps", "tests.store.test_control",
+    "tests.store.test_fleet", "tests.store.test_evaluation", "tests.store.test_deadletters", "tests.store.test_discard_damaged",
+    "tests.store.test_checkpoint_wish", "tests.store.test_arguments",
+    "tests.store.replay.test_headers", "tests.store.replay.test_removers",
+    "tests.store.test_snapshot", "tests.store.test_conservation",
+)  # fmt: skip
+FIXTURES = {"store", "any_store", "tmp_path", "monkeypatch"}
+SLOW = ("while_everybody_works", "damaged_files_are_told")
+"""Parts of names of tests that are no tests of functions, or take seconds."""
+RANDOM = {"test_conservation": 3, "test_snapshot": 2}
+"""Seeds of a random test: so many, the others would take longer than they are worth."""
+LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Killer:
+    """A test with its parameters."""
+
+    name: str
+    test: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+def killers() -> list[Killer]:
+    """Return all, the most telling first."""
+    found = [killer for module in MODULES for killer in _of(importlib.import_module(module))]
+    return [*found, Killer("repeats", _repeats, {})]
+
+
+async def _repeats(server: RedisServer) -> None:
+    """A whole run, with every call repeated at once."""
+    journal = Journal(at_once=True)
+    await one_run(server, f"repeats-{uuid.uuid4().hex[:8]}", journal)
+    assert journal.harms == {}
+
+
+def _of(module: Any) -> list[Killer]:
+    found: list[Killer] = []
+    for name, test in inspect.getmembers(module, inspect.iscoroutinefunction):
+        if not name.startswith("test_") or test.__module__ != module.__name__ or any(part in name for part in SLOW):
+            continue
+        marks: list[Any] = getattr(test, "pytestmark", [])
+        if any(mark.name == "slow" for mark in marks):
+            continue
+        choices = [_values(mark) for mark in marks if mark.name == "parametrize"]
+        for number, chosen in enumerate(itertools.product(*choices)):
+            arguments = {key: value for part in chosen for key, value in part.items()}
+            needed = set(inspect.signature(test).parameters) - arguments.keys()
+            most = RANDOM.get(module.__name__.rpartition(".")[2], 100) if "seed" in arguments else 100
+            if needed <= FIXTURES and number < most:
+                found.append(Killer(f"{name}[{number}]", test, arguments))
+    return found
+
+
+def _values(mark: pytest.Mark) -> Sequence[dict[str, Any]]:
+    names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else list(mark.args[0])
+    rows = [row if len(names) > 1 else (row,) for row in mark.args[1]]
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+async def survives(server: RedisServer, order: Sequence[Killer]) -> Killer | None:
+    """Run tests until one fails; return that one, or None: the code survives them all."""
+    for killer in order:
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await _run(server, killer)
+        except (Exception, pytest.fail.Exception):
+            return killer
+    return None
+
+
+async def _run(server: RedisServer, killer: Killer) -> None:
+    parameters = inspect.signature(killer.test).parameters
+    given: dict[str, Any] = dict(killer.arguments)
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
+        given |= {name: value for name, value in (("monkeypatch", monkeypatch), ("tmp_path", Path(folder))) if name in parameters}
+        if "server" in parameters:
+            await killer.test(server=server)
+            return
+        store = await Store.connect(server.url, f"m-{uuid.uuid4().hex[:8]}", server.password)
+        given |= {name: store for name in ("store", "any_store") if name in parameters}
+        try:
+            await killer.test(**given)
+        finally:
+            await store.client.flushall()
+            await store.close()
