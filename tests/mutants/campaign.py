@@ -21,7 +21,8 @@ from tests.mutants.guards import Guard
 from tests.mutants.killers import Killer, killers, survives
 
 MUTANT_LIMIT_S = 180.0  # without a guard, a function may not end
-LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library")
+LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library",
+           "tests.store.replay.draws.library")  # fmt: skip
 
 
 @dataclass

@@ -19,16 +19,17 @@ from services.console.local.redis_server import RedisServer
 from services.store import Store
 from tests.repeats.campaign import one_run
 from tests.repeats.repeater import Journal
+from tests.store.replay import draws, tables
 
 MODULES = (
     "tests.store.test_guards", "tests.store.test_tickets", "tests.store.test_steps", "tests.store.test_control",
     "tests.store.test_fleet", "tests.store.test_evaluation", "tests.store.test_deadletters", "tests.store.test_discard_damaged",
     "tests.store.test_checkpoint_wish", "tests.store.test_arguments",
     "tests.store.replay.test_headers", "tests.store.replay.test_removers",
-    "tests.store.test_snapshot", "tests.store.test_conservation",
+    "tests.store.test_snapshot", "tests.store.test_conservation", "tests.store.replay.test_clocks",
 )  # fmt: skip
-FIXTURES = {"store", "any_store", "tmp_path", "monkeypatch"}
-SLOW = ("while_everybody_works", "damaged_files_are_told")
+FIXTURES = {"store", "any_store", "tmp_path", "monkeypatch", "bench"}
+SLOW = ("light_ones", "while_everybody_works", "damaged_files_are_told")
 """Parts of names of tests that are no tests of functions, or take seconds."""
 RANDOM = {"test_conservation": 3, "test_snapshot": 2}
 """Seeds of a random test: so many, the others would take longer than they are worth."""
@@ -103,6 +104,10 @@ async def _run(server: RedisServer, killer: Killer) -> None:
         store = await Store.connect(server.url, f"m-{uuid.uuid4().hex[:8]}", server.password)
         given |= {name: store for name in ("store", "any_store") if name in parameters}
         try:
+            if "bench" in parameters:
+                name, code = draws.loaded_as()
+                await store.client.execute_command("FUNCTION", "LOAD", "REPLACE", code)
+                given["bench"] = draws.Bench(store, await tables.begin(store, "prioritized"), name)
             await killer.test(**given)
         finally:
             await store.client.flushall()
