@@ -1,4 +1,6 @@
-"""`python -m tests.faults`: break real runs at random and audit them. Exit code 1 with the first violation and its seed."""
+"""`python -m tests.faults`: break real runs at random and audit them. Exit code 1 with the first violation and its seed, 2 if
+nothing can be said because a run never became steady.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         again = shlex.join(["python", "-m", "tests.faults", *(argv if argv is not None else sys.argv[1:])])
         print(f"violated: {outcome.violations[0]} (seed {options.seed}; logs in {folder}; again: {again})", file=sys.stderr)
         return 1
+    if outcome.inconclusive:
+        print(f"inconclusive: {outcome.inconclusive} (logs in {folder})", file=sys.stderr)
+        return 2
     return 0
 
 

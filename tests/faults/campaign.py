@@ -20,11 +20,12 @@ from tests.faults.kinds import ENDS, Fault
 from tests.faults.run_under_test import RunUnderTest, Setting, run_calmly
 from tests.faults.strike import Strike
 from tests.faults.verdict import Verdict, judge
-from tests.faults.watcher import POLL_S, Watcher
+from tests.faults.watcher import POLL_S, Look, Watcher
 
 MOMENT_LIMIT_S = 5.0  # how long a phase is waited for: not every run passes through it again
 LAST_STEPS = 8  # no fault comes in the last of a run: the run could end before it is steady again
 STEADY_LIMIT_S = {"scripted": 120.0, "vllm": 300.0}
+START_LIMIT_S = 600.0  # until a run is steady for the first time
 END_LIMIT_S = {"scripted": 240.0, "vllm": 900.0}
 
 
@@ -48,6 +49,8 @@ class Outcome:
     """Faults for which there was no victim, or no call whose reply could be lost."""
     verdicts: list[Verdict] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    inconclusive: str = ""
+    """Why nothing can be said of the last run: it never came to the state in which faults are applied."""
     wall_s: float = 0.0
 
 
@@ -57,7 +60,7 @@ async def campaign(
     """Apply `faults` to runs of `setting`, none after `limit_s`; what comes of it is put into `outcome` as it comes."""
     left, started = deque(faults), time.monotonic()
     comparable, calm, number = setting.profile != "replay" and setting.engine == "scripted", None, 0
-    while left and not outcome.violations and time.monotonic() - started < limit_s:
+    while left and not outcome.violations and not outcome.inconclusive and time.monotonic() - started < limit_s:
         run, before = RunUnderTest(setting, f"faults-{number}"), len(outcome.applied)
         watcher = Watcher(run)
         watcher.tell = tell
@@ -69,15 +72,15 @@ async def campaign(
             await watcher.close()
             outcome.wall_s = time.monotonic() - started
         outcome.violations += watcher.violations
-        if not watcher.violations:
+        if not watcher.violations and not outcome.inconclusive:
             if comparable and calm is None:  # not before it is needed: most of what can go wrong shows earlier
                 calm = await run_calmly(setting, "calm")
             verdict = await judge(run, watcher, calm)
             outcome.verdicts.append(verdict)
             outcome.violations += verdict.violations
             tell(f"{run.name}: {verdict}")
-        if len(outcome.applied) == before and not outcome.violations:
-            outcome.violations.append(f"{run.name} ended before any fault could be applied: give it more --steps")
+        if len(outcome.applied) == before and not outcome.violations and not outcome.inconclusive and not outcome.missed:
+            outcome.inconclusive = f"{run.name} ended before any fault could be applied: give it more --steps"
 
 
 class _Attack:
@@ -97,7 +100,7 @@ class _Attack:
         await self.run.open()
         helpers = [asyncio.create_task(self.watcher.follow()), asyncio.create_task(self.run.keep_standby())]
         try:
-            if await self._steady(-1, {}) is None:
+            if not await self._ready():
                 return
             while self.left and not self._nearly_over() and not self.watcher.violations:
                 await self._one(self.left.popleft())
@@ -107,6 +110,34 @@ class _Attack:
             for helper in helpers:
                 if not helper.cancelled():
                     helper.result()
+
+    async def _ready(self) -> bool:
+        """Wait until the run is steady for the first time. A machine may take long to start it, and that is no fault of the run:
+        if it does not get there, the run is inconclusive. Says what it waits for.
+        """
+        started, said = time.monotonic(), ""
+        while time.monotonic() < started + START_LIMIT_S and not self.watcher.violations:
+            await asyncio.sleep(POLL_S)
+            look = self.watcher.last
+            why = self._unsteady(look, -1, {})
+            if self.run.ended is not None:
+                self.watcher.violation(f"grpo run ended with exit code {self.run.ended} as it started: {self.run.last_line}")
+                return False
+            if not why and look.at:
+                return True
+            if why != said:
+                said = why
+                self.tell(f"{self.run.name} waits to be steady: {why}")
+        if not self.watcher.violations:
+            self.outcome.inconclusive = f"{self.run.name} was not steady within {START_LIMIT_S:g} s of its start: {said}"
+        return False
+
+    def _unsteady(self, look: Look, committed: int, replaced: dict[str, str]) -> str:
+        """Return why the run is not steady, or an empty string."""
+        old = [name for name, boot in replaced.items() if name not in look.pods or look.pods[name].boot == boot]
+        if why := look.missing(self.run.pods) or (f"{old[0]} is the process it was" if old else ""):
+            return why
+        return "" if look.committed > committed else f"no step was committed after {committed}"
 
     def _nearly_over(self) -> bool:
         return time.monotonic() > self.deadline or self.watcher.last.committed >= self.run.setting.steps - LAST_STEPS
@@ -152,12 +183,10 @@ class _Attack:
                 if code != EXIT_OK:
                     self.watcher.violation(f"grpo run ended with exit code {code}: {self.run.last_line}")
                 return None
-            old = [name for name, boot in replaced.items() if name not in look.pods or look.pods[name].boot == boot]
-            why = look.missing(self.run.pods) or (f"{old[0]} is the process it was" if old else "")
-            if look.at > since and (look.finished or (not why and look.committed > committed)):
+            why = self._unsteady(look, committed, replaced)
+            if look.at > since and (look.finished or not why):
                 return look.at
         if not self.watcher.violations:
-            why = why or f"no step was committed after {committed}"
             self.watcher.violation(f"not steady within {self.limit_s:g} s: {why}")
         return None
 

@@ -27,11 +27,44 @@ KINDS = tuple(f"{verb}-{target}" for verb, targets in VERBS.items() for target i
 ENDS = ("kill", "term", "twin")
 """Verbs after which the victim is a new process."""
 CALLS = {
-    "generator": ("claim", "submit", "renew", "beat", "acknowledge"),
-    "dataprep": ("issue", "settle", "prepare", "sweep_and_peek", "lead"),
-    "trainer": ("commit", "publish", "checkpointed", "round", "retire"),
-}
+    "generator": (
+        "claim", "submit", "renew", "beat", "acknowledge", "round_of", "save_partial", "release", "leave",
+    ),
+    "dataprep": (
+        "issue", "settle", "prepare", "sweep_and_peek", "lead", "read_headers", "beat", "create", "step_down", "leave",
+    ),
+    "trainer": (
+        "commit", "publish", "checkpointed", "round", "retire", "beat", "members", "snapshot_begin", "snapshot_end",
+        "attach_trainer", "desire", "leave",
+    ),
+}  # fmt: skip
 """Functions whose reply may be lost."""
+AT_THE_START = ("create", "attach_trainer", "desire")
+"""Those of them that a pod calls when it starts: it is killed once its reply is awaited."""
+AT_THE_END = ("save_partial", "release", "step_down", "leave")
+"""Those that it calls when it ends: it is told to."""
+ELSEWHERE = {
+    "audit": "reads",
+    "snapshot_hold": "only while a copy takes seconds",
+    "reweigh": "only with priorities of the trainer",
+    "rescale": "only with priorities by recency",
+    "pass_over": "only where all groups of a step are filtered",
+    "fail": "only where a verifier fails",
+    "discard_damaged": "only where a payload is damaged",
+    "issue_again": "only after a restore",
+    "restore_begin": "only in a restore",
+    "restore_write": "only in a restore",
+    "restore_end": "only in a restore",
+    "requeue": "only by people",
+    **dict.fromkeys(
+        (
+            "eval_open", "eval_skip", "eval_volunteer", "eval_claim", "eval_renew", "eval_submit", "eval_fail", "eval_resign",
+            "eval_look", "eval_close",
+        ),
+        "only in runs that evaluate",
+    ),
+}  # fmt: skip
+"""Functions that the runs under test do not call, and when they are. Their replies are lost in tests/repeats."""
 
 TRAINER = ("training", "syncing", "saving", "waiting for data")
 ROUND = ("gather", "join", "pause", "transfer")

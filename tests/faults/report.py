@@ -44,6 +44,7 @@ def result(outcome: Outcome, **facts: Any) -> dict[str, Any]:
         "recovery_s": recovery,
         "wall_s": round(outcome.wall_s, 1),
         "violations": outcome.violations,
+        "inconclusive": outcome.inconclusive,
     }
 
 

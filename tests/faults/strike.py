@@ -11,11 +11,12 @@ from redis.exceptions import RedisError
 
 from services.console.errors import EXIT_OK, EXIT_STOPPED
 from services.protocol.errors import StoreError
-from tests.faults.kinds import Fault
+from tests.faults.kinds import AT_THE_END, AT_THE_START, Fault
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import POLL_S, Watcher
 
 LOST_LIMIT_S = 5.0  # how long a call is waited for whose reply is to be lost
+STARTED_LIMIT_S = 30.0  # the same for a call that a pod makes when it starts or ends
 
 
 class Strike:
@@ -68,8 +69,10 @@ class Strike:
     async def _lose(self, victim: str, call: str) -> bool:
         proxy = self.run.proxies[victim]
         proxy.lose_reply(call)
+        if provoked := call in AT_THE_START + AT_THE_END:
+            self.run.signal(victim, signal.SIGKILL if call in AT_THE_START else signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(proxy.lost.wait(), LOST_LIMIT_S)
+            await asyncio.wait_for(proxy.lost.wait(), STARTED_LIMIT_S if provoked else LOST_LIMIT_S)
         proxy.spare()
         return proxy.lost.is_set()
 
