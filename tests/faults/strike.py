@@ -16,7 +16,7 @@ from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import POLL_S, Watcher
 
 LOST_LIMIT_S = 5.0  # how long a call is waited for whose reply is to be lost
-STARTED_LIMIT_S = 30.0  # the same for a call that a pod makes when it starts or ends
+STARTED_LIMIT_S, ENDED_LIMIT_S = 30.0, 8.0  # the same for a call that a pod makes when it starts, or when it ends
 
 
 class Strike:
@@ -69,10 +69,13 @@ class Strike:
     async def _lose(self, victim: str, call: str) -> bool:
         proxy = self.run.proxies[victim]
         proxy.lose_reply(call)
-        if provoked := call in AT_THE_START + AT_THE_END:
-            self.run.signal(victim, signal.SIGKILL if call in AT_THE_START else signal.SIGTERM)
+        limit_s = LOST_LIMIT_S
+        if call in AT_THE_START + AT_THE_END:
+            starts = call in AT_THE_START
+            self.run.signal(victim, signal.SIGKILL if starts else signal.SIGTERM)
+            limit_s = STARTED_LIMIT_S if starts else ENDED_LIMIT_S
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(proxy.lost.wait(), STARTED_LIMIT_S if provoked else LOST_LIMIT_S)
+            await asyncio.wait_for(proxy.lost.wait(), limit_s)
         proxy.spare()
         return proxy.lost.is_set()
 

@@ -49,8 +49,7 @@ def campaign(chosen: Sequence[Guard], workers: int, tell: Callable[[str], None])
         while waiting and len(running) < workers:
             guard = waiting.pop()
             ours, theirs = context.Pipe()
-            # What noticed most so far comes first, and what names the function before that.
-            ranked = sorted(order, key=lambda killer: -kills[killer.name])
+            ranked = sorted(order, key=lambda killer: (not killer.near(guard.place), -kills[killer.name]))
             process = context.Process(target=_try, args=(guard, ranked, theirs))
             process.start()
             theirs.close()

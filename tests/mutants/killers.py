@@ -43,6 +43,11 @@ class Killer:
     name: str
     test: Callable[..., Any]
     arguments: dict[str, Any]
+    source: str = ""
+
+    def near(self, place: str) -> bool:
+        """Return whether the test calls the function that a guard is in."""
+        return f"{place.removeprefix('eval_')}(" in self.source or f'"{place}"' in self.source
 
 
 def killers() -> list[Killer]:
@@ -72,7 +77,7 @@ def _of(module: Any) -> list[Killer]:
             needed = set(inspect.signature(test).parameters) - arguments.keys()
             most = RANDOM.get(module.__name__.rpartition(".")[2], 100) if "seed" in arguments else 100
             if needed <= FIXTURES and number < most:
-                found.append(Killer(f"{name}[{number}]", test, arguments))
+                found.append(Killer(f"{name}[{number}]", test, arguments, inspect.getsource(test)))
     return found
 
 

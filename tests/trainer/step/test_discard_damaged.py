@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from services.config.loss import Loss
+from services.console.local.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.planning.step import make_step
 from services.dataprep.replay.generated_statistics import GeneratedStats
@@ -17,6 +18,7 @@ from services.protocol.messages import RankPlan, Sample
 from services.store import Store
 from services.store.records import TableRules
 from services.trainer.step.discard_damaged import DAMAGED, discard_damaged, without
+from tests.repeats.repeater import Journal, Repeater
 from tests.support import flow
 from tests.support.tiny_model import make_config
 
@@ -62,7 +64,14 @@ def test_each_mini_batch_has_its_own_denominator_and_none_is_zero() -> None:
     assert samples(left) == []
 
 
-async def test_statistics_are_those_of_the_groups_that_are_left(store: Store) -> None:
+async def losing_replies(store: Store, server: RedisServer) -> Store:
+    """Another store of the run, which gets the reply to the second of two identical calls."""
+    connection = await Repeater.connect(server.url, store.keys.name, server.password)
+    connection.journal, connection.watched = Journal(at_once=True), store
+    return Store(connection)
+
+
+async def test_statistics_are_those_of_the_groups_that_are_left(store: Store, server: RedisServer) -> None:
     """Two steps have drawn the lost group; each comes to count what it would have without it."""
     config = make_config(Path("unused"), replay={"sampler": "prioritized", "max_uses": 2, "importance_beta": 0.5})
     team = await flow.start(store, table=TableRules(max_uses=2))
@@ -83,7 +92,10 @@ async def test_statistics_are_those_of_the_groups_that_are_left(store: Store) ->
         groups, made = await store.replay.groups(names), GeneratedStats(config.source_names)
         await store.steps.prepare(team.leader, *make_step(step, groups, sweep_and_peek, made, config), 0)
         expected.append(make_step(step, groups[:2], sweep_and_peek, made, config)[0].stats)
-    assert await discard_damaged(store, team.trainer, 0, Damaged({lost.payload: "it is gone"}), config) == 1
+    unlucky = await losing_replies(store, server)
+    assert await discard_damaged(unlucky, team.trainer, 0, Damaged({lost.payload: "it is gone"}), config) == 1
+    await unlucky.close()
+    assert (await store.run.audit())["ledger:failed"] == 1
     for step in range(2):
         plan = await store.steps.plan(step)
         assert plan is not None
