@@ -26,7 +26,7 @@ LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.
 
 
 @dataclass
-class Found:
+class MutantsFound:
     """What became of the guards."""
 
     guards: int = 0
@@ -40,9 +40,9 @@ class Found:
         return [name for name in self.survivors if name not in EXPLAINED]
 
 
-def campaign(chosen: Sequence[Guard], workers: int, tell: Callable[[str], None]) -> Found:
+def campaign(chosen: Sequence[Guard], workers: int, tell: Callable[[str], None]) -> MutantsFound:
     """Try all guards."""
-    found, kills, order = Found(len(chosen)), Counter[str](), killers()
+    found, kills, order = MutantsFound(len(chosen)), Counter[str](), killers()
     waiting, running = list(reversed(chosen)), dict[int, tuple[Guard, Connection, int, float]]()
     context = multiprocessing.get_context("fork")  # nothing is imported again
     while waiting or running:

@@ -42,8 +42,8 @@ class Guard:
 
     @property
     def name(self) -> str:
-        """Return what tells it apart: where it is, and the line that remains without it."""
-        return f"{self.place}: {self.without.strip()}"
+        """Return what tells it apart: where it is, its line, and what remains of that without it."""
+        return f"{self.place}: {self.line.strip()} => {self.without.strip()}"
 
     def removed(self) -> tuple[str, str]:
         """Return name and code of the library without the guard."""

@@ -10,14 +10,14 @@ from services.console.local.redis_server import RedisServer
 from services.store import Store
 from services.store.functions.footprint import footprints
 from tests.repeats.repeater import Journal, Repeater
-from tests.repeats.whole_run import ACTORS, Outcome, WholeRun
+from tests.repeats.whole_run import ACTORS, RunOutcome, WholeRun
 
 LATE = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
 """After how many others a call is sent again: near ones meet the state that they changed, far ones what became of it."""
 
 
 @dataclass(frozen=True)
-class Found:
+class RepeatsFound:
     """What repeats did."""
 
     functions: list[str]
@@ -27,7 +27,7 @@ class Found:
     repeats: int
 
 
-async def one_run(server: RedisServer, name: str, journal: Journal, at_the_end: bool = False) -> Outcome:
+async def one_run(server: RedisServer, name: str, journal: Journal, at_the_end: bool = False) -> RunOutcome:
     """Make a run of this name whose calls go into `journal`; `at_the_end` each is sent again once all is over."""
     plain, stores = await Store.connect(server.url, name, server.password), dict[str, Store]()
     for actor in ACTORS:
@@ -49,7 +49,7 @@ async def one_run(server: RedisServer, name: str, journal: Journal, at_the_end: 
         await plain.close()
 
 
-async def campaign(server: RedisServer, late: tuple[int, ...] = LATE) -> Found:
+async def campaign(server: RedisServer, late: tuple[int, ...] = LATE) -> RepeatsFound:
     """Make a calm run, one with each call repeated at once, one with each repeated at the end, and one for each of `late`."""
     calm = Journal()
     expected = await one_run(server, "calm", calm)
@@ -67,7 +67,7 @@ async def campaign(server: RedisServer, late: tuple[int, ...] = LATE) -> Found:
     for name in functions:
         if not all(again[name][:2]):
             harms.setdefault(name, "was not called by the whole run")
-    return Found(
+    return RepeatsFound(
         functions, [name for name in functions if name not in harms], harms, len(calm.calls),
         sum(count for counts in again.values() for count in counts),
     )  # fmt: skip

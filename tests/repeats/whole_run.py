@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a run came to."""
 
     ledger: dict[str, int]
@@ -53,7 +53,7 @@ class WholeRun:
         self.tries: dict[str, int] = {}
         self.plans: dict[int, list[str]] = {}
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Run it from its creation to its end."""
         await self._begin()
         restored = False
@@ -277,14 +277,14 @@ class WholeRun:
         await self._lead()
         await self._publish(state.published_version)
 
-    async def _outcome(self) -> Outcome:
+    async def _outcome(self) -> RunOutcome:
         audit = await self.console.run.audit()
         report = assess("run", audit)
         assert report.ok, report.messages
         counted = {name: count for name, count in audit.items() if name.startswith("ledger:") and name not in CALLS_COUNTED}
         letters = [letter.ticket for letter in await self.console.dead_letters.page()]
         trained = int(await self.console.client.bitcount(self.console.keys.trained(0)))
-        return Outcome(counted, trained, dict(sorted(self.plans.items())), letters)
+        return RunOutcome(counted, trained, dict(sorted(self.plans.items())), letters)
 
 
 CALLS_COUNTED = ("ledger:refused_submits",)

@@ -143,3 +143,4 @@ async def test_a_claim_of_no_tickets_gets_none(any_store: Store) -> None:
     assert await flow.claim(any_store, "g", 0) == []
     assert await flow.claim(any_store, "g", 0, adopt=True, lease_s=0.0) == []
     assert len(await flow.claim(any_store, "g", 3)) == 3
+    assert await flow.claim(any_store, "g", 0, adopt=True, lease_s=0.0) == [], "not all that it holds"

@@ -357,3 +357,48 @@ async def test_settling_twice_in_one_call_settles_once(any_store: Store) -> None
     (item,) = await any_store.replay.read_headers(team.leader, 5)
     assert await any_store.replay.settle(team.leader, [Settlement(item, "insert"), Settlement(item, "stale")]) == 1
     assert (await any_store.run.audit())["buffered"] == 1
+
+
+async def test_a_group_that_is_submitted_twice_in_one_call_has_one_header(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 1)
+    (held,) = await claim(any_store, "g")
+    await any_store.client.set(any_store.keys.payload(held.payload), b"tokens", ex=60)
+    args = ("g", held.entry, held.fence, held.ticket_id, b"header")
+    assert await any_store.connection.call("submit", *args, *args) == [1, 1]
+    assert (await any_store.run.audit())["headers"] == 1
+
+
+async def test_a_superseded_trainer_reweighs_nothing(any_store: Store) -> None:
+    team = await start(any_store, table=TableRules("prioritized"))
+    await buffer(any_store, team, 1)
+    await any_store.run.attach_trainer()
+    with pytest.raises(Fenced):
+        await any_store.replay.reweigh(team.trainer, {"0-0": 3.0})
+    assert await any_store.client.zscore(any_store.keys.replay_weight, "0-0") == 1.0
+
+
+async def test_passing_over_late_passes_over_nothing_that_came_since(any_store: Store) -> None:
+    team = await start(any_store)
+    await issue(any_store, team, 2)
+    first, second = await claim(any_store, "g", 2)
+    await submit(any_store, "g", second)
+    await settle(any_store, team, "filtered:zero")
+    assert await any_store.connection.call("pass_over", team.leader, 5, 1) == 1
+    await submit(any_store, "g", first)
+    await settle(any_store, team, "filtered:zero")
+    assert await any_store.connection.call("pass_over", team.leader, 5, 1) == 0
+    assert (await any_store.replay.sweep_and_peek(team.leader, 0, 1)).gaps == (0,)
+
+
+@pytest.mark.parametrize("weight", ["nan", "-1", "2e9"])
+async def test_a_weight_that_is_none_is_refused_with_its_batch(any_store: Store, weight: str) -> None:
+    team = await start(any_store, table=TableRules("prioritized"))
+    await issue(any_store, team, 2)
+    for one in await claim(any_store, "g", 2):
+        await submit(any_store, "g", one)
+    good, bad = await any_store.replay.read_headers(team.leader, 2)
+    settlements = [Settlement(good, "insert"), Settlement(bad, "insert", weight=float(weight))]
+    with pytest.raises(StoreError, match="INVALID weight"):
+        await any_store.replay.settle(team.leader, settlements)
+    assert (await any_store.run.audit())["headers"] == 2
