@@ -1,7 +1,7 @@
 """The typed store: one method per Redis Function, and the only user of Redis clients.
 
-Guarantees: every hand-over is one atomic call, which takes effect as a whole or not at all; every call may be repeated, at once or
-late, without a second effect (except `monitor.record`: readers take the first of its entries for a step), so the client itself
+Guarantees: every hand-over is one atomic call, which takes effect as a whole or not at all; every call may be repeated, at once
+or late, without a second effect (except `monitor.record`: readers take the first of its entries for a step), so the client itself
 retries through a restart of the server. A repeated call may report that there was nothing to do; its caller then reads the state
 again. A method that fails raises a `StoreError`. tests/repeats proves it for every function.
 
