@@ -287,8 +287,7 @@ class WholeRun:
         return RunOutcome(counted, trained, dict(sorted(self.plans.items())), letters)
 
 
-CALLS_COUNTED = ("ledger:refused_submits",)
-"""Counters of calls, which repeats are."""
+CALLS_COUNTED = ("ledger:refused_submits",)  # counters of calls, which repeats are
 
 
 def _pod(name: str) -> PodStatus:
