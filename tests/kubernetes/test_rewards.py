@@ -109,3 +109,13 @@ def test_a_judge_on_several_gpus_splits_the_model_and_one_on_cpus_has_none() -> 
     cpus = template(chart.render(chart.changed(JUDGE, "accelerator", "none")), "judge")["spec"]["containers"][0]
     assert "nvidia.com/gpu" not in cpus["resources"]["limits"]
     assert cpus["image"].endswith("-cpu")
+
+
+def test_a_judge_in_a_folder_has_the_volume_and_one_of_the_hub_downloads() -> None:
+    volume = {"storage": {"models": {"enabled": True}}}
+    for model, mounted in (("/srv/grpo/models/judge", True), ("Qwen/Qwen3-8B", False)):
+        objects = chart.render({"judge": {"enabled": True, "model": model}, "hub": {"tokenSecret": "hub"}, **volume})
+        (judge,) = template(objects, "judge")["spec"]["containers"]
+        assert ("models" in {mount["name"] for mount in judge["volumeMounts"]}) == mounted
+        names = {entry["name"] for entry in judge["env"]}
+        assert ("HF_HUB_OFFLINE" in names, "HF_TOKEN" in names) == (mounted, not mounted)
