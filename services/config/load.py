@@ -128,13 +128,17 @@ CARRIED_OUT: dict[str, Any] = {
 }  # fmt: skip
 """Keys that say how and where a run is executed. They may change when it is resumed."""
 
+CHANGEABLE: dict[str, Any] = {"run": {"steps"}, "optimizer": True, "filters": True, "evaluation": True}
+"""Keys that say how a run goes on. They may change when it is resumed, which is recorded: from there on it is another course."""
+NOT_DEFINING = {**CARRIED_OUT, **CHANGEABLE, "run": CARRIED_OUT["run"] | CHANGEABLE["run"]}
+
 
 def digest(config: RunConfig) -> str:
-    """Return the SHA-256 (16 hex digits) of the keys that define the run, without those of `CARRIED_OUT`.
+    """Return the SHA-256 (16 hex digits) of the keys that define the run, without those of `CARRIED_OUT` and `CHANGEABLE`.
 
     For a verifier's `path.py:name` the content of the file counts, not its folder. Raises `ConfigError` if it cannot be read.
     """
-    tree = config.model_dump(mode="json", exclude=CARRIED_OUT)
+    tree = config.model_dump(mode="json", exclude=NOT_DEFINING)
     for verifier, described in zip(config.verifiers, tree["verifiers"], strict=True):
         if verifier.kind == "python" and verifier.file:
             described["function"] = [Path(verifier.file).name, verifier.function.rpartition(":")[2], code_digest(verifier.file)]

@@ -27,10 +27,11 @@ async def prepare(given: Arguments) -> None:
     source = PromptSource(config)
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
     garbage_collection.freeze()
-    dataset = f"{source.digest}+{evaluated.digest}" if evaluated else source.digest
     async with open_service("dataprep", config, given.name) as service:
-        identity = digest(config), dataset, config.run.steps, config.slots
-        await service.store.run.create(*identity, table_rules(config), config.redis.payload_shards)
+        identity = digest(config), source.digest, config.run.steps, config.slots
+        created = await service.store.run.create(*identity, table_rules(config), config.redis.payload_shards)
+        if not created:
+            await service.store.run.set_steps(config.run.steps)  # with which it is resumed
         evaluation = EvaluationRounds(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
         dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry), evaluation)
         service.ready = dataprep.why_idle

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from services.config import ConfigError, RunConfig, digest, load, load_resolved, to_toml
 from services.config.base import Section
-from services.config.load import CARRIED_OUT, REPLACED, _models
+from services.config.load import NOT_DEFINING, REPLACED, _models
 
 SMALLEST = """
 [model]
@@ -291,7 +291,7 @@ def test_shards_are_part_of_what_a_run_is_and_without_them_it_is_what_it_was(fil
     alone, spread = settings(file), settings(file, "redis.payload_shards=3")
     assert len({digest(alone), digest(spread), digest(settings(file, "redis.payload_shards=4"))}) == 3
     assert digest(spread) == digest(settings(file, "redis.payload_shards=3", "redis.url=redis://elsewhere:1/0"))
-    tree = alone.model_dump(mode="json", exclude={**CARRIED_OUT, "redis": True})
+    tree = alone.model_dump(mode="json", exclude={**NOT_DEFINING, "redis": True})
     assert digest(alone) == hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
     with pytest.raises(ConfigError, match=r"redis.payload_shards = 65: input should be less than or equal to 64"):
         settings(file, "redis.payload_shards=65")

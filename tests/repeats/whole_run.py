@@ -79,6 +79,7 @@ class WholeRun:
 
     async def _begin(self) -> None:
         await self.leader.run.create("config", "dataset", STEPS, SLOTS, TableRules("prioritized", "lowest_priority", 40, 2))
+        await self.leader.run.set_steps(STEPS)
         for name in ("g0", "g1"):
             await self.stores[name].fleet.beat(_pod(name), TTL_S)
         assert len(await self.trainer.fleet.members(TTL_S)) == 2

@@ -23,6 +23,24 @@ async def test_creating_attaches_to_the_same_run(any_store: Store) -> None:
     assert not state.ended
 
 
+async def test_a_run_may_be_given_another_number_of_steps_and_goes_on_if_any_are_left(any_store: Store) -> None:
+    assert not await any_store.run.set_steps(3), "there is no run yet"
+    await any_store.run.create("config", "data", 10, 4)
+    fence = await any_store.run.attach_trainer()
+    assert not await any_store.run.set_steps(10)
+    await any_store.run.finish("trained", fence)
+
+    async def after(steps: int) -> tuple[bool, int, str]:
+        changed, state = await any_store.run.set_steps(steps), await any_store.run.state()
+        assert state is not None
+        return changed, state.steps, state.finished
+
+    await any_store.client.hset(any_store.keys.run, "committed_step", 9)  # type: ignore[misc]
+    assert await after(10) == (False, 10, "trained")
+    assert await after(7) == (True, 7, "trained")
+    assert await after(11) == (True, 11, "")
+
+
 @pytest.mark.parametrize(("config", "data", "what"), [("other", "data", "configuration"), ("config", "other", "data set")])
 async def test_another_run_of_the_name_is_refused(any_store: Store, config: str, data: str, what: str) -> None:
     await any_store.run.create("config", "data", 10, 4)

@@ -18,6 +18,7 @@ from services.config.loss import IMPORT_PATH
 from services.config.verifiers import VerifierConfig, verifier_names
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.local.code import copied
 
 EXTRAS = {"math": ("math_verify", "generator"), "reasoning_gym": ("reasoning_gym", "generator"), "judge": ("jinja2", "generator")}
 """Kind of verifier -> the package that it needs, and the extra of ours that has it."""
@@ -91,7 +92,11 @@ def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
             missing = True
             yield fault(f"verifier {kind}", f"needs the package {package}", f"run pip install 'grpo[{extra}]'")
     if not missing:
-        yield from asyncio.run(_called(config, remote))
+        try:
+            with copied(config) as tried:
+                yield from asyncio.run(_called(tried, remote))
+        except ConfigError as error:
+            yield told("verifiers", error)
 
 
 async def _called(config: RunConfig, remote: bool) -> list[Finding]:

@@ -5,7 +5,10 @@ Guarantees: a run that is resumed is scored by the same code, whatever has becom
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from services.config import RunConfig
@@ -28,15 +31,26 @@ def with_kept_code(config: RunConfig, held: RunConfig) -> tuple[RunConfig, list[
 
 
 def keep_code(config: RunConfig, folder: Path) -> RunConfig:
-    """Copy the verifiers' files into `folder`, unless they are there, and return the configuration with the copies."""
+    """Copy the verifiers' files into `folder`, unless they are there, and return the configuration with the copies.
+
+    Raises `ConfigError` for a file that cannot be read.
+    """
     placed: dict[str, str] = {}
     for name, verifier in _functions(config):
         copy = (folder / name / Path(verifier.file).name).absolute()
         if not copy.exists():
+            code_digest(verifier.file)  # tells why it cannot be read
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(verifier.file, copy)
         placed[name] = f"{copy}:{_names(verifier.function)[1]}"
     return _with(config, placed)
+
+
+@contextlib.contextmanager
+def copied(config: RunConfig) -> Iterator[RunConfig]:
+    """Give the configuration with copies of the verifiers' files as a run would make them, to be tried: each is alone there."""
+    with tempfile.TemporaryDirectory(prefix="grpo-code-") as folder:
+        yield keep_code(config, Path(folder))
 
 
 def _functions(config: RunConfig) -> list[tuple[str, PythonConfig]]:

@@ -7,16 +7,15 @@ folder that holds a run is ever deleted; secrets are readable only by their owne
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from services.config import ConfigError, RunConfig, digest, load_resolved, to_toml
-from services.config.load import CARRIED_OUT
+from services.config.load import NOT_DEFINING
 from services.config.root import Redis
 from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.local.changes import flat
 from services.console.local.code import keep_code
 from services.console.local.secrets import kept_secret
 
@@ -39,6 +38,11 @@ class RunFolder:
     def config(self) -> Path:
         """Path of the resolved configuration that services read."""
         return self.given or self.path / "config.toml"
+
+    @property
+    def changes(self) -> Path:
+        """File with one line for each time that the run was resumed with other settings."""
+        return self.path / "changes.jsonl"
 
     @property
     def code(self) -> Path:
@@ -194,15 +198,7 @@ def split_password(url: str) -> tuple[str, str]:
 
 
 def _differences(held: RunConfig, asked: RunConfig) -> str:
-    old, new = (_flat(config.model_dump(mode="json", exclude=CARRIED_OUT)) for config in (held, asked))
+    old, new = (flat(config.model_dump(mode="json", exclude=NOT_DEFINING)) for config in (held, asked))
     keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     shown = [f"{key} is {old.get(key)!r} there and {new.get(key)!r} here" for key in keys[:SHOWN]]
     return "; ".join(shown) + (f"; and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
-        tree = {str(i): item for i, item in enumerate(tree)}
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}.{name}".strip(".")).items()}

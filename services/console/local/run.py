@@ -25,6 +25,7 @@ from services.console.display.plain import PlainDisplay
 from services.console.doctor.inputs import check_inputs
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import summary
+from services.console.local.changes import Changes, changes, in_words, record
 from services.console.local.code import with_kept_code
 from services.console.local.folder import RunFolder, check_redis, resolve, split_password
 from services.console.local.launcher import Launcher, LaunchOutcome
@@ -81,6 +82,7 @@ def run(options: Options, planner: Planner = plan_units, check: Callable[[RunCon
             if not options.fresh:
                 config = _judged_as_before(config, folder)
             held = not options.fresh and folder.check(config)
+            before = folder.held() if held else None
             step = resumed_step(options, folder, held)
             if url:
                 asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
@@ -91,7 +93,8 @@ def run(options: Options, planner: Planner = plan_units, check: Callable[[RunCon
             with _redis(config, folder, url, password) as (config, server):
                 config = folder.write(config)
                 environ = common_environment(os.environ, config, gpus)
-                job = _Job(options, config, folder, planner, gpus, server, lock.fd, environ, step)
+                changed = changes(before, config) if before else {}
+                job = _Job(options, config, folder, planner, gpus, server, lock.fd, environ, step, changed)
                 return asyncio.run(job.run())
     except InUse as error:
         raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
@@ -200,6 +203,7 @@ class _Job:
     lock_fd: int
     environ: dict[str, str]
     restore: int | None  # step of the checkpoint to go back to
+    changed: Changes  # settings that differ from those it was last run with
 
     async def run(self) -> int:
         config = self.config
@@ -223,6 +227,7 @@ class _Job:
             mirror.add(look.records)
             evaluations.add(look.evaluations)
         evaluations.outlive(mirror)
+        await self._change(observer)
         if how := observer.last.finished:
             print(f"run {self.config.run.name} has already finished ({how}); use --fresh to start over", flush=True)
             if before.get("status") == "finished":
@@ -238,6 +243,19 @@ class _Job:
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
+
+    async def _change(self, observer: Observer) -> None:
+        """Let the run go on with other settings, and record them. Raise `ConsoleError` if it is beyond its last step."""
+        state, steps = observer.last.state, self.config.run.steps
+        if state is None:
+            return
+        if steps <= state.committed_step:
+            raise ConsoleError(f"run.steps = {steps}, but the run has trained {state.committed_step + 1}: raise it", EXIT_CONFIG)
+        if self.changed:
+            record(self.folder.changes, state.committed_step + 1, self.changed)
+            print(f"changed from step {state.committed_step + 1} on: {in_words(self.changed)}", flush=True)
+        if await observer.store.run.set_steps(steps):
+            await observer.look_to_the_end()
 
     async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]

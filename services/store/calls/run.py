@@ -29,6 +29,13 @@ class Runs(Facet):
         await self._payloads.spread(payload_shards)
         return created
 
+    async def set_steps(self, steps: int) -> bool:
+        """Give a run that is resumed another number of steps; one that had finished goes on if it has steps left.
+
+        Return whether the number changed.
+        """
+        return bool(await self._redis.call("set_steps", steps))
+
     async def state(self) -> RunState | None:
         """Return the run's state, or None if it was not created yet."""
         state = read_state(self._keys.name, await self._redis.ask(self._redis.commands.hgetall(self._keys.run)))
