@@ -66,6 +66,23 @@ def test_a_failure_is_shown_and_the_others_are_scored(file: Path, tmp_path: Path
     assert "failed: verifier 'python' failed: KeyError: 'raise' (my_rewards.py:4)" in out
 
 
+def test_what_a_function_prints_is_shown(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(completion):\n    print('seen', completion, flush=True)\n    return 1\n")
+    assert main(["score", str(file)]) == 0
+    assert "seen 0" in capfd.readouterr().out
+    assert main(["score", str(file), "--json"]) == 0
+    assert "seen" not in capfd.readouterr().out
+
+
+def test_a_file_that_needs_another_is_refused_as_it_would_be_in_a_run(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "helper_of_rewards.py").write_text("WORD = 'x'\n")
+    (tmp_path / "my_rewards.py").write_text("import helper_of_rewards\n\ndef score(completion):\n    return 1\n")
+    assert main(["score", str(file)]) == 2
+    assert "No module named 'helper_of_rewards'" in capsys.readouterr().err
+
+
 def test_groups_are_scored_together(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "completions.jsonl"
     given.write_text('{"completion": ["bbb", "a", "cc"], "row": 0}\n')
@@ -98,7 +115,7 @@ def test_a_line_that_cannot_be_scored_is_named(
     ("override", "message"),
     [
         ('verifiers.0.function="my_rewards.py:nothing"', "verifier python: verifier 'python' cannot be used: "),
-        ('verifiers.0.function="other.py:score"', "verifier 'python' cannot be used: "),
+        ('verifiers.0.function="other.py:score"', "other.py, cannot be read (No such file or directory): correct the path"),
         ('verifiers.0.function="nosuch_module:score"', "ModuleNotFoundError: No module named 'nosuch_module'"),
         ("verifiers.0.range=[-2, 0]", "verifier 'python' failed: score 1 is outside its range [-2, 0]"),
         ('data.curriculum="nosuch.module:order"', "ModuleNotFoundError: No module named 'nosuch'"),

@@ -31,7 +31,7 @@ prompt_field = "prompt"         # the question: text, or a list of chat messages
 answer_field = "answer"
 # answer_pattern = '####\\s*(.+)' # GSM8K: the answer is what follows ####
 
-[[verifiers]]                   # how completions are scored: `math`, `exact` or `regex`
+[[verifiers]]                   # how completions are scored: `math`, `exact`, `regex`, or your own function (docs/rewards.md)
 kind = "math"
 """
 

@@ -13,6 +13,7 @@ import msgspec
 
 from services.config import RunConfig, load
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.local.code import copied
 from services.console.offline import Offline
 from services.console.printable import cell, printable, safe_json
 from services.dataprep.prompts.errors import DataError
@@ -42,19 +43,20 @@ async def score(file: Path, overrides: Sequence[str], completions: Path | None, 
     config = load(file, overrides)
     offline = Offline(config)
     groups = list(_groups(offline, completions))
-    scoring = Scoring(config, list(offline.sources.values()), prints=not as_json)
     found: list[ScoredCompletion] = []
     seconds: list[float] = []
-    try:
-        await scoring.start()
-        for where, job in groups:
-            began = time.perf_counter()
-            found += await _score(scoring, config, where, job)
-            seconds.append(time.perf_counter() - began)
-    except VerifierFailure as failure:  # of the start
-        raise ConsoleError(str(failure), EXIT_CONFIG) from None
-    finally:
-        await scoring.close()
+    with copied(config) as tried:
+        scoring = Scoring(tried, list(offline.sources.values()), prints=not as_json)
+        try:
+            await scoring.start()
+            for where, job in groups:
+                began = time.perf_counter()
+                found += await _score(scoring, config, where, job)
+                seconds.append(time.perf_counter() - began)
+        except VerifierFailure as failure:  # of the start
+            raise ConsoleError(str(failure), EXIT_CONFIG) from None
+        finally:
+            await scoring.close()
     summary = _summary(found, seconds)
     if as_json:
         lines = {"completions": [vars(one) for one in found], **summary}

@@ -86,7 +86,7 @@ def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv(PLAIN, "1")  # so that what is seen is what exec() was given
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    process = _spawn(0, str(tmp_path), ())
+    process = _spawn(0, str(tmp_path), False, ())
     try:
         deadline = time.monotonic() + 10
         while not (environment := Path(f"/proc/{process.pid}/environ").read_bytes()):

@@ -77,7 +77,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self._scratch = Scratch()
         with theirs:
-            self._process = _spawn(theirs.fileno(), str(self._scratch.path), self._inherited, self._withheld)
+            self._process = _spawn(theirs.fileno(), str(self._scratch.path), self._setup.prints, self._inherited, self._withheld)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -160,7 +160,9 @@ class WorkerProcess:
         return msgspec.msgpack.decode(await self._reader.readexactly(length), type=kind)
 
 
-def _spawn(descriptor: int, scratch: str, kept: Collection[str], withheld: Collection[str] = ()) -> subprocess.Popen[bytes]:
+def _spawn(
+    descriptor: int, scratch: str, prints: bool, kept: Collection[str], withheld: Collection[str] = ()
+) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     secret = {name for name in os.environ if name in withheld or _SECRET.search(name)} - {*kept}
@@ -170,7 +172,7 @@ def _spawn(descriptor: int, scratch: str, kept: Collection[str], withheld: Colle
         env={**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=None if prints else subprocess.DEVNULL,
         process_group=0,  # keeps Ctrl-C at the terminal from reaching it
     )
 
