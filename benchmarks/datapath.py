@@ -117,7 +117,7 @@ def whole_plan(step: int, groups: Sequence[BufferedGroup]) -> tuple[StepPlan, li
         )
         for header, advantage in zip(headers, given, strict=True)
     ]  # fmt: skip
-    stats = group_statistics.trained(headers, step, [0] * len(headers), {"main": 1.0})
+    stats = group_statistics.trained(headers, step, [0] * len(headers), ["main"])
     return plan_step(step, planned, Layout(RANKS, ROW_TOKENS), stats)
 
 
