@@ -52,7 +52,7 @@ class Keys:
 
     @property
     def replay_clock(self) -> str:
-        """Prefix of sorted sets `:1` to `:4`, by weight: groups in the replay table with a weight above 0, by their next ring time."""
+        """Prefix of the sorted sets `:1` to `:4`, by weight: groups in the replay table, by their next ring time."""
         return f"{self.prefix}:replay:clock"
 
     @property
