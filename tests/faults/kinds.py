@@ -56,6 +56,7 @@ ELSEWHERE = {
     "restore_write": "only in a restore",
     "restore_end": "only in a restore",
     "requeue": "only by people",
+    "set_steps": "only where a run is attached to again",
     **dict.fromkeys(
         (
             "eval_open", "eval_skip", "eval_volunteer", "eval_claim", "eval_renew", "eval_submit", "eval_fail", "eval_resign",
