@@ -33,7 +33,9 @@ app.add_typer(replay_app, name="replay")
 for command in (  # in the order of --help
     running.init,
     running.run,
+    watching.ls,
     watching.status,
+    watching.logs,
     watching.web,
     watching.audit,
     steering.pause,

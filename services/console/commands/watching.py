@@ -1,13 +1,36 @@
-"""Commands that only read a run: status, web, audit, checkpoints."""
+"""Commands that only read runs: ls, status, logs, web, audit, checkpoints."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from services.console.commands import finish
 from services.console.options import Json, RedisUrl, Run
+
+
+def ls(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of run folders (run.dir).")] = Path("runs"),
+    as_json: Json = False,
+) -> int:
+    """List the runs on this machine, the newest last, with their state, steps and reward."""
+    from services.console.commands import folders
+
+    return folders.ls(folder, as_json)
+
+
+def logs(
+    run: Run = "",
+    service: Annotated[str, typer.Argument(metavar="SERVICE", help="A pod or a kind of service; default: all.")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines of each log to print first.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")] = False,
+) -> int:
+    """Print the logs of a run's services."""
+    from services.console.commands import folders
+
+    return folders.logs(run, service, lines, follow)
 
 
 def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
