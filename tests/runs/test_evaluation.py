@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from services.console.local.redis_server import RedisServer
 from services.dataprep.evaluation.rounds import EvaluationRounds, hopeless
 from services.dataprep.metrics import EvaluationMetrics
+from services.dataprep.prompts.catalogue import Prompt
 from services.dataprep.prompts.order import SourceSpan
 from services.generator.engines.base import Generated, SamplingParameters
 from services.protocol.messages import PodStatus
@@ -38,8 +39,8 @@ class Rows:
 
     spans = (SourceSpan("easy", 1.0, 0, 4), SourceSpan("hard", 1.0, 4, PROMPTS - 4))
 
-    def prompt(self, row: int) -> tuple[list[int], str]:
-        return [5, 6, 20 + row], str(row)
+    def prompt(self, row: int) -> Prompt:
+        return Prompt([5, 6, 20 + row], str(row), "")
 
 
 class Noting(ScriptedEngine):

@@ -16,7 +16,7 @@ from services.store import Store
 
 def small_config(folder: Path, server: RedisServer | None = None, *overrides: str, prompts: int = 40) -> RunConfig:
     """A configuration of a run of the scripted engine: two-digit questions, `exact` verifier, eight groups a step."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     data, token, password, config = (folder / name for name in ("data.jsonl", "token", "password", "run.toml"))
     data.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(prompts)))
     token.write_text("test-token")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.runtime.loops import Broken
+from services.runtime.loops import Fatal
 
 
 def check_gap(step: int, metrics: Mapping[str, float], limit: float) -> None:
-    """Raise `Broken` if the mean gap of logprobs of step 0 exceeds `limit` nats; 0 is no limit. Later steps may be off-policy."""
+    """Raise `Fatal` if the mean gap of logprobs of step 0 exceeds `limit` nats; 0 is no limit. Later steps may be off-policy."""
     if step or not limit or (gap := metrics["logprob_gap/train/mean"]) <= limit:
         return
-    raise Broken(
+    raise Fatal(
         f"the engine's logprobs differ from the trainer's by {gap:.2g} nats on average (at most "
         f"{metrics['logprob_gap/train/max']:.2g}) on the first step, above loss.correction_max_gap = {limit}, although both have "
         "the same weights, so they compute different models: compare generator.engine_options with the model's config.json "

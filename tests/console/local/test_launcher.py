@@ -59,10 +59,17 @@ def test_a_run_goes_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
 
     again = grpo("run", file, "run.steps=12", "generator.count=2", "trainer.ranks=2")
     assert (again.returncode, "has already finished" in again.stdout) == (0, True)
-    other = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2")
+    other = grpo("run", file, "run.steps=12", "run.seed=13", "generator.count=2", "trainer.ranks=2")
     assert other.returncode == 2
-    assert "run.steps is 12 there and 13 here" in other.stderr
+    assert "run.seed is 0 there and 13 here" in other.stderr
     assert "--fresh" in other.stderr
+    more = grpo("run", file, "run.steps=14", "generator.count=2", "trainer.ranks=2")
+    assert (more.returncode, steps(run)) == (0, list(range(14))), more.stderr
+    assert "changed from step 12 on: run.steps from 12 to 14" in more.stdout
+    (line,) = (run / "changes.jsonl").read_text().splitlines()
+    assert json.loads(line)["changes"] == {"run.steps": [12, 14]}
+    less = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2")
+    assert (less.returncode, "run.steps = 13, but the run has trained 14: raise it" in less.stderr) == (2, True)
     assert main(["audit", str(run)]) == 0
     assert processes_of(run) == {}
 
@@ -262,7 +269,7 @@ def test_two_runs_beside_each_other_on_two_kinds_of_redis(
     assert stat.S_IMODE((tmp_path / "two" / "redis-password").stat().st_mode) == 0o600
     assert main(["status", "two", "--redis-url", shared, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"]["finished"] == "trained 8 of 8 steps"
-    other = grpo("run", file, "run.name=two", "run.steps=9", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
+    other = grpo("run", file, "run.name=two", "run.seed=9", "--redis-url", shared, f'run.dir="{tmp_path}/elsewhere"')
     assert other.returncode == 2
     assert "with another configuration" in other.stderr
     fresh = grpo("run", file, "run.name=two", "run.steps=2", "--fresh", "--redis-url", shared)

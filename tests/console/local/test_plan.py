@@ -112,8 +112,7 @@ def test_services_inherit_no_overrides_and_no_more_threads_than_cores(tmp_path: 
     assert common["OMP_NUM_THREADS"] == "1"
     assert "GRPO__RUN__STEPS" not in common
     assert common["GRPO_REDIS_PASSWORD"] == "x"
-    assert "HF_HUB_OFFLINE" not in common  # the model's path is not a folder here
-    (tmp_path / "model").mkdir()
+    assert "HF_HUB_OFFLINE" not in common_environment(given, config(tmp_path, "model.path=owner/name"), [])
     assert common_environment(given, config(tmp_path), ["0"]).get("OMP_NUM_THREADS") is None
     assert common_environment(given, config(tmp_path), ["0"])["HF_HUB_OFFLINE"] == "1"
 

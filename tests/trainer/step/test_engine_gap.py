@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.runtime.loops import Broken
+from services.runtime.loops import Fatal
 from services.trainer.step.engine_gap import check_gap
 
 
@@ -14,7 +14,7 @@ def _metrics(mean: float) -> dict[str, float]:
 
 def test_a_gap_on_the_first_step_stops_the_run() -> None:
     with pytest.raises(
-        Broken, match=r"differ from the trainer's by 0\.86 nats on average \(at most 3\.3\).*correction_max_gap = 0\.1"
+        Fatal, match=r"differ from the trainer's by 0\.86 nats on average \(at most 3\.3\).*correction_max_gap = 0\.1"
     ):
         check_gap(0, _metrics(0.86), 0.1)
 
