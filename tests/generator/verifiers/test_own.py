@@ -180,6 +180,24 @@ async def test_a_mapping_gives_parts_of_the_score_and_a_note(own: Path) -> None:
     ]
 
 
+async def test_a_class_is_made_once_whatever_the_number_of_sources(own: Path) -> None:
+    two = 'data.sources=[{kind="jsonl", path="d"}, {kind="jsonl", path="e", name="other"}]'
+    config = load(own / "run.toml", [two, 'verifiers.0.function="my_rewards.py:Loaded"'], environ={})
+    made = Scoring(config, config.data.sources, 1)
+    await made.start()
+    try:
+        for source in ("main", "other"):
+            assert (await made.score(Job(source, ["a"], ""))).scores == {"python": [1.0]}, "it divides by how many were made"
+    finally:
+        await made.close()
+
+
+async def test_the_name_of_a_file_hides_no_module(own: Path) -> None:
+    (own / "json.py").write_text("import json\n\ndef score(completion):\n    return json.loads(completion)\n")
+    async with scoring(own, "length", 'function="json.py:score"') as made:
+        assert (await made.score(job("7"))).scores == {"python": [7.0]}
+
+
 async def test_asynchronous_calls_of_a_group_run_together(own: Path) -> None:
     async with scoring(own, "later") as made:  # half a second each
         found = await made.score(job(*"abcdefgh"))

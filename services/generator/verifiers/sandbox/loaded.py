@@ -12,8 +12,9 @@ import importlib.util
 import inspect
 import signal
 import sys
+import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,12 @@ class Unusable(Exception):
 class LoadedVerifier:
     """Scores groups with one verifier."""
 
-    def __init__(self, config: VerifierConfig, source: Source) -> None:
-        """Load it. Raises `Unusable` for a function that cannot be used, and whatever its code raises."""
+    def __init__(self, config: VerifierConfig, source: Source, own: Callable[..., Any] | None = None) -> None:
+        """`own`: what `load` returned for a function of one's own. Raises `Unusable`, and whatever a verifier's code raises."""
         self._source, self._limit_s = source, config.timeout_s
         self._whole = config.kind == "python" and config.scope == "group"
-        self._own = config.kind == "python"
-        self._call: Callable[..., Any] = load(config) if config.kind == "python" else builtin(config, source).score
+        self._own = own is not None
+        self._call: Callable[..., Any] = builtin(config, source).score if own is None else own
         self.needs = _parameters(self._call, self._whole)
         """Names of the parameters that it asks for."""
         called = self._call.func if isinstance(self._call, partial) else self._call
@@ -107,15 +108,17 @@ def load(config: PythonConfig) -> Callable[..., Any]:
     return partial(found, **config.options) if config.options else found
 
 
+@cache
 def _from_file(path: Path) -> Any:
-    """Import a file; modules beside it can be imported too."""
-    described = importlib.util.spec_from_file_location(path.stem, path)
+    """Import a file, under a name that hides no other module; modules beside it can be imported too."""
+    name = f"own_{zlib.crc32(bytes(path))}_{path.stem}"
+    described = importlib.util.spec_from_file_location(name, path)
     if described is None or described.loader is None or not path.is_file():
         raise Unusable(f"{path} is not a Python file that can be read")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(described)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     described.loader.exec_module(module)
     return module
 

@@ -33,7 +33,7 @@ from services.generator.verifiers.base import Job
 from services.generator.verifiers.results import BadResult, Verdict
 from services.generator.verifiers.sandbox.confine import confine, limit_resources
 from services.generator.verifiers.sandbox.frames import LENGTH, Hello, Setup, frame
-from services.generator.verifiers.sandbox.loaded import LoadedVerifier, Unusable
+from services.generator.verifiers.sandbox.loaded import LoadedVerifier, Unusable, load
 
 _OURS = str(Path(__file__).resolve().parents[4] / "services")
 PARENT_CHECK_S = 2.0
@@ -99,14 +99,15 @@ def _build(setup: Setup) -> dict[str, list[LoadedVerifier]]:
     sources = TypeAdapter(list[Source]).validate_python(setup.sources)
     configs = [(name, VERIFIER.validate_python(given)) for name, given in setup.verifiers]
     found: dict[str, list[LoadedVerifier]] = {source.name: [] for source in sources}
-    for source in sources:
-        for name, config in configs:
-            if config.scores(source.name):
-                try:
-                    found[source.name].append(LoadedVerifier(config, source))
-                except BaseException as error:  # whatever its code raises is reported to the pool, and to the user
-                    reason = str(error) if isinstance(error, Unusable) else _reason(error)
-                    raise Unusable(f"verifier {name!r} cannot be used: {reason}") from error
+    for name, config in configs:
+        try:
+            own = load(config) if config.kind == "python" else None  # once, whatever the number of sources: it may be costly
+            for source in sources:
+                if config.scores(source.name):
+                    found[source.name].append(LoadedVerifier(config, source, own))
+        except BaseException as error:  # whatever its code raises is reported to the pool, and to the user
+            reason = str(error) if isinstance(error, Unusable) else _reason(error)
+            raise Unusable(f"verifier {name!r} cannot be used: {reason}") from error
     return found
 
 
