@@ -158,6 +158,8 @@ class Campaign:
         deadline = time.monotonic() + LOAD_LIMIT_S
         while len(self.world.rounds._live()) < len(self.members):
             assert time.monotonic() < deadline, "the members did not start; their logs say why"
+            for member in self.members.values():
+                member.start_again_if_it_ended()  # as a kubelet would: on a busy machine its first connection may time out
             time.sleep(0.05)
 
     def strike(self) -> None:

@@ -57,6 +57,12 @@ class Member:
             )
         threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
 
+    def start_again_if_it_ended(self) -> None:
+        """Start its process again if it has exited."""
+        if self._process.poll() is not None:
+            self._process.wait()
+            self._start_for_good()
+
     def _start_for_good(self) -> None:
         """A child goes with the thread that made it, so that is no thread of a transfer."""
 
