@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=400, help="groups of a pass of the overhead")
     parser.add_argument("--repeats", type=int, default=5, help="passes of the overhead")
     parser.add_argument(
-        "--tickets", type=int, default=120, help="tickets of a run with a slow verifier, three times those of one with outages"
+        "--tickets", type=int, default=120, help="tickets of a run with a slow verifier, six times those of one with outages"
     )
     return run(measure, parser.parse_args())
 
@@ -75,7 +75,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
                 service.behave(*[f"slow:{score_s}"] * options.tickets * GROUP)
                 idle[score_s] = await idle_share(judged(folder, server, service, 60.0), options.tickets)
                 print(f"a verifier of {score_s:g} s: {idle[score_s]:.3f} of the seats idle", flush=True)
-            lost, zeros, faults = await outages(judged(folder, server, service, 0.5), service, options.tickets // 3)
+            lost, zeros, faults = await outages(judged(folder, server, service, 0.5), service, options.tickets // 6)
     finally:
         server.stop()
     report(
