@@ -31,8 +31,8 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from services.config import load
+    from services.config.verifiers import named
     from services.dataprep.prompts.catalogue import PromptSource
-    from services.generator.verifiers.base import named
     from services.generator.verifiers.sandbox.loaded import builtin
 
     config = load(job["config"], job["overrides"], environ={})

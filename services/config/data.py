@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from services.config.base import Section
 
@@ -19,6 +20,10 @@ def pattern_of(text: str, groups: int = 0) -> str:
     if text and compiled.groups < groups:
         raise ValueError("has no group; put the part that is the answer in parentheses")
     return text
+
+
+Capture = Annotated[str, AfterValidator(partial(pattern_of, groups=1))]
+"""A regular expression whose first group is what is looked for, or empty."""
 
 
 class NamedSource(Section):
@@ -41,16 +46,11 @@ class FileSource(NamedSource):
     """Field that holds the question: a string, or a list of chat messages with `role` and `content`."""
     answer_field: str = "answer"
     """Field that holds the gold answer, a string. It may be missing if no verifier compares with one."""
-    answer_pattern: str = ""
+    answer_pattern: Capture = ""
     """Regular expression whose first group is the answer within the field, e.g. `####\\s*(.+)` for GSM8K. Empty: the
     whole field."""
     columns: list[str] = []
     """Fields that verifiers of the kinds `python`, `http` and `judge` receive as `row`. Empty: all."""
-
-    @field_validator("answer_pattern")
-    @classmethod
-    def _captures(cls, text: str) -> str:
-        return pattern_of(text, groups=1)
 
 
 class ReasoningGymSource(NamedSource):

@@ -24,7 +24,7 @@ from services.config.training import (
     Replay,
     Trainer,
 )
-from services.config.verifiers import VerifierConfig, verifier_names
+from services.config.verifiers import VerifierConfig, named
 from services.protocol.shards import MOST
 
 
@@ -193,6 +193,5 @@ class RunConfig(Section):
 
     def thresholds(self, source: str) -> dict[str, float]:
         """Return verifier -> the score from which a completion of that source counts as solved. Empty: none can tell."""
-        named = zip(verifier_names(self.verifiers), self.verifiers, strict=True)
-        found = {name: verifier.threshold for name, verifier in named if verifier.scores(source)}
+        found = {name: verifier.threshold for name, verifier in named(self.verifiers) if verifier.scores(source)}
         return {name: threshold for name, threshold in found.items() if threshold is not None}

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
 from services.config.base import Section
-from services.config.data import FileSource, Source, pattern_of
+from services.config.data import Capture, FileSource, Source, pattern_of
 
 FUNCTION = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 """`module:name` or `path.py:name`."""
@@ -69,19 +69,19 @@ class MathConfig(CommonVerifier):
     """`math`."""
 
 
-class ExactConfig(CommonVerifier):
+class ExtractingVerifier(CommonVerifier):
+    """The key of verifiers that compare an answer which they find within the completion."""
+
+    extract: Capture = ""
+    """Regular expression that finds the answer within the completion; the first group of its last match counts. Empty: the whole
+    completion."""
+
+
+class ExactConfig(ExtractingVerifier):
     """Compare answers as text."""
 
     kind: Literal["exact"]
     """`exact`."""
-    extract: str = ""
-    """Regular expression that finds the answer within the completion; the first group of its last match counts. Empty: the whole
-    completion."""
-
-    @field_validator("extract")
-    @classmethod
-    def _captures(cls, text: str) -> str:
-        return pattern_of(text, groups=1)
 
 
 class RegexConfig(CommonVerifier):
@@ -99,19 +99,11 @@ class RegexConfig(CommonVerifier):
         return text
 
 
-class ReasoningGymConfig(CommonVerifier):
+class ReasoningGymConfig(ExtractingVerifier):
     """Score with the task's own scorer."""
 
     kind: Literal["reasoning_gym"]
     """`reasoning_gym`."""
-    extract: str = ""
-    """Regular expression that finds the answer within the completion; the first group of its last match counts. Empty: the whole
-    completion."""
-
-    @field_validator("extract")
-    @classmethod
-    def _captures(cls, text: str) -> str:
-        return pattern_of(text, groups=1)
 
 
 class LengthConfig(CommonVerifier):
@@ -232,7 +224,7 @@ class JudgeConfig(RemoteVerifier):
     `completions` with `scope = "group"`."""
     system: str = ""
     """System message. Empty: none."""
-    verdict: str = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"
+    verdict: Capture = r"(?i)score[\s:=*]*(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the score, a number; the last match counts. With `scope = "group"` the last n
     matches are the scores of the n completions. Ignored with `json_schema`."""
     json_schema: dict[str, Any] = {}
@@ -258,11 +250,6 @@ class JudgeConfig(RemoteVerifier):
             raise ValueError(f"{', '.join(taken)} cannot be set here: use the keys model, prompt, system and votes")
         return fields
 
-    @field_validator("verdict")
-    @classmethod
-    def _captures(cls, text: str) -> str:
-        return pattern_of(text, groups=1)
-
 
 VerifierConfig = Annotated[
     MathConfig | ExactConfig | RegexConfig | ReasoningGymConfig | LengthConfig | PythonConfig | HttpConfig | JudgeConfig,
@@ -286,6 +273,11 @@ def verifier_names(verifiers: Sequence[VerifierConfig]) -> list[str]:
         count = seen[verifier.kind] = seen.get(verifier.kind, 0) + 1
         names.append(verifier.name or (verifier.kind if count == 1 else f"{verifier.kind}-{count}"))
     return names
+
+
+def named(verifiers: Sequence[VerifierConfig]) -> list[tuple[str, VerifierConfig]]:
+    """Return the run's verifiers with their names."""
+    return list(zip(verifier_names(verifiers), verifiers, strict=True))
 
 
 def needs_answer(verifiers: Sequence[VerifierConfig], source: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from services.config import ConfigError, RunConfig
 from services.config.data import Source
 from services.config.loss import IMPORT_PATH
-from services.config.verifiers import VerifierConfig, verifier_names
+from services.config.verifiers import RemoteVerifier, VerifierConfig, named
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.code import copied
@@ -102,8 +102,8 @@ def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
 async def _called(config: RunConfig, remote: bool) -> list[Finding]:
     """Return a finding for each verifier."""
     found: list[Finding] = []
-    for name, verifier in zip(verifier_names(config.verifiers), config.verifiers, strict=True):
-        if verifier.kind not in ("http", "judge") or remote:
+    for name, verifier in named(config.verifiers):
+        if remote or not isinstance(verifier, RemoteVerifier):
             found += await _call(config, name, verifier)
     return found
 
@@ -113,7 +113,7 @@ async def _call(config: RunConfig, name: str, verifier: VerifierConfig) -> list[
     from services.generator.verifiers.base import VerifierFailure
     from services.generator.verifiers.scoring import Scoring
 
-    if verifier.kind in ("http", "judge"):
+    if isinstance(verifier, RemoteVerifier):
         verifier = verifier.model_copy(update={"give_up_s": REMOTE_GIVE_UP_S})
     what, sources = f"verifier {name}", [*config.data.sources, *config.evaluation.sources]
     asked = [source for source in sources if verifier.scores(source.name)]

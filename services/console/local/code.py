@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.config import RunConfig
 from services.config.load import code_digest
-from services.config.verifiers import PythonConfig, verifier_names
+from services.config.verifiers import PythonConfig, named
 
 
 def with_kept_code(config: RunConfig, held: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -55,8 +55,7 @@ def copied(config: RunConfig) -> Iterator[RunConfig]:
 
 def _functions(config: RunConfig) -> list[tuple[str, PythonConfig]]:
     """Return the verifiers whose function is in a file, with their names."""
-    named = zip(verifier_names(config.verifiers), config.verifiers, strict=True)
-    return [(name, verifier) for name, verifier in named if verifier.kind == "python" and verifier.file]
+    return [(name, verifier) for name, verifier in named(config.verifiers) if verifier.kind == "python" and verifier.file]
 
 
 def _names(function: str) -> tuple[str, str]:
@@ -67,6 +66,8 @@ def _names(function: str) -> tuple[str, str]:
 
 def _with(config: RunConfig, functions: dict[str, str]) -> RunConfig:
     """Return the configuration with other places of its verifiers' functions, by verifier."""
-    named = zip(verifier_names(config.verifiers), config.verifiers, strict=True)
-    verifiers = [each.model_copy(update={"function": functions[name]}) if name in functions else each for name, each in named]
+    verifiers = [
+        each.model_copy(update={"function": functions[name]}) if name in functions else each
+        for name, each in named(config.verifiers)
+    ]
     return config.model_copy(update={"verifiers": verifiers})

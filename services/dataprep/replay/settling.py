@@ -9,7 +9,7 @@ import math
 
 from services.algorithm import advantages
 from services.config import RunConfig
-from services.config.verifiers import MOST_SCORE, verifier_names
+from services.config.verifiers import MOST_SCORE, named
 from services.dataprep.prompts.order import RATE_SLACK
 from services.dataprep.replay import weights as replay
 from services.dataprep.replay.admission import is_stale
@@ -85,15 +85,15 @@ def _fault(header: Header, next_step: int, config: RunConfig) -> str:
 
 def _score_fault(header: Header, config: RunConfig) -> str:
     """Return what is wrong with the rewards and scores of a header, or empty."""
-    names = verifier_names(config.verifiers)
-    bounds = {name: verifier.bounds or (-MOST_SCORE, MOST_SCORE) for name, verifier in zip(names, config.verifiers, strict=True)}
-    most = math.fsum(abs(each.weight) * max(map(abs, bounds[name])) for name, each in zip(names, config.verifiers, strict=True))
+    verifiers = named(config.verifiers)
+    bounds = {name: verifier.bounds or (-MOST_SCORE, MOST_SCORE) for name, verifier in verifiers}
+    most = math.fsum(abs(verifier.weight) * max(map(abs, bounds[name])) for name, verifier in verifiers)
     if not all(abs(reward) <= most * (1 + ROUNDING) for reward in header.rewards):
         return f"rewards {header.rewards} are not within {most:g}, the most that the verifiers can give"
     for name, scores in header.scores.items():
         verifier, _, part = name.partition(".")
         if verifier not in bounds:
-            return f"scores of {verifier}, but the verifiers are {', '.join(names)}"
+            return f"scores of {verifier}, but the verifiers are {', '.join(bounds)}"
         low, high = (-MOST_SCORE, MOST_SCORE) if part else bounds[verifier]
         if not all(low <= score <= high for score in scores):
             return f"scores {scores} of {name} are not numbers from {low:g} to {high:g}"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.config.data import ReasoningGymSource, Source
-from services.config.verifiers import VerifierConfig, verifier_names
+from services.config.verifiers import VerifierConfig, named
 from services.protocol.entries import decode_entry
 from services.protocol.messages import Row
 
@@ -68,8 +68,3 @@ def solved(scores: Mapping[str, Sequence[float]], thresholds: Mapping[str, float
     """Return which completions [n] reach every threshold, or [] without thresholds."""
     columns = [[score >= threshold - SOLVED_TOLERANCE for score in scores[name]] for name, threshold in thresholds.items()]
     return [all(row) for row in zip(*columns, strict=True)]
-
-
-def named(verifiers: Sequence[VerifierConfig]) -> list[tuple[str, VerifierConfig]]:
-    """Return the run's verifiers with their names."""
-    return list(zip(verifier_names(verifiers), verifiers, strict=True))

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from services.config import RunConfig
 from services.config.data import Source
-from services.config.verifiers import RemoteVerifier, VerifierConfig
-from services.generator.verifiers.base import Job, Scores, VerifierFailure, named
+from services.config.verifiers import RemoteVerifier, VerifierConfig, named
+from services.generator.verifiers.base import Job, Scores, VerifierFailure
 from services.generator.verifiers.remote import RemotePool
 from services.generator.verifiers.results import Verdict, gathered
 from services.generator.verifiers.sandbox.pool import MEMORY_BYTES, Freedoms, PoolCounts, VerifierPool
@@ -86,7 +86,7 @@ def _completed(verifier: VerifierConfig, config: RunConfig) -> VerifierConfig:
 
 
 def _is_local(verifier: VerifierConfig) -> bool:
-    return verifier.kind not in ("http", "judge")
+    return not isinstance(verifier, RemoteVerifier)
 
 
 def _networked(verifier: VerifierConfig) -> bool:

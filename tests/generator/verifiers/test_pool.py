@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from services.config.data import FileSource, ReasoningGymSource, Source
-from services.config.verifiers import VerifierConfig
-from services.generator.verifiers.base import VerifierFailure, named
+from services.config.verifiers import VerifierConfig, named
+from services.generator.verifiers.base import VerifierFailure
 from services.generator.verifiers.sandbox import scratch
 from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.protocol.entries import encode_entry
@@ -230,7 +230,7 @@ async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
 
 PARENT = """
 import asyncio, sys
-from services.generator.verifiers.base import named
+from services.config.verifiers import named
 from services.generator.verifiers.sandbox.pool import VerifierPool
 from services.config.data import FileSource
 from tests.support.verifiers import scored, verifier
