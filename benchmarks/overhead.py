@@ -23,16 +23,16 @@ from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.seeds import ticket_seed
-from services.generator.engines.base import SamplingParameters
 from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_requests import sampling_params
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.verifiers.scoring import Scoring
 from services.protocol.messages import Ticket
+from services.rollouts.generated import SamplingParameters
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
+from services.verifiers.scoring import Scoring
 
 
 async def bare(engine: VllmEngine, tickets: Sequence[Ticket], sampling: SamplingParameters, round_name: str) -> tuple[float, int]:

@@ -31,15 +31,15 @@ from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.verifiers.base import Job
-from services.generator.verifiers.scoring import Scoring
 from services.protocol.messages import Header, Ticket
 from services.runtime.entry import open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
-from tests.generator.verifiers.remote.flaky_server import FlakyServer
+from services.verifiers.base import Job
+from services.verifiers.scoring import Scoring
 from tests.support.harness import PlainTokenizer, small_config
 from tests.support.scripted import ScriptedEngine
+from tests.verifiers.remote.flaky_server import FlakyServer
 
 OWN = "def score(completion, answer):\n    return float(answer in completion)\n"
 COMPLETION_CHARACTERS = 1200  # some 300 tokens

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # `python benchmarks/samplers.py` from the repositor
 from benchmarks.common import arguments, machine
 from services.config import ConfigError
 from services.config.generation import Sampling, check_sampling
-from services.generator.engines.base import Generated, SamplingParameters
+from services.rollouts.generated import Generated, SamplingParameters
 from tests.support.tiny_vllm import VOCABULARY, make_config, make_model
 
 TEMPERATURES = (0.7, 1.0, 1.3)

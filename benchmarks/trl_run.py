@@ -33,7 +33,7 @@ def main() -> None:
     from services.config import load
     from services.config.verifiers import named
     from services.dataprep.prompts.catalogue import PromptSource
-    from services.generator.verifiers.sandbox.loaded import builtin
+    from services.verifiers.sandbox.loaded import builtin
 
     config = load(job["config"], job["overrides"], environ={})
     torch.set_num_threads(job["threads"])

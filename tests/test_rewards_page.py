@@ -17,10 +17,10 @@ import pytest
 
 from services.config.load import validate
 from services.config.verifiers import FUNCTION
-from services.generator.verifiers.base import Job, Scores, combine, solved
-from services.generator.verifiers.builtin.length import LengthVerifier
-from services.generator.verifiers.scoring import Scoring
 from services.protocol.messages import Row
+from services.verifiers.base import Job, Scores, combine, solved
+from services.verifiers.builtin.length import LengthVerifier
+from services.verifiers.scoring import Scoring
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8").split("\n## A service\n", 1)[0]
 COMPLETIONS = ["<think>2 + 2</think><answer>\\boxed{4}</answer>", "It is 5.", "It is 5.", "4"]

@@ -14,8 +14,8 @@ from services.dataprep.prompts.catalogue import row_text
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.rows import Needs, PromptRow, read_record, read_rows
 from services.dataprep.prompts.tokenizer import PromptTokenizer, tokenizer_folder
-from services.generator.verifiers.base import Job
 from services.protocol.entries import decode_entry
+from services.verifiers.base import Job
 
 
 class CompletionLine(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The generator's main loop: claim tickets, generate, score, submit; hand back what it cannot finish.
 
-Guarantees: those of a rollout worker (services/generator/rollouts/worker.py). In addition, training tickets are claimed only
+Guarantees: those of a holder of tickets (services/rollouts/holding.py). In addition, training tickets are claimed only
 while the engine holds the published weights and is not kept on them for evaluation, and no more tickets than it can run at once
 (services/generator/rollouts/concurrency.py); beyond its share of the run's slots a pod claims only what the others leave.
 Waits for: tickets, a published version, the end of a pause, room in the engine. Unblocked by: dataprep (`tickets`), the
@@ -17,18 +17,20 @@ from typing import Any
 import numpy as np
 import structlog
 
-from services.generator.engines.base import Engine, Generated, SamplingParameters
+from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.concurrency import POLL_S, Bounds, Limit, adjust, fair_share
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.rollouts.in_flight import InFlight
-from services.generator.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
-from services.generator.rollouts.worker import MAX_EXPIRIES, Rollout, RolloutWorker
-from services.generator.verifiers.scoring import Scoring
+from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.protocol.errors import StoreError
+from services.rollouts.generated import Generated, SamplingParameters
+from services.rollouts.holding import MAX_EXPIRIES
+from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Claim
+from services.verifiers.scoring import Scoring
 
 log = structlog.get_logger()
 

@@ -8,11 +8,11 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.generator.engines.base import Gauges
 from services.generator.rollouts.concurrency import REASONS, Limit
-from services.generator.verifiers.sandbox.pool import PoolCounts
 from services.protocol.messages import SYNC_PHASES, Header
+from services.rollouts.holding import FAILURES
 from services.runtime.metrics.declarations import Metrics, PhaseClock, counter, counters, gauge, gauges, histogram, histograms
+from services.verifiers.sandbox.pool import PoolCounts
 
-FAILURES = ("verifier", "generation", "store", "other")
 HANDED_BACK = ("drain", "load")
 SYNC_WAITS = ("gathered", "joined", "paused")
 """Waits after a phase: for the other members, and for the trainer."""

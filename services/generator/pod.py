@@ -15,11 +15,11 @@ from services.generator.loop import PARTIAL_EVERY_S, RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
 from services.generator.rollouts.evaluation import EvaluationWorker
-from services.generator.verifiers.base import VerifierFailure
-from services.generator.verifiers.scoring import Scoring
 from services.runtime.entry import leaving_at_once
 from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.service import Service
+from services.verifiers.base import VerifierFailure
+from services.verifiers.scoring import Scoring
 from services.weights.member import WeightFollower
 from services.weights.receiver import EngineDead
 

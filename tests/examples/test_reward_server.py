@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.generator.verifiers.base import VerifierFailure
 from services.runtime.process_tools import free_port
-from tests.generator.verifiers.remote.asking import asking, group
+from services.verifiers.base import VerifierFailure
+from tests.verifiers.remote.asking import asking, group
 
 TOKEN = "example-token"
 

@@ -17,10 +17,11 @@ import pytest
 import pytest_asyncio
 
 from services.config import ConfigError
-from services.generator.engines.base import Generated, GenerationFailed, SamplingParameters, make_engine
+from services.generator.engines.base import make_engine
 from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_arguments import check_cpu_arguments, engine_arguments, stop_tokens
 from services.protocol.messages import Span
+from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.weights.receiver import EngineDead
 from tests.support.tiny_vllm import EOS, assert_greedy, make_config, make_model, reference_logprobs
 

@@ -13,13 +13,13 @@ import pytest
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
-from services.generator.verifiers.base import Job, Scores, VerifierFailure
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
 from services.runtime.entry import open_service
 from services.runtime.service import Service
 from services.store import Store
+from services.verifiers.base import Job, Scores, VerifierFailure
 from tests.support import flow
 from tests.support.harness import PlainTokenizer, buried, small_config, ticket, wait_until
 from tests.support.scripted import ScriptedEngine, scripted_logprobs, scripted_tokens
@@ -227,7 +227,7 @@ async def _never(_: object) -> None:
 async def test_a_full_redis_costs_no_attempt_and_no_completion(
     tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.generator.rollouts.worker.SUBMIT_AGAIN_S", 0.01)
+    monkeypatch.setattr("services.rollouts.holding.SUBMIT_AGAIN_S", 0.01)
     async with generator(tmp_path, server, "generator.max_attempts=1") as (service, loop, engine):
         submit, refusals = service.store.tickets.submit, 3
 

@@ -9,8 +9,8 @@ import pytest
 
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
-from services.generator.verifiers.base import Job, Scores, VerifierFailure
 from services.store import Store
+from services.verifiers.base import Job, Scores, VerifierFailure
 from tests.generator.test_loop import generator, issue
 from tests.support.harness import buried, ticket, wait_until
 from tests.support.scripted import scripted_tokens

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.config import RunConfig, load, load_resolved
-from services.generator.verifiers.base import Job
-from services.generator.verifiers.scoring import Scoring
 from services.protocol.entries import encode_entry
+from services.verifiers.base import Job
+from services.verifiers.scoring import Scoring
 from tests.kubernetes import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")

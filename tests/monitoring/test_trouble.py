@@ -15,13 +15,13 @@ from services.dataprep.metrics import RunMetrics
 from services.dataprep.run_gauges import RunGauges
 from services.generator.engines.base import Gauges
 from services.generator.metrics import GeneratorMetrics
-from services.generator.verifiers.sandbox.pool import PoolCounts
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.metrics.declarations import PhaseClock
 from services.runtime.service import Service
 from services.store import Store
 from services.trainer.metrics import TrainerMetrics
+from services.verifiers.sandbox.pool import PoolCounts
 from services.weights.member import WeightFollower
 from tests.generator.test_loop import generator, issue
 from tests.support.harness import small_config, ticket, wait_until

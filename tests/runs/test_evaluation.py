@@ -21,8 +21,8 @@ from services.dataprep.evaluation.rounds import EvaluationRounds, hopeless
 from services.dataprep.metrics import EvaluationMetrics
 from services.dataprep.prompts.catalogue import Prompt
 from services.dataprep.prompts.order import SourceSpan
-from services.generator.engines.base import Generated, SamplingParameters
 from services.protocol.messages import PodStatus
+from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.loops import end_tasks
 from services.runtime.tracing import TraceRecorder
 from services.store import RunState

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.generator.verifiers.remote.flaky_server import FlakyServer
 from tests.runs.test_run import (
     check_whole,
     finish,
@@ -24,6 +23,7 @@ from tests.runs.test_run import (
     weights,
     write_run,
 )
+from tests.verifiers.remote.flaky_server import FlakyServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAME = "rewarded"

@@ -15,10 +15,10 @@ import pytest
 
 from services.console.local.redis_server import RedisServer
 from services.dataprep.replay.settling import settle
-from services.generator.rollouts.records import unpack_partial
 from services.protocol import codec
 from services.protocol.errors import Damaged
 from services.protocol.messages import Header, Payload, RankPlan, Sample, Ticket
+from services.rollouts.records import unpack_partial
 from services.store import Store
 from services.trainer.step import batches
 from tests.generator.test_pausing import pod

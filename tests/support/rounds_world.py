@@ -15,7 +15,6 @@ from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.evaluation import EvaluationWorker
-from services.generator.verifiers.base import Job, Scores
 from services.protocol.messages import PodStatus, Round
 from services.runtime.loops import end_tasks
 from services.runtime.notifications import Notifications
@@ -23,6 +22,7 @@ from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
 from services.trainer.weight_sender import make_weight_sender
+from services.verifiers.base import Job, Scores
 from services.weights.collective import BUCKET_BYTES
 from services.weights.leader import SyncReport, SyncRounds
 from services.weights.member import WeightFollower

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.config.verifiers import VERIFIER, VerifierConfig
-from services.generator.verifiers.base import Job
-from services.generator.verifiers.sandbox.pool import VerifierPool
+from services.verifiers.base import Job
+from services.verifiers.sandbox.pool import VerifierPool
 
 
 def verifier(kind: str, **settings: Any) -> VerifierConfig:

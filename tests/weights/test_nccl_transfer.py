@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 import services.generator.engines.vllm as vllm_engine
-from services.generator.engines.base import SamplingParameters
 from services.generator.engines.vllm import VllmEngine
+from services.rollouts.generated import SamplingParameters
 from services.weights import transports
 from services.weights.receiver import TransferFailed, WeightsChanged
 from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb

@@ -17,8 +17,8 @@ from services.console.local.code import copied
 from services.console.offline import Offline
 from services.console.printable import cell, printable, safe_json
 from services.dataprep.prompts.errors import DataError
-from services.generator.verifiers.base import Job, Scores, VerifierFailure, combine, solved
-from services.generator.verifiers.scoring import Scoring
+from services.verifiers.base import Job, Scores, VerifierFailure, combine, solved
+from services.verifiers.scoring import Scoring
 
 SHOWN = 20
 """Completions that the table has; --json has all."""

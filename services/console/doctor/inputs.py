@@ -110,8 +110,8 @@ async def _called(config: RunConfig, remote: bool) -> list[Finding]:
 
 async def _call(config: RunConfig, name: str, verifier: VerifierConfig) -> list[Finding]:
     from services.console.offline import Offline
-    from services.generator.verifiers.base import VerifierFailure
-    from services.generator.verifiers.scoring import Scoring
+    from services.verifiers.base import VerifierFailure
+    from services.verifiers.scoring import Scoring
 
     if isinstance(verifier, RemoteVerifier):
         verifier = verifier.model_copy(update={"give_up_s": REMOTE_GIVE_UP_S})

@@ -10,55 +10,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from services.config import ConfigError, RunConfig
-from services.protocol.messages import Span
+from services.rollouts.generated import Generated, SamplingParameters
 from services.weights.receiver import WeightReceiver
-
-
-class GenerationFailed(Exception):
-    """One completion failed; the engine still works."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Tokens of one completion, T of them."""
-
-    tokens: np.ndarray  # [T] int32, with the end-of-sequence token if one was sampled
-    logprobs: np.ndarray  # [T] float32, of the sampled tokens at the sampling temperature
-    spans: list[Span]  # cover [0, T) in order, versions ascending
-    finish: Literal["stop", "length", "aborted"]  # aborted: interrupted, can be continued
-    tool_spans: tuple[tuple[int, int], ...] = ()
-    """[start, end) of tokens that the policy did not sample, such as a tool's output: ascending and disjoint. The policy reads
-    them, but they are never trained on; their logprobs are meaningless."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParameters:
-    """How to sample a completion."""
-
-    max_tokens: int
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    stop: tuple[str, ...] = ()
-
-    @classmethod
-    def training(cls, config: RunConfig) -> SamplingParameters:
-        """Return the parameters of training completions."""
-        sampling = config.sampling
-        return cls(sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop))
-
-    @classmethod
-    def evaluation(cls, config: RunConfig) -> SamplingParameters:
-        """Return the parameters of evaluation completions, which share the stop strings of training."""
-        given, sampling = config.evaluation, config.sampling
-        longest = given.max_tokens or sampling.max_tokens
-        return cls(longest, given.temperature, given.top_p, given.top_k, tuple(sampling.stop))
-
 
 QUEUED_S = 0.5
 """Longer than a completion needs to start in an engine that has room for it."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from services.config import ConfigError, RunConfig
-from services.generator.engines.base import QUEUED_S, Gauges, Generated, GenerationFailed, SamplingParameters
+from services.generator.engines.base import QUEUED_S, Gauges
 from services.generator.engines.vllm_arguments import (
     check_cpu_arguments,
     engine_arguments,
@@ -27,6 +27,7 @@ from services.generator.engines.vllm_arguments import (
 )
 from services.generator.engines.vllm_requests import continued_seed, generated, last, sampling_params
 from services.protocol.messages import Round
+from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.runtime import garbage_collection
 from services.weights.collective import BUCKET_BYTES
 from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged

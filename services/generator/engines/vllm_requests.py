@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from services.generator.engines.base import Generated, GenerationFailed, SamplingParameters
 from services.protocol.messages import Span
+from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

@@ -15,17 +15,19 @@ from typing import Any
 
 import structlog
 
-from services.generator.engines.base import Engine, GenerationFailed, SamplingParameters
+from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.concurrency import Bounds
-from services.generator.rollouts.records import make_header
-from services.generator.rollouts.worker import MAX_EXPIRIES, Rollout, RolloutWorker
-from services.generator.verifiers.scoring import Scoring
+from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
+from services.rollouts.generated import GenerationFailed, SamplingParameters
+from services.rollouts.holding import MAX_EXPIRIES
+from services.rollouts.records import make_header
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Claim
+from services.verifiers.scoring import Scoring
 
 log = structlog.get_logger()
 

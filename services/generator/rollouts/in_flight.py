@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 
 from services.config import RunConfig
-from services.generator.engines.base import Engine, Generated, SamplingParameters
+from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
+from services.rollouts.generated import Generated, SamplingParameters
 
 
 class InFlight:

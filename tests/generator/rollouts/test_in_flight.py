@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from services.config import ConfigError
 from services.console.local.redis_server import RedisServer
-from services.generator.engines.base import Generated, SamplingParameters
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.in_flight import InFlight
 from services.protocol.messages import Span
+from services.rollouts.generated import Generated, SamplingParameters
 from tests.support.harness import small_config, wait_until
 from tests.support.scripted import ScriptedEngine, scripted_tokens
 

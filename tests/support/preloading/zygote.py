@@ -34,7 +34,7 @@ LIGHT = (
     "typer", "services.console.commands.inspecting", "services.console.commands.running",
     "services.console.commands.steering", "services.console.commands.watching", "services.console.local.run",
     "services.console.local.report", "services.dataprep.loop", "services.generator.pod",
-    "services.generator.verifiers.builtin.math", "services.generator.verifiers.sandbox.loaded", "services.operations.observe",
+    "services.verifiers.builtin.math", "services.verifiers.sandbox.loaded", "services.operations.observe",
     "services.runtime.entry", "services.runtime.portal", "services.web.serving", "tokenizers", "uvicorn",
 )  # fmt: skip
 HEAVY = (

@@ -1,0 +1,131 @@
+"""Converts completions to wire types and back. Pure.
+
+Guarantees: what `unpack_partial` returns is within bounds for any bytes, or is nothing; header and payload agree on which
+tokens are a tool's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from services.protocol import codec
+from services.protocol.messages import Header, Partial, Payload, Span, Ticket
+from services.rollouts.generated import Generated, GenerationFailed
+
+
+def pack_payload(ticket: Ticket, completions: Sequence[Generated], notes: Sequence[str] = ()) -> bytes:
+    """Encode the `Payload` of a group, with verifiers' `notes` [n] or none.
+
+    Raises `GenerationFailed` if an engine's tool spans are invalid.
+    """
+    for sample, completion in enumerate(completions):
+        if not _apart(completion.tool_spans, len(completion.tokens)):
+            raise GenerationFailed(
+                f"completion {sample} has {len(completion.tokens)} tokens and tool spans {completion.tool_spans}: spans must be "
+                "within it, ascending and disjoint; fix the engine that generator.engine names"
+            )
+    return codec.encode(Payload(np.asarray(ticket.prompt, np.int32), *_columns(completions), notes=list(notes)))
+
+
+def make_header(
+    ticket: Ticket,
+    completions: Sequence[Generated],
+    scores: dict[str, list[float]],
+    rewards: list[float],
+    solved: list[bool],
+    *,
+    payload: str,
+    payload_bytes: int,
+    generator: str,
+    generate_s: float,
+    score_s: float,
+) -> Header:
+    """Return the header of a finished group."""
+    return Header(
+        ticket=ticket.id, seq=ticket.seq, epoch=ticket.epoch, index=ticket.index,
+        payload=payload, payload_bytes=payload_bytes, prompt_tokens=len(ticket.prompt),
+        lengths=[len(c.tokens) for c in completions], rewards=rewards, scores=scores,
+        truncated=[c.finish == "length" for c in completions],
+        oldest=[min(span.version for span in c.spans) for c in completions],
+        newest=[max(span.version for span in c.spans) for c in completions],
+        generator=generator, generate_s=generate_s, score_s=score_s,
+        source=ticket.source, trace=ticket.trace,
+        tool_tokens=[sum(end - start for start, end in c.tool_spans) for c in completions],
+        solved=solved,
+    )  # fmt: skip
+
+
+def pack_partial(completions: Sequence[Generated]) -> bytes:
+    """Encode the `Partial` of an unfinished group."""
+    finish = [c.finish if c.finish in ("stop", "length") else "" for c in completions]
+    return codec.encode(Partial(finish, *_columns(completions)))
+
+
+def unpack_partial(data: bytes | None, ticket: Ticket, max_tokens: int) -> list[Generated | None]:
+    """Decode what a ticket was handed back with: one entry per sample, None for samples to generate from the start."""
+    fresh: list[Generated | None] = [None] * ticket.group_size
+    if data is None:
+        return fresh
+    try:
+        partial = codec.decode(data, Partial)
+    except codec.CorruptMessage:
+        return fresh
+    lengths = partial.lengths
+    whole = (
+        len(partial.finish) == ticket.group_size
+        and lengths.shape == (ticket.group_size,)
+        and lengths.dtype == np.int32
+        and bool((lengths >= 0).all())
+        and bool((lengths <= max_tokens).all())
+        and partial.tokens.shape == partial.logprobs.shape == (int(lengths.sum()),)
+        and (partial.tokens.dtype, partial.logprobs.dtype) == (np.int32, np.float32)
+        and partial.spans.dtype == partial.tool_spans.dtype == np.int32
+        and bool((partial.tokens >= 0).all())
+        and partial.spans.ndim == 2
+        and partial.spans.shape[1] == 4
+        and partial.tool_spans.ndim == 2
+        and partial.tool_spans.shape[1] == 3
+        and len(partial.tool_spans) <= len(partial.tokens)
+    )
+    if not whole:
+        return fresh
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    result: list[Generated | None] = []
+    for sample, finish in enumerate(partial.finish):
+        part = slice(int(starts[sample]), int(starts[sample + 1]))
+        spans = [Span(int(v), int(a), int(b)) for s, v, a, b in partial.spans if s == sample]
+        tool_spans = tuple((int(a), int(b)) for s, a, b in partial.tool_spans if s == sample)
+        length = part.stop - part.start
+        if length == 0 or not _tiles(spans, length) or not _apart(tool_spans, length):
+            result.append(None)
+        else:
+            done = finish if finish in ("stop", "length") else "aborted"
+            result.append(Generated(partial.tokens[part], partial.logprobs[part], spans, done, tool_spans))
+    return result
+
+
+def _tiles(spans: Sequence[Span], length: int) -> bool:
+    """Return whether the spans cover [0, length) in order, without gap or overlap."""
+    edges = [0, *(edge for span in spans for edge in (span.start, span.end)), length]
+    whole = all(before == after for before, after in zip(edges[::2], edges[1::2], strict=True))
+    return whole and all(span.version >= 0 and span.start < span.end for span in spans)
+
+
+def _apart(spans: Sequence[tuple[int, int]], length: int) -> bool:
+    """Return whether the spans are within [0, length), ascending, non-empty and disjoint."""
+    return all(start < end for start, end in spans) and all(
+        before <= after for before, after in pairwise([0, *(edge for span in spans for edge in span), length])
+    )
+
+
+def _columns(completions: Sequence[Generated]) -> tuple[np.ndarray, ...]:
+    """Return lengths, tokens, logprobs, spans and tool spans, as `Payload` and `Partial` hold them."""
+    lengths = np.array([len(c.tokens) for c in completions], np.int32)
+    tokens = np.concatenate([c.tokens for c in completions]).astype(np.int32, copy=False)
+    logprobs = np.concatenate([c.logprobs for c in completions]).astype(np.float32, copy=False)
+    spans = [(i, span.version, span.start, span.end) for i, c in enumerate(completions) for span in c.spans]
+    tool_spans = [(i, start, end) for i, c in enumerate(completions) for start, end in c.tool_spans]
+    return lengths, tokens, logprobs, np.array(spans, np.int32).reshape(-1, 4), np.array(tool_spans, np.int32).reshape(-1, 3)

@@ -1,0 +1,70 @@
+"""What all verifiers share: the group to score, what becomes of it, and how scores combine into rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.config.data import ReasoningGymSource, Source
+from services.config.verifiers import VerifierConfig, named
+from services.protocol.entries import decode_entry
+from services.protocol.messages import Row
+
+SOLVED_TOLERANCE = 1e-8
+"""A score may be this far below a threshold, since scores are sums of floats."""
+
+
+class VerifierFailure(Exception):
+    """A verifier could not score a group. This is not a score of zero.
+
+    `final`: trying again is useless, so the ticket goes to the dead letters at once.
+    """
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.final = reason, final
+
+
+class Job(msgspec.Struct, array_like=True):
+    """A group of n finished completions to score."""
+
+    source: str
+    completions: list[str]  # [n]
+    answer: str  # of the ticket
+    row: str = ""  # of the ticket
+    finish: list[str] = []  # [n] stop | length
+    tokens: list[list[int]] = []  # [n] token ids; empty unless a verifier asks for them
+
+    def fields(self, source: Source) -> dict[str, Any]:
+        """Return what a verifier of one's own may ask for. Raises `msgspec.DecodeError` or ValueError for a damaged ticket."""
+        row = msgspec.json.decode(self.row, type=Row) if self.row else Row([], {})
+        answer = decode_entry(self.answer).get("answer") if isinstance(source, ReasoningGymSource) else self.answer
+        return {
+            "prompt": row.messages, "answer": answer, "row": row.columns, "source": self.source,
+            "completions": self.completions, "finish": self.finish, "tokens": self.tokens,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a group of n completions."""
+
+    scores: dict[str, list[float]]
+    """Verifier, or verifier.part -> [n]."""
+    notes: list[str]
+    """[n] JSON: verifier -> what it said besides its score. Empty: none said anything."""
+
+
+def combine(scores: Mapping[str, Sequence[float]], verifiers: Sequence[VerifierConfig]) -> list[float]:
+    """Return the rewards [n]: the weighted sum of the scores in `scores`."""
+    columns = [[verifier.weight * score for score in scores[name]] for name, verifier in named(verifiers) if name in scores]
+    return [sum(row) for row in zip(*columns, strict=True)]
+
+
+def solved(scores: Mapping[str, Sequence[float]], thresholds: Mapping[str, float]) -> list[bool]:
+    """Return which completions [n] reach every threshold, or [] without thresholds."""
+    columns = [[score >= threshold - SOLVED_TOLERANCE for score in scores[name]] for name, threshold in thresholds.items()]
+    return [all(row) for row in zip(*columns, strict=True)]

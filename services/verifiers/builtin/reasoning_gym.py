@@ -1,0 +1,29 @@
+"""`reasoning_gym`: the scorer of the task that generated the prompt. The ticket's answer holds the task's entry."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from reasoning_gym.factory import create_dataset
+
+from services.config.data import ReasoningGymSource, Source
+from services.config.verifiers import ReasoningGymConfig
+from services.protocol.entries import decode_entry
+from services.verifiers.builtin.extract import Extractor
+
+
+class ReasoningGymVerifier:
+    """Gives the task's own score, which may be partial."""
+
+    def __init__(self, config: ReasoningGymConfig, source: Source) -> None:
+        if not isinstance(source, ReasoningGymSource):
+            raise ValueError(
+                f'verifiers: kind "reasoning_gym" needs a source of kind "reasoning_gym", but "{source.name}" is "{source.kind}"'
+            )
+        self._extract = Extractor(config.extract)
+        self._task = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
+        self._entry = lru_cache(maxsize=8)(decode_entry)
+
+    def score(self, completion: str, answer: str) -> float:
+        """Return the task's score of the extracted answer; a missing answer is passed as None, as the task expects."""
+        return float(self._task.score_answer(self._extract(completion), self._entry(answer)))

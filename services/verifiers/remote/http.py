@@ -1,0 +1,78 @@
+"""The verifier `http`: one request for the scores of a group, to a service of one's own.
+
+The two messages below are its interface; docs/rewards.md has their JSON schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from services.config.verifiers import HttpConfig
+from services.verifiers.remote.connection import ServiceConnection, Silence
+from services.verifiers.results import BadResult, Verdict, read_results
+
+
+def _text(description: str) -> msgspec.Meta:
+    return msgspec.Meta(description=description)
+
+
+class CompletionText(msgspec.Struct):
+    """A finished completion."""
+
+    text: str
+    finish: Annotated[str, _text("`stop`, or `length` if it reached the most tokens that it may have")]
+
+
+class ScoreRequest(msgspec.Struct):
+    """A group of completions of one prompt."""
+
+    verifier: Annotated[str, _text("name of the verifier in the configuration")]
+    source: Annotated[str, _text("name of the prompt source")]
+    prompt: Annotated[list[dict[str, Any]], _text("the prompt as chat messages")]
+    answer: Annotated[Any, _text("gold answer of the data row; an empty string if it has none")]
+    row: Annotated[dict[str, Any], _text("columns of the data row")]
+    completions: list[CompletionText]
+
+
+ScoreAndMore = Annotated[
+    dict[str, Any],
+    msgspec.Meta(
+        description="a score, and what else is to be kept with the completion",
+        extra_json_schema={"required": ["score"], "properties": {"score": {"type": "number"}}},
+    ),
+]
+
+
+class ScoreReply(msgspec.Struct):
+    """The scores of a group."""
+
+    scores: Annotated[list[float | ScoreAndMore], _text("one for each completion, in their order")]
+
+
+class HttpVerifier:
+    """Asks a service for the scores of groups."""
+
+    def __init__(self, name: str, config: HttpConfig, connection: ServiceConnection) -> None:
+        self._name, self._url, self._connection = name, config.url, connection
+
+    async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
+        """Return the verdict on a group of n completions. Raises `VerifierFailure`, and ValueError with the reason."""
+        completions = [CompletionText(*pair) for pair in zip(fields["completions"], fields["finish"], strict=True)]
+        request = ScoreRequest(
+            self._name, fields["source"], fields["prompt"], fields["answer"], fields["row"], completions
+        )  # fmt: skip
+        answer = await self._connection.ask(self._url, msgspec.json.encode(request), silence)
+        try:
+            reply = msgspec.json.decode(answer, type=ScoreReply)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadResult(f'answered with something else than {{"scores": […]}}: {error}') from None
+        return read_results(reply.scores, len(completions))
+
+
+def interface() -> dict[str, Any]:
+    """Return the JSON schema of request and reply."""
+    _, components = msgspec.json.schema_components([ScoreRequest, ScoreReply], ref_template="#/$defs/{name}")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": components}

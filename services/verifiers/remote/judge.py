@@ -1,0 +1,142 @@
+"""The verifier `judge`: a language model behind an OpenAI-compatible endpoint is asked for a verdict.
+
+Guarantees: a score is the mean of at least half of the votes asked for; a vote without a readable score, or with one outside the
+range, does not count, and is never a zero.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from services.config.verifiers import MOST_SCORE, JudgeConfig
+from services.verifiers.remote.connection import ServiceConnection, Silence
+from services.verifiers.remote.template import PromptTemplate, question_of
+from services.verifiers.remote.together import together
+from services.verifiers.results import NOTE_BYTES, BadResult, Verdict, read_results, shown
+
+READ_CHARACTERS = 32 * 1024
+"""The end of a reply in which the pattern searches: far more than verdicts have, and little enough for slow patterns."""
+NOTE_CHARACTERS = NOTE_BYTES // 8
+"""Most characters that are kept of all votes on a completion: JSON takes up to six bytes for one."""
+
+
+class ChatMessage(msgspec.Struct):
+    """What a model says."""
+
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One reply of a model."""
+
+    message: ChatMessage
+    finish_reason: str | None = None
+
+
+class ChatReply(msgspec.Struct):
+    """The parts that are used of a reply of `/chat/completions`."""
+
+    choices: list[ChatChoice]
+
+
+class Vote(msgspec.Struct):
+    """One verdict of a judge."""
+
+    text: str
+    scores: list[float]
+    fault: str = ""
+    """Why it has no scores."""
+
+
+class JudgeVerifier:
+    """Asks a model for the scores of completions or groups."""
+
+    def __init__(self, name: str, config: JudgeConfig, connection: ServiceConnection) -> None:
+        """Raises ValueError for a template that cannot be used."""
+        self._config, self._connection = config, connection
+        self._url = config.url.rstrip("/") + "/chat/completions"
+        self._template = PromptTemplate(config.prompt, config.scope)
+        self._verdict = re.compile(config.verdict)
+
+    async def score(self, fields: Mapping[str, Any], silence: Silence) -> Verdict:
+        """Return the verdict on a group of n completions. Raises `VerifierFailure`, and ValueError with the reason."""
+        completions: Sequence[str] = fields["completions"]
+        variables = {"question": question_of(fields["prompt"]), **{name: fields[name] for name in ("prompt", "answer", "row")}}
+        if self._config.scope == "group":
+            scores, note = await self._ask({**variables, "completions": completions}, len(completions), silence)
+            return read_results(
+                [{"score": score, **(note if i == 0 else {})} for i, score in enumerate(scores)], len(completions)
+            )
+        asked = await together([self._ask({**variables, "completion": text}, 1, silence) for text in completions])
+        return read_results([{"score": scores[0], **note} for scores, note in asked], len(completions))
+
+    async def _ask(self, variables: Mapping[str, Any], count: int, silence: Silence) -> tuple[list[float], dict[str, Any]]:
+        """Return `count` scores, each the mean of the votes that can be read, and what is to be kept of the votes."""
+        prompt, wanted = self._template.render(variables), self._config.votes
+        votes = await together([self._vote(self._body(prompt, i), count, silence) for i in range(wanted)])
+        good = [vote.scores for vote in votes if not vote.fault]
+        if 2 * len(good) < wanted or not good:
+            fault = next(vote.fault for vote in votes if vote.fault)
+            raise BadResult(f"{len(good)} of {wanted} votes can be read, fewer than half: {fault}")
+        share = NOTE_CHARACTERS // wanted
+        return [sum(column) / len(good) for column in zip(*good, strict=True)], {"votes": [vote.text[-share:] for vote in votes]}
+
+    def _body(self, prompt: str, vote: int) -> bytes:
+        """Return the request for one vote. Votes differ in their seed."""
+        config = self._config
+        system = [{"role": "system", "content": config.system}] if config.system else []
+        body: dict[str, Any] = {"model": config.model, "messages": [*system, {"role": "user", "content": prompt}]}
+        if config.json_schema:
+            schema = {"name": "verdict", "strict": True, "schema": config.json_schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        body |= config.request
+        if config.votes > 1:
+            body["seed"] = int(body.get("seed", 0)) + vote
+        return msgspec.json.encode(body)
+
+    async def _vote(self, body: bytes, count: int, silence: Silence) -> Vote:
+        answer = await self._connection.ask(self._url, body, silence)
+        try:
+            choices = msgspec.json.decode(answer, type=ChatReply).choices
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadResult(f"answered with something else than a chat completion: {error}") from None
+        if not choices:
+            raise BadResult("answered with a chat completion without choices")
+        text = choices[0].message.content or ""
+        cut = " (finish_reason is length: raise request.max_tokens)" if choices[0].finish_reason == "length" else ""
+        try:
+            return Vote(text, self._read(text, count))
+        except ValueError as error:
+            return Vote(text, [], f"{error} in {shown(text[-READ_CHARACTERS:])}{cut}")
+
+    def _read(self, text: str, count: int) -> list[float]:
+        """Return the scores in a reply. Raises ValueError."""
+        scores = self._from_json(text) if self._config.json_schema else self._from_text(text, count)
+        if len(scores) != count:
+            raise ValueError(f"{len(scores)} scores for {count} completions")
+        low, high = self._config.bounds or (-MOST_SCORE, MOST_SCORE)
+        for score in scores:
+            if not (math.isfinite(score) and low <= score <= high):
+                raise ValueError(f"score {score:g}, which is outside of [{low:g}, {high:g}],")
+        return scores
+
+    def _from_json(self, text: str) -> list[float]:
+        key = "scores" if self._config.scope == "group" else "score"
+        try:
+            found = msgspec.json.decode(text, type=dict[str, Any])
+            return msgspec.convert(found[key] if key == "scores" else [found[key]], list[float])
+        except KeyError:
+            raise ValueError(f"no {key!r}") from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"{error}") from None
+
+    def _from_text(self, text: str, count: int) -> list[float]:
+        found = [match[1] for match in self._verdict.finditer(text[-READ_CHARACTERS:])]
+        if not found:
+            raise ValueError("no match of `verdict`")
+        return [float(score or "nan") for score in found[-count:]]

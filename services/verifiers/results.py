@@ -1,0 +1,146 @@
+"""Reads what verifiers of one's own return, and checks every score before it is used.
+
+Guarantees: a result that is accepted is one finite number per completion, within the verifier's range, with parts and notes of
+bounded size; anything else raises `BadResult` with the reason. Nothing that is not a score becomes one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from services.config.verifiers import MOST_SCORE
+from services.verifiers.base import Scores
+
+NOTE_BYTES = 16 * 1024
+"""Most bytes of JSON that a verifier may attach to one completion: notes are stored with the tokens until they are trained."""
+MOST_PARTS = 32  # numbers beside the score, each of which is a metric
+SHOWN_CHARACTERS = 200  # of a faulty value, in a message
+_PART = re.compile(r"[A-Za-z0-9_-]{1,40}")
+
+
+class BadResult(ValueError):
+    """A verifier returned something that cannot be a score. The message says what."""
+
+
+class Verdict(msgspec.Struct, array_like=True):
+    """One verifier's results for a group of n completions. One with an error has nothing else."""
+
+    scores: list[float]  # [n]
+    parts: dict[str, list[float]] = {}  # part -> [n]
+    notes: list[str] = []  # [n] JSON, or empty
+    error: str = ""
+
+
+def read_results(results: Any, count: int) -> Verdict:
+    """Read `count` numbers, or mappings with the key `score`; numbers that all mappings have are parts. Raises `BadResult`."""
+    if isinstance(results, str | bytes | Mapping) or not hasattr(results, "__iter__"):
+        raise BadResult(f"returned {shown(cast('object', results))}: return a list of {count} scores")
+    listed = list(results)
+    if len(listed) != count:
+        raise BadResult(f"returned {len(listed)} results for {count} completions: return one for each")
+    scores, others = zip(*map(_read_result, listed), strict=True) if listed else ((), ())
+    if not any(others):
+        return Verdict(list(scores))
+    names = set[str].intersection(*(_numbers(other) for other in others))
+    if len(names) > MOST_PARTS:
+        raise BadResult(
+            f"returned {len(names)} numbers beside the score, more than {MOST_PARTS}: return fewer, or put them in a list"
+        )
+    parts = {name: [float(other[name]) for other in others] for name in sorted(names)}
+    return Verdict(list(scores), parts, [_note(other) for other in others])
+
+
+def fault_of(verdict: Verdict, count: int, bounds: tuple[float, float] | None) -> str:
+    """Return why a verdict cannot be used, or "" if it is whole and its scores are within `bounds`. It may come from anywhere."""
+    if len(verdict.scores) != count or any(len(column) != count for column in verdict.parts.values()):
+        return f"returned {len(verdict.scores)} scores for {count} completions"
+    if len(verdict.notes) not in (0, count) or not all(map(_is_note, verdict.notes)):
+        return f"attached {len(verdict.notes)} notes, or one that is not JSON of at most {NOTE_BYTES} bytes"
+    low, high = bounds or (-MOST_SCORE, MOST_SCORE)
+    for score in verdict.scores:
+        if not math.isfinite(score):
+            return f"score {score} is not a finite number"
+        if not low <= score <= high:
+            return f"score {score:g} is outside its range [{low:g}, {high:g}]"
+    for part, column in verdict.parts.items():
+        if _PART.fullmatch(part) is None or not all(map(math.isfinite, column)):
+            return f"part {part[:40]!r} of the score is not named by letters, digits, _ and -, or is not finite"
+    return ""
+
+
+def gathered(verdicts: Mapping[str, Verdict], count: int) -> Scores:
+    """Return the scores of several verifiers for a group of `count` completions."""
+    scores = {name: verdict.scores for name, verdict in verdicts.items()}
+    for name, verdict in verdicts.items():
+        scores |= {f"{name}.{part}": column for part, column in verdict.parts.items()}
+    said = {name: verdict.notes for name, verdict in verdicts.items() if verdict.notes}
+    notes = [
+        msgspec.json.encode({name: msgspec.Raw(notes[i].encode()) for name, notes in said.items() if notes[i]}).decode()
+        for i in range(count if said else 0)
+    ]
+    return Scores(scores, notes)
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, shortened, with its type."""
+    try:
+        text = repr(value)
+    except Exception as error:  # a value of one's own may raise anything here
+        text = f"a value whose repr raises {type(error).__name__}"
+    return f"{text[:SHOWN_CHARACTERS]}{'…' * (len(text) > SHOWN_CHARACTERS)} ({type(value).__name__})"
+
+
+def _is_note(note: str) -> bool:
+    try:
+        return len(note) <= NOTE_BYTES and (not note or msgspec.json.decode(note) is not None)
+    except msgspec.DecodeError:
+        return False
+
+
+def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
+    """Return the score, and the rest of a mapping."""
+    if not isinstance(result, Mapping):
+        return _number(result), {}
+    rest = {str(key): value for key, value in cast("Mapping[Any, Any]", result).items()}
+    if "score" not in rest:
+        raise BadResult(f"returned a mapping without the key 'score': {shown(rest)}")
+    return _number(rest.pop("score")), rest
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or value is None:
+        raise BadResult(f"returned {shown(value)}: return a number, or a mapping with 'score'")
+    try:
+        return float(value)
+    except Exception:  # a value of one's own may raise anything here
+        raise BadResult(f"returned {shown(value)}: return a number, or a mapping with 'score'") from None
+
+
+def _numbers(rest: Mapping[str, Any]) -> set[str]:
+    """Return the names of the finite numbers."""
+    return {name for name, value in rest.items() if _is_finite(value) and _PART.fullmatch(name) is not None}
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+def _note(rest: Mapping[str, Any]) -> str:
+    """Return the JSON of what came beside the score, or "" for nothing."""
+    if not rest:
+        return ""
+    try:
+        note = msgspec.json.encode(rest, enc_hook=str)
+    except Exception as error:  # a value of one's own may raise anything here
+        raise BadResult(f"what was returned beside the score is not JSON: {type(error).__name__}: {error}") from None
+    if len(note) > NOTE_BYTES:
+        raise BadResult(f"returned {len(note)} bytes beside the score, more than {NOTE_BYTES}: return less")
+    return note.decode("utf-8", "replace")

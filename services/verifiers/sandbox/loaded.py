@@ -1,0 +1,153 @@
+"""One verifier inside a worker process: it is loaded, asked by parameter name for what it wants to see, and called.
+
+Guarantees: no call exceeds its limit: the kernel's timer ends the process even inside a C loop that never returns to Python.
+A verifier's module is imported only if the run uses it, since some import a computer algebra system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from services.config.data import Source
+from services.config.verifiers import PythonConfig, VerifierConfig
+from services.verifiers.base import Job
+from services.verifiers.results import Verdict, read_results
+
+BUILTIN: dict[str, str] = {
+    "math": "services.verifiers.builtin.math:MathVerifier",
+    "exact": "services.verifiers.builtin.exact:ExactVerifier",
+    "regex": "services.verifiers.builtin.regex:RegexVerifier",
+    "reasoning_gym": "services.verifiers.builtin.reasoning_gym:ReasoningGymVerifier",
+    "length": "services.verifiers.builtin.length:LengthVerifier",
+}
+"""Kind -> `module:Class`. The class takes (config, Source) and has the method `score`."""
+ASYNC_GRACE_S = 1.0
+"""An asynchronous call is cancelled at its limit; one that blocks the event loop instead ends its process this much later."""
+OF_ONE = {"completion": "completions", "tokens": "tokens", "finish": "finish"}
+"""Parameters whose value differs between completions -> the list that has all values."""
+OF_ALL = ("prompt", "answer", "row", "source")
+"""Parameters whose value is the same for all completions of a group."""
+
+
+class Unusable(Exception):
+    """A verifier cannot be loaded. The message says why."""
+
+
+class LoadedVerifier:
+    """Scores groups with one verifier."""
+
+    def __init__(self, config: VerifierConfig, source: Source, own: Callable[..., Any] | None = None) -> None:
+        """`own`: what `load` returned for a function of one's own. Raises `Unusable`, and whatever a verifier's code raises."""
+        self._source, self._limit_s = source, config.timeout_s
+        self._whole = config.kind == "python" and config.scope == "group"
+        self._own = own is not None
+        self._call: Callable[..., Any] = builtin(config, source).score if own is None else own
+        self.needs = _parameters(self._call, self._whole)
+        """Names of the parameters that it asks for."""
+        called = self._call.func if isinstance(self._call, partial) else self._call
+        self.is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))  # noqa: B004
+
+    def score(self, job: Job, run: Callable[[Any], Any]) -> Verdict:
+        """Return the verdict on a group; `run` runs a coroutine to its end. Raises whatever the verifier raises."""
+        fields = job.fields(self._source) if self._own else {"answer": job.answer, **_columns(job)}
+        count = len(job.completions)
+        if self._whole:
+            call = partial(self._call, **{name: fields[name] for name in self.needs})
+            if self.is_async:
+                return read_results(self._timed(1, lambda: run(self._bounded(call()))), count)
+            return read_results(self._timed(1, call), count)
+        calls = [partial(self._call, **self._arguments(fields, i)) for i in range(count)]
+        if self.is_async:
+            return read_results(self._timed(count, lambda: run(self._together(calls))), count)
+        return read_results([self._timed(1, call) for call in calls], count)
+
+    def _arguments(self, fields: Mapping[str, Any], i: int) -> dict[str, Any]:
+        return {name: fields[OF_ONE[name]][i] if name in OF_ONE else fields[name] for name in self.needs}
+
+    async def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        return await asyncio.gather(*(self._bounded(call()) for call in calls))
+
+    async def _bounded(self, call: Any) -> Any:
+        try:
+            return await asyncio.wait_for(call, self._limit_s)
+        except TimeoutError:
+            raise TimeoutError(f"a call took longer than timeout_s = {self._limit_s:g}") from None
+
+    def _timed(self, calls: int, function: Callable[[], Any]) -> Any:
+        """Call a function. Past the limit of so many calls SIGALRM, with its default action, ends the process."""
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s * calls + ASYNC_GRACE_S * self.is_async)
+        try:
+            return function()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def load(config: PythonConfig) -> Callable[..., Any]:
+    """Return the function that `config` names, with its options, or an instance of the class. Raises `Unusable`."""
+    place, _, name = config.function.rpartition(":")
+    found: Any = _from_file(Path(place)) if config.file else importlib.import_module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise Unusable(f"function = {config.function!r}: {place} has no {part!r}")
+        found = getattr(found, part)
+    if inspect.isclass(found):
+        found = found(**config.options)
+        return found.score if hasattr(found, "score") else found
+    if not callable(found):
+        raise Unusable(f"function = {config.function!r} is not a function or class but {type(found).__name__}")
+    return partial(found, **config.options) if config.options else found
+
+
+@cache
+def _from_file(path: Path) -> Any:
+    """Import a file, under a name that hides no other module; modules beside it can be imported too."""
+    name = f"own_{zlib.crc32(bytes(path))}_{path.stem}"
+    described = importlib.util.spec_from_file_location(name, path)
+    if described is None or described.loader is None or not path.is_file():
+        raise Unusable(f"{path} is not a Python file that can be read")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.util.module_from_spec(described)
+    sys.modules[name] = module
+    described.loader.exec_module(module)
+    return module
+
+
+def builtin(config: VerifierConfig, source: Source) -> Any:
+    """Return a built-in verifier. Raises ValueError for invalid settings."""
+    module, _, name = BUILTIN[config.kind].partition(":")
+    return getattr(importlib.import_module(module), name)(config, source)
+
+
+def _parameters(function: Callable[..., Any], whole: bool) -> frozenset[str]:
+    """Return which of a group's fields a function asks for. Raises `Unusable` for a parameter that there is none for."""
+    offered = {*(OF_ONE.values() if whole else OF_ONE), *OF_ALL}
+    wanted: set[str] = set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            wanted |= offered
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise Unusable(f"parameter {name!r} is passed by position: verifiers are called by keyword")
+        elif name in offered:
+            wanted.add(name)
+        elif parameter.default is parameter.empty:
+            scope = "group" if whole else "completion"
+            raise Unusable(
+                f'parameter {name!r} is unknown: with scope = "{scope}" a verifier may ask for {", ".join(sorted(offered))}; '
+                "set others in `options`"
+            )
+    return frozenset(wanted)
+
+
+def _columns(job: Job) -> dict[str, Any]:
+    return {"completions": job.completions, "tokens": job.tokens, "finish": job.finish}

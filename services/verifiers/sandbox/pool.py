@@ -1,0 +1,148 @@
+"""A pool of warm worker processes that score whole groups.
+
+Waits for: an idle worker. Unblocked by: the end of another group, which each reaches within its time limit, and the replacement
+of a worker that died.
+Guarantees: a group gets the verdicts of all the pool's verifiers of its prompt source, or one `VerifierFailure`; a broken worker
+is replaced in the background before it gets another group; the pool keeps working.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.config.data import Source
+from services.config.verifiers import VerifierConfig
+from services.verifiers.base import Job, VerifierFailure
+from services.verifiers.results import Verdict
+from services.verifiers.sandbox.frames import Setup
+from services.verifiers.sandbox.process import WorkerProcess
+from services.verifiers.sandbox.scratch import sweep
+
+MEMORY_BYTES = 4 << 30
+"""Address space of a worker with built-in verifiers: several times what the libraries map, and far below what a tower of powers
+would take."""
+
+
+@dataclass
+class PoolCounts:
+    """What the pool has done since it started."""
+
+    groups: int = 0
+    failures: int = 0
+    restarts: int = 0
+    busy_s: float = 0.0
+    """Time that workers spent on groups, including failed ones."""
+
+
+@dataclass(frozen=True)
+class Freedoms:
+    """What the workers of a pool may do."""
+
+    network: bool = False
+    inherited: frozenset[str] = frozenset()
+    """Environment variables that they get although they look like secrets."""
+    memory_bytes: int = MEMORY_BYTES
+    """Most address space of a worker. 0: no limit."""
+    prints: bool = False
+    """Whether what verifiers print is shown."""
+    withheld: frozenset[str] = frozenset()
+    """Environment variables that they do not get although they look harmless."""
+
+
+class VerifierPool:
+    """Scores groups with some of the verifiers of their prompt source, on `workers` processes."""
+
+    def __init__(
+        self, verifiers: Sequence[tuple[str, VerifierConfig]], workers: int, sources: Sequence[Source],
+        freedoms: Freedoms = Freedoms(),
+    ) -> None:  # fmt: skip
+        """`verifiers` have names; `sources` are all possible sources."""
+        self.counts = PoolCounts()
+        setup = Setup(
+            [(name, each.model_dump(mode="json")) for name, each in verifiers],
+            [each.model_dump(mode="json") for each in sources],
+            freedoms.network, freedoms.memory_bytes, freedoms.prints,
+        )  # fmt: skip
+        self._verifiers = {
+            source.name: [(name, verifier) for name, verifier in verifiers if verifier.scores(source.name)] for source in sources
+        }
+        self._workers = [WorkerProcess(setup, self._verifiers, freedoms.inherited, freedoms.withheld) for _ in range(workers)]
+        self._idle: asyncio.LifoQueue[WorkerProcess] = asyncio.LifoQueue()
+        self._replacing: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running workers."""
+        return [worker.pid for worker in self._workers if worker.pid is not None]
+
+    async def start(self) -> None:
+        """Start all workers and wait until they are warm. Raises `VerifierFailure`, e.g. for a broken pattern.
+
+        First delete what workers of killed processes left behind.
+        """
+        await asyncio.to_thread(sweep)
+        outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def score(self, job: Job) -> dict[str, Verdict]:
+        """Score a group: map those verifiers of its source that the pool has to their verdicts. Raises `VerifierFailure`."""
+        if not self._verifiers.get(job.source):
+            return {}
+        worker = await self._idle.get()
+        started = time.monotonic()
+        try:
+            if not worker.alive:
+                self.counts.restarts += 1
+                await worker.start()
+            return await worker.score(self._trimmed(job, worker.needs[job.source]))
+        except VerifierFailure:
+            self.counts.failures += 1
+            raise
+        finally:
+            self.counts.groups += 1
+            self.counts.busy_s += time.monotonic() - started
+            self._hand_back(worker)
+
+    def _trimmed(self, job: Job, needs: Sequence[str]) -> Job:
+        """Return the job with what the verifiers ask for, in characters that can be encoded."""
+        return Job(
+            job.source, [_encodable(text) for text in job.completions], _encodable(job.answer),
+            job.row if {"prompt", "row"} & {*needs} else "", job.finish, job.tokens if "tokens" in needs else [],
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """End all workers. Pending calls of `score` fail."""
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    def _hand_back(self, worker: WorkerProcess) -> None:
+        if worker.alive:
+            self._idle.put_nowait(worker)
+            return
+        task = asyncio.create_task(self._replace(worker))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, worker: WorkerProcess) -> None:
+        """Restart a dead worker. If that fails, the next group tries again and reports the reason."""
+        self.counts.restarts += 1
+        try:
+            await worker.start()
+        except VerifierFailure:
+            self.counts.failures += 1
+        self._idle.put_nowait(worker)
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which cannot be encoded."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

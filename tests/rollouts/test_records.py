@@ -1,0 +1,113 @@
+"""Completions to wire types and back, and partials whose bytes cannot be trusted."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.protocol import codec
+from services.protocol.messages import Partial, Payload, Span
+from services.rollouts.generated import Generated, GenerationFailed
+from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
+from tests.support.harness import ticket
+
+COMPLETIONS = [
+    Generated(np.array([1, 2, 3], np.int32), np.array([-1, -2, -3], np.float32), [Span(4, 0, 2), Span(5, 2, 3)], "stop"),
+    Generated(np.array([9], np.int32), np.array([-0.5], np.float32), [Span(5, 0, 1)], "length"),
+]
+
+
+def _with_tools(length: int, *tool_spans: tuple[int, int]) -> Generated:
+    tokens = np.arange(length, dtype=np.int32)
+    return Generated(tokens, np.zeros(length, np.float32), [Span(0, 0, length)], "aborted", tool_spans)
+
+
+TOOLS = [_with_tools(6, (1, 3), (3, 4)), _with_tools(2, (0, 2)), _with_tools(4)]
+BAD_SPANS = [((2, 2),), ((3, 2),), ((-1, 2),), ((4, 7),), ((3, 5), (0, 2)), ((0, 3), (2, 4))]
+
+
+def test_payload_lays_completions_end_to_end() -> None:
+    payload = codec.decode(pack_payload(ticket(0, [7, 8], group_size=2), COMPLETIONS), Payload)
+    assert payload.prompt.tolist() == [7, 8]
+    assert payload.lengths.tolist() == [3, 1]
+    assert payload.tokens.tolist() == [1, 2, 3, 9]
+    assert payload.logprobs.tolist() == [-1, -2, -3, -0.5]
+    assert payload.spans.tolist() == [[0, 4, 0, 2], [0, 5, 2, 3], [1, 5, 0, 1]]
+
+
+def test_header_says_what_dataprep_decides_on() -> None:
+    header = make_header(
+        ticket(3, group_size=2), COMPLETIONS, {"exact": [1.0, 0.0]}, [1.0, 0.0], [True, False],
+        payload="0-3.1", payload_bytes=99, generator="g", generate_s=1.5, score_s=0.5,
+    )  # fmt: skip
+    assert (header.ticket, header.seq, header.lengths, header.truncated) == ("0-3", 3, [3, 1], [False, True])
+    assert (header.oldest, header.newest, header.solved) == ([4, 5], [5, 5], [True, False])
+
+
+def test_tool_spans_reach_payload_and_header() -> None:
+    given = ticket(0, [7, 8], group_size=3)
+    payload = codec.decode(pack_payload(given, TOOLS), Payload)
+    header = make_header(
+        given, TOOLS, {}, [0.0] * 3, [], payload="0-0.1", payload_bytes=9, generator="g", generate_s=1, score_s=0
+    )
+    assert payload.tool_spans.tolist() == [[0, 1, 3], [0, 3, 4], [1, 0, 2]]
+    assert header.tool_tokens == [3, 2, 0]
+
+
+@pytest.mark.parametrize("spans", BAD_SPANS)
+def test_tool_spans_that_cannot_be_are_a_failure_of_the_completion(spans: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(GenerationFailed, match=r"completion 1 has 6 tokens and tool spans .*generator\.engine"):
+        pack_payload(ticket(0, group_size=2), [TOOLS[0], _with_tools(6, *spans)])
+
+
+def test_a_partial_keeps_tool_spans() -> None:
+    back = unpack_partial(pack_partial(TOOLS), ticket(0, group_size=3), max_tokens=16)
+    assert [part.tool_spans for part in back if part is not None] == [one.tool_spans for one in TOOLS]
+
+
+@pytest.mark.parametrize("spans", BAD_SPANS)
+def test_a_completion_saved_with_tool_spans_that_cannot_be_starts_afresh(spans: tuple[tuple[int, int], ...]) -> None:
+    back = unpack_partial(pack_partial([TOOLS[0], _with_tools(6, *spans)]), ticket(0, group_size=2), max_tokens=16)
+    assert [part is None for part in back] == [False, True]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (30, 3)])
+def test_tool_spans_of_another_shape_void_the_partial(shape: tuple[int, ...]) -> None:
+    whole = codec.decode(pack_partial(TOOLS), Partial)
+    strange = codec.encode(msgspec.structs.replace(whole, tool_spans=np.ones(shape, np.int32)))
+    assert unpack_partial(strange, ticket(0, group_size=3), max_tokens=16) == [None] * 3
+
+
+def test_a_partial_comes_back_as_it_was_saved() -> None:
+    halfway = Generated(np.array([6, 7], np.int32), np.array([-1, -1], np.float32), [Span(2, 0, 2)], "aborted")
+    nothing = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "aborted")
+    data = pack_partial([COMPLETIONS[0], halfway, nothing])
+    done, begun, fresh = unpack_partial(data, ticket(0, group_size=3), max_tokens=16)
+    assert done is not None
+    assert (done.tokens.tolist(), done.finish, done.spans) == ([1, 2, 3], "stop", COMPLETIONS[0].spans)
+    assert begun is not None
+    assert (begun.tokens.tolist(), begun.finish) == ([6, 7], "aborted")
+    assert fresh is None
+
+
+def test_a_partial_of_another_shape_is_ignored() -> None:
+    data = pack_partial(COMPLETIONS)
+    assert unpack_partial(data, ticket(0, group_size=3), 16) == [None] * 3
+    assert unpack_partial(data, ticket(0, group_size=2), 2) == [None] * 2
+    assert unpack_partial(None, ticket(0, group_size=2), 16) == [None] * 2
+
+
+@given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
+def test_no_bytes_can_break_the_reader(noise: bytes, position: int, value: int) -> None:
+    good = bytearray(pack_partial([TOOLS[0], COMPLETIONS[1]]))
+    good[position % len(good)] = value
+    for data in (noise, bytes(good)):
+        for part in unpack_partial(data, ticket(0, group_size=2), 16):
+            if part is not None:
+                assert len(part.tokens) == len(part.logprobs) == sum(s.end - s.start for s in part.spans)
+                inside = [place for start, end in part.tool_spans for place in range(start, end)]
+                assert len(set(inside)) == len(inside)
+                assert set(inside) <= set(range(len(part.tokens)))

@@ -1,0 +1,34 @@
+"""Pools of services as a configuration names them, and groups to score."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from services.config.data import FileSource
+from services.protocol.messages import Row
+from services.verifiers.base import Job
+from services.verifiers.remote import RemotePool
+from tests.support.verifiers import verifier
+
+SOURCE = FileSource(kind="jsonl", path="/unused")
+ROW = Row([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}], {"level": 3, "topic": "sums"})
+
+
+@asynccontextmanager
+async def asking(kind: str, url: str, name: str = "", **settings: Any) -> AsyncIterator[RemotePool]:
+    """A started pool with one service."""
+    pool = RemotePool([(name or kind, verifier(kind, url=url, **settings))], [SOURCE])
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def group(*texts: str, answer: str = "4") -> Job:
+    """A group of completions of one prompt."""
+    return Job("main", list(texts), answer, msgspec.json.encode(ROW).decode(), ["stop"] * len(texts))

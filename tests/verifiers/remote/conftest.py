@@ -1,0 +1,26 @@
+"""A service that is shared by the tests of a module, and short pauses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.verifiers.remote import connection
+from tests.verifiers.remote.flaky_server import FlakyServer
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[FlakyServer]:
+    with FlakyServer() as server:
+        yield server
+
+
+@pytest.fixture
+def service(process: FlakyServer, monkeypatch: pytest.MonkeyPatch) -> FlakyServer:
+    """A service that runs and answers."""
+    monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.02)
+    if process.died:
+        process.start()
+    process.behave()
+    return process

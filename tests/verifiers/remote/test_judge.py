@@ -1,0 +1,161 @@
+"""The verifier `judge`: what a model is asked, how its verdicts are read, and what counts when it says something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import ConfigError
+from services.verifiers.base import Job, VerifierFailure
+from services.verifiers.results import Verdict
+from tests.support.harness import small_config
+from tests.verifiers.remote.asking import asking, group
+from tests.verifiers.remote.flaky_server import FlakyServer
+
+PROMPT = "{{ question }} Right: {{ answer }}. Level {{ row.level }}. Said: {{ completion }}"
+SCHEMA = {"type": "object", "properties": {"score": {"type": "number"}}, "required": ["score"]}
+
+
+async def judged(service: FlakyServer, job: Job, *says: str, **settings: Any) -> Verdict:
+    """Return the verdict on a group by a model that says `says`."""
+    service.behave(*(say if say.startswith(("cut:", "raw:")) else f"say:{say}" for say in says))
+    given = {"model": "tiny", "prompt": PROMPT, "max_requests": 1, **settings}  # one by one, in order
+    async with asking("judge", f"{service.url}/v1", **given) as pool:
+        return (await pool.score(job))["judge"]
+
+
+async def test_each_completion_is_put_to_the_model(service: FlakyServer) -> None:
+    told = {"system": "Judge.", "request": {"temperature": 0, "max_tokens": 9}}
+    verdict = await judged(service, group("four", "five"), "Score: 1", "I think... **Score:** -0.25 of 1", **told)
+    assert verdict.scores == [1.0, -0.25]
+    assert json.loads(verdict.notes[1]) == {"votes": ["I think... **Score:** -0.25 of 1"]}
+    first, second = service.requests
+    assert first["path"] == "/v1/chat/completions"
+    assert first["body"] == {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "Judge."},
+            {"role": "user", "content": "2 + 2? Right: 4. Level 3. Said: four"},
+        ],
+        "temperature": 0,
+        "max_tokens": 9,
+    }
+    assert second["body"]["messages"][1]["content"].endswith("Said: five")
+
+
+async def test_the_last_match_counts(service: FlakyServer) -> None:
+    verdict = await judged(service, group("four"), "Score: 1 would be wrong. Final score 0.5")
+    assert verdict.scores == [0.5]
+
+
+async def test_votes_have_seeds_of_their_own_and_their_mean_is_the_score(service: FlakyServer) -> None:
+    says = ("score 1", "score 0", "I cannot tell", "score 2")
+    verdict = await judged(service, group("four"), *says, votes=4, request={"seed": 7})
+    assert verdict.scores == [1.0]
+    assert [request["body"]["seed"] for request in service.requests] == [7, 8, 9, 10]
+    assert json.loads(verdict.notes[0]) == {"votes": list(says)}
+
+
+async def test_a_vote_outside_the_range_does_not_count(service: FlakyServer) -> None:
+    assert (await judged(service, group("four"), "score 1", "score 11", votes=2, range=[0, 10])).scores == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("says", "settings", "reason"),
+    [
+        (["good"], {}, r"0 of 1 votes can be read, fewer than half: no match of `verdict` in 'good'"),
+        (["score 1", "good", "bad"], {"votes": 3}, r"1 of 3 votes can be read"),
+        (["score 11"], {"range": [0, 10]}, r"score 11, which is outside of \[0, 10\]"),
+        (["score 1e99999"], {"verdict": r"score (\S+)"}, r"score inf, which is outside"),
+        (["score 8/10"], {"verdict": r"score (\S+)"}, r"could not convert string to float: '8/10'"),
+        (["score none"], {"verdict": r"score (\d+)?"}, r"score nan"),
+        (["cut:Well, "], {}, r"no match .* 'Well, ' \(str\) \(finish_reason is length: raise request.max_tokens\)"),
+        (['raw:{"choices": []}'], {}, "without choices"),
+        (['raw:{"error": "no such model"}'], {}, "something else than a chat completion: .*choices"),
+        (['raw:{"choices": [{"message": {}}]}'], {}, "no match"),
+        (["score 1"], {"json_schema": SCHEMA}, "JSON is malformed"),
+        (['{"score": ' + "[" * 100_000], {"json_schema": SCHEMA}, "maximum recursion depth"),
+        (['{"verdict": 1}'], {"json_schema": SCHEMA}, "no 'score'"),
+        (['{"score": "1"}'], {"json_schema": SCHEMA}, "Expected `float`, got `str`"),
+        (['{"score": 1e999}'], {"json_schema": SCHEMA}, "out of range"),
+        (["x"], {"prompt": "{{ row.missing }}"}, r"prompt cannot be rendered: UndefinedError: .*missing"),
+        (["x"], {"prompt": "{{ 1 / 0 }}"}, r"prompt cannot be rendered: ZeroDivisionError"),
+        (["x"], {"prompt": "{{ ''.__class__.__mro__ }}"}, r"prompt cannot be rendered: SecurityError"),
+    ],
+)
+async def test_a_verdict_that_cannot_be_read_is_a_failure(
+    service: FlakyServer, says: list[str], settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(VerifierFailure, match=f"^verifier 'judge' failed: .*{reason}") as caught:
+        await judged(service, group("four"), *says, **settings)
+    assert not caught.value.final
+    assert len(str(caught.value)) < 600
+
+
+async def test_a_whole_group_is_judged_at_once(service: FlakyServer) -> None:
+    prompt = "{% for text in completions %}{{ loop.index }}: {{ text }}\n{% endfor %}"
+    says = ("From best to worst: score 1 ... 1: score 3, 2: score 1", "1: score 4, 2: score 2", "score 9")
+    verdict = await judged(service, group("four", "five"), *says, prompt=prompt, scope="group", votes=3)
+    assert verdict.scores == [3.5, 1.5]
+    assert service.requests[0]["body"]["messages"][0]["content"] == "1: four\n2: five\n"
+    assert json.loads(verdict.notes[0]) == {"votes": list(says)}
+    assert verdict.notes[1] == ""
+
+
+async def test_a_schema_confines_the_reply(service: FlakyServer) -> None:
+    assert (await judged(service, group("four"), '{"score": 1, "why": "yes"}', json_schema=SCHEMA)).scores == [1.0]
+    (request,) = service.requests
+    assert request["body"]["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "verdict", "strict": True, "schema": SCHEMA},
+    }
+    whole = {"scope": "group", "prompt": "{{ completions }}", "json_schema": {"properties": {"scores": {"type": "array"}}}}
+    assert (await judged(service, group("a", "b"), '{"scores": [1, 0.5]}', **whole)).scores == [1.0, 0.5]
+
+
+async def test_notes_are_bounded(service: FlakyServer) -> None:
+    says = ["\x01" * 40_000 + f"score {i}" for i in range(64)]
+    verdict = await judged(service, group("four"), *says, votes=64)
+    assert verdict.scores == [31.5]
+    assert len(verdict.notes[0]) < 16 * 1024
+    assert json.loads(verdict.notes[0])["votes"][1].endswith("score 1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"prompt": "{{ completion"}, r"prompt is not a valid template \(line 1: unexpected end of template"),
+        ({"prompt": "{{ completion | shout }}"}, r"prompt is not a valid template \(line 1: No filter named 'shout'"),
+        ({"prompt": "{{ completions[0] }}"}, r'unknown variable completions; with scope = "completion" it may use answer, comp'),
+        (
+            {"prompt": "{{ gold }}", "scope": "group"},
+            r'unknown variable gold; with scope = "group" it may use answer, completions',
+        ),
+    ],
+)
+async def test_a_template_that_cannot_work_is_found_at_start(settings: dict[str, str], reason: str) -> None:
+    with pytest.raises(VerifierFailure, match=f"^verifier 'judge': .*{reason}"):
+        async with asking("judge", "http://127.0.0.1:1/v1", model="tiny", **settings):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("request={stream=true}", "request = .*: stream cannot be set here"),
+        ('json_schema={type="object"}', "has no property 'score'"),
+        ('scope="group", json_schema={properties={score={}}}', "has no property 'scores'"),
+        ('verdict="score"', "has no group"),
+    ],
+)
+def test_settings_that_cannot_work_are_rejected(tmp_path: Path, settings: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        small_config(tmp_path, None, f'verifiers=[{{kind="judge", url="http://j/v1", model="m", prompt="p", {settings}}}]')
+
+
+def test_the_address_ends_with_the_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has a part after the path: end it with the path, such as …/v1"):
+        small_config(tmp_path, None, 'verifiers=[{kind="judge", url="http://j/v1?a=b", model="m", prompt="p"}]')

@@ -1,0 +1,114 @@
+"""A verifier's process after it gave up what it does not need, tried from inside. Real kernel, real process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.config.data import FileSource
+from services.verifiers.base import Job
+from services.verifiers.sandbox.frames import Setup
+from services.verifiers.sandbox.process import WorkerProcess, _spawn
+from tests.support.preloading.starter import PLAIN
+from tests.support.verifiers import verifier
+
+KNOWN = platform.machine() in ("x86_64", "aarch64")
+
+INSIDE = """
+import json, os, resource, socket, subprocess, sys, threading
+from pathlib import Path
+from services.verifiers.sandbox.confine import confine, limit_resources
+
+scratch, outside = map(Path, sys.argv[1:])
+limit_resources(4 << 30)
+mine, _ = socket.socketpair()
+waiting, go = threading.Event(), threading.Event()
+refused_in_thread = []
+def try_in_thread():
+    go.wait()
+    refused_in_thread.append(refused(socket.socket))
+def refused(what, *args):
+    try:
+        what(*args)
+        return False
+    except OSError:
+        return True
+thread = threading.Thread(target=try_in_thread)
+thread.start()
+held = confine(scratch)
+go.set()
+thread.join()
+(scratch / "note").write_text("mine")
+print(json.dumps({
+    "held": held,
+    "network": refused(socket.socket), "in a thread that was there before": refused_in_thread == [True],
+    "unix sockets": refused(socket.socket, socket.AF_UNIX),
+    "programs": refused(subprocess.run, ["true"]), "signals": refused(os.kill, os.getppid(), 0),
+    "files elsewhere": refused((outside / "note").write_text, "not mine"), "deleting": refused((outside / "there").unlink),
+    "reading": (outside / "there").read_text() == "there", "own file": (scratch / "note").read_text() == "mine",
+    "large files": refused((scratch / "large").write_bytes, bytes(2 ** 25)),
+    "new threads": threading.Thread(target=int).start() is None,
+}))
+"""
+
+
+@pytest.mark.skipif(not KNOWN, reason="no list of its system calls")
+def test_what_is_given_up_is_refused(tmp_path: Path) -> None:
+    scratch, outside = tmp_path / "scratch", tmp_path / "outside"
+    scratch.mkdir()
+    outside.mkdir()
+    (outside / "there").write_text("there")
+    code = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + INSIDE
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(scratch), str(outside)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    held = found.pop("held")
+    if "files" not in held:  # a kernel without landlock, or where it is off
+        for name in ("files elsewhere", "deleting"):
+            found.pop(name)
+    if "calls" not in held:
+        pytest.skip("this kernel has no seccomp filters")
+    assert {name for name, given_up in found.items() if not given_up} == set()
+
+
+def test_a_worker_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("GRPO_API_TOKEN", "GRPO_REDIS_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
+    for name in secrets:
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv(PLAIN, "1")  # so that what is seen is what exec() was given
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    process = _spawn(0, str(tmp_path), False, ())
+    try:
+        deadline = time.monotonic() + 10
+        while not (environment := Path(f"/proc/{process.pid}/environ").read_bytes()):
+            assert time.monotonic() < deadline, "the kernel shows its environment a moment after exec() has returned"
+    finally:
+        process.kill()
+        process.wait()
+    assert b"hunter2" not in environment
+    assert b"TOKENIZERS_PARALLELISM" in environment
+
+
+def test_the_scratch_folder_goes_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    source = FileSource(kind="jsonl", path="prompts.jsonl")
+    exact = verifier("exact")
+    setup = Setup([("exact", exact.model_dump(mode="json"))], [source.model_dump(mode="json")])
+    worker = WorkerProcess(setup, {"main": [("exact", exact)]})
+    with asyncio.Runner() as runner:
+        runner.run(worker.start())
+        (scratch,) = tmp_path.iterdir()
+        assert Path(f"/proc/{worker.pid}/cwd").resolve() == scratch
+        assert "Seccomp:\t2" in Path(f"/proc/{worker.pid}/status").read_text() or not KNOWN
+        assert runner.run(worker.score(Job("main", ["a", "b"], "a")))["exact"].scores == [1.0, 0.0]
+        runner.run(worker.kill())
+    assert list(tmp_path.iterdir()) == []

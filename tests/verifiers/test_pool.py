@@ -1,0 +1,280 @@
+"""The pool against workers that hang, die and are killed. Real processes throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.config.data import FileSource, ReasoningGymSource, Source
+from services.config.verifiers import VerifierConfig, named
+from services.protocol.entries import encode_entry
+from services.verifiers.base import VerifierFailure
+from services.verifiers.sandbox import scratch
+from services.verifiers.sandbox.pool import VerifierPool
+from tests.support.verifiers import scored, verifier
+
+SOURCE = FileSource(kind="jsonl", path="prompts.jsonl")
+# 40 letters before the mismatch: a backtracking engine needs 2^40 steps for this pattern.
+CATASTROPHE = verifier("regex", pattern=r"^(a+)+$", timeout_s=1.0)
+HOSTILE = "a" * 40 + "!"
+
+
+@asynccontextmanager
+async def running(
+    *verifiers: VerifierConfig, workers: int = 1, sources: Sequence[Source] = (SOURCE,)
+) -> AsyncIterator[VerifierPool]:
+    pool = VerifierPool(named(verifiers), workers, sources)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        await asyncio.sleep(0.01)
+
+
+def _exists(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_group_gets_the_scores_of_all_verifiers():
+    verifiers = [
+        verifier("exact"),
+        verifier("regex", pattern="{answer}"),
+        verifier("regex", pattern="^blue"),
+    ]
+    async with running(*verifiers, workers=2) as pool:
+        assert await scored(pool, ["blue", "dark blue", "red"], "blue", "main") == {
+            "exact": [1.0, 0.0, 0.0],
+            "regex": [1.0, 1.0, 0.0],
+            "regex-2": [1.0, 0.0, 0.0],
+        }
+        groups = [scored(pool, [f"{i}", f"{i + 1}", "😀"], f"{i}", "main") for i in range(200)]
+        assert all(scores["exact"] == [1.0, 0.0, 0.0] for scores in await asyncio.gather(*groups))
+        assert pool.counts.groups == 201
+        assert pool.counts.failures == 0
+
+
+async def test_a_source_s_own_verifiers_score_its_groups_and_no_others():
+    from reasoning_gym.factory import create_dataset
+
+    tasks = [
+        ReasoningGymSource(kind="reasoning_gym", name=name, task=name, size=2, seed=7) for name in ("basic_arithmetic", "gcd")
+    ]
+    verifiers = [
+        verifier("exact", sources=["main", "french"]),
+        verifier("reasoning_gym", sources=["basic_arithmetic", "gcd"]),
+        verifier("exact", sources=["french"], extract="«(.*)»"),
+        verifier("regex", pattern="!"),
+    ]
+    french = FileSource(kind="jsonl", name="french", path="x")
+    async with running(*verifiers, sources=[SOURCE, french, *tasks]) as pool:
+        assert await scored(pool, ["a!"], "a!", "main") == {"exact": [1.0], "regex": [1.0]}
+        assert await scored(pool, ["«b»", "b"], "b", "french") == {
+            "exact": [0.0, 1.0],
+            "exact-2": [1.0, 0.0],
+            "regex": [0.0, 0.0],
+        }
+        for task in tasks:
+            entry = create_dataset(task.task, size=2, seed=7)[1]
+            scores = await scored(pool, [entry["answer"], "no"], encode_entry(entry), task.name)
+            assert scores == {"reasoning_gym": [1.0, 0.0], "regex": [0.0, 0.0]}
+
+
+async def test_text_that_no_byte_string_holds_is_scored():
+    async with running(verifier("exact")) as pool:
+        assert await scored(pool, ["\ud800", "ok"], "ok", "main") == {"exact": [0.0, 1.0]}
+
+
+async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
+    async with running(verifier("exact"), CATASTROPHE) as pool:
+        (first,) = pool.pids
+        started = time.monotonic()
+        with pytest.raises(VerifierFailure, match=r"'regex', limit 1 s: a call exceeded its time limit"):
+            await scored(pool, ["aaa", HOSTILE], "aaa", "main")
+        assert time.monotonic() - started < 10
+        assert await scored(pool, ["aaa"], "aaa", "main") == {"exact": [1.0], "regex": [1.0]}
+        assert pool.pids != [first]
+        assert not _exists(first)
+        assert pool.counts.failures == 1
+        assert pool.counts.restarts == 1
+
+
+async def test_the_limit_is_one_completion_s_not_the_group_s():
+    # 2^18 steps take some 10 to 20 ms; 300 of them take longer than one call may.
+    async with running(CATASTROPHE) as pool:
+        started = time.monotonic()
+        assert await scored(pool, ["a" * 18 + "!"] * 300, "", "main") == {"regex": [0.0] * 300}
+        assert time.monotonic() - started > CATASTROPHE.timeout_s
+
+
+async def test_hostile_groups_do_not_starve_the_others():
+    async with running(verifier("exact"), CATASTROPHE, workers=2) as pool:
+        groups = [scored(pool, [HOSTILE if i % 5 == 0 else "aa"], "aa", "main") for i in range(15)]
+        results = await asyncio.gather(*groups, return_exceptions=True)
+        assert [isinstance(result, VerifierFailure) for result in results] == [i % 5 == 0 for i in range(15)]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        r"\boxed{9^{9^{9^{9^{9}}}}}",
+        r"\boxed{" + "(" * 450 + "1" + ")" * 450 + "}",
+        r"\boxed{\int_0^{10^{10^{10}}} x^{x^x} dx}",
+        r"\boxed{100000000!}",
+        "9" * 200_000,
+        "\\frac{" * 20_000,
+        "$" * 50_000 + "1" + "," * 50_000,
+        "-" * 300_000,
+    ],
+)
+async def test_hostile_mathematics_ends(completion: str):
+    async with running(verifier("math", timeout_s=1.0)) as pool:
+        for gold in ("72", r"\frac{\sqrt{2}}{2}"):
+            (outcome,) = await asyncio.gather(scored(pool, [completion], gold, "main"), return_exceptions=True)
+            assert outcome == {"math": [0.0]} or (isinstance(outcome, VerifierFailure) and "time limit" in outcome.reason)
+        assert await scored(pool, [r"\boxed{72}"], "72", "main") == {"math": [1.0]}
+
+
+async def test_a_killed_worker_is_a_failure_and_the_pool_goes_on():
+    async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
+        group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
+        await asyncio.sleep(0.2)  # no harm if the worker has not begun: it dies all the same
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(VerifierFailure, match="the worker died, SIGKILL"):
+            await group
+        assert await scored(pool, ["aa"], "", "main") == {"regex": [1.0]}
+
+
+async def test_a_worker_killed_while_idle_costs_no_group():
+    async with running(verifier("exact")) as pool:
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not _exists(pid))
+        assert await scored(pool, ["a"], "a", "main") == {"exact": [1.0]}
+        assert pool.counts.restarts == 1
+
+
+async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("services.verifiers.sandbox.process.GRACE_S", 1.0)
+    async with running(verifier("exact", timeout_s=1.0)) as pool:
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(VerifierFailure, match="did not answer and was killed"):
+            await scored(pool, ["a"], "a", "main")
+        assert not _exists(pid)
+        assert await scored(pool, ["a"], "a", "main") == {"exact": [1.0]}
+
+
+async def test_a_verifier_that_raises_is_a_failure_and_the_worker_stays():
+    async with running(verifier("math")) as pool:
+        pids = pool.pids
+        with pytest.raises(VerifierFailure, match="verifier 'math' failed: ValueError: gold answer ''"):
+            await scored(pool, ["72"], "", "main")
+        assert await scored(pool, [r"\boxed{72}"], "72", "main") == {"math": [1.0]}
+        assert pool.pids == pids
+
+
+async def test_a_cancelled_group_leaves_no_answer_behind():
+    async with running(verifier("regex", pattern=r"^(a+)+$", timeout_s=60.0)) as pool:
+        group = asyncio.create_task(scored(pool, [HOSTILE], "", "main"))
+        await asyncio.sleep(0.1)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        assert await scored(pool, ["aa"], "", "main") == {"regex": [1.0]}
+
+
+async def test_settings_that_cannot_work_are_told_at_start():
+    pool = VerifierPool(named([verifier("reasoning_gym")]), 2, [SOURCE])
+    with pytest.raises(VerifierFailure, match=r'needs a source of kind "reasoning_gym", but "main" is "jsonl"'):
+        await pool.start()
+    assert pool.pids == []
+
+
+async def test_workers_ignore_ctrl_c_and_end_with_the_pool():
+    async with running(verifier("exact"), workers=2) as pool:
+        pids = pool.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        assert await asyncio.gather(*(scored(pool, ["a"], "a", "main") for _ in range(4))) == [{"exact": [1.0]}] * 4
+        assert pool.pids == pids
+    assert not any(_exists(pid) for pid in pids)
+
+
+async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
+    modules = [*(f"builtin.{name}" for name in ("math", "exact", "regex", "reasoning_gym", "length")), "sandbox.worker"]
+    code = "import sys\n" + "".join(f"import services.verifiers.{name}\n" for name in modules)
+    code += "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
+    found = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+PARENT = """
+import asyncio, sys
+from services.config.verifiers import named
+from services.verifiers.sandbox.pool import VerifierPool
+from services.config.data import FileSource
+from tests.support.verifiers import scored, verifier
+
+async def main():
+    pool = VerifierPool(named([verifier("regex", pattern="^(a+)+$", timeout_s=1.0)]), 2, [FileSource(kind="jsonl", path="x")])
+    await pool.start()
+    busy = asyncio.create_task(scored(pool, ["a" * 40 + "!"], "", "main"))
+    await asyncio.sleep(0.2)
+    print(*pool.pids, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_workers_end_when_their_parent_is_killed_and_what_they_leave_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = (sys.executable, "-c", PARENT)
+    parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environ)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
+    assert len(pids) == 2
+    assert all(_exists(pid) for pid in pids)
+    left = await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
+    assert len(left) == 2
+    old = time.time() - 2 * scratch.YOUNG_S
+    for folder in left:
+        (folder / "note").write_text("mine")
+        os.utime(folder, (old, old))
+    assert scratch.sweep() == 0, "their owner lives"
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not any(_exists(pid) for pid in pids))
+    own = scratch.Scratch()
+    os.utime(own.path, (old, old))
+    young = tmp_path / f"{scratch.PREFIX}young"
+    young.mkdir()
+    (tmp_path / f"{scratch.PREFIX}link").symlink_to(young)
+    assert scratch.sweep() == 2
+    assert own.path.exists()
+    assert young.exists()
+    own.remove()
+    assert not own.path.exists()

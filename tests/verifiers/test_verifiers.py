@@ -1,0 +1,235 @@
+"""Verifiers one by one, against hand-made completions."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config.data import FileSource, ReasoningGymSource, Source
+from services.config.verifiers import OWN, VerifierConfig, verifier_names
+from services.protocol.entries import decode_entry, encode_entry
+from services.verifiers.base import combine
+from services.verifiers.builtin import quantity
+from services.verifiers.builtin.math import marked_answer
+from services.verifiers.sandbox.loaded import BUILTIN, builtin
+from tests.support.verifiers import verifier
+
+FILE = FileSource(kind="jsonl", path="prompts.jsonl")
+
+
+def _verifier(kind: str, source: Source = FILE, **settings: object) -> Any:
+    return builtin(verifier(kind, **settings), source)
+
+
+@pytest.fixture(scope="module")
+def math() -> Any:
+    return _verifier("math")
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion"),
+    [
+        ("72", r"First 3, then \boxed{72}"),
+        ("72", r"\boxed{71} no, \boxed{\text{72 clips}}."),
+        ("72", "48 + 24 = <<48+24=72>>72 clips\n#### 72"),
+        ("72", "The answer is 72 clips, sold in 2 months."),
+        ("72", "The answer is: **72**"),
+        ("72", r"$x = 72$"),
+        ("72", r"\boxed{x = 72}"),
+        ("72", r"\boxed{3 + 69}"),
+        ("72", r"\boxed{72.0}"),
+        ("72", r"an area of 72 cm^2"),
+        ("72", r"\boxed{72\text{ cm}^2}"),
+        ("1,234", r"\boxed{1234}"),
+        ("1234", r"\boxed{1{,}234}"),
+        ("1234", r"\boxed{1\,234}"),
+        ("1234.5", r"it costs \$1,234.50"),
+        ("5000000", r"\boxed{5 million}"),
+        ("-47", "so it is -47"),
+        ("-47", r"\boxed{-47}"),
+        ("-47", "= − 47"),
+        ("4", "10-4 leaves 10-4"),
+        ("50", r"\boxed{50\%}"),
+        ("50%", r"\boxed{0.5}"),
+        ("0.5", r"\boxed{50\%}"),
+        ("0.5", r"\boxed{\frac{1}{2}}"),
+        ("0.5", "about 1/2"),
+        ("0.333333", r"\boxed{\frac13}"),
+        ("1.5", r"\boxed{1\frac{1}{2}}"),
+        ("1.5", r"\boxed{\dfrac{3}{2}}"),
+        (r"\frac{1}{2}", r"\boxed{0.5}"),
+        (r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt{2}}}"),
+        (r"\frac{\sqrt{2}}{2}", r"The final answer is $\frac{\sqrt{2}}{2}$."),
+        ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+        ("(1, 2)", r"\boxed{(1,2)}"),
+        (r"\text{blue}", r"\boxed{Blue}"),
+        (r"2\pi", r"\boxed{2\pi}"),
+        ("72", "#### Step 1\nThere are 48.\n#### Step 2\nTogether 72"),
+    ],
+)
+def test_math_right(math: Any, gold: str, completion: str):
+    assert math.score(completion, gold) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion"),
+    [
+        ("72", ""),
+        ("72", "I do not know."),
+        ("72", r"\boxed{}"),
+        ("72", r"\boxed{73}"),
+        ("72", r"72, no: \boxed{-72}"),
+        ("72", r"\boxed{72x}"),
+        ("2", r"\boxed{2xy}"),
+        ("2", r"\boxed{2pi}"),
+        ("2", r"\boxed{2\pi}"),
+        ("23", r"\boxed{2**3}"),
+        ("5", r"\boxed{5!}"),
+        ("5", r"\boxed{5 million}"),
+        ("5", r"\boxed{5 or 6}"),
+        ("5", r"\boxed{5, 6}"),
+        ("1234", r"\boxed{1.234}"),
+        ("0.5", r"\boxed{0.51}"),
+        ("0.3333", r"\boxed{\frac13}"),
+        ("50", r"\boxed{0.5}"),
+        ("4", r"\boxed{-4}"),
+        ("-4", "10 - 4"),
+        ("72", "72 of 100"),
+        ("72", r"\boxed{1/0}"),
+        ("72", r"\boxed{" + "7" * 5000 + "}"),
+        ("72", r"\boxed{" * 500),
+        ("72", "\\boxed{" + "{" * 3000 + "72"),
+        (r"\frac{1}{2}", r"\boxed{\frac{1}{3}}"),
+        (r"\text{blue}", r"\boxed{red}"),
+    ],
+)
+def test_math_wrong(math: Any, gold: str, completion: str):
+    assert math.score(completion, gold) == 0.0
+
+
+def test_math_refuses_a_gold_answer_it_cannot_read(math: Any):
+    with pytest.raises(ValueError, match="use the verifier `exact`"):
+        math.score("72", "")
+
+
+def test_marked_answer_takes_the_later_mark():
+    assert marked_answer(r"#### 5 and then \boxed{6}") == "6"
+    assert marked_answer("\\boxed{6}\n#### 5") == "5"
+    assert marked_answer("\\boxed 7") == "7"
+    assert marked_answer("nothing marked") is None
+    assert marked_answer("\\boxed{" + "1+" * 1000 + "1}") == ""
+    assert marked_answer("\\boxed{6} or \\boxed{7") == ""
+
+
+@given(
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(["{:d}", "{:,d}", "${:,d}", "{:d}.0", "{:d} km", r"\${:d}", "x = {:d}", "{:d}."]),
+)
+def test_quantity_reads_every_whole_number(value: int, form: str):
+    found = quantity.read(form.format(value))
+    assert found is not None
+    assert found.value == value
+
+
+@given(st.fractions(max_denominator=10**6))
+def test_quantity_reads_every_fraction(value: Fraction):
+    found = quantity.read(f"{value.numerator}/{value.denominator}")
+    assert found is not None
+    assert found.value == value
+
+
+@given(st.text(max_size=300))
+def test_quantity_reads_or_refuses_any_text(text: str):
+    found = [quantity.read(text), quantity.last_in(text), quantity.first_in(text)]
+    assert all(one is None or isinstance(one.value, Fraction) for one in found)
+    marked = marked_answer(text)
+    assert marked is None or marked in text
+
+
+def test_exact():
+    whole = _verifier("exact")
+    assert [whole.score(text, "blue") for text in (" blue\n", "Blue", "light blue", "")] == [1.0, 0.0, 0.0, 0.0]
+    tagged = _verifier("exact", extract=r"<answer>(.*?)</answer>")
+    assert tagged.score("<answer>red</answer> no, <answer> blue </answer>", "blue") == 1.0
+    assert tagged.score("blue", "blue") == 0.0
+
+
+def test_regex_escapes_the_answer():
+    verifier = _verifier("regex", pattern=r"^<think>.*</think>\s*{answer}$")
+    assert verifier.score("<think>1+1</think> 2.5", "2.5") == 1.0
+    assert verifier.score("<think>1+1</think> 2x5", "2.5") == 0.0
+
+
+def test_a_task_s_scorer_needs_prompts_of_a_task():
+    with pytest.raises(ValueError, match=r"needs a source of kind \"reasoning_gym\", but \"main\" is \"jsonl\""):
+        _verifier("reasoning_gym", FILE)
+
+
+def test_reasoning_gym_uses_the_task_s_own_scorer():
+    from reasoning_gym.factory import create_dataset
+
+    source = ReasoningGymSource(kind="reasoning_gym", task="basic_arithmetic", size=4, seed=7)
+    entry = create_dataset("basic_arithmetic", size=4, seed=7)[2]
+    answer = encode_entry(entry)
+    plain = _verifier("reasoning_gym", source)
+    assert plain.score(entry["answer"], answer) == 1.0
+    assert plain.score("no number", answer) == 0.0
+    tagged = _verifier("reasoning_gym", source, extract=r"<answer>(.*?)</answer>")
+    assert tagged.score(f"so <answer>{entry['answer']}</answer>", answer) == 1.0
+    assert tagged.score(entry["answer"], answer) == 0.0
+
+
+@pytest.mark.parametrize("task", ["rearc", "countdown", "sudoku", "word_ladder", "knights_knaves", "game_of_life"])
+def test_entries_survive_the_wire(task: str):
+    from reasoning_gym.factory import create_dataset
+
+    tasks = create_dataset(task, size=1, seed=3)
+    entry = tasks[0]
+    decoded = decode_entry(encode_entry(entry))
+    assert decoded == entry
+    assert tasks.score_answer(entry["answer"], decoded) == tasks.score_answer(entry["answer"], entry)
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.sampled_from(["__tuple__", "__items__"]), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), _values))
+def test_any_entry_survives_the_wire(entry: dict[str, object]):
+    decoded = decode_entry(encode_entry(entry))
+    assert decoded == entry
+    assert repr(decoded) == repr(entry)  # == takes True for 1
+
+
+def test_an_entry_is_an_object():
+    with pytest.raises(ValueError, match="not a reasoning-gym entry"):
+        decode_entry(json.dumps([1]))
+
+
+def test_names_and_weights():
+    verifiers = [
+        verifier("math", weight=1.0),
+        verifier("regex", pattern="a", weight=0.25),
+        verifier("regex", pattern="b", weight=-0.5),
+    ]
+    assert verifier_names(verifiers) == ["math", "regex", "regex-2"]
+    scores = {"regex-2": [0.0, 1.0], "math": [1.0, 0.5], "regex": [1.0, 1.0]}
+    assert combine(scores, verifiers) == [1.25, 0.25]  # 1 + 0.25 - 0; 0.5 + 0.25 - 0.5
+    assert combine({"regex-2": [0.0, 1.0], "math": [1.0, 0.5]}, verifiers) == [1.0, 0.0], "regex does not score this source"
+
+
+def test_every_kind_of_the_configuration_has_a_verifier():
+    kinds = [get_args(model.model_fields["kind"].annotation)[0] for model in get_args(get_args(VerifierConfig)[0])]
+    assert sorted(kinds) == sorted([*BUILTIN, *OWN])
