@@ -33,6 +33,7 @@ from services.trainer.step.discard_damaged import discard_damaged
 from services.trainer.step.engine_gap import check_gap
 from services.trainer.step.policy import Trained
 from services.trainer.step.priorities import sampling_weights
+from services.trainer.throughput import Throughput
 from services.trainer.worker import Worker
 from services.weights.leader import Alone, Stopped, SyncReport, SyncRounds
 from services.weights.sender import SendFailed
@@ -64,8 +65,7 @@ class TrainLoop:
         self.fence = self.call(self.store.run.attach_trainer())
         self.step = -1  # the last step in the weights of this process
         self._ranks_told = time.monotonic()
-        self._last_record = time.monotonic()
-        self._generated_before = 0.0
+        self._throughput = Throughput(time.monotonic())
         self._incarnation = 0
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
@@ -112,6 +112,7 @@ class TrainLoop:
         self._say(phase="restoring")
         self.step, state = self.recovery.take_up()
         self.saving.last, self._incarnation = self.step, state.incarnation
+        self._throughput.resume(state.prepared_step)
         while self.step < state.committed_step:
             self._tick()
             self._say(phase="catching up", version=self.step + 1)
@@ -189,18 +190,14 @@ class TrainLoop:
                 "checkpoint/failed": float(self.saving.failed),
                 "time_s": time.time(),
                 "time/step_s": step_s,
-                "throughput/trained/tokens_per_s": plan.total_tokens / (time.monotonic() - self._last_record),
-                "throughput/generated/tokens_per_s": self._generated_rate(plan.stats.get("tokens/gen/total", 0.0)),
             }
+            | self._throughput.record(
+                plan.step, plan.total_tokens, plan.stats.get("tokens/gen/total", 0.0), began := time.monotonic()
+            )
         )
-        began = self._last_record = time.monotonic()
         self.metrics.observe(plan, record)
         self.call(self.store.monitor.record(record))
         self.metrics.record_s.observe(time.monotonic() - began)
-
-    def _generated_rate(self, total: float) -> float:
-        made, self._generated_before = total - self._generated_before, total
-        return max(0.0, made) / (time.monotonic() - self._last_record)
 
     def _sync(self) -> SyncReport | None:
         """Send the weights and publish them. Returns None if no generator is left to take them and the run is ending."""

@@ -9,6 +9,7 @@ import pytest
 
 from services.trainer.loop import TrainLoop
 from services.trainer.step.policy import Trained
+from services.trainer.throughput import Throughput
 from services.weights.leader import Stopped
 
 
@@ -29,7 +30,7 @@ class Interrupted(TrainLoop):
         self.call: Any = lambda done: done
         self.recovery: Any = SimpleNamespace(trained=lambda plan: None, stay_in_step=lambda step: None)
         self.saving: Any = SimpleNamespace(failed=0)
-        self._last_record = self._generated_before = 0.0
+        self._throughput = Throughput(0.0)
         self._plans, self._incarnation, self._failed = {}, 0, 0
 
     def _say(self, **changes: object) -> None:
