@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from services.config.evaluation import check_evaluation
 from services.config.generation import check_sampling, check_sync
 from services.config.loss import check_loss
@@ -9,132 +11,131 @@ from services.config.root import RunConfig
 from services.config.verifiers import check_verifiers
 
 
-def check(config: RunConfig) -> None:
-    """Raise ValueError for the first broken rule, naming the keys, their values and the remedy."""
-    _check_room(config)
-    _check_replay(config)
-    _check_training(config)
-    check_loss(config.loss, config.advantage.kind)
-    check_sync(config.sync)
-    check_sampling(config.sampling)
-    _check_tls(config)
-    check_verifiers(config.verifiers, [*config.data.sources, *config.evaluation.sources])
-    _check_rewards(config)
-    check_evaluation(
-        config.evaluation, config.sampling, config.data.max_prompt_tokens, config.model.max_tokens, config.generator.count
-    )
+def broken(config: RunConfig) -> Iterator[str]:
+    """Return the broken rules, naming the keys, their values and the remedy."""
+    for rule in (_room, _replay, _training, _tls, _rewards):
+        yield from rule(config)
+    sources, evaluation = [*config.data.sources, *config.evaluation.sources], config.evaluation
+    room, generators = (config.data.max_prompt_tokens, config.model.max_tokens), config.generator.count
+    for check in (
+        lambda: check_loss(config.loss, config.advantage.kind),
+        lambda: check_sync(config.sync),
+        lambda: check_sampling(config.sampling),
+        lambda: check_verifiers(config.verifiers, sources),
+        lambda: check_evaluation(evaluation, config.sampling, *room, generators),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            yield str(error)
 
 
-def _check_room(config: RunConfig) -> None:
+def _room(config: RunConfig) -> Iterator[str]:
     """Check that sequences fit into the model and into packed rows, and a step into the replay table."""
     longest, row_tokens = config.max_sequence_tokens, config.trainer.row_tokens
     if longest > config.model.max_tokens:
-        raise ValueError(
+        yield (
             f"data.max_prompt_tokens + sampling.max_tokens = {longest} exceeds model.max_tokens = {config.model.max_tokens}: "
             "lower one of the two or raise model.max_tokens"
         )
     if longest > row_tokens:
-        raise ValueError(
+        yield (
             f"trainer.row_tokens = {row_tokens} is shorter than the longest sequence, "
             f"data.max_prompt_tokens + sampling.max_tokens = {longest}: raise trainer.row_tokens"
         )
     per_step, capacity, mini_batches = config.admission.prompts_per_step, config.replay.capacity, config.trainer.mini_batches
     if capacity < per_step:
-        raise ValueError(
+        yield (
             f"replay.capacity = {capacity} cannot hold a step of admission.prompts_per_step = {per_step} groups: "
             "raise replay.capacity"
         )
     if mini_batches > per_step:
-        raise ValueError(
+        yield (
             f"trainer.mini_batches = {mini_batches} exceeds admission.prompts_per_step = {per_step}: "
             "a mini-batch holds at least one group; lower trainer.mini_batches"
         )
 
 
-def _check_replay(config: RunConfig) -> None:
+def _replay(config: RunConfig) -> Iterator[str]:
     """Check that the replay table lets the run progress."""
     replay, admission, slots = config.replay, config.admission, config.slots
     if replay.max_uses > admission.max_staleness + 1:
-        raise ValueError(
+        yield (
             f"replay.max_uses = {replay.max_uses} cannot be reached: a group is at most admission.max_staleness = "
             f"{admission.max_staleness} steps old; lower replay.max_uses to {admission.max_staleness + 1} "
             "or raise admission.max_staleness"
         )
     if replay.max_uses == 0 and replay.sampler == "fifo":
-        raise ValueError(
-            'replay.sampler = "fifo" needs replay.max_uses >= 1: with 0, every step would draw the same oldest groups'
-        )
+        yield ('replay.sampler = "fifo" needs replay.max_uses >= 1: with 0, every step would draw the same oldest groups')
     if replay.max_uses == 0 and not replay.samples_per_insert:
-        raise ValueError(
-            "replay.max_uses = 0 needs replay.samples_per_insert >= 1: otherwise nothing limits how many prompts are issued"
-        )
+        yield ("replay.max_uses = 0 needs replay.samples_per_insert >= 1: otherwise nothing limits how many prompts are issued")
     if replay.samples_per_insert and replay.samples_per_insert < 1:
-        raise ValueError(
+        yield (
             f"replay.samples_per_insert = {replay.samples_per_insert} would generate groups that no step trains on: "
             "set at least 1, or 0 to disable the rate limiter"
         )
     if replay.max_uses and replay.samples_per_insert > replay.max_uses:
-        raise ValueError(
+        yield (
             f"replay.samples_per_insert = {replay.samples_per_insert} cannot be reached with replay.max_uses = "
             f"{replay.max_uses}: lower it, or raise replay.max_uses"
         )
     if replay.min_size > min(replay.capacity, slots):
-        raise ValueError(
+        yield (
             f"replay.min_size = {replay.min_size} cannot be reached: the table holds replay.capacity = {replay.capacity} "
             f"groups and the run has {slots} slots, (admission.max_staleness + 1) x admission.prompts_per_step; lower it"
         )
 
 
-def _check_training(config: RunConfig) -> None:
+def _training(config: RunConfig) -> Iterator[str]:
     """Check that model, reference, optimizer and trainer are compatible."""
     trainer, optimizer, reference, beta = config.trainer, config.optimizer, config.reference, config.loss.kl_beta
     if trainer.offload and trainer.zero_stage == 0:
-        raise ValueError("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one of these, or trainer.offload = false")
+        yield ("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one of these, or trainer.offload = false")
     if trainer.ranks % trainer.sequence_parallel:
-        raise ValueError(
+        yield (
             f"trainer.ranks = {trainer.ranks} cannot be divided into teams of trainer.sequence_parallel = "
             f"{trainer.sequence_parallel} ranks: set a multiple of it"
         )
     if beta > 0 and reference.kind == "none":
-        raise ValueError(
+        yield (
             f'loss.kl_beta = {beta} needs a reference policy, but reference.kind = "none": set "frozen" or "polyak", '
             "or loss.kl_beta = 0"
         )
     if config.lora.rank and reference.kind == "polyak":
-        raise ValueError(
+        yield (
             f'lora.rank = {config.lora.rank} and reference.kind = "polyak" are incompatible: averaging adapters does not '
             'average the weights they produce; set reference.kind = "frozen", or lora.rank = 0'
         )
     if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
-        raise ValueError(
+        yield (
             f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step of run.steps = {config.run.steps} for "
             f'optimizer.schedule = "{optimizer.schedule}": lower optimizer.warmup_steps'
         )
 
 
-def _check_tls(config: RunConfig) -> None:
+def _tls(config: RunConfig) -> Iterator[str]:
     """Check that the TLS keys are complete."""
     api = config.api
     if bool(api.certificate_file) != bool(api.key_file):
-        raise ValueError(
+        yield (
             f"api.certificate_file = {api.certificate_file!r} and api.key_file = {api.key_file!r}: "
             "set both to use TLS, or neither"
         )
 
 
-def _check_rewards(config: RunConfig) -> None:
+def _rewards(config: RunConfig) -> Iterator[str]:
     """Check that completions can be solved where pass rates are needed."""
     remedy = "give one of its verifiers a positive weight and `solved_at` (or a `range`, whose top it then is)"
     if excluded := config.filters.exclude_pass_rate:
         for source in config.data.sources:
             if not config.thresholds(source.name):
-                raise ValueError(
+                yield (
                     f'filters.exclude_pass_rate = {excluded} is meaningless for the prompt source "{source.name}", since no '
                     f"verifier says when a completion is solved: {remedy}, or remove the key"
                 )
     for source in config.evaluation.sources:
         if not config.thresholds(source.name):
-            raise ValueError(
+            yield (
                 f'evaluation source "{source.name}" can have no pass@k, since no verifier says when a completion is solved: '
                 f"{remedy}"
             )

@@ -85,7 +85,8 @@ class Data(Section):
     chat_template_options: dict[str, Any] = {}
     """Further variables for the chat template, e.g. `enable_thinking = false`."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of a prompt in tokens. Prompts are never truncated."""
+    """Maximum length of a prompt in tokens. Prompts are never truncated. Unset: what `model.max_tokens`
+    leaves, at most this default."""
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with a longer prompt: `error` stops the run before it starts; `drop` skips the row and logs how
     many were skipped."""

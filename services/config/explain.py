@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from services.config import RunConfig
+from services.config.reading.docstrings import docstrings
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ def as_json() -> str:
 
 
 def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    helps = docstrings(model)
     for name, field in model.model_fields.items():
         models, listed = _models(field.annotation)
         if not models:
-            yield Key(prefix + name, _type(field.annotation), _default(field), field.description or "")
+            yield Key(prefix + name, _type(field.annotation), _default(field), helps.get(name, ""))
         place = f"{prefix}{name}{'[]' if listed else ''}"
         if len(models) == 1:
             yield from _keys(models[0], f"{place}.")

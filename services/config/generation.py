@@ -15,7 +15,7 @@ class Sampling(Section):
     group_size: int = Field(default=8, ge=2)
     """Completions per prompt. Together they form a group."""
     max_tokens: int = Field(default=512, ge=1)
-    """Maximum length of a completion in tokens."""
+    """Maximum length of a completion in tokens. Unset: what prompts leave of `model.max_tokens`, at most this default."""
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature. The trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)

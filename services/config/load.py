@@ -1,57 +1,48 @@
 """Load a configuration. Precedence: TOML file < environment (GRPO__SECTION__KEY) < command line (section.key=value).
 
-Guarantees: every error is a one-line `ConfigError` that names the key, the value and the remedy; an unknown key from any
-of the three sources is refused, and the message suggests the nearest valid name.
+Guarantees: every fault is a line that names its place, the key, the value and the remedy, and a `ConfigError` has all faults that
+can be told from the configuration alone; an unknown key from any of the three sources is refused, and the message suggests the
+nearest valid name.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import os
 import tomllib
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from services.config.consistency import check
+from services.config.consistency import broken
 from services.config.generation import Generator
 from services.config.loss import settle
+from services.config.reading.derived import derived
+from services.config.reading.faults import explained, models_of, without
+from services.config.reading.places import COMMAND_LINE, KeyPlaces
 from services.config.root import Redis, RunConfig
 from services.config.training import Trainer
 from services.config.unused_keys import unread
 
 ENV_PREFIX = "GRPO__"
-KINDS = ("jsonl", "parquet", "reasoning_gym", "math", "exact", "regex", "length", "python", "http", "judge")
-"""Of prompt sources and verifiers: pydantic puts them into the path of a faulty key."""
-REPLACED = {
-    "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
-    "{ ... }, data.sources.0.KEY for data.source.KEY",
-    "generator.max_expiries": "is gone, and 16 leases of a ticket may expire: remove the key",
-    "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
-    "generator.partial_every_s": "is gone, and unfinished completions are saved every 5 s: remove the key",
-    "replay.error_buffer": "is gone, and the smallest buffer that never blocks a run is used: remove the key",
-    "replay.payload_ttl_s": "is gone, and payloads without a header expire after an hour: remove the key",
-    "filters.active_sampling": "is gone: remove the key, or set filters.active_sampling_bound = 0 for false",
-    "optimizer.beta1": "is gone: set optimizer.betas = [BETA1, BETA2]",
-    "optimizer.beta2": "is gone: set optimizer.betas = [BETA1, BETA2]",
-    "trainer.logprob_chunk_tokens": "is gone, and logits are computed for 1024 tokens at a time: remove the key",
-    "fleet.heartbeat_s": "is gone, and is a tenth of fleet.ttl_s: remove the key",
-    "tracking.wandb_mode": "is gone: remove the key, and set the environment variable WANDB_MODE = online for online",
-    "sync.bucket_mib": "is gone, and buckets have 32 MiB: remove the key",
-    "evaluation.final_s": "is gone, and the last round may take 10 minutes: remove the key",
-}
-"""Keys of older versions, and what to do instead."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the key, the value and the remedy."""
+    """A configuration that cannot be used. Each of its faults is a line that names the key, the value and the remedy."""
 
+    def __init__(self, *faults: str, rest: RunConfig | None = None, places: KeyPlaces | None = None) -> None:
+        """`rest`: what can be used without the faulty keys, which then have their defaults, to look for further faults in."""
+        super().__init__("; ".join(faults))
+        self.faults, self.rest, self.places = faults, rest, places
+
+
+ROUNDS = 4
+"""Times that faulty keys are left out to find further ones: an error can hide others of its section."""
 
 Before = Callable[[RunConfig], RunConfig | None]
 """Returns the configuration that a run began with, or None if it has not begun; unused keys set there are accepted."""
@@ -64,18 +55,35 @@ def load(
     before: Before = lambda config: None,
 ) -> RunConfig:
     """Read `path`, apply the environment and then the `section.key=value` overrides, and validate."""
-    tree = _read(Path(path))
-    for name, text in sorted((os.environ if environ is None else environ).items()):
-        _refuse_lookalike(name)
+    return load_with_places(path, overrides, environ, before)[0]
+
+
+def load_with_places(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    before: Before = lambda config: None,
+) -> tuple[RunConfig, KeyPlaces]:
+    """Do the same as `load`, and also return where each key is set."""
+    text = _text(Path(path))
+    tree, places = _parsed(Path(path), text), KeyPlaces(str(path), text)
+    faults = list[str]()
+    for name, given in sorted((os.environ if environ is None else environ).items()):
+        if fault := _lookalike(name):
+            faults.append(fault)
         if name.startswith(ENV_PREFIX):
-            _assign(tree, name[len(ENV_PREFIX) :].lower().split("__"), text, origin=f"environment variable {name}")
+            place, keys = f"environment variable {name}", name[len(ENV_PREFIX) :].lower().split("__")
+            faults += _assigned(tree, keys, given, place, places)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"override {override!r} is not of the form section.key=value")
-        _assign(tree, key.strip().split("."), text, origin=f"command line {key.strip()}")
+        key, equals, given = override.partition("=")
+        if equals:
+            faults += _assigned(tree, key.strip().split("."), given, COMMAND_LINE, places)
+        else:
+            faults.append(
+                f"{COMMAND_LINE}: override {override!r} is not of the form section.key=value: write the key and its value"
+            )
     _place_functions(tree, Path(path).absolute().parent)
-    return validate(tree, str(path), before)
+    return _validated(tree, places, before, faults), places
 
 
 def load_resolved(path: str | Path) -> RunConfig:
@@ -83,29 +91,46 @@ def load_resolved(path: str | Path) -> RunConfig:
 
     Accept unused keys: the version that wrote the file may have accepted them, and its run must stay readable and resumable.
     """
-    return validate(_read(Path(path)), str(path), before=lambda config: config)
+    return validate(_parsed(Path(path), _text(Path(path))), str(path), before=lambda config: config)
 
 
 def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda config: None) -> RunConfig:
-    """Turn a tree of values into a `RunConfig`, or raise a one-line `ConfigError`.
+    """Turn a tree of values into a `RunConfig`, or raise a `ConfigError` with all unknown keys, invalid values, unused keys and
+    broken rules. A key that is left out because of its fault counts as its default in the rules."""
+    return _validated(tree, KeyPlaces(origin), before, [])
 
-    The error lists all unknown keys and invalid values; if there are none, all unused keys; if there are none of these either,
-    the first broken rule.
-    """
-    try:
-        config = _settled(RunConfig.model_validate(tree))
-        _refuse_unread(config, before)
-        check(config)
-    except ValidationError as error:
-        faults = [_explain(fault) for fault in error.errors(include_url=False)]
-        raise ConfigError(f"{origin}: " + "; ".join(faults)) from None
-    except ValueError as error:
-        raise ConfigError(f"{origin}: {error}") from None
+
+def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, faults: list[str]) -> RunConfig:
+    faults, config, left = list(faults), None, copy.deepcopy(dict(tree))
+    for _ in range(ROUNDS):
+        try:
+            config = RunConfig.model_validate(left)
+            break
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            faults += [places.told(explained(fault)) for fault in errors]
+            gone = [without(left, fault["loc"]) for fault in errors if fault["type"] != "missing"]
+            if len(gone) < len(errors) or not all(gone):
+                break
+    if config is not None:
+        known = len(faults)
+        config = _settled(config)
+        faults += [places.told(line) for line in (*_refused(config, before), *broken(config))]
+        if known:  # a rule that is broken by a default, which stands in for a faulty value, is no fault of the file
+            named = set(_keys_of(faults[:known]))
+            faults = faults[:known] + [line for line in faults[known:] if not named & set(_keys_of([line]))]
+    if faults or config is None:
+        raise ConfigError(*faults, rest=config, places=places)
     return config
 
 
+def _keys_of(lines: Sequence[str]) -> list[str]:
+    return [key for line in lines for key in KeyPlaces.named(line)]
+
+
 def _settled(config: RunConfig) -> RunConfig:
-    """Return the configuration with defaults that depend on several sections replaced by what they mean."""
+    """Return the configuration with defaults that depend on several sections, or on the model, replaced by what they mean."""
+    config = derived(config)
     loss = settle(config.loss, config.admission.max_staleness, config.trainer.mini_batches)
     return config.model_copy(update={"loss": loss})
 
@@ -157,15 +182,16 @@ def code_digest(path: str) -> str:
         ) from None
 
 
-def _refuse_lookalike(name: str) -> None:
-    """Refuse an environment variable that is meant for a key but is not read, such as GRPO_RUN_STEPS."""
+def _lookalike(name: str) -> str:
+    """Return why a variable is refused that is meant for a key but is not read, such as GRPO_RUN_STEPS; "" if it is not."""
     section, _, key = name.removeprefix("GRPO_").lower().partition("_")
     if not name.startswith("GRPO_") or name.startswith(ENV_PREFIX) or section not in RunConfig.model_fields:
-        return
-    fields = [field for model in _models(RunConfig.model_fields[section].annotation) for field in model.model_fields]
+        return ""
+    fields = [field for model in models_of(RunConfig.model_fields[section].annotation) for field in model.model_fields]
     if near := difflib.get_close_matches(key, fields, n=1, cutoff=0.85):
         meant = f"{ENV_PREFIX}{section}__{near[0]}".upper()
-        raise ConfigError(f"environment variable {name} is not read: did you mean {meant}? Rename or unset it")
+        return f"environment variable {name} is not read: did you mean {meant}? Rename or unset it"
+    return ""
 
 
 def _place_functions(tree: dict[str, Any], folder: Path) -> None:
@@ -179,43 +205,54 @@ def _place_functions(tree: dict[str, Any], folder: Path) -> None:
             table["function"] = f"{folder / Path(place).expanduser()}:{name}"
 
 
-def _refuse_unread(config: RunConfig, before: Before) -> None:
+def _refused(config: RunConfig, before: Before) -> list[str]:
+    """Return the keys that have no effect, but for those of the configuration that the run began with."""
     if (found := list(unread(config))) and (begun := before(config)):
         known = set(unread(begun))
         found = [line for line in found if line not in known]
-    if found:
-        raise ValueError("; ".join(found))
+    return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _text(path: Path) -> str:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"configuration file {path} does not exist") from None
+        raise ConfigError(f"configuration file {path} does not exist: correct the path, or write one with grpo init") from None
     except OSError as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration file {path} is not valid TOML: it is not UTF-8 ({error}); save it as UTF-8") from None
 
 
-def _assign(tree: dict[str, Any], parts: list[str], text: str, origin: str) -> None:
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration file {path} is not valid TOML: {error}; correct it there") from None
+
+
+def _assigned(tree: dict[str, Any], parts: list[str], text: str, place: str, places: KeyPlaces) -> list[str]:
+    """Put a value into the tree, and return the faults in its key."""
     node: object = tree
-    for part in parts[:-1]:
+    for at, part in enumerate(parts[:-1]):
         table = _table(node)
-        node = _item(node, part, origin) if table is None else table.setdefault(part, {})
+        if table is not None:
+            node = table.setdefault(part, {})
+        elif isinstance(node, list) and part.isdigit() and int(part) < len(entries := cast("list[Any]", node)):
+            node = entries[int(part)]
+        else:
+            have = f"{'.'.join(parts[:at])} has {len(cast('list[Any]', node))} entries, from 0" if isinstance(node, list) else ""
+            why = f"{part!r} does not name a section or an entry{f' ({have})' * bool(have)}"
+            return [f"{place}: {'.'.join(parts)} = {text}: {why}: correct the key"]
     if (table := _table(node)) is None:
-        raise ConfigError(f"{origin}: {'.'.join(parts[:-1])} is not a section")
+        return [f"{place}: {'.'.join(parts)} = {text}: {'.'.join(parts[:-1])} is not a section: correct the key"]
     table[parts[-1]] = _value(text)
+    places.put(".".join(parts), place)
+    return []
 
 
 def _table(node: object) -> dict[str, Any] | None:
     return cast("dict[str, Any]", node) if isinstance(node, dict) else None
-
-
-def _item(node: Any, part: str, origin: str) -> Any:
-    if isinstance(node, list) and part.isdigit() and int(part) < len(entries := cast("list[Any]", node)):
-        return entries[int(part)]
-    raise ConfigError(f"{origin}: {part!r} does not name a section or an entry")
 
 
 def _value(text: str) -> Any:
@@ -224,46 +261,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _explain(fault: Any) -> str:
-    path = [str(part) for part in fault["loc"]]
-    location = [part for part in path if part not in KINDS]
-    key = ".".join(location) or "configuration"
-    if fault["type"] == "extra_forbidden" and key in REPLACED:
-        return f"{key} {REPLACED[key]}"
-    if fault["type"] == "extra_forbidden":
-        names = _valid_names(path[:-1])
-        near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
-        return f"{key} = {fault['input']!r} is not a known key; {hint}"
-    if fault["type"] == "missing":
-        return _missing(key)
-    message = fault["msg"].removeprefix("Value error, ")
-    if not location:
-        return message
-    return f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _missing(key: str) -> str:
-    if "." in key:
-        return f"missing required key {key}"
-    listed = typing.get_origin(RunConfig.model_fields[key].annotation) is list
-    return f"missing required section {f'[[{key}]]' if listed else f'[{key}]'}"
-
-
-def _valid_names(location: Sequence[str]) -> list[str]:
-    models: list[type[BaseModel]] = [RunConfig]
-    for part in location:
-        if part in KINDS:  # pydantic names the branch of the union it took
-            models = [model for model in models if part in typing.get_args(model.model_fields["kind"].annotation)]
-        elif not part.isdigit():
-            models = [m for model in models if part in model.model_fields for m in _models(model.model_fields[part].annotation)]
-    return sorted({name for model in models for name in model.model_fields})
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the section classes that an annotation names, through unions, lists and Annotated."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in typing.get_args(annotation) for model in _models(part)]

@@ -74,7 +74,8 @@ class Model(Section):
     fp32_head: bool = False
     """`bfloat16`: compute the output projection in float32, in generators and trainer, so that logits are not rounded."""
     max_tokens: int = Field(default=4096, ge=2)
-    """Maximum length of prompt plus completion, in tokens."""
+    """Maximum length of prompt plus completion, in tokens. Unset: the length of the model's context, but at most this default, or
+    what the other lengths need."""
 
 
 class Api(Section):

@@ -132,7 +132,7 @@ class Trainer(Section):
     """Ranks that share a row. Each holds a slice of its tokens and, in attention, a share of the heads (Ulysses)."""
     row_tokens: int = Field(default=4096, ge=1)
     """Token budget of a packed row, which is a micro-batch. The prompt of a group counts once per row; attention sees it once per
-    response, which is at most about twice as many tokens."""
+    response, which is at most about twice as many tokens. Unset: this default, or the longest sequence."""
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps per training step. With more than one, an extra pass before the first computes the `old` logprobs."""
     zero_stage: Literal[0, 1, 2, 3] = 0

@@ -9,8 +9,6 @@ from __future__ import annotations
 from binascii import crc32
 from functools import cache
 
-from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-
 from services.protocol.keys import Keys
 
 MOST = 64
@@ -21,6 +19,8 @@ OFF_CENTRE = 1 / 16  # share of its slots by which a shard may be off their cent
 @cache
 def shards(run: str, count: int) -> tuple[Keys, ...]:
     """Return the keys of each shard: those of a run with a name that no real run can have."""
+    from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot  # loads all of redis-py, which a configuration can do without
+
     share, found, number = REDIS_CLUSTER_HASH_SLOTS / count, dict[int, Keys](), 0
     while len(found) < count:
         keys = Keys(f"{run}/{number}")

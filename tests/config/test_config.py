@@ -14,7 +14,9 @@ from pydantic import BaseModel
 
 from services.config import ConfigError, RunConfig, digest, load, load_resolved, to_toml
 from services.config.base import Section
-from services.config.load import NOT_DEFINING, REPLACED, _models
+from services.config.load import NOT_DEFINING
+from services.config.reading.docstrings import docstrings
+from services.config.reading.faults import REPLACED, models_of
 
 SMALLEST = """
 [model]
@@ -27,6 +29,7 @@ kind = "exact"
 """
 
 ROWS = '{kind="jsonl", path="x"}'
+LENGTHS = ("data.max_prompt_tokens=1024", "sampling.max_tokens=512")
 TASK = '{kind="reasoning_gym", name="task", task="gcd"}'
 
 
@@ -192,7 +195,10 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.max_tokens=1535"], "= 1536 exceeds model.max_tokens = 1535: lower one of the two or raise model.max_tokens"),
+        (
+            [*LENGTHS, "model.max_tokens=1535"],
+            "= 1536 exceeds model.max_tokens = 1535: lower one of the two or raise model.max_tokens",
+        ),
         (["trainer.row_tokens=1535"], "trainer.row_tokens = 1535 is shorter than the longest sequence"),
         (["replay.capacity=15"], "replay.capacity = 15 cannot hold a step of admission.prompts_per_step = 16 groups"),
         (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
@@ -246,7 +252,7 @@ def test_what_cannot_work_together_is_refused_before_anything_starts(file: Path,
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["model.max_tokens=1536"], ["trainer.row_tokens=1536"], ["replay.capacity=16"], ["replay.max_uses=2"],
+        [*LENGTHS, "model.max_tokens=1536"], ["trainer.row_tokens=1536"], ["replay.capacity=16"], ["replay.max_uses=2"],
         ["loss.denominator=constant", "loss.denominator_tokens=100"], ["loss.correction_lower=2.0"],
         ["trainer.mini_batches=16"], ["trainer.offload=true", "trainer.zero_stage=1"],
         ["trainer.ranks=4", "trainer.sequence_parallel=2"], ["reference.kind=none", "loss.kl_beta=0"], ["loss.kl_beta=0"],
@@ -298,7 +304,7 @@ def test_shards_are_part_of_what_a_run_is_and_without_them_it_is_what_it_was(fil
 
 
 def sections(model: type[BaseModel]) -> set[type[BaseModel]]:
-    inner = {part for field in model.model_fields.values() for part in _models(field.annotation)}
+    inner = {part for field in model.model_fields.values() for part in models_of(field.annotation)}
     return {model}.union(*(sections(part) for part in inner))
 
 
@@ -312,9 +318,10 @@ def test_every_key_and_section_is_documented() -> None:
     for section in found:
         assert section.__doc__, section
         assert section.model_config["extra"] == "forbid"
-        for name, field in section.model_fields.items():
-            assert field.description, f"{section.__name__}.{name}"
-            assert field.description.endswith("."), f"{section.__name__}.{name}"
+        helps = docstrings(section)
+        for name in section.model_fields:
+            assert helps.get(name), f"{section.__name__}.{name}"
+            assert helps[name].endswith("."), f"{section.__name__}.{name}"
 
 
 def test_a_loaded_configuration_does_not_change(file: Path) -> None:

@@ -1,0 +1,37 @@
+"""The docstrings of configuration keys, which are their help texts, read from the source when they are asked for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+from pydantic import BaseModel
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring of each key of a section, which is the string after it in the source."""
+    found = dict[str, str]()
+    for base in reversed(model.__mro__):
+        found |= _sources(base.__module__).get(base.__name__, {})
+    return found
+
+
+@cache
+def _sources(module: str) -> dict[str, dict[str, str]]:
+    """Return class -> key -> docstring of a module."""
+    if not module.startswith("services."):
+        return {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: dict(_of_class(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _of_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for key, text in zip(node.body, node.body[1:], strict=False):
+        match key, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                yield name, inspect.cleandoc(said)
+            case _:
+                pass

@@ -1,0 +1,95 @@
+"""What is wrong with a configuration: pydantic's errors as lines that name the key, the value and what is valid. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from services.config.root import RunConfig
+
+KINDS = ("jsonl", "parquet", "reasoning_gym", "math", "exact", "regex", "length", "python", "http", "judge")
+"""Of prompt sources and verifiers: pydantic puts them into the path of a faulty key."""
+REPLACED = {
+    "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
+    "{ ... }, data.sources.0.KEY for data.source.KEY",
+    "generator.max_expiries": "is gone, and 16 leases of a ticket may expire: remove the key",
+    "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
+    "generator.partial_every_s": "is gone, and unfinished completions are saved every 5 s: remove the key",
+    "replay.error_buffer": "is gone, and the smallest buffer that never blocks a run is used: remove the key",
+    "replay.payload_ttl_s": "is gone, and payloads without a header expire after an hour: remove the key",
+    "filters.active_sampling": "is gone: remove the key, or set filters.active_sampling_bound = 0 for false",
+    "optimizer.beta1": "is gone: set optimizer.betas = [BETA1, BETA2]",
+    "optimizer.beta2": "is gone: set optimizer.betas = [BETA1, BETA2]",
+    "trainer.logprob_chunk_tokens": "is gone, and logits are computed for 1024 tokens at a time: remove the key",
+    "fleet.heartbeat_s": "is gone, and is a tenth of fleet.ttl_s: remove the key",
+    "tracking.wandb_mode": "is gone: remove the key, and set the environment variable WANDB_MODE = online for online",
+    "sync.bucket_mib": "is gone, and buckets have 32 MiB: remove the key",
+    "evaluation.final_s": "is gone, and the last round may take 10 minutes: remove the key",
+}
+"""Keys of older versions, and what to do instead."""
+
+
+def explained(fault: Any) -> str:
+    """Return one of pydantic's errors as a line."""
+    path = [str(part) for part in fault["loc"]]
+    location = [part for part in path if part not in KINDS]
+    key = ".".join(location) or "configuration"
+    if fault["type"] == "extra_forbidden" and key in REPLACED:
+        return f"{key} {REPLACED[key]}"
+    if fault["type"] == "extra_forbidden":
+        names = _valid_names(path[:-1])
+        near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
+        return f"{key} = {fault['input']!r} is not a known key; {hint}"
+    if fault["type"] == "missing":
+        return _missing(key)
+    message = fault["msg"].removeprefix("Value error, ")
+    if not location:
+        return message
+    return f"{key} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def without(tree: dict[str, Any], location: Sequence[str | int]) -> bool:
+    """Remove from a tree what is at the location of one of pydantic's errors; return whether anything was there."""
+    path = [part for part in location if part not in KINDS]
+    node: Any = tree
+    for part in path[:-1]:
+        if isinstance(node, list):
+            node = cast("list[Any]", node)[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = cast("dict[Any, Any]", node)[part]
+        else:
+            return False
+    if isinstance(node, dict) and path and path[-1] in node:
+        del cast("dict[Any, Any]", node)[path[-1]]
+        return True
+    return False
+
+
+def _missing(key: str) -> str:
+    if "." in key:
+        return f"missing required key {key}"
+    listed = typing.get_origin(RunConfig.model_fields[key].annotation) is list
+    return f"missing required section {f'[[{key}]]' if listed else f'[{key}]'}"
+
+
+def _valid_names(location: Sequence[str]) -> list[str]:
+    models: list[type[BaseModel]] = [RunConfig]
+    for part in location:
+        if part in KINDS:  # pydantic names the branch of the union it took
+            models = [model for model in models if part in typing.get_args(model.model_fields["kind"].annotation)]
+        elif not part.isdigit():
+            models = [m for model in models if part in model.model_fields for m in models_of(model.model_fields[part].annotation)]
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section classes that an annotation names, through unions, lists and Annotated."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in models_of(part)]
