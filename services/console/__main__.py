@@ -90,7 +90,11 @@ def _report_known(error: Exception) -> int:
     from services.config import ConfigError
     from services.protocol.errors import DifferentRun, StoreError
 
-    if isinstance(error, ConfigError | DifferentRun):
+    if isinstance(error, ConfigError):
+        for fault in error.faults:
+            _report(fault, EXIT_CONFIG)
+        return EXIT_CONFIG
+    if isinstance(error, DifferentRun):
         return _report(error, EXIT_CONFIG)
     if isinstance(error, StoreError):
         return _report(error, EXIT_REDIS)

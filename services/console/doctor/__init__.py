@@ -7,8 +7,11 @@ fails does not stop the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from services.config import ConfigError
+from services.config.reading.places import KeyPlaces
 
 State = Literal["ok", "note", "fault"]
 
@@ -21,6 +24,15 @@ class Finding:
     state: State
     detail: str
     remedy: str = ""
+    key: str = ""
+    """The key that it is about, if it is about one."""
+    place: str = ""
+    """Where that is set: a line of the file, an environment variable, or the command line."""
+
+    @property
+    def line(self) -> str:
+        """The finding on one line: place or subject, what is wrong, and what to do."""
+        return ": ".join(part for part in (self.place or self.what, self.detail, self.remedy) if part)
 
 
 def ok(what: str, detail: str) -> Finding:
@@ -46,6 +58,25 @@ def told(what: str, error: Exception) -> Finding:
         if found:
             return fault(what, detail, remedy)
     return fault(what, text, "fix what the message names")
+
+
+def placed(found: Iterable[Finding], places: KeyPlaces) -> list[Finding]:
+    """Return the findings with the keys that faults name, and where these are set."""
+    return [replace(one, key=_key(one.detail), place=places.found(one.detail)) if one.state == "fault" else one for one in found]
+
+
+def of_configuration(error: ConfigError) -> list[Finding]:
+    """Return the faults of a configuration, which have their places in front."""
+    found = list[Finding]()
+    for line in error.faults:
+        place, _, message = line.partition(": ")
+        detail = told("configuration", ConfigError(message))
+        found.append(replace(detail, key=_key(message), place=place) if message else replace(detail, detail=line))
+    return found
+
+
+def _key(text: str) -> str:
+    return next(iter(KeyPlaces.named(text)), "")
 
 
 def gathered(looks: Iterable[tuple[str, Callable[[], Iterable[Finding]]]]) -> list[Finding]:

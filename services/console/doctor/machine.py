@@ -1,9 +1,8 @@
-"""Checks of this machine: disk, shared memory, GPUs and their driver, and the network that collectives use."""
+"""Checks of this machine that take seconds or are worth knowing: shared memory, GPUs and their driver, the network."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -13,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from services.config import RunConfig
-from services.console.doctor import Finding, fault, note, ok, told
-from services.console.errors import ConsoleError
-from services.console.local.plan import sharing, visible_gpus
+from services.console.doctor import Finding, fault, note, ok
+from services.console.local.plan import visible_gpus
 
 GIBIBYTE = 2**30
 SHARED_BYTES = 64 * 2**20  # for vLLM's and torch's processes on a CPU; Docker's default
 SHARED_GPU_BYTES = GIBIBYTE  # for NCCL's buffers between the GPUs of one machine
-STATE_SHARE = 8  # checkpoint size over bfloat16 weights: a float32 master copy and two moments add up to 16 bytes for 2
-LEAST_FREE_BYTES = 2 * GIBIBYTE  # for logs, Redis' append-only file and metrics
 TORCH_LIMIT_S = 120.0
 CONNECT_LIMIT_S = 5.0
 _ASK_TORCH = """
@@ -29,23 +25,6 @@ import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
 """
-
-
-def disk(config: RunConfig) -> Iterator[Finding]:
-    """Check that the run's folder is writable and has space for its checkpoints."""
-    folder = Path(config.run.dir).resolve()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not os.access(there, os.W_OK):
-        yield fault("disk", f"run.dir = {config.run.dir!r}: {there} is not writable", "make it writable, or set run.dir")
-        return
-    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    needed = max(LEAST_FREE_BYTES, (config.checkpoint.keep + 1) * STATE_SHARE * weights)
-    free = shutil.disk_usage(there).free
-    detail = f"{free / GIBIBYTE:.1f} GiB free at {there}; checkpoints and logs need up to {needed / GIBIBYTE:.1f} GiB"
-    if free < needed:
-        yield fault("disk", detail, "free space, set run.dir to a larger disk, or lower checkpoint.keep")
-    else:
-        yield ok("disk", detail)
 
 
 def shared_memory(config: RunConfig, gpus: int) -> Iterator[Finding]:
@@ -64,8 +43,8 @@ def shared_memory(config: RunConfig, gpus: int) -> Iterator[Finding]:
         yield ok("shared memory", detail)
 
 
-def gpus(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that torch sees the GPUs that the driver reports, and that the run fits on them."""
+def gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that torch sees the GPUs that the driver reports."""
     shown = visible_gpus(environ)
     seen = _torch()
     if "error" in seen:
@@ -79,12 +58,6 @@ def gpus(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield ok("GPUs", f"{', '.join(seen['gpus'])}; torch {seen['torch']}, CUDA {seen['cuda']}")
     else:
         yield note("GPUs", f"none: the run uses the CPU (torch {seen['torch']})")
-    try:
-        shared = sharing(config, shown)
-    except ConsoleError as error:
-        yield told("GPUs for this run", error)
-        return
-    yield note("GPUs for this run", "too few: generators share GPUs, using gloo") if shared else ok("GPUs for this run", "enough")
 
 
 def network(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -11,29 +11,40 @@ from pathlib import Path
 import msgspec
 
 from services.config import RunConfig, load
-from services.console.doctor import Finding, gathered, inputs, machine, release, server, work
+from services.config.load import load_with_places
+from services.console.doctor import Finding, gathered, machine, release, server
 from services.console.doctor import reach as collective
+from services.console.doctor.model import model
+from services.console.doctor.packages import there
+from services.console.doctor.preflight import faults_of, preflight
+from services.console.doctor.rows import data
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.local.folder import split_password
 from services.console.local.plan import visible_gpus
-from services.console.printable import cell, safe_json
+from services.console.printable import printable, safe_json
 from services.runtime.entry import CONFIG_ENV
 
 
 async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as_json: bool, cluster: bool = False) -> int:
-    """Check everything a run of this configuration needs here. Return exit code 1 when something would stop it."""
+    """Check everything a run of this configuration needs here. Return exit code 1 when something would stop it, 2 when the
+    configuration itself is not valid."""
     if cluster and redis_url:
         raise ConsoleError("--cluster checks the release's own Redis: remove --redis-url", EXIT_CONFIG)
-    config = load(_given(file), overrides)
-    found = await (examine_release(config) if cluster else examine(config, redis_url))
-    return report(config, found, as_json, "All checks passed")
+    given = _given(file)
+
+    def look(config: RunConfig) -> list[Finding]:
+        return asyncio.run(examine_release(config) if cluster else examine(config, redis_url))
+
+    config, found = await asyncio.to_thread(faults_of, lambda before: load_with_places(given, overrides, before=before), look)
+    code = report(config.run.name if config else "", found, as_json, "All checks passed")
+    return EXIT_CONFIG if config is None else code
 
 
 def network(file: Path | None, overrides: Sequence[str], reach: str, as_json: bool) -> int:
     """Run a collective between this machine and another, where the same command runs with the other option."""
     config = load(_given(file), overrides)
     return report(
-        config, list(collective.check(config, reach)), as_json, "All checks passed: these two machines can sync weights"
+        config.run.name, list(collective.check(config, reach)), as_json, "All checks passed: these two machines can sync weights"
     )
 
 
@@ -44,52 +55,36 @@ def _given(file: Path | None) -> Path:
     return Path(given)
 
 
-def report(config: RunConfig, found: Sequence[Finding], as_json: bool, well: str) -> int:
+def report(run: str, found: Sequence[Finding], as_json: bool, well: str) -> int:
     """Print the findings and return the exit code."""
     faults = sum(one.state == "fault" for one in found)
     if as_json:
-        findings = {"run": config.run.name, "faults": faults, "findings": [asdict(one) for one in found]}
+        findings = {"run": run, "faults": faults, "findings": [asdict(one) for one in found]}
         print(safe_json(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()))
     else:
-        _show(found)
+        for one in found:
+            print(f"{one.state:6}{printable(f'{one.what}: ' * (one.place != '') + one.line)}")
         print(f"{faults} problem{'' if faults == 1 else 's'} found" if faults else well, flush=True)
     return EXIT_FAILED if faults else EXIT_OK
 
 
 async def examine(config: RunConfig, redis_url: str = "") -> list[Finding]:
-    """Return all findings, in the order of the table."""
+    """Return all findings: those of the server, of everything that `grpo run` checks, and what takes longer."""
     url, password = split_password(redis_url or config.redis.url)
     found = [finding async for finding in server.server(config, url, password)]
-    environ = os.environ
+    environ, gpus = os.environ, visible_gpus(os.environ)
     looks = [
-        ("disk", lambda: machine.disk(config)),
-        ("shared memory", lambda: machine.shared_memory(config, len(visible_gpus(environ)))),
-        ("GPUs", lambda: machine.gpus(config, environ)),
+        ("shared memory", lambda: machine.shared_memory(config, len(gpus))),
         ("network", lambda: machine.network(config, environ)),
-        ("model", lambda: work.model(config)),
-        ("data", lambda: inputs.data(config)),
-        ("functions", lambda: inputs.functions(config)),
-        ("verifiers", lambda: inputs.verifiers(config)),
-        ("secrets", lambda: work.secrets(config, environ, own=not url)),
+        ("GPUs", lambda: machine.gpus(environ) if there("torch") else ()),
     ]
-    return found + await asyncio.to_thread(gathered, looks)
+    beside = asyncio.to_thread(gathered, looks)  # importing torch takes longest
+    checked = asyncio.to_thread(preflight, config, gpus, environ, own=not url, remote=True)
+    return found + [finding for each in await asyncio.gather(checked, beside) for finding in each]
 
 
 async def examine_release(config: RunConfig) -> list[Finding]:
     """Return the findings on what the pods of a release share: Redis, model, data and each other."""
     found = [finding async for finding in server.server(config, config.redis.url, "")]
-    found += gathered([("model", lambda: work.model(config)), ("data", lambda: inputs.data(config))])
+    found += gathered([("model", lambda: model(config)), ("data", lambda: data(config))])
     return found + [finding async for finding in release.services(config)]
-
-
-def _show(found: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "check", "result", "remedy"):
-        table.add_column(name)
-    styles = {"ok": "green", "note": "yellow", "fault": "bold red"}
-    for one in found:
-        table.add_row(f"[{styles[one.state]}]{one.state}[/]", one.what, cell(one.detail), cell(one.remedy))
-    Console().print(table)

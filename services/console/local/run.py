@@ -19,10 +19,11 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from services.config import RunConfig, digest, load
-from services.config.model_files import check_model
+from services.config import ConfigError, RunConfig, digest
+from services.config.load import load_with_places
 from services.console.display.plain import PlainDisplay
-from services.console.doctor.inputs import check_inputs
+from services.console.doctor import Finding
+from services.console.doctor.preflight import Check, check_again, faults_of, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import summary
 from services.console.local.changes import Changes, changes, in_words, record
@@ -41,8 +42,6 @@ from services.runtime.checkpoints import CheckpointError, CheckpointFolder
 from services.runtime.child_processes import ServicePlan
 from services.runtime.http.credentials import redis_password
 from services.runtime.process_tools import free_port
-from services.runtime.tracing import check_tracing
-from services.runtime.tracking import check_tracking
 from services.store import Store
 from services.store.connection.client import Login
 
@@ -65,16 +64,13 @@ class Options:
     web: bool = False  # serve the web console
 
 
-def run(options: Options, planner: Planner = plan_units, check: Callable[[RunConfig], None] = check_inputs) -> int:
-    """Run until finished or stopped, and return the exit code. `check` refuses what a new run cannot work with."""
-    config = load(options.file, options.overrides, before=lambda config: None if options.fresh else RunFolder.of(config).held())
-    check_model(config)
-    check_tracking(config, os.environ)
-    check_tracing(config)
-    url, password = split_password(options.redis_url or config.redis.url)
+def run(options: Options, planner: Planner = plan_units, check: Check | None = None) -> int:
+    """Run until finished or stopped, and return the exit code. `check`: what a new run is checked with, before it is started."""
+    gpus = visible_gpus(os.environ)
+    config = _checked(options, check or (lambda config: preflight(config, gpus, os.environ, own=not _url(options, config)[0])))
+    url, password = _url(options, config)
     check_redis(config, url)
     folder = RunFolder.of(config)
-    gpus = visible_gpus(os.environ)
     backend = forced_backend(config, gpus)
     try:
         with FolderLock(folder.path, ORPHANS_S) as lock:
@@ -86,8 +82,6 @@ def run(options: Options, planner: Planner = plan_units, check: Callable[[RunCon
             step = resumed_step(options, folder, held)
             if url:
                 asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
-            if not held:
-                check(config)
             if options.fresh:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):
@@ -100,6 +94,30 @@ def run(options: Options, planner: Planner = plan_units, check: Callable[[RunCon
         raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
     except KeyboardInterrupt:
         return EXIT_STOPPED
+
+
+def _url(options: Options, config: RunConfig) -> tuple[str, str]:
+    """Return the address of the run's Redis, empty for a server of its own, and its password."""
+    return split_password(options.redis_url or config.redis.url)
+
+
+def _checked(options: Options, check: Check) -> RunConfig:
+    """Load the configuration and check everything that the run needs. Raises `ConfigError` with all faults.
+
+    A run that has begun resumes with the data and functions that it began with, which its services compare.
+    """
+
+    def begun(config: RunConfig) -> RunConfig | None:
+        return None if options.fresh else RunFolder.of(config).held()
+
+    def needed(config: RunConfig) -> list[Finding]:
+        return check_again(config) if begun(config) else check(config)
+
+    config, found = faults_of(lambda before: load_with_places(options.file, options.overrides, before=before), needed, begun)
+    faults = [one.line for one in found if one.state == "fault"]
+    if faults or config is None:
+        raise ConfigError(*faults)
+    return config
 
 
 def _judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:

@@ -67,6 +67,8 @@ def _file_rows(source: FileSource, needs: Needs) -> Iterator[PromptRow]:
 def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where: str) -> PromptRow:
     """Read one record of a source. `where` is its place, for messages. Raises `DataError`."""
     prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise DataError(f"{where}: field {source.prompt_field!r} is empty: fill in or remove the row")
     columns = _columns(record, source, where) if needs.columns else None
     if not needs.answer and record.get(source.answer_field) is None:
         return PromptRow(prompt, "", where, columns)
@@ -79,23 +81,34 @@ def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where:
                 f"{_short(answer)}: fix the pattern or the row"
             )
         answer = match[1].strip()
+    if needs.answer and not answer.strip():
+        raise DataError(f"{where}: field {source.answer_field!r} is empty: fill in or remove the row")
     return PromptRow(prompt, answer, where, columns)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    decoder = msgspec.json.Decoder()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise DataError(f"{where}: not valid JSON ({error}): fix or remove the line") from None
-            if not isinstance(record, dict):
-                raise DataError(f"{where}: expected a JSON object, not {type(record).__name__}: fix or remove the line")
-            yield where, cast("dict[str, Any]", record)
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, _record(line, where)
+
+
+def read_jsonl_row(line: bytes, source: FileSource, needs: Needs, where: str) -> PromptRow:
+    """Read one line of a JSONL source. `where` is its place, for messages. Raises `DataError`."""
+    return read_record(_record(line, where), source, needs, where)
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{where}: not valid JSON ({error}): fix or remove the line") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason}): save the file as UTF-8") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected a JSON object, not {type(record).__name__}: fix or remove the line")
+    return cast("dict[str, Any]", record)
 
 
 def _columns(record: dict[str, Any], source: FileSource, where: str) -> dict[str, Any]:
@@ -125,7 +138,10 @@ def _parquet(path: Path, source: FileSource, needs: Needs) -> Iterator[tuple[str
 
 def _field(record: dict[str, Any], name: str, key: str, where: str) -> Any:
     if name not in record:
-        raise DataError(f"{where}: no field {name!r} ({key} of its source); fields: {', '.join(sorted(record)) or 'none'}")
+        raise DataError(
+            f"{where}: no field {name!r} ({key} of its source); set {key} to one of its fields: "
+            f"{', '.join(sorted(record)) or 'it has none'}"
+        )
     return record[name]
 
 
@@ -135,7 +151,8 @@ def _prompt(value: Any, name: str, where: str) -> str | Messages:
     if isinstance(value, list) and value and all(map(_is_message, cast("list[Any]", value))):
         return cast("Messages", value)
     raise DataError(
-        f"{where}: field {name!r} must be a string or a list of messages with `role` and `content`, not {_short(value)}"
+        f"{where}: field {name!r} must be a string or a list of messages with `role` and `content`, not {_short(value)}: "
+        "fix the row"
     )
 
 
@@ -151,7 +168,7 @@ def _answer(value: Any, name: str, where: str) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
-    raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}")
+    raise DataError(f"{where}: field {name!r} must be a string or a number, not {_short(value)}: fix the row")
 
 
 def _reasoning_gym(source: ReasoningGymSource, needs: Needs) -> Iterator[PromptRow]:

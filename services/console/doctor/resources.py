@@ -1,0 +1,153 @@
+"""Checks of what a run takes of this machine: its folder, disk, memory and ports. They import nothing heavy and take no time."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from services.config import RunConfig
+from services.console.doctor import Finding, fault, note, ok, told
+from services.console.doctor.model import Weights, folder_of, weights_of
+from services.console.errors import ConsoleError
+from services.console.local.plan import sharing
+
+GIBIBYTE = 2**30
+STATE_BYTES = 12  # a parameter's float32 master copy and two moments, which checkpoints hold and the optimizer keeps
+ACCUMULATED_BYTES = 4  # a parameter's gradient, in float32
+LEAST_FREE_BYTES = 2 * GIBIBYTE  # for logs, Redis' append-only file and metrics
+PROCESS_BYTES = 0.4 * GIBIBYTE  # of a Python process with torch
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+MEMORY = Path("/proc/meminfo")
+
+
+def disk(config: RunConfig) -> Iterator[Finding]:
+    """Check that the run's folder is writable and has space for its checkpoints."""
+    given = f"run.dir = {config.run.dir!r}"
+    folder = Path(config.run.dir).resolve()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        why = "it is not a folder" if not there.is_dir() else error.strerror
+        yield fault("disk", f"{given}: {there} cannot be written to: {why}", "make it writable, or set another run.dir")
+        return
+    weights = _weights(config)
+    kept = config.checkpoint.keep + 1
+    needed = max(LEAST_FREE_BYTES, kept * (STATE_BYTES + _width(config)) * weights.parameters)
+    free = shutil.disk_usage(there).free
+    detail = (
+        f"{free / GIBIBYTE:.1f} GiB free at {there}; checkpoint.keep = {config.checkpoint.keep} and logs need up to "
+        f"{needed / GIBIBYTE:.1f} GiB"
+    )
+    if free < needed:
+        yield fault("disk", detail, "free space, set run.dir to a larger disk, or lower checkpoint.keep")
+    else:
+        yield ok("disk", detail)
+
+
+def memory(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
+    """Check that the model fits into the memory of the machine or, where there are GPUs, of each GPU.
+
+    Only what is certain counts: weights, gradients, optimizer state and the KV cache that is configured; activations come on top.
+    """
+    weights = _weights(config)
+    if not weights.parameters:
+        return
+    given, rank = f"model.path = {config.model.path!r}", _rank_bytes(config, weights.parameters)
+    copies = weights.parameters * _width(config)
+    if gpus:
+        free, needed = _gpu_bytes(), rank if not config.trainer.offload else copies
+        where, remedy = "a GPU", "use more trainer.ranks with trainer.zero_stage = 3, trainer.offload = true or lora.rank"
+    else:
+        free, cache = _free_bytes(), config.generator.cpu_kv_cache_mib << 20
+        needed = config.trainer.ranks * (rank + PROCESS_BYTES) + config.generator.count * (copies + cache + PROCESS_BYTES)
+        where, remedy = "this machine", "use a smaller model, lora.rank, fewer trainer.ranks or a lower generator.count"
+    if free is None:
+        return
+    detail = (
+        f"{given} with {weights.parameters:,} parameters needs at least {needed / GIBIBYTE:.1f} GiB of memory; {where} has "
+        f"{free / GIBIBYTE:.1f} GiB"
+    )
+    yield fault("memory", detail, remedy) if needed > free else ok("memory", detail)
+
+
+def ports(config: RunConfig, own: bool) -> Iterator[Finding]:
+    """Check that the configured ports are free here. `own`: the run's services all are on this machine."""
+    if own and config.api.port:
+        detail = f"api.port = {config.api.port}: every service of a run on one machine listens on a port of its own"
+        yield fault("ports", detail, "set api.port = 0, which gives each a free one, or remove it")
+    if not config.web.port:
+        return
+    try:
+        family = socket.AF_INET6 if ":" in config.web.host else socket.AF_INET
+        with socket.create_server((config.web.host, config.web.port), family=family):
+            pass
+    except OSError as error:
+        given = f"web.port = {config.web.port}, web.host = {config.web.host!r}"
+        yield fault("ports", f"{given}: cannot listen there ({error.strerror})", "set another port or host, or 0 for a free port")
+    else:
+        yield ok("ports", f"web.port = {config.web.port} is free")
+
+
+def fleet(config: RunConfig, gpus: Sequence[str]) -> Iterator[Finding]:
+    """Check that the run fits on the GPUs of this machine."""
+    try:
+        shared = sharing(config, gpus)
+    except ConsoleError as error:
+        yield told("GPUs for this run", error)
+        return
+    yield note("GPUs for this run", "too few: generators share GPUs, using gloo") if shared else ok("GPUs for this run", "enough")
+
+
+def _weights(config: RunConfig) -> Weights:
+    folder = folder_of(config.model.path)
+    found = weights_of(folder) if folder else ""
+    return Weights(0, 0) if isinstance(found, str) else found
+
+
+def _width(config: RunConfig) -> int:
+    """Return the bytes of a weight."""
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _rank_bytes(config: RunConfig, parameters: int) -> float:
+    """Return the least memory of a trainer rank."""
+    trainer, weights = config.trainer, parameters * _width(config)
+    reference = weights if config.loss.kl_beta and config.reference.kind != "none" else 0
+    if config.lora.rank:
+        return weights + reference * (config.reference.kind != "frozen")
+    sharded = trainer.ranks // trainer.sequence_parallel * trainer.sequence_parallel
+    state = parameters * (STATE_BYTES - 4 * (config.model.dtype == "float32")) / (sharded if trainer.zero_stage else 1)
+    gradients = parameters * ACCUMULATED_BYTES / (sharded if trainer.zero_stage >= 2 else 1)
+    whole = sharded if trainer.zero_stage == 3 else 1
+    return (weights + reference) / whole + state + gradients
+
+
+def _free_bytes() -> int | None:
+    """Return the memory that this machine, or the container, can still give."""
+    try:
+        lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    for limit in MEMORY_LIMITS:
+        try:
+            free = min(free, int(limit.read_text()))
+        except (OSError, ValueError):  # not there, or `max`
+            continue
+    return free
+
+
+def _gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU, as its driver reports it."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(int(line) for line in said.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

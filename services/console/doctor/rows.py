@@ -1,0 +1,84 @@
+"""Checks of the data: every row of every prompt source is read, tokenised and measured.
+
+Guarantees: a fault names the key, the file and the line; of several in one source the first are named, and all are counted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.config import ConfigError, RunConfig
+from services.config.data import FileSource, Source
+from services.config.verifiers import needs_answer, needs_row
+from services.console.doctor import Finding, fault, ok, told
+
+SHOWN = 3  # faulty rows of a source that are named
+KEYS = ("prompt_field", "answer_field", "answer_pattern", "columns", "options", "task")
+"""Keys of a source that a message about its rows may name."""
+FIELDS = ("prompt_field", "answer_field")
+"""Those whose value a message may name instead."""
+
+
+def data(config: RunConfig) -> Iterator[Finding]:
+    """Read and tokenise every row of every prompt source."""
+    for section, sources in (("data", config.data.sources), ("evaluation", config.evaluation.sources)):
+        for index, source in enumerate(sources):
+            yield from _source(f"{section} source {source.name}", f"{section}.sources.{index}", source, config)
+
+
+def _source(what: str, key: str, source: Source, config: RunConfig) -> Iterator[Finding]:
+    for package in ("reasoning_gym",) if source.kind == "reasoning_gym" else ("pyarrow",) if source.kind == "parquet" else ():
+        if importlib.util.find_spec(package) is None:
+            detail = f"{key}.kind = {source.kind!r} needs the package {package}"
+            yield fault(what, detail, "run pip install 'grpo[dataprep]'")
+            return
+    from services.dataprep.prompts.catalogue import PromptSource
+
+    try:
+        read = PromptSource(config, [source])
+    except ConfigError as error:
+        faults = list(_faults(source, config)) if isinstance(source, FileSource) else []
+        for line in faults[:SHOWN] or [str(error)]:
+            yield told(what, ConfigError(_with_key(line, key, source)))
+        if len(faults) > SHOWN:
+            path = f"{key}.path = {getattr(source, 'path', '')!r}"
+            yield fault(what, f"{path}: {len(faults)} rows are faulty; the first are named", "fix or remove them")
+        return
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # what libraries raise for data that they did not expect
+        path = f"{key}.{'path' if isinstance(source, FileSource) else 'task'}"
+        yield fault(what, f"{path} = {getattr(source, path.rpartition('.')[2])!r}: {error}", "fix the data")
+        return
+    yield ok(what, f"{len(read)} rows, the longest prompt has {read.longest} tokens")
+
+
+def _faults(source: FileSource, config: RunConfig) -> Iterator[str]:
+    """Return the faults of all rows of a JSONL file, one each; none if it cannot be read by lines."""
+    from services.dataprep.prompts.rows import Needs, read_jsonl_row
+
+    if source.kind != "jsonl" or not Path(source.path).is_file():
+        return
+    needs = Needs(needs_answer(config.verifiers, source.name), needs_row(config.verifiers, source.name))
+    with Path(source.path).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    read_jsonl_row(line, source, needs, f"{source.path}:{number}")
+                except ConfigError as error:
+                    yield str(error)
+
+
+def _with_key(line: str, key: str, source: Source) -> str:
+    """Return a message about a source with the key that it is about and its value in front, unless it begins with one."""
+    if re.match(r"(data|model|evaluation)\.[a-z_]+( =|:)", line) or "data.max_prompt_tokens = " in line:
+        return line
+    if isinstance(source, FileSource):
+        line = line.removeprefix(f'path of source "{source.name}" = {source.path!r} ')
+    found = [name for name in KEYS if re.search(rf"\b{name}\b( of|\))", line)]
+    found += [name for name in FIELDS if f"field {getattr(source, name, None)!r} " in line]
+    name = [*found, "path" if isinstance(source, FileSource) else "task"][0]
+    for said in (f'{name} of source "{source.name}" = {getattr(source, name)!r} ', f" ({name} of its source)"):
+        line = line.replace(said, "")
+    return f"{key}.{name} = {getattr(source, name)!r}: {line}"

@@ -1,0 +1,39 @@
+"""Checks of a run's trackers and traces, and of the endpoints' secrets and certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from services.config import ConfigError, RunConfig
+from services.console.doctor import Finding, note, ok, told
+from services.runtime.http.credentials import api_tokens
+from services.runtime.tracing import check_tracing
+from services.runtime.tracking import check_tracking
+
+
+def secrets(config: RunConfig, environ: Mapping[str, str], own: bool) -> Iterator[Finding]:
+    """Check trackers' keys and the endpoints' tokens and certificates; `grpo run` creates the tokens of its `own` runs."""
+    from services.runtime.http.certificate import load_certificate
+
+    def needed() -> None:
+        if config.api.certificate_file:
+            load_certificate(config.api)
+        if config.api.token_file or not own:
+            api_tokens(config)
+
+    faults = list[Finding]()
+    for check in (lambda: check_tracking(config, environ), lambda: check_tracing(config), needed):
+        try:
+            check()
+        except ConfigError as error:
+            faults.append(told("secrets", error))
+    if faults:
+        yield from faults
+        return
+    speaks = "TLS" if config.api.certificate_file else "plain HTTP"
+    if not config.api.certificate_file and config.api.host not in ("127.0.0.1", "::1", "localhost"):
+        yield note(
+            "endpoints", f"plain HTTP on {config.api.host}", "set api.certificate_file and api.key_file (docs/security.md)"
+        )
+    else:
+        yield ok("endpoints", f"{speaks} on {config.api.host}")
