@@ -102,30 +102,29 @@ def validate(tree: Mapping[str, Any], origin: str, before: Before = lambda confi
 
 def _validated(tree: Mapping[str, Any], places: KeyPlaces, before: Before, faults: list[str]) -> RunConfig:
     faults, config, left = list(faults), None, copy.deepcopy(dict(tree))
+    stood_in = set[str]()  # keys whose values were left out
     for _ in range(ROUNDS):
         try:
             config = RunConfig.model_validate(left)
             break
         except ValidationError as error:
             errors = error.errors(include_url=False)
-            faults += [places.told(explained(fault)) for fault in errors]
+            lines = [explained(fault) for fault in errors]
+            faults += map(places.told, lines)
+            stood_in.update(key for line in lines for key in places.named(line))
             gone = [without(left, fault["loc"]) for fault in errors if fault["type"] != "missing"]
             if len(gone) < len(errors) or not all(gone):
                 break
     if config is not None:
-        known = len(faults)
         config = _settled(config)
-        faults += [places.told(line) for line in (*_refused(config, before), *broken(config))]
-        if known:  # a rule that is broken by a default, which stands in for a faulty value, is no fault of the file
-            named = set(_keys_of(faults[:known]))
-            faults = faults[:known] + [line for line in faults[known:] if not named & set(_keys_of([line]))]
+        rules = (
+            *_refused(config, before),
+            *broken(config),
+        )  # one that a default in the place of a faulty value breaks is no fault
+        faults += [places.told(line) for line in rules if not stood_in & set(places.named(line))]
     if faults or config is None:
         raise ConfigError(*faults, rest=config, places=places)
     return config
-
-
-def _keys_of(lines: Sequence[str]) -> list[str]:
-    return [key for line in lines for key in KeyPlaces.named(line)]
 
 
 def _settled(config: RunConfig) -> RunConfig:

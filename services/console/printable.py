@@ -5,7 +5,9 @@ Guarantees: the output contains no control or invisible characters, except line 
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 from rich.text import Text
 
@@ -25,6 +27,11 @@ def cell(text: object, style: str = "", keep_lines: bool = False) -> Text:
 def safe_json(text: str) -> str:
     """Escape every non-printable character in JSON as `\\uXXXX`, which keeps its meaning."""
     return re.sub(r"[^\x20-\x7e\n]", lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), text)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON that is safe for a terminal."""
+    print(safe_json(json.dumps(value, ensure_ascii=False, indent=2)))
 
 
 def _escape(c: str) -> str:

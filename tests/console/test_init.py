@@ -3,28 +3,85 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from services.config import load
 from services.config.data import FileSource, ReasoningGymSource
 from services.console.__main__ import main
-from services.console.commands.init import init
+from services.console.doctor.preflight import preflight
+from tests.newcomer.world import CONTEXT, make_model
 
 
-def test_the_file_loads_and_says_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder, with a model in `model`."""
     monkeypatch.chdir(tmp_path)
-    model, data = tmp_path / 'a "model"', tmp_path / "prompts.jsonl"
-    model.mkdir()
-    data.write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
-    assert main(["init", "--model", str(model), "--data", str(data)]) == 0
+    make_model(tmp_path / "model")
+    return tmp_path
+
+
+def rows(file: Path, *records: dict[str, Any]) -> str:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file.name
+
+
+def test_the_file_says_what_was_seen_of_model_data_and_reward(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(here / "prompts.jsonl", {"question": "say 1", "solution": "1", "level": 3})
+    (here / "own.py").write_text("def _help(): ...\n\ndef rate(completion, answer):\n    return float(completion == answer)\n")
+    assert main(["init", "--model", "model", "--data", data, "--reward", "own.py"]) == 0
+    assert "context of 64 tokens" in capsys.readouterr().out
+    config = load("run.toml", environ={})
+    (source,), (verifier,) = config.data.sources, config.verifiers
+    assert isinstance(source, FileSource)
+    assert (config.run.name, config.model.path, source.path) == ("run", "model", data)
+    assert (source.prompt_field, source.answer_field) == ("question", "solution")
+    assert verifier.kind == "python"
+    assert verifier.function == f"{here / 'own.py'}:rate"
+    assert config.model.max_tokens == CONTEXT
+    found = preflight(config, [], {}, own=True)
+    assert [one for one in found if one.state == "fault"] == [], "it passes doctor"
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "pattern"),
+    [
+        (["it is 3\n#### 3", "#### 1,000"], "math", r"####\s*(.+)"),
+        ([r"so \boxed{x^2}"], "exact", r"\\boxed\{(.+)\}"),
+        (["7", 8], "math", ""),
+        (["Paris"], "exact", ""),
+    ],
+)
+def test_the_answer_is_told_by_how_data_sets_mark_it(here: Path, answers: list[Any], kind: str, pattern: str) -> None:
+    data = rows(here / "prompts.jsonl", *({"prompt": "say 1", "answer": answer} for answer in answers))
+    assert main(["init", "--model", "model", "--data", data]) == 0
     config = load("run.toml", environ={})
     (source,) = config.data.sources
     assert isinstance(source, FileSource)
-    assert (config.run.name, config.model.path, source.kind, source.path) == ("run", str(model), "jsonl", str(data))
-    assert [verifier.kind for verifier in config.verifiers] == ["math"]
+    assert (config.verifiers[0].kind, source.answer_pattern) == (kind, pattern)
+
+
+def test_the_longest_prompt_has_room(here: Path) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1 " * 12, "answer": "1"})
+    assert main(["init", "--model", "model", "--data", data]) == 0
+    config = load("run.toml", environ={})
+    assert config.data.max_prompt_tokens > CONTEXT // 2
+    assert config.sampling.max_tokens == CONTEXT - config.data.max_prompt_tokens
+
+
+def test_what_is_not_given_is_asked_for_on_a_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = rows(here / "prompts.jsonl", {"prompt": "say 1", "answer": "1"})
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"model\n{data}\nexact\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main(["init"]) == 0
+    config = load("run.toml", environ={})
+    assert (config.model.path, config.verifiers[0].kind) == ("model", "exact")
 
 
 def test_without_data_the_file_runs_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,13 +93,16 @@ def test_without_data_the_file_runs_as_it_is(tmp_path: Path, capsys: pytest.Capt
     assert isinstance(config.data.sources[0], ReasoningGymSource)
 
 
-def test_parquet_is_told_by_its_name(tmp_path: Path) -> None:
-    init(tmp_path / "run.toml", "model", "rows.parquet")
-    assert load(tmp_path / "run.toml", environ={}).data.sources[0].kind == "parquet"
+def test_parquet_is_told_by_its_name(here: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"problem": "say 1", "answer": "1"}]), here / "rows.parquet")
+    assert main(["init", "--model", "model", "--data", "rows.parquet"]) == 0
+    source = load("run.toml", environ={}).data.sources[0]
+    assert isinstance(source, FileSource)
+    assert (source.kind, source.prompt_field) == ("parquet", "problem")
 
 
 def test_a_file_name_that_is_no_run_name_gives_the_default_name(tmp_path: Path) -> None:
-    init(tmp_path / "my run.toml", "model", "")
+    assert main(["init", str(tmp_path / "my run.toml")]) == 0
     assert load(tmp_path / "my run.toml", environ={}).run.name == "run"
 
 
@@ -58,6 +118,10 @@ def test_an_existing_file_is_left_as_it_is(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "message"),
     [
         (["--data", "prompts.csv"], "must end in .jsonl or .parquet"),
+        (["--data", "prompts.jsonl"], "there is no such file: correct the path"),
+        (["--model", "./model"], "it is no folder and no name on the hub (owner/name): correct the path"),
+        (["--reward", "own.py"], "own.py cannot be read (No such file or directory): correct the path"),
+        (["--reward", "accuracy"], "give FILE.py:FUNCTION, or one of math, exact"),
         (["no/such/folder/run.toml"], "No such file or directory"),
     ],
 )

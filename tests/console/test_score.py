@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from services.console.doctor.inputs import check_inputs
 
 from services.config import load
 from services.console.__main__ import main
-from services.console.doctor.inputs import check_inputs
 from services.console.errors import ConsoleError
 from tests.support.harness import save_tokenizer_folder, small_config
 

@@ -64,14 +64,15 @@ def derived(config: RunConfig) -> RunConfig:
 def shared_out(total: int, prompt: int | None, completion: int | None) -> tuple[int, int]:
     """Return the longest prompt and the longest completion in a context of `total` tokens; None: not set.
 
-    Where neither is set and their defaults do not fit, each gets half; where one is set, the other gets what it leaves.
+    Where neither is set and their defaults do not fit, each gets half; where one is set, the other gets what it leaves, and its
+    default if that is nothing: then the two are refused.
     """
     most_prompt, most_completion = _default(Data, "max_prompt_tokens"), _default(Sampling, "max_tokens")
     if prompt is None:
         left = total - completion if completion is not None else max(total // 2, total - most_completion)
-        prompt = max(1, min(most_prompt, left))
+        prompt = min(most_prompt, left) if left > 0 else most_prompt
     if completion is None:
-        completion = max(1, min(most_completion, total - prompt))
+        completion = min(most_completion, total - prompt) if total > prompt else most_completion
     return prompt, completion
 
 

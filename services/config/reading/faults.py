@@ -32,6 +32,34 @@ REPLACED = {
     "evaluation.final_s": "is gone, and the last round may take 10 minutes: remove the key",
 }
 """Keys of older versions, and what to do instead."""
+ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "num_generations": "sampling.group_size",
+    "n": "sampling.group_size",
+    "rollout_n": "sampling.group_size",
+    "max_completion_length": "sampling.max_tokens",
+    "max_response_length": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_model_len": "model.max_tokens",
+    "model_name_or_path": "model.path",
+    "max_steps": "run.steps",
+    "total_training_steps": "run.steps",
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "save_steps": "checkpoint.every_steps",
+    "save_freq": "checkpoint.every_steps",
+    "eval_steps": "evaluation.every_steps",
+    "beta": "loss.kl_beta",
+    "kl_coef": "loss.kl_beta",
+    "kl_loss_coef": "loss.kl_beta",
+    "loss_type": "loss.policy",
+    "num_iterations": "trainer.mini_batches",
+    "train_batch_size": "admission.prompts_per_step",
+    "lora_r": "lora.rank",
+    "lr_scheduler_type": "optimizer.schedule",
+}
+"""What TRL, verl and others call a key -> ours."""
 
 
 def explained(fault: Any) -> str:
@@ -42,6 +70,8 @@ def explained(fault: Any) -> str:
     if fault["type"] == "extra_forbidden" and key in REPLACED:
         return f"{key} {REPLACED[key]}"
     if fault["type"] == "extra_forbidden":
+        if known := ELSEWHERE.get(location[-1]):
+            return f"{key} = {fault['input']!r} is not a known key; here it is called {known}"
         names = _valid_names(path[:-1])
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
@@ -73,9 +103,9 @@ def without(tree: dict[str, Any], location: Sequence[str | int]) -> bool:
 
 def _missing(key: str) -> str:
     if "." in key:
-        return f"missing required key {key}"
+        return f"missing required key {key}: add it"
     listed = typing.get_origin(RunConfig.model_fields[key].annotation) is list
-    return f"missing required section {f'[[{key}]]' if listed else f'[{key}]'}"
+    return f"missing required section {f'[[{key}]]' if listed else f'[{key}]'}: add it"
 
 
 def _valid_names(location: Sequence[str]) -> list[str]:

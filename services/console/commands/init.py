@@ -1,101 +1,96 @@
-"""Implements `grpo init`, which writes a configuration file to start from.
-
-Guarantees: an existing file is never overwritten; the file is one that `services.config.load` accepts.
-"""
+"""Implements `grpo init`, which looks at a model, data and a reward, or asks for them, and writes a configuration file."""
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
 
-import tomli_w
+from services.config import ConfigError, RunConfig, load
+from services.console.doctor.packages import there
+from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
+from services.console.initial.form import write
+from services.console.initial.look import Model, Reward, Rows, look_at_data, look_at_model, look_at_reward
 
-from services.console.errors import EXIT_CONFIG, ConsoleError
-
-TASK = """\
-[[data.sources]]                # prompts: from a task that makes them up, so that this file runs as it is; `--data` takes a file
-kind = "reasoning_gym"
-task = "basic_arithmetic"
-size = 10000
-
-[[verifiers]]                   # how completions are scored: by the task's own scorer
-kind = "reasoning_gym"
-extract = '(-?\\d+)\\D*$'         # the answer is the last number of a completion
-"""
-
-FILE = """\
-[[data.sources]]                # prompts: one row each, with the question and the reference answer
-kind = "{kind}"
-{path}
-prompt_field = "prompt"         # the question: text, or a list of chat messages
-answer_field = "answer"
-# answer_pattern = '####\\s*(.+)' # GSM8K: the answer is what follows ####
-
-[[verifiers]]                   # how completions are scored: `math`, `exact`, `regex`, or your own function (docs/rewards.md)
-kind = "math"
-"""
-
-FORM = """\
-# A run of grpo. Check it with `grpo doctor {file}`, start it with `grpo run {file}`.
-# Keys that are left out have their defaults: `grpo config {file}` prints them all, `grpo config --explain` says what they mean.
-
-[run]
-name = "{name}"
-steps = 100                     # training steps
-dir = "runs"                    # the run's folder is runs/{name}
-
-[model]
-{model}
-max_tokens = 2048               # most tokens of a prompt and its completion together
-
-[data]
-max_prompt_tokens = 512
-
-{data}
-[sampling]
-group_size = 8                  # completions per prompt; they are compared with each other
-max_tokens = 512                # most tokens of a completion
-
-[generator]
-count = 1                       # vLLM engines; on GPUs, one per GPU that is left beside the trainer's
-
-[admission]
-prompts_per_step = 16           # prompts, and so groups, in a training step
-max_staleness = 1               # most steps between the weights that sampled a token and those that train on it
-
-[optimizer]
-learning_rate = 1e-6
-
-[trainer]
-ranks = 1                       # DeepSpeed processes, one per GPU
-row_tokens = 4096               # tokens in one packed row; raise it as memory allows
-
-[checkpoint]
-every_steps = 20
-"""
+MODEL = "Qwen/Qwen3-0.6B"
+MOST_TOKENS = 2**31 - 1
+SMALL_BYTES = 200 * 2**20  # of weights: a model of tens of millions of parameters
 
 
-def init(file: Path, model: str, data: str) -> None:
-    """Write a configuration of `model` and `data` to `file`; without `data`, prompts come from a reasoning-gym task."""
-    name = file.stem if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", file.stem) else "run"
-    source = FILE.format(kind=_kind(data), path=_line("path", data)) if data else TASK
-    text = FORM.format(file=file, name=name, model=_line("path", model), data=source)
+def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
+    """Write `file`. What is not given is asked for on a terminal; elsewhere it is the smallest Qwen3 and a made-up task."""
+    if file.exists():
+        raise ConsoleError(f"{file} already exists: give another path, or remove the file", EXIT_CONFIG)
+    if sys.stdin.isatty() and not as_json and not (model and data and reward):
+        model, data, reward = _asked(model, data, reward)
+    seen = look_at_model(model or MODEL)
+    rows = look_at_data(data) if data else None
+    chosen = look_at_reward(reward, file.absolute().parent) if reward else None
+    if rows and not rows.answer and (chosen is None or not chosen.function):
+        raise ConsoleError(
+            f"--data {data}: no field of its rows looks like an answer, with which the verifiers compare: add one called answer, "
+            "or give a reward of your own with --reward FILE.py:FUNCTION",
+            EXIT_CONFIG,
+        )
+    write(file, seen, rows, chosen, _small(seen))
     try:
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError:
-        raise ConsoleError(f"{file} already exists: give another path, or remove the file", EXIT_CONFIG) from None
-    except OSError as error:
-        raise ConsoleError(f"{file} cannot be written: {error.strerror}", EXIT_CONFIG) from None
+        config = load(file, environ={})
+        if (longest := _longest(config)) > config.data.max_prompt_tokens:
+            file.unlink()
+            write(file, seen, rows, chosen, _small(seen), longest)
+            config = load(file, environ={})
+    except ConfigError as error:
+        file.unlink(missing_ok=True)
+        raise ConsoleError(f"{file} was not written: {error}", EXIT_CONFIG) from None
+    if as_json:
+        from services.console.printable import print_json
+
+        print_json({"file": str(file), "model": vars(seen), "data": vars(rows) if rows else None, "run": config.run.name})
+        return EXIT_OK
+    for line in _told(seen, rows, chosen):
+        print(line)
+    print(f"wrote {file}: check it with `grpo doctor {file}`, start it with `grpo run {file}`")
+    return EXIT_OK
 
 
-def _kind(data: str) -> str:
-    """Return the kind of a source by the name of its file."""
-    kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(data).suffix)
-    if kind is None:
-        raise ConsoleError(f"--data {data}: the name of the file must end in .jsonl or .parquet", EXIT_CONFIG)
-    return kind
+def _asked(model: str, data: str, reward: str) -> tuple[str, str, str]:
+    import typer
+
+    model = model or typer.prompt("Model: a folder, or a name on the Hugging Face Hub", default=MODEL)
+    if not data:
+        data = typer.prompt("Data: a JSONL or parquet file; empty for a made-up task", default="", show_default=False)
+    if not reward and data:
+        what = "Reward: FILE.py:FUNCTION, math or exact; empty to choose by the data"
+        reward = typer.prompt(what, default="", show_default=False)
+    return model, data, reward
 
 
-def _line(key: str, value: str) -> str:
-    return tomli_w.dumps({key: value}).strip()
+def _longest(config: RunConfig) -> int:
+    """Return the tokens of the longest prompt; 0 where no tokenizer is here yet, and for tasks, whose prompts are made up.
+
+    Raises `ConfigError` for a row that cannot be read.
+    """
+    if not Path(config.model.path).is_dir() or any(source.kind == "reasoning_gym" for source in config.data.sources):
+        return 0
+    if not (there("tokenizers") and there("jinja2")):
+        return 0
+    from services.dataprep.prompts.catalogue import PromptSource
+
+    data = config.data.model_copy(update={"max_prompt_tokens": MOST_TOKENS})
+    return PromptSource(config.model_copy(update={"data": data})).longest
+
+
+def _small(model: Model) -> bool:
+    files = list(Path(model.path).glob("*.safetensors"))
+    return bool(files) and sum(file.stat().st_size for file in files) < SMALL_BYTES
+
+
+def _told(model: Model, rows: Rows | None, reward: Reward | None) -> list[str]:
+    """Return what was seen, a line each."""
+    context = f"context of {model.context} tokens, {model.dtype}" if model.context else "read when the run starts"
+    lines = [f"model  {model.path}: {context}"]
+    if rows:
+        answer = f"answer {rows.answer!r}" if rows.answer else "no answer"
+        lines.append(f"data   {rows.path}: prompt {rows.prompt!r}, {answer}{f' by {rows.pattern}' * bool(rows.pattern)}")
+    if reward:
+        lines.append(f"reward {reward.function or reward.kind}")
+    return lines

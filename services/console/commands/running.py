@@ -14,18 +14,21 @@ from services.console.options import File, Json, Listen, Overrides, Reach, Redis
 
 def init(
     file: Annotated[Path, typer.Argument(metavar="PATH", help="File to write; it must not exist.")] = Path("run.toml"),
-    model: Annotated[str, typer.Option(help="Folder or hub name of the model.")] = "Qwen/Qwen3-0.6B",
+    model: Annotated[str, typer.Option(help="Folder or hub name of the model; default: Qwen/Qwen3-0.6B.")] = "",
     data: Annotated[str, typer.Option(help="JSONL or parquet file of prompts; default: a reasoning-gym task.")] = "",
+    reward: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="Your reward function, or math or exact; default: chosen by the data.")
+    ] = "",
+    as_json: Json = False,
 ) -> int:
-    """Write a configuration file to start from.
+    """Write a configuration file for a model, data and a reward.
 
-    It is short, commented and runs as it is. An existing file is never overwritten.
+    It looks at them, and asks on a terminal for what is not given. The file is short and commented, and `grpo doctor` accepts it.
+    An existing file is never overwritten.
     """
     from services.console.commands import init as initial
 
-    initial.init(file, model, data)
-    print(f"wrote {file}: check it with `grpo doctor {file}`, start it with `grpo run {file}`")
-    return EXIT_OK
+    return initial.init(file, model, data, reward, as_json)
 
 
 def run(

@@ -72,10 +72,10 @@ def check_again(config: RunConfig) -> list[Finding]:
 
 def faults_of(
     options: Callable[[Before], tuple[RunConfig, KeyPlaces]], check: Check, before: Before = lambda config: None
-) -> tuple[RunConfig | None, list[Finding]]:
-    """Load a configuration and check it. Return it, or None if it is not valid, and all findings with their places."""
+) -> tuple[tuple[RunConfig, KeyPlaces] | None, list[Finding]]:
+    """Load a configuration and check it. Return it with where its keys are set, or None if it is not valid, and all findings."""
     try:
-        config, places = options(before)
+        loaded = options(before)
     except ConfigError as error:
         found = of_configuration(error)
         if error.rest is not None and error.places is not None:
@@ -83,7 +83,7 @@ def faults_of(
             further = placed(check(error.rest), error.places)
             found += [one for one in further if not (one.state == "fault" and one.key in stood_in)]
         return None, found
-    return config, placed(check(config), places)
+    return loaded, placed(check(loaded[0]), loaded[1])
 
 
 def without_repeats(found: Sequence[Finding]) -> list[Finding]:

@@ -35,9 +35,9 @@ async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as
     def look(config: RunConfig) -> list[Finding]:
         return asyncio.run(examine_release(config) if cluster else examine(config, redis_url))
 
-    config, found = await asyncio.to_thread(faults_of, lambda before: load_with_places(given, overrides, before=before), look)
-    code = report(config.run.name if config else "", found, as_json, "All checks passed")
-    return EXIT_CONFIG if config is None else code
+    loaded, found = await asyncio.to_thread(faults_of, lambda before: load_with_places(given, overrides, before=before), look)
+    code = report(loaded[0].run.name if loaded else "", found, as_json, "All checks passed")
+    return code if loaded else EXIT_CONFIG
 
 
 def network(file: Path | None, overrides: Sequence[str], reach: str, as_json: bool) -> int:

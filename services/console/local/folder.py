@@ -7,6 +7,7 @@ folder that holds a run is ever deleted; secrets are readable only by their owne
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -14,6 +15,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from services.config import ConfigError, RunConfig, digest, load_resolved, to_toml
 from services.config.load import NOT_DEFINING
 from services.config.root import Redis
+from services.console.doctor import Finding, fault
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.changes import flat
 from services.console.local.code import keep_code
@@ -173,18 +175,15 @@ def resolve(
     )
 
 
-def check_redis(config: RunConfig, url: str) -> None:
-    """Refuse keys of `[redis]` that have no effect on the server at `url` or, if that is empty, on the run's own server."""
+def check_redis(config: RunConfig, url: str) -> Iterator[Finding]:
+    """Find keys of `[redis]` that have no effect on the server at `url` or, if that is empty, on the run's own server."""
     own = not url
     for key in ("password_file", "users_dir", "ca_file", "payload_shards") if own else ("appendfsync",):
         value, default = getattr(config.redis, key), Redis.model_fields[key].default
         if value != default:
-            why = (
-                "without redis.url, because the run starts its own server: set redis.url"
-                if own
-                else f"on the server at {url}: set it there"
-            )
-            raise ConfigError(f"redis.{key} = {value!r} has no effect {why}, or remove the key (default: {default!r})")
+            why = "without redis.url, because the run starts its own server" if own else f"on the server at {url}"
+            remedy = f"{'set redis.url' if own else 'set it there'}, or remove the key (default: {default!r})"
+            yield fault("Redis", f"redis.{key} = {value!r} has no effect {why}", remedy)
 
 
 def split_password(url: str) -> tuple[str, str]:

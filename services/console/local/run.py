@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from services.config import ConfigError, RunConfig, digest
 from services.config.load import load_with_places
+from services.config.reading.places import KeyPlaces
 from services.console.display.plain import PlainDisplay
 from services.console.doctor import Finding
 from services.console.doctor.preflight import Check, check_again, faults_of, preflight
@@ -67,9 +68,8 @@ class Options:
 def run(options: Options, planner: Planner = plan_units, check: Check | None = None) -> int:
     """Run until finished or stopped, and return the exit code. `check`: what a new run is checked with, before it is started."""
     gpus = visible_gpus(os.environ)
-    config = _checked(options, check or (lambda config: preflight(config, gpus, os.environ, own=not _url(options, config)[0])))
+    config, places = _checked(options, check or (lambda config: preflight(config, gpus, os.environ, own=True)))
     url, password = _url(options, config)
-    check_redis(config, url)
     folder = RunFolder.of(config)
     backend = forced_backend(config, gpus)
     try:
@@ -81,7 +81,10 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
             before = folder.held() if held else None
             step = resumed_step(options, folder, held)
             if url:
-                asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
+                try:
+                    asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
+                except StoreError as error:
+                    raise _placed(error, options, url, places) from None
             if options.fresh:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):
@@ -101,8 +104,18 @@ def _url(options: Options, config: RunConfig) -> tuple[str, str]:
     return split_password(options.redis_url or config.redis.url)
 
 
-def _checked(options: Options, check: Check) -> RunConfig:
-    """Load the configuration and check everything that the run needs. Raises `ConfigError` with all faults.
+def _placed(error: StoreError, options: Options, url: str, places: KeyPlaces) -> StoreError:
+    """Return an error about Redis with the key that says where it is, unless that is an option of the command."""
+    if options.redis_url:
+        return error
+    said = str(error)
+    return StoreError(places.told(said if said.startswith("redis.url = ") else f"redis.url = {url!r}: {said}"))
+
+
+def _checked(options: Options, check: Check) -> tuple[RunConfig, KeyPlaces]:
+    """Load the configuration and check everything that the run needs. Return it, and where its keys are set.
+
+    Raises `ConfigError` with all faults.
 
     A run that has begun resumes with the data and functions that it began with, which its services compare.
     """
@@ -111,13 +124,14 @@ def _checked(options: Options, check: Check) -> RunConfig:
         return None if options.fresh else RunFolder.of(config).held()
 
     def needed(config: RunConfig) -> list[Finding]:
-        return check_again(config) if begun(config) else check(config)
+        redis = check_redis(config, _url(options, config)[0])
+        return [*redis, *(check_again(config) if begun(config) else check(config))]
 
-    config, found = faults_of(lambda before: load_with_places(options.file, options.overrides, before=before), needed, begun)
+    loaded, found = faults_of(lambda before: load_with_places(options.file, options.overrides, before=before), needed, begun)
     faults = [one.line for one in found if one.state == "fault"]
-    if faults or config is None:
+    if faults or loaded is None:
         raise ConfigError(*faults)
-    return config
+    return loaded
 
 
 def _judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,8 @@ def read_jsonl_row(line: bytes, source: FileSource, needs: Needs, where: str) ->
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
+    if line.startswith(BOM_UTF8):
+        raise DataError(f"{where}: the file begins with a byte order mark: save it as UTF-8 without one")
     try:
         record = msgspec.json.decode(line)
     except msgspec.DecodeError as error:

@@ -1,0 +1,1 @@
+"""`grpo init`: looks at a model, data and a reward, and writes a configuration that fits them."""

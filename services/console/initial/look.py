@@ -1,0 +1,169 @@
+"""What `grpo init` sees of a model, of data and of a reward. It reads files and imports none of the user's code.
+
+Guarantees: what cannot be read is refused with the option that named it, its value and the remedy.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from services.config.model_files import HUB_NAME
+from services.config.reading.derived import context_of
+from services.console.errors import EXIT_CONFIG, ConsoleError
+
+ROWS = 200  # of the data that are looked at
+PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "messages", "text")
+ANSWERS = ("answer", "solution", "target", "ground_truth", "final_answer", "expected_answer", "label", "output")
+"""What data sets call their fields, the likeliest first."""
+PATTERNS = (r"####\s*(.+)", r"\\boxed\{(.+)\}")
+"""How data sets mark the answer within a worked solution: GSM8K, MATH."""
+NUMBER = re.compile(r"\s*\$?-?[\d,./]+%?\s*")
+BUILT_IN = ("math", "exact")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's folder, or a name on the hub, of which nothing is known."""
+
+    path: str
+    context: int | None = None
+    dtype: str = "bfloat16"
+    chat: bool = True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A file of prompts."""
+
+    path: str
+    kind: str
+    prompt: str
+    answer: str
+    """Empty: no field of the rows looks like one."""
+    pattern: str
+    numbers: bool
+    """Whether all answers are numbers."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A verifier: a built-in kind, or `file.py:function`."""
+
+    kind: str
+    function: str = ""
+
+
+def look_at_model(path: str) -> Model:
+    """Return what is known of a model. Raise `ConsoleError` for a path that is neither a folder of one nor a hub name."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if HUB_NAME.fullmatch(path) and not folder.exists():
+            return Model(path)
+        raise ConsoleError(f"--model {path}: it is no folder and no name on the hub (owner/name): correct the path", EXIT_CONFIG)
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConsoleError(
+            f"--model {path}: config.json cannot be read ({error}): give a folder made by save_pretrained", EXIT_CONFIG
+        ) from None
+    given = str(described.get("dtype") or described.get("torch_dtype") or "bfloat16")
+    chat = any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+    chat = chat or '"chat_template"' in _text(folder / "tokenizer_config.json")
+    return Model(str(folder), context_of(folder), "float32" if given == "float32" else "bfloat16", chat)
+
+
+def look_at_data(path: str) -> Rows:
+    """Return how a file's rows are to be read. Raise `ConsoleError` if they cannot be."""
+    kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix)
+    if kind is None:
+        raise ConsoleError(f"--data {path}: the name of the file must end in .jsonl or .parquet", EXIT_CONFIG)
+    if not Path(path).is_file():
+        raise ConsoleError(f"--data {path}: there is no such file: correct the path", EXIT_CONFIG)
+    rows = _jsonl(path) if kind == "jsonl" else _parquet(path)
+    if not rows:
+        raise ConsoleError(f"--data {path}: it has no rows: add prompts", EXIT_CONFIG)
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    prompt = _first(PROMPTS, names) or next((name for name in names if isinstance(rows[0][name], str)), "")
+    if not prompt:
+        fields = ", ".join(rows[0]) or "none"
+        raise ConsoleError(f"--data {path}: no field of its rows is text (fields: {fields}): add one called prompt", EXIT_CONFIG)
+    answer = _first(ANSWERS, [name for name in names if name != prompt])
+    answers = [str(row[answer]) for row in rows] if answer else []
+    pattern = next((each for each in PATTERNS if answers and all(re.search(each, text) for text in answers)), "")
+    if pattern:
+        answers = [found[1] for text in answers if (found := re.search(pattern, text))]
+    numbers = bool(answers) and all(NUMBER.fullmatch(text) for text in answers)
+    return Rows(path, kind, prompt, answer, pattern, numbers)
+
+
+def look_at_reward(text: str, folder: Path) -> Reward:
+    """Return the verifier that `--reward` names: a built-in kind, or a function of a file, relative to `folder`."""
+    if text in BUILT_IN:
+        return Reward(text)
+    place, _, name = text.partition(":") if ".py:" in text else (text, "", "")
+    file = Path(place).expanduser()
+    if file.suffix != ".py":
+        raise ConsoleError(f"--reward {text}: give FILE.py:FUNCTION, or one of {', '.join(BUILT_IN)}", EXIT_CONFIG)
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConsoleError(f"--reward {text}: {file} cannot be read ({error.strerror}): correct the path", EXIT_CONFIG) from None
+    except (SyntaxError, ValueError) as error:
+        raise ConsoleError(f"--reward {text}: {file} is not valid Python ({error}): correct it", EXIT_CONFIG) from None
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    public = [each for each in defined if not each.startswith("_")]
+    name = name or _first(("score", "reward"), public) or (public[0] if len(public) == 1 else "")
+    if name not in defined:
+        names = ", ".join(public) or "none"
+        raise ConsoleError(f"--reward {text}: name one of the functions of {file} after a colon: {names}", EXIT_CONFIG)
+    there = file.absolute()
+    return Reward("python", f"{there.relative_to(folder) if there.is_relative_to(folder) else there}:{name}")
+
+
+def _jsonl(path: str) -> list[dict[str, Any]]:
+    rows = list[dict[str, Any]]()
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(islice(lines, ROWS), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConsoleError(
+                    f"--data {path}:{number}: not valid JSON ({error}): fix or remove the line", EXIT_CONFIG
+                ) from None
+            if not isinstance(row, dict):
+                raise ConsoleError(f"--data {path}:{number}: expected a JSON object: fix or remove the line", EXIT_CONFIG)
+            rows.append(row)
+    return rows
+
+
+def _parquet(path: str) -> list[dict[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConsoleError(f"--data {path} needs pyarrow: pip install 'grpo[dataprep]'", EXIT_CONFIG) from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return [row for batch in islice(file.iter_batches(ROWS), 1) for row in batch.to_pylist()]
+    except pyarrow.ArrowInvalid as error:
+        raise ConsoleError(f"--data {path}: it is not a parquet file ({error}): correct the path", EXIT_CONFIG) from None
+
+
+def _first(likely: Sequence[str], names: Sequence[str]) -> str:
+    return next((name for name in likely if name in names), "")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,86 @@
+"""Every mistake of a newcomer is found before anything starts, and its line names the key, its place, its value and the remedy.
+
+`python -m tests.newcomer` makes them in processes of their own, also those with hidden packages and all that call verifiers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.console.__main__ import main
+from services.console.doctor import functions
+from services.console.local import run
+from tests.newcomer.mistakes import MISTAKES, refused
+from tests.newcomer.world import Mistake, make, make_model, unnamed
+
+HERE = [mistake for mistake in MISTAKES if "HIDDEN_PACKAGES" not in mistake.environ]
+CALLED = ("raises", "returns_text", "no_reward_file", "no_token")
+"""Of those whose verifier is called, which takes a process, the ones that are made here."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newcomer") / "model"
+    make_model(folder)
+    return folder
+
+
+def started(*_: Any, **__: Any) -> None:
+    raise AssertionError("it was started")
+
+
+@pytest.mark.parametrize("mistake", [one for one in HERE if not one.calls or one.name in CALLED], ids=lambda one: one.name)
+def test_a_mistake_is_found_and_named(
+    mistake: Mistake, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, model)
+    for edit in mistake.edits:
+        edit(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in mistake.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "start_server", started)
+    if not mistake.calls:
+        monkeypatch.setattr(functions, "verifiers", lambda config, remote: ())
+    code = main(["run", *(mistake.arguments or ["my.toml"])])
+    said = capsys.readouterr().err
+    assert refused(code, tmp_path), said
+    assert unnamed(mistake, tmp_path, said) == [], said
+
+
+def test_there_are_enough_mistakes_and_each_has_a_name() -> None:
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES) >= 60
+
+
+def test_a_folder_without_a_mistake_is_not_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(run, "start_server", started)
+    with pytest.raises(AssertionError, match="it was started"):
+        main(["run", "my.toml"])
+    assert capsys.readouterr().err == ""
+
+
+def test_all_mistakes_of_a_file_are_named_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of keys, of rules, of the model, of data and of functions."""
+    chosen = ("text_for_number", "mini_batches", "cut_weights", "not_json", "no_loss", "one_port_for_all")
+    mistakes = [next(one for one in MISTAKES if one.name == name) for name in chosen]
+    make(tmp_path, model)
+    for mistake in mistakes:
+        for edit in mistake.edits:
+            edit(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "my.toml"]) == 2
+    said = capsys.readouterr().err
+    assert [one.name for one in mistakes if unnamed(one, tmp_path, said)] == [], said
+    assert os.listdir(tmp_path / "runs") == [] if (tmp_path / "runs").exists() else True
