@@ -20,6 +20,7 @@ from services.console.local.redis_server import RedisServer
 from services.console.local.run import start_server
 from services.protocol.messages import PodStatus
 from services.store import Store
+from tests.newcomer.world import make_model
 from tests.support.console import ROOT
 from tests.support.harness import small_config
 
@@ -94,6 +95,7 @@ def test_errors_are_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     small_config(tmp_path)
+    make_model(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     code, _, errors = grpo(capsys, *(argument.replace("{file}", "run.toml") for argument in arguments))
     assert code == 2
@@ -104,6 +106,7 @@ def test_errors_are_one_line_and_exit_code_2(
 
 def test_an_unreachable_redis_is_exit_code_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     small_config(tmp_path)
+    make_model(tmp_path / "model")
     code, _, errors = grpo(capsys, "run", tmp_path / "run.toml", "--redis-url", "redis://:secret@127.0.0.1:1/0")
     assert code == 3
     assert errors.startswith("error: Redis at redis://127.0.0.1:1/0 cannot be reached")

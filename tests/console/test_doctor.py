@@ -12,14 +12,17 @@ import redis
 
 from services.config import RunConfig, load, to_toml
 from services.console.__main__ import main
-from services.console.doctor import Finding, gathered, inputs, machine, server, work
+from services.console.doctor import Finding, functions, gathered, machine, packages, resources, secrets, server
+from services.console.doctor.model import model
+from services.console.doctor.rows import data
 from services.console.doctor.server import Asked, judge
 from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.messages import PodStatus
 from services.runtime.entry import CONFIG_ENV
 from services.store import Store
 from services.store.acl import GRANTS
-from tests.support.harness import save_tokenizer_folder, small_config, wait_until
+from tests.newcomer.world import make_model
+from tests.support.harness import small_config, wait_until
 from tests.support.redis_cluster import RedisCluster, redis_cluster
 
 
@@ -30,10 +33,8 @@ def only(findings: Any, what: str) -> Finding:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Return the configuration of a run on this machine whose model is a tokenizer and an empty weight file."""
-    save_tokenizer_folder(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 320}')
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    """Return the configuration of a run on this machine whose model is a tokenizer and weights of zero."""
+    make_model(tmp_path / "model")
     return small_config(tmp_path)
 
 
@@ -136,35 +137,37 @@ def test_what_a_server_says_is_judged(config: RunConfig) -> None:
 
 
 def test_work_that_is_not_there(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(work.model(config), "model").state == "ok"
+    assert only(model(config), "model").state == "ok"
     (tmp_path / "model" / "config.json").unlink()
-    assert "config.json" in only(work.model(config), "model").detail
+    assert "config.json" in only(model(config), "model").detail
     (tmp_path / "model" / "config.json").touch()
     (tmp_path / "data.jsonl").write_text('{"prompt": "?", "answer": "!"}\n{"question": "?", "answer": "!"}\n')
-    found = only(inputs.data(config), "data source main")
+    found = only(data(config), "data source main")
     assert (found.state, "data.jsonl:2: no field 'prompt'" in found.detail) == ("fault", True)
     (tmp_path / "data.jsonl").write_text("no json\n")
-    assert "data.jsonl:1: not valid JSON" in only(inputs.data(config), "data source main").detail
-    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
+    assert "data.jsonl:1: not valid JSON" in only(data(config), "data source main").detail
+    monkeypatch.setattr(packages, "there", lambda name: name != "math_verify")
+    monkeypatch.setattr(functions, "there", lambda name: name != "math_verify")
     math = load(tmp_path / "run.toml", ['verifiers.0.kind="math"'], environ={})
-    assert only(inputs.verifiers(math), "verifier math").remedy == "run pip install 'grpo[generator]'"
+    assert only(packages.packages(math), "packages").remedy == "run pip install 'grpo[generator]'"
+    assert list(functions.verifiers(math)) == []
     (tmp_path / "cert").write_text("no certificate")
     api = config.api.model_copy(update={"certificate_file": str(tmp_path / "cert"), "key_file": str(tmp_path / "cert")})
-    assert only(work.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"
+    assert only(secrets.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"
 
 
 def test_a_machine_that_is_not_well(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": "13", "gpus": []})
-    assert only(machine.gpus(config, {"CUDA_VISIBLE_DEVICES": "0,1"}), "GPUs").state == "fault"
+    assert only(machine.gpus({"CUDA_VISIBLE_DEVICES": "0,1"}), "GPUs").state == "fault"
     monkeypatch.setattr(machine, "_torch", lambda: {"error": "no module named torch"})
-    assert only(machine.gpus(config, {"CUDA_VISIBLE_DEVICES": ""}), "torch").state == "fault"
+    assert only(machine.gpus({"CUDA_VISIBLE_DEVICES": ""}), "torch").state == "fault"
     assert only(machine.network(config, {}), "network").state == "ok"
     found = [*machine.network(config, {"NCCL_SOCKET_IFNAME": "nosuch0"})]
     assert (found[0].state, found[0].remedy) == ("fault", "set or unset NCCL_SOCKET_IFNAME")
     away = config.model_copy(update={"sync": config.sync.model_copy(update={"host": "192.0.2.1"})})
     assert only(machine.network(away, {}), "network").state == "fault"
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
-    assert only(machine.disk(config), "disk").state == only(machine.shared_memory(config, 0), "shared memory").state == "fault"
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
+    assert only(resources.disk(config), "disk").state == only(machine.shared_memory(config, 0), "shared memory").state == "fault"
 
 
 def test_a_look_that_breaks_is_a_finding_and_the_others_are_made() -> None:

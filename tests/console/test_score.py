@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from services.console.doctor.inputs import check_inputs
 
-from services.config import load
+from services.config import RunConfig, load
 from services.console.__main__ import main
-from services.console.errors import ConsoleError
+from services.console.doctor import Finding
+from services.console.doctor.functions import functions, verifiers
+from services.console.doctor.rows import data
 from tests.support.harness import save_tokenizer_folder, small_config
 
 OWN = """
@@ -114,7 +115,7 @@ def test_a_line_that_cannot_be_scored_is_named(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ('verifiers.0.function="my_rewards.py:nothing"', "verifier python: verifier 'python' cannot be used: "),
+        ('verifiers.0.function="my_rewards.py:nothing"', "my_rewards.py:nothing': verifier 'python' cannot be used: "),
         ('verifiers.0.function="other.py:score"', "other.py, cannot be read (No such file or directory): correct the path"),
         ('verifiers.0.function="nosuch_module:score"', "ModuleNotFoundError: No module named 'nosuch_module'"),
         ("verifiers.0.range=[-2, 0]", "verifier 'python' failed: score 1 is outside its range [-2, 0]"),
@@ -124,16 +125,11 @@ def test_a_line_that_cannot_be_scored_is_named(
     ],
 )
 def test_a_run_that_could_not_be_scored_is_refused_before_it_starts(file: Path, override: str, message: str) -> None:
-    config = load(file, environ={})
-    check_inputs(config)
-    with pytest.raises((ConsoleError, ValueError)) as caught:
-        check_inputs(load(file, [override], environ={}))
-    assert message in str(caught.value)
+    assert faults(load(file, environ={})) == []
+    (found,) = faults(load(file, [override], environ={}))
+    assert message in found.line
+    assert found.remedy
 
 
-def test_all_faults_are_told_at_once(file: Path) -> None:
-    config = load(file, ["data.max_prompt_tokens=1", 'data.curriculum="nosuch:order"', "verifiers.0.timeout_s=9"], environ={})
-    with pytest.raises(ConsoleError) as caught:
-        check_inputs(config)
-    assert "data source main" in str(caught.value)
-    assert "data.curriculum" in str(caught.value)
+def faults(config: RunConfig) -> list[Finding]:
+    return [one for one in (*data(config), *functions(config), *verifiers(config, remote=False)) if one.state == "fault"]

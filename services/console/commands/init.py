@@ -9,7 +9,7 @@ from services.config import ConfigError, RunConfig, load
 from services.console.doctor.packages import there
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.initial.form import write
-from services.console.initial.look import Model, Reward, Rows, look_at_data, look_at_model, look_at_reward
+from services.console.initial.look import SeenModel, SeenReward, SeenRows, look_at_data, look_at_model, look_at_reward
 
 MODEL = "Qwen/Qwen3-0.6B"
 MOST_TOKENS = 2**31 - 1
@@ -55,7 +55,7 @@ def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
 def _asked(model: str, data: str, reward: str) -> tuple[str, str, str]:
     import typer
 
-    model = model or typer.prompt("Model: a folder, or a name on the Hugging Face Hub", default=MODEL)
+    model = model or typer.prompt("SeenModel: a folder, or a name on the Hugging Face Hub", default=MODEL)
     if not data:
         data = typer.prompt("Data: a JSONL or parquet file; empty for a made-up task", default="", show_default=False)
     if not reward and data:
@@ -79,12 +79,12 @@ def _longest(config: RunConfig) -> int:
     return PromptSource(config.model_copy(update={"data": data})).longest
 
 
-def _small(model: Model) -> bool:
+def _small(model: SeenModel) -> bool:
     files = list(Path(model.path).glob("*.safetensors"))
     return bool(files) and sum(file.stat().st_size for file in files) < SMALL_BYTES
 
 
-def _told(model: Model, rows: Rows | None, reward: Reward | None) -> list[str]:
+def _told(model: SeenModel, rows: SeenRows | None, reward: SeenReward | None) -> list[str]:
     """Return what was seen, a line each."""
     context = f"context of {model.context} tokens, {model.dtype}" if model.context else "read when the run starts"
     lines = [f"model  {model.path}: {context}"]

@@ -9,11 +9,15 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.config import ConfigError, RunConfig
 from services.config.data import FileSource, Source
 from services.config.verifiers import needs_answer, needs_row
 from services.console.doctor import Finding, fault, ok, told
+
+if TYPE_CHECKING:
+    from services.dataprep.prompts.rows import Needs
 
 SHOWN = 3  # faulty rows of a source that are named
 KEYS = ("prompt_field", "answer_field", "answer_pattern", "columns", "options", "task")
@@ -51,16 +55,20 @@ def _source(what: str, key: str, source: Source, config: RunConfig) -> Iterator[
         path = f"{key}.{'path' if isinstance(source, FileSource) else 'task'}"
         yield fault(what, f"{path} = {getattr(source, path.rpartition('.')[2])!r}: {error}", "fix the data")
         return
+    if empty := list(_empty(source, config)) if isinstance(source, FileSource) else []:
+        for line in empty[:SHOWN]:
+            yield told(what, ConfigError(_with_key(line, key, source)))
+        return
     yield ok(what, f"{len(read)} rows, the longest prompt has {read.longest} tokens")
 
 
 def _faults(source: FileSource, config: RunConfig) -> Iterator[str]:
     """Return the faults of all rows of a JSONL file, one each; none if it cannot be read by lines."""
-    from services.dataprep.prompts.rows import Needs, read_jsonl_row
+    from services.dataprep.prompts.rows import read_jsonl_row
 
     if source.kind != "jsonl" or not Path(source.path).is_file():
         return
-    needs = Needs(needs_answer(config.verifiers, source.name), needs_row(config.verifiers, source.name))
+    needs = _needs(source, config)
     with Path(source.path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -68,6 +76,24 @@ def _faults(source: FileSource, config: RunConfig) -> Iterator[str]:
                     read_jsonl_row(line, source, needs, f"{source.path}:{number}")
                 except ConfigError as error:
                     yield str(error)
+
+
+def _empty(source: FileSource, config: RunConfig) -> Iterator[str]:
+    """Return the rows whose prompt is empty, or whose answer is although verifiers compare with it."""
+    from services.dataprep.prompts.rows import read_rows
+
+    needs = _needs(source, config)
+    for row in read_rows(source, needs):
+        if isinstance(row.prompt, str) and not row.prompt.strip():
+            yield f"{row.where}: field {source.prompt_field!r} is empty: fill in or remove the row"
+        elif needs.answer and not row.answer.strip():
+            yield f"{row.where}: field {source.answer_field!r} is empty: fill in or remove the row"
+
+
+def _needs(source: FileSource, config: RunConfig) -> Needs:
+    from services.dataprep.prompts.rows import Needs
+
+    return Needs(needs_answer(config.verifiers, source.name), needs_row(config.verifiers, source.name))
 
 
 def _with_key(line: str, key: str, source: Source) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.console.initial.look import Model, Reward, Rows
+from services.console.initial.look import SeenModel, SeenReward, SeenRows
 
 TASK = """\
 [[data.sources]]                # prompts: from a task that makes them up, so that this file runs as it is; `--data` takes a file
@@ -80,7 +80,7 @@ kind = "{kind}"
 """
 
 
-def write(file: Path, model: Model, rows: Rows | None, reward: Reward | None, small: bool, longest: int = 0) -> None:
+def write(file: Path, model: SeenModel, rows: SeenRows | None, reward: SeenReward | None, small: bool, longest: int = 0) -> None:
     """Write the configuration; without `rows` prompts come from a reasoning-gym task. `small`: a model of millions of weights.
 
     `longest`: tokens of the longest prompt, if it is beyond what the model's context leaves by default.
@@ -102,7 +102,7 @@ def write(file: Path, model: Model, rows: Rows | None, reward: Reward | None, sm
         raise ConsoleError(f"{file} cannot be written: {error.strerror}", EXIT_CONFIG) from None
 
 
-def _source(rows: Rows) -> str:
+def _source(rows: SeenRows) -> str:
     answer = '# answer_field = "answer"       # the reference answer, if your reward compares with one\n'
     if rows.answer:
         answer = f"{_line('answer_field', rows.answer):31} # the reference answer\n"
@@ -111,7 +111,7 @@ def _source(rows: Rows) -> str:
     return FILE.format(kind=rows.kind, path=_line("path", rows.path), prompt=_line("prompt_field", rows.prompt), answer=answer)
 
 
-def _verifier(file: Path, rows: Rows | None, reward: Reward | None) -> str:
+def _verifier(file: Path, rows: SeenRows | None, reward: SeenReward | None) -> str:
     if reward is not None and reward.function:
         return OWN.format(file=file, function=_line("function", reward.function))
     if reward is None and rows is None:

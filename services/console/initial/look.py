@@ -29,7 +29,7 @@ BUILT_IN = ("math", "exact")
 
 
 @dataclass(frozen=True)
-class Model:
+class SeenModel:
     """A model's folder, or a name on the hub, of which nothing is known."""
 
     path: str
@@ -39,7 +39,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SeenRows:
     """A file of prompts."""
 
     path: str
@@ -53,19 +53,19 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Reward:
+class SeenReward:
     """A verifier: a built-in kind, or `file.py:function`."""
 
     kind: str
     function: str = ""
 
 
-def look_at_model(path: str) -> Model:
+def look_at_model(path: str) -> SeenModel:
     """Return what is known of a model. Raise `ConsoleError` for a path that is neither a folder of one nor a hub name."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if HUB_NAME.fullmatch(path) and not folder.exists():
-            return Model(path)
+            return SeenModel(path)
         raise ConsoleError(f"--model {path}: it is no folder and no name on the hub (owner/name): correct the path", EXIT_CONFIG)
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -76,10 +76,10 @@ def look_at_model(path: str) -> Model:
     given = str(described.get("dtype") or described.get("torch_dtype") or "bfloat16")
     chat = any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
     chat = chat or '"chat_template"' in _text(folder / "tokenizer_config.json")
-    return Model(str(folder), context_of(folder), "float32" if given == "float32" else "bfloat16", chat)
+    return SeenModel(str(folder), context_of(folder), "float32" if given == "float32" else "bfloat16", chat)
 
 
-def look_at_data(path: str) -> Rows:
+def look_at_data(path: str) -> SeenRows:
     """Return how a file's rows are to be read. Raise `ConsoleError` if they cannot be."""
     kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix)
     if kind is None:
@@ -100,13 +100,13 @@ def look_at_data(path: str) -> Rows:
     if pattern:
         answers = [found[1] for text in answers if (found := re.search(pattern, text))]
     numbers = bool(answers) and all(NUMBER.fullmatch(text) for text in answers)
-    return Rows(path, kind, prompt, answer, pattern, numbers)
+    return SeenRows(path, kind, prompt, answer, pattern, numbers)
 
 
 def look_at_reward(text: str, folder: Path) -> Reward:
     """Return the verifier that `--reward` names: a built-in kind, or a function of a file, relative to `folder`."""
     if text in BUILT_IN:
-        return Reward(text)
+        return SeenReward(text)
     place, _, name = text.partition(":") if ".py:" in text else (text, "", "")
     file = Path(place).expanduser()
     if file.suffix != ".py":
@@ -124,7 +124,7 @@ def look_at_reward(text: str, folder: Path) -> Reward:
         names = ", ".join(public) or "none"
         raise ConsoleError(f"--reward {text}: name one of the functions of {file} after a colon: {names}", EXIT_CONFIG)
     there = file.absolute()
-    return Reward("python", f"{there.relative_to(folder) if there.is_relative_to(folder) else there}:{name}")
+    return SeenReward("python", f"{there.relative_to(folder) if there.is_relative_to(folder) else there}:{name}")
 
 
 def _jsonl(path: str) -> list[dict[str, Any]]:

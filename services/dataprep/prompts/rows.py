@@ -68,8 +68,6 @@ def _file_rows(source: FileSource, needs: Needs) -> Iterator[PromptRow]:
 def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where: str) -> PromptRow:
     """Read one record of a source. `where` is its place, for messages. Raises `DataError`."""
     prompt = _prompt(_field(record, source.prompt_field, "prompt_field", where), source.prompt_field, where)
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise DataError(f"{where}: field {source.prompt_field!r} is empty: fill in or remove the row")
     columns = _columns(record, source, where) if needs.columns else None
     if not needs.answer and record.get(source.answer_field) is None:
         return PromptRow(prompt, "", where, columns)
@@ -82,8 +80,6 @@ def read_record(record: dict[str, Any], source: FileSource, needs: Needs, where:
                 f"{_short(answer)}: fix the pattern or the row"
             )
         answer = match[1].strip()
-    if needs.answer and not answer.strip():
-        raise DataError(f"{where}: field {source.answer_field!r} is empty: fill in or remove the row")
     return PromptRow(prompt, answer, where, columns)
 
 

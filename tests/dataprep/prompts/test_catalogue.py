@@ -213,7 +213,7 @@ GOOD = {"prompt": "how many", "answer": "#### 4"}
         (
             [GOOD, {"question": "?"}],
             {},
-            r"prompts\.jsonl:2: no field 'prompt' \(prompt_field of its source\); fields: question",
+            r"prompts\.jsonl:2: no field 'prompt' \(prompt_field of its source\); set prompt_field to one of",
         ),
         ([{"prompt": "?"}], {}, r"no field 'answer' \(answer_field of its source\)"),
         ([{"prompt": 3, "answer": "4"}], {}, r"field 'prompt' must be a string or a list of messages .*, not 3"),
