@@ -103,7 +103,7 @@ def look_at_data(path: str) -> SeenRows:
     return SeenRows(path, kind, prompt, answer, pattern, numbers)
 
 
-def look_at_reward(text: str, folder: Path) -> Reward:
+def look_at_reward(text: str, folder: Path) -> SeenReward:
     """Return the verifier that `--reward` names: a built-in kind, or a function of a file, relative to `folder`."""
     if text in BUILT_IN:
         return SeenReward(text)
