@@ -1,7 +1,7 @@
 """Finds a run by name or folder and connects to its Redis, for `grpo status`, `inspect`, `audit`, `pause` and the like.
 
-Guarantees: if the run has its own Redis server and that server is down, it is started on the run's folder while the command
-runs, under the folder's lock, and shut down cleanly afterwards.
+Guarantees: if the run has its own Redis server and that server is down, one is up on the run's folder while commands read it
+(reading/shared_server.py).
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import RunConfig, load_resolved
 from services.config.generation import Fleet
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
+from services.console.local import conditions
 from services.console.local.folder import RunFolder, split_password
-from services.console.local.lock import FolderLock, InUse
-from services.console.local.redis_server import RedisServer
-from services.console.local.run import start_server
+from services.console.local.lock import LockHolder, holder
+from services.console.reading.shared_server import owns_server, reading
+from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
 from services.runtime.entry import CONFIG_ENV
 from services.runtime.http.credentials import REDIS_PASSWORD_ENV, redis_login
@@ -36,30 +38,46 @@ class Attached:
     name: str
     store: Store
     ttl_s: float  # a pod without a heartbeat for this long counts as gone
-    live: bool  # its Redis was already running; this command did not start it
+    live: bool  # its Redis was up anyway; requests take effect now or when its services return
+    runs: bool  # its services run
     config: RunConfig | None  # None: its folder is not on this machine
     folder: RunFolder | None = None
+    holder: LockHolder | None = None  # who holds its folder
+
+    def condition(self, state: RunState | None) -> Condition:
+        """Return what the run is doing."""
+        return condition(state, live=self.runs, left=conditions.left(self.folder) if self.folder else None)
 
 
 @contextlib.asynccontextmanager
 async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
     """Attach to a run: a folder, a name under `runs/` or, with `redis_url`, a name in that Redis. Empty: the newest run."""
-    folder = find(run)
-    if redis_url:
-        config = load_resolved(folder.config) if folder else None
-        name = config.run.name if config else run
-        if not name:
-            raise ConsoleError("--redis-url needs a run name: pass it as RUN", EXIT_CONFIG)
-        url, password = split_password(redis_url)
-        async with _store(url, name, Login(password or os.environ.get(REDIS_PASSWORD_ENV, ""))) as store:
-            yield Attached(name, store, Fleet().ttl_s, True, config, folder)
+    folder = find(run) if redis_url else existing_folder(run)
+    config = load_resolved(folder.config) if folder else None
+    name = config.run.name if config else run
+    if not name:
+        raise ConsoleError("--redis-url needs a run name: pass it as RUN", EXIT_CONFIG)
+    ttl_s = config.fleet.ttl_s if config and not redis_url else Fleet().ttl_s
+    if config and folder and not redis_url and owns_server(folder):
+        with reading(folder, _say) as served:
+            login = Login((folder.redis / "password").read_text(encoding="utf-8").strip())
+            async with _store(served.url, name, login) as store:
+                runs = not served.holder.readers
+                yield Attached(name, store, ttl_s, runs, runs, config, folder, served.holder)
         return
-    folder = existing_folder(run)
-    config = load_resolved(folder.config)
-    with _awake(folder, config.redis.appendfsync) as server:
-        url, login = (server.url, Login(server.password)) if server else (config.redis.url, redis_login(config, "console"))
-        async with _store(url, config.run.name, login) as store:
-            yield Attached(config.run.name, store, config.fleet.ttl_s, server is None, config, folder)
+    if redis_url or config is None:
+        url, password = split_password(redis_url)
+        login = Login(password or os.environ.get(REDIS_PASSWORD_ENV, ""))
+    else:
+        url, login = config.redis.url, redis_login(config, "console")
+    async with _store(url, name, login) as store:
+        found = holder(folder.path) if folder else None
+        runs = found is not None or bool(await store.fleet.members(ttl_s))
+        yield Attached(name, store, ttl_s, True, runs, config, folder, found)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 async def existing(attached: Attached) -> RunState:
@@ -100,23 +118,6 @@ def _unknown(run: str) -> str:
     known = ", ".join(sorted(path.parent.name for path in RUNS.glob("*/config.toml"))) or "none"
     what = f"no run {run!r}" if run else "no run"
     return f"{what} found: give a run folder, or a name under {RUNS}/ (existing: {known})"
-
-
-@contextlib.contextmanager
-def _awake(folder: RunFolder, appendfsync: str) -> Iterator[RedisServer | None]:
-    """Start the run's own server for the duration; yield None when it is already up or the run uses an external server."""
-    if not (folder.redis / "password").exists():
-        yield None
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(FolderLock(folder.path))
-        except InUse:
-            yield None
-            return
-        server = start_server(folder, appendfsync)
-        stack.callback(server.stop)
-        yield server
 
 
 @contextlib.asynccontextmanager

@@ -91,6 +91,8 @@ class CheckpointFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.passed_over = ""
+        """Why `latest` last fell back to an older checkpoint; empty: it did not."""
 
     def complete(self) -> list[Saved]:
         """Return complete checkpoints, oldest step first, without reading their files."""
@@ -131,6 +133,7 @@ class CheckpointFolder:
         """
         number = self.named().removeprefix("step-")
         named = int(number) if number.isdigit() else sys.maxsize
+        self.passed_over = ""
         for candidate in sorted(self.complete(), key=lambda one: (one.step <= named, one.step), reverse=True):
             if candidate.refusal:
                 raise CheckpointError(candidate.refusal)
@@ -138,6 +141,7 @@ class CheckpointFolder:
                 candidate.verify()
                 return candidate
             except CheckpointError as error:
+                self.passed_over = self.passed_over or str(error)
                 logger.warning("checkpoint skipped: %s", error)
         return None
 

@@ -25,6 +25,7 @@ from services.runtime import logs
 from services.runtime.http.api import serve
 from services.runtime.http.credentials import api_tokens, redis_login
 from services.runtime.loops import FATAL, Broken
+from services.runtime.processes.causes import ERROR_PREFIX, one_line
 from services.runtime.service import Service
 from services.store import Store
 
@@ -157,7 +158,7 @@ async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitab
 
 def report(error: BaseException) -> int:
     """Print an actionable error and return its exit code. Only EXIT_FAILED is worth a retry."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"{ERROR_PREFIX}{one_line(str(error))}", file=sys.stderr, flush=True)
     if isinstance(error, Broken):
         return EXIT_FAILED
     if isinstance(error, Fenced | OutOfOrder):

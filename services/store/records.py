@@ -193,6 +193,8 @@ class RunState:
     """Why the last attempt to write a checkpoint failed; empty if it did not."""
     pause_modes: dict[str, PauseMode] = field(default_factory=dict[str, PauseMode])
     """Pause mode of each paused role."""
+    paused_since: dict[str, float] = field(default_factory=dict[str, float])
+    """When each paused role was told to pause, Unix seconds by the clock of the requester."""
     payload_shards: int = 0
     """Number of shards of its payloads; 0: they are stored with the index."""
 
@@ -218,7 +220,7 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
             f"run {run!r} has protocol version {raw['protocol']}, but this program speaks "
             f"{PROTOCOL_VERSION}: use the matching release"
         )
-    pauses = {key.removeprefix("paused:"): value.partition(" ") for key, value in raw.items() if key.startswith("paused:")}
+    pauses = {key.removeprefix("paused:"): _read_pause(value) for key, value in raw.items() if key.startswith("paused:")}
     return RunState(
         **{name: int(raw[name]) for name in _NUMBERS},
         trainer_fence=int(raw.get("trainer_fence", "0")),
@@ -231,13 +233,21 @@ def read_state(run: str, fields: dict[bytes, bytes]) -> RunState | None:
         checkpoint_failed=raw.get("checkpoint_failed", ""),
         leader=raw.get("leader", ""),
         paused={role: why for role, (_, _, why) in pauses.items()},
-        pause_modes={role: cast("PauseMode", mode) for role, (mode, _, _) in pauses.items()},
+        pause_modes={role: mode for role, (mode, _, _) in pauses.items()},
+        paused_since={role: since for role, (_, since, _) in pauses.items() if since},
         stopping=raw.get("stopping", ""),
         finished=raw.get("finished", ""),
         scale=_read_scale(raw),
         dataset=raw["dataset"],
         config=raw["config"],
     )
+
+
+def _read_pause(text: str) -> tuple[PauseMode, float, str]:
+    """Return mode, time and requester with reason of a pause, stored as `mode@time requester: reason`. 0: no time is stored."""
+    how, _, why = text.partition(" ")
+    mode, _, since = how.partition("@")
+    return cast("PauseMode", mode), float(since or 0), why
 
 
 def _read_scale(raw: dict[str, str]) -> Scale:

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from services.config import ConfigError
 from services.protocol.errors import StoreError
 from services.runtime import logs
-from services.runtime.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, leaving_at_once, report, rest
 from services.runtime.loops import FATAL
+from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 
 TICK_S = 0.1
 NAME_LIMIT_S = 120.0  # after this the ranks start, and report what is missing

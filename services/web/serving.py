@@ -24,7 +24,7 @@ from services.runtime.service import Service
 from services.store import Store
 from services.web.api import console_router
 from services.web.pages import Pages
-from services.web.watch import Watch
+from services.web.watch import Describe, Watch, running
 
 END_S = 5.0  # for the last poll and the last frame
 
@@ -34,9 +34,9 @@ def at_its_port(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"api": config.api.model_copy(update={"host": config.web.host, "port": config.web.port})})
 
 
-def add_console(service: Service) -> Watch:
-    """Add the page and its endpoints to a service's app."""
-    watch = Watch(service.store, service.config.fleet.ttl_s)
+def add_console(service: Service, describe: Describe = running) -> Watch:
+    """Add the page and its endpoints to a service's app. `describe` returns what the run is doing."""
+    watch = Watch(service.store, service.config.fleet.ttl_s, service.config.generator.count, describe)
     run.add_routes(service)
     checkpoints.add_routes(service)
     service.app.include_router(console_router(service, watch))
@@ -44,15 +44,21 @@ def add_console(service: Service) -> Watch:
     return watch
 
 
-async def show(config: RunConfig, store: Store, say: Callable[[str], None], until: asyncio.Event) -> None:
-    """Serve the console of a run until `until` is set, without joining its fleet. `say` receives the address."""
+async def show(
+    config: RunConfig, store: Store, say: Callable[[str], None], until: asyncio.Event,
+    describe: Describe = running,
+) -> None:  # fmt: skip
+    """Serve the console of a run until `until` is set, without joining its fleet.
+
+    `say` receives the address. `describe` returns what the run is doing.
+    """
     config = at_its_port(config)
     status = PodStatus(
         kind="web", name="web", boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="", phase="ready",
         version=-1, world=0, gauges={},
     )  # fmt: skip
     service = Service("web", config, store, status)
-    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service), until):
+    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service, describe), until):
         say(url)
         await until.wait()
 

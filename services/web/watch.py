@@ -11,6 +11,7 @@ import contextlib
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
+from services.operations.awaited import awaited
+from services.operations.condition import Condition, condition
 from services.operations.figures import left_s
 from services.operations.history import EVALUATED, STEP, History
 from services.operations.observe import LOOK_LIMIT_S, Member, Observer
@@ -36,6 +39,15 @@ RECENT = 21  # steps from which the time left is estimated
 _TIME = series.CHARTED.index("time_s")
 
 
+def running(state: RunState | None) -> Condition:
+    """Return what a run is doing whose services run."""
+    return condition(state, live=True)
+
+
+Describe = Callable[[RunState | None], Condition]
+"""Returns what a run in this state is doing."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """What is polled in addition to the observer's `Look`."""
@@ -49,8 +61,10 @@ class Seen:
 class Watch:
     """Holds the run as last polled, and its feed."""
 
-    def __init__(self, store: Store, ttl_s: float) -> None:
+    def __init__(self, store: Store, ttl_s: float, generators: int | None = None, describe: Describe = running) -> None:
+        """`generators`: desired ones until another number is requested. `describe` returns what the run is doing."""
         self.feed = Feed()
+        self._generators, self._describe = generators, describe
         self.steps: History[array[float]] = History(STEP, series.keep)
         self.rounds: History[dict[str, Any]] = History(EVALUATED, dict)
         self._store, self._ttl_s = store, ttl_s
@@ -113,11 +127,14 @@ class Watch:
     def frame(self) -> bytes:
         """Return the run as last polled, as JSON."""
         state, last = self._observer.last.state, next(reversed(self.steps.rows), -1)
+        found = self._describe(state)
         return msgspec.json.encode(
             {
                 "at": time.time(),
                 "looked_at": self._looked_at,
                 "fault": self._fault,
+                "condition": found,
+                "awaited": "" if found.word == "stopped" else self._awaited(state),
                 "state": None if state is None else _state(state),
                 "fleet": _fleet(self._observer.last.members),
                 "sync": {
@@ -138,6 +155,10 @@ class Watch:
                 "rounds": {"revision": self.rounds.incarnation, "count": len(self.rounds.rows)},
             }
         )
+
+    def _awaited(self, state: RunState | None) -> str:
+        wanted = self._generators if state is None or state.scale.wanted is None else state.scale.wanted
+        return awaited(state, [member.status for member in self._observer.last.members], wanted)
 
     def _left_s(self, steps: int) -> float | None:
         recent = sorted(islice(reversed(self.steps.rows), RECENT))

@@ -39,11 +39,18 @@ async def serve(kind: str, path: str, name: str) -> int:
     status = PodStatus(kind, name, os.urandom(4).hex(), "here", os.getpid(), "", "ready", 0, 0, {"tokens_per_s": 7.0})
     if kind == "dataprep":
         await store.run.create(digest(config), "data", config.run.steps, config.slots)
+    served = False
     while not stopping.is_set():
         await store.fleet.beat(status, config.fleet.ttl_s)
         state = await store.run.state()
         if state is not None and state.finished and kind != "web":  # the web console runs until it is stopped
             break
+        if name == "trainer-0" and state is not None and state.restore >= 0:
+            if served:  # as the trainer does: it leaves, and its successor restores
+                print(f"error: the run is restored to step {state.restore}: restarting from there", file=sys.stderr)
+                return 1
+            await store.run.request_restore(None)
+        served = True
         if name == "trainer-0" and state is not None:
             await train_one(store, state.committed_step + 1, config.run.steps)
         with contextlib.suppress(TimeoutError):

@@ -16,8 +16,7 @@ import pytest
 from services.config import digest, load_resolved, to_toml
 from services.console.__main__ import main
 from services.console.local.folder import RunFolder
-from services.console.local.redis_server import RedisServer
-from services.console.local.run import start_server
+from services.console.local.redis_server import RedisServer, start_server
 from services.protocol.messages import PodStatus
 from services.store import Store
 from tests.newcomer.world import make_model
@@ -165,13 +164,13 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     config = small_config(tmp_path, None, 'run.dir="runs"', "fleet.ttl_s=600")
     folder = RunFolder.of(config)
     folder.write(config)
-    server = start_server(folder, "everysec")
+    server = start_server(folder.redis, "everysec", folder.path.name)
     asyncio.run(begin(folder, server))
     server.stop()
 
     code, text, errors = grpo(capsys, "status")
     assert (code, errors) == (0, "")
-    for expected in ("small", "0/4 steps", "running", "step 1/4", "reward 0.500", "trainer-0", "training"):
+    for expected in ("small", "0/4 steps", "stopped", "step 1/4", "reward 0.500", "trainer-0", "training"):
         assert expected in text
     assert "generator paused" in " ".join(
         grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")[1].split()
@@ -179,7 +178,10 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     state = json.loads(grpo(capsys, "status", folder.path, "--json")[1])["state"]
     assert state["paused"] == {"generator": f"{getpass.getuser()}: maintenance"}
     assert grpo(capsys, "pause", "small", "--role", "trainer", "--mode", "abort")[0] == 2
-    assert "generator paused (drain)" in grpo(capsys, "pause", "small", "--mode", "drain")[1] + grpo(capsys, "status", "small")[1]
+    assert "applies this when it resumes" in grpo(capsys, "pause", "small", "--mode", "drain")[1]
+    assert f"stopped: it starts paused: dataprep, generator (drain), trainer by {getpass.getuser()}" in " ".join(
+        grpo(capsys, "status", "small")[1].split()
+    )
     assert grpo(capsys, "resume", "small")[0] == 0
     assert grpo(capsys, "pause", "small", "--role", "king")[0] == 2
     assert grpo(capsys, "stop", "small", "--why", "enough")[0] == 0

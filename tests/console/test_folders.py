@@ -50,7 +50,7 @@ def test_runs_are_listed_with_their_state(tmp_path: Path, capsys: pytest.Capture
     assert {name: (run["state"], run["steps"], run["of"], run["reward"]) for name, run in found.items()} == {
         "done": ("finished", 4, 4, 0.75),
         "halted": ("stopped", 2, 4, 0.25),
-        "killed": ("interrupted", 1, 4, 0.0),
+        "killed": ("stopped", 1, 4, 0.0),
         "new": ("running", 0, 4, None),
     }
     assert main(["ls", str(tmp_path / "runs")]) == 0

@@ -15,8 +15,8 @@ import pytest
 
 from services.config import ConfigError, RunConfig, to_toml
 from services.console.local.redis_server import RedisServer
-from services.runtime.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.runtime.entry import Arguments
+from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.store import Store
 from services.trainer.node import TrainerNode, _see_through
 from tests.support.harness import small_config, wait_until

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import signal
 import socket
@@ -12,12 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.config import load_resolved
 from services.console.commands.web import web
 from services.console.errors import ConsoleError
 from services.console.local.plan import plan_units
 from services.console.local.redis_server import RedisServer
+from services.runtime.http.credentials import api_tokens
 from services.store import Store
-from tests.support.console import config_file, environment, grpo, log, processes_of, wait_until
+from tests.support.console import config_file, environment, grpo, launched, log, processes_of, steps, wait_until
 from tests.support.harness import small_config
 
 
@@ -49,11 +53,13 @@ def test_grpo_web_shows_a_run_that_has_ended_and_names_a_port_that_is_taken(tmp_
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=tmp_path
     ) as process:
         assert process.stdout is not None
-        assert "run small is not running; its Redis is started" in process.stdout.readline()
-        said = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+        assert process.stdout.readline() == "run small: finished\n"
+        said = re.search(r"to control it: +(http://127\.0\.0\.1:\d+)/#token=(\S+)", process.stdout.readline())
         assert said
+        assert said[2] == api_tokens(load_resolved(run / "config.toml")).operate
+        assert f"#token={(run / 'api-read-token').read_text().strip()}" in process.stdout.readline()
         token = {"Authorization": f"Bearer {(run / 'api-read-token').read_text().strip()}"}
-        with httpx.Client(base_url=said[0], headers=token, timeout=30) as http:
+        with httpx.Client(base_url=said[1], headers=token, timeout=30) as http:
             found = http.get("/v1/console/series").json()
             assert found["steps"] == [0, 1, 2, 3]
             assert http.get("/v1/state").json()["state"]["finished"] == "trained 4 of 4 steps"
@@ -69,3 +75,38 @@ async def test_grpo_web_without_the_runs_folder_says_what_it_needs(
     monkeypatch.setenv("GRPO_REDIS_PASSWORD", server.password)
     with pytest.raises(ConsoleError, match="needs its folder"):
         await web(store.keys.name, server.url, "", 0)
+
+
+def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "run.steps=300", "generator.count=1", FAKE_STEP_S="0.1") as console:
+        wait_until(lambda: len(steps(run)) > 2, "the first steps")
+        page = subprocess.Popen(
+            [sys.executable, "-m", "services.console", "web", str(run)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=tmp_path,
+        )  # fmt: skip
+        with page:
+            assert page.stdout is not None
+            assert page.stdout.readline() == "run small: running\n"
+            said = re.search(r"(http://\S+)/#token=(\S+)", page.stdout.readline())
+            assert said
+            http = httpx.Client(base_url=said[1], headers={"Authorization": f"Bearer {said[2]}"}, timeout=30)
+
+            def word() -> str:
+                with contextlib.suppress(httpx.TransportError), http.stream("GET", "/v1/console/live") as frames:
+                    lines = (line for line in frames.iter_lines() if line.startswith("data: "))
+                    return json.loads(next(lines, "data: {}").removeprefix("data: ")).get("condition", {}).get("word", "")
+                return ""
+
+            assert word() == "running"
+            console.send_signal(signal.SIGINT)
+            console.communicate(timeout=30)
+            wait_until(lambda: word() == "stopped", "the page reads the stopped run")
+            assert grpo("status", run).returncode == 0
+            more = grpo("run", file, "run.steps=300", "generator.count=1", FAKE_STEP_S="0.01")
+            assert more.returncode == 0, more.stderr
+            wait_until(lambda: word() == "finished", "the page reads the finished run")
+            http.close()
+            page.send_signal(signal.SIGTERM)
+            assert page.wait(30) == 0
+    wait_until(lambda: processes_of(run) == {}, "its Redis is gone again")

@@ -86,9 +86,22 @@ def test_without_a_token_nothing_can_be_done_and_a_wrong_one_is_refused(run: Sho
             buttons = page.eval_on_selector_all("button", "all => all.map(one => one.innerText)")
             assert not re.search(r"Pause|Scale|Stop|Requeue|Restore|Write|Checkpoint", " ".join(buttons)), path
         unlock(page, "wrong")
-        page.wait_for_selector("dialog .refusal:has-text('token')")
+        page.wait_for_selector("dialog .refusal:has-text('grpo web prints a link that has it')")
         assert page.query_selector("header .buttons") is None
         assert page.evaluate("() => Object.values(sessionStorage)") == [run.read_token]
+
+
+def test_a_link_logs_in_and_its_token_leaves_the_address(run: Shown, browser: Any) -> None:
+    with opened(browser, f"{run.url}/#token={run.token}") as page:
+        page.wait_for_selector("header .buttons")
+        page.wait_for_selector("main h1:has-text('Overview')")
+        assert run.token not in page.url
+        page.reload()
+        page.wait_for_selector("header .buttons")  # the tab keeps it
+        assert page.complaints == []
+    with opened(browser, f"{run.url}/#token=wrong") as page:
+        page.wait_for_selector(".said .bad:has-text('This is not a token of this run')")
+        page.wait_for_selector(".banner:has-text('grpo web')")
 
 
 def test_pause_by_button_pauses_the_run_and_resume_lets_it_go_on(run: Shown, browser: Any) -> None:
@@ -174,9 +187,10 @@ def test_grpo_web_shows_a_run_beside_its_own_page_until_it_is_told_to_end(run: S
     command = [sys.executable, "-m", "services.console", "web", str(run.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        said = re.fullmatch(r"run shown: (http://127\.0\.0\.1:\d+) \(Ctrl-C to quit\)\n", process.stdout.readline())
+        assert process.stdout.readline() == "run shown: running\n"
+        said = re.search(r"(http://127\.0\.0\.1:\d+)/#token=(\S+)", process.stdout.readline())
         assert said
-        assert str(run.folder / "api-token") in process.stdout.readline()
+        assert said[2] == run.token
         with httpx.Client(base_url=said[1], headers=bearer(run.read_token)) as http:
             assert http.get("/v1/console/about").json()["run"] == "shown"
             checkpoints = http.get("/v1/checkpoints").json()

@@ -6,7 +6,6 @@ Guarantees: no server is started and no lock is kept; text of logs cannot move t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from services.config import load_resolved
 from services.console.attach import existing_folder
 from services.console.commands.verbs import print_json
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.local import summary
+from services.console.local import conditions
 from services.console.local.folder import RunFolder
 from services.console.printable import cell, printable
 from services.operations import figures
@@ -35,7 +34,7 @@ class Listed:
 
     run: str
     state: str
-    """running | finished | stopped | failed | interrupted (its console was killed)."""
+    """running | paused | stopped | finished | failed."""
     steps: int
     of: int
     reward: float | None
@@ -76,27 +75,13 @@ def logs(run: str, service: str, lines: int, follow: bool) -> int:
 
 def _listed(path: Path) -> Listed:
     folder = RunFolder(path)
-    config, ended = load_resolved(folder.config), summary.read(folder.summary)
+    config = load_resolved(folder.config)
     last = _last_record(folder.metrics)
-    state = "running" if _in_use(path) else str(ended.get("status", "interrupted"))
     changed = max(file.stat().st_mtime for file in (folder.config, folder.metrics, folder.summary) if file.exists())
     reward = last.get(figures.REWARD)
-    return Listed(config.run.name, state, int(last.get("step", -1)) + 1, config.run.steps, reward, changed, str(path))
-
-
-def _in_use(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run folder."""
-    try:
-        lock = os.open(folder / "lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+    return Listed(
+        config.run.name, conditions.of(folder).word, int(last.get("step", -1)) + 1, config.run.steps, reward, changed, str(path)
+    )
 
 
 def _last_record(file: Path) -> dict[str, float]:

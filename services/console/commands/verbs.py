@@ -9,7 +9,8 @@ import msgspec
 
 from services.console.attach import Attached, attach, existing
 from services.console.errors import EXIT_FAILED, EXIT_OK
-from services.console.printable import printable, safe_json
+from services.console.printable import cell, printable, safe_json
+from services.operations.awaited import awaited
 from services.operations.observe import Member, fleet
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationState
@@ -30,6 +31,7 @@ async def status(run: str, redis_url: str, as_json: bool) -> int:
         print_json(
             {
                 "run": attached.name,
+                "condition": vars(attached.condition(state)),
                 "state": vars(state),
                 "pods": pods,
                 "last_step": last,
@@ -66,21 +68,23 @@ async def _last_step(attached: Attached) -> dict[str, float]:
 
 def _show(attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float]) -> None:
     from rich.console import Console
+    from rich.text import Text
 
-    from services.console.display.screen import fleet_table, waiting_lines
+    from services.console.display.screen import COLOURS, fleet_table, waiting_lines
     from services.operations import figures
 
     console = Console(highlight=False)
-    mood = state.finished or (f"stopping: {state.stopping}" if state.stopping else "running")
-    console.print(f"[bold]{attached.name}[/bold]  {state.committed_step + 1}/{state.steps} steps  {mood}")
-    for role, why in sorted(state.paused.items()):
-        how = state.pause_modes.get(role, "keep")
-        console.print(f"{role} paused{f' ({how})' if how != 'keep' else ''}: {why}", style="yellow", markup=False)
+    found = attached.condition(state)
+    heading = cell(f"{attached.name}  ", "bold") + Text(f"{state.committed_step + 1}/{state.steps} steps  ")
+    console.print(heading + cell(found, COLOURS[found.word]))
+    wanted = attached.config.generator.count if state.scale.wanted is None and attached.config else state.scale.wanted
+    if attached.runs and (what := awaited(state, [member.status for member in members], wanted)):
+        console.print(f"waiting for {what}", style="yellow", markup=False)
     console.print(
         f"policy version {state.published_version} published, step {state.prepared_step} prepared, "
         f"{state.slots_used}/{state.slots} slots used, checkpoint of step {state.checkpointed_step}"
     )
-    console.print(_generators(attached, state, members), markup=False)
+    console.print(_generators(state, members, wanted), markup=False)
     if state.checkpoint_failed:
         console.print(f"checkpoint not written: {printable(state.checkpoint_failed)}", style="yellow", markup=False)
     if last:
@@ -90,11 +94,10 @@ def _show(attached: Attached, state: RunState, members: list[Member], last: Mapp
         console.print(line, soft_wrap=True)
 
 
-def _generators(attached: Attached, state: RunState, members: list[Member]) -> str:
+def _generators(state: RunState, members: list[Member], wanted: int | None) -> str:
     """Return a line with the numbers of running, draining and desired generators."""
     pods = [member.status for member in members if member.status.kind == "generator"]
     draining = sum(pod.phase == "draining" for pod in pods)
-    wanted = attached.config.generator.count if state.scale.wanted is None and attached.config else state.scale.wanted
     why = f" ({state.scale.why})" if state.scale.why else ""
     wish = "" if wanted is None else f", {wanted} desired{why}"
     return f"generators: {len(pods) - draining} running{f', {draining} draining' if draining else ''}{wish}"

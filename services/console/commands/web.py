@@ -1,4 +1,8 @@
-"""Implements `grpo web`, which serves the web console of a run while the command runs."""
+"""Implements `grpo web`, which serves the web console of a run while the command runs.
+
+Guarantees: the page stays at its address while the run stops, starts and ends: whoever has the run's Redis up, the page reads it.
+Waits for: Ctrl-C or SIGTERM, and for another process to take the run's folder, looked at every `WATCH_S`.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,69 @@ import asyncio
 import signal
 
 from services.config import RunConfig
-from services.console.attach import attach, existing
-from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
+from services.console.attach import Attached, attach, existing
+from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_REDIS, ConsoleError
 from services.console.local.folder import RunFolder
+from services.console.local.lock import holder
+from services.runtime.http.credentials import api_tokens
+from services.runtime.process_tools import free_port
+
+WATCH_S = 0.5
+AGAIN_S = 1.0  # between attempts to reach a run whose Redis is just stopping or starting
 
 
 async def web(run: str, redis_url: str, host: str, port: int) -> int:
     """Serve the page until Ctrl-C."""
+    port, told = port or free_port(""), _interrupted()
+    served = ""
+    while not told.is_set():
+        try:
+            async with attach(run, redis_url) as attached:
+                served = await _serve(attached, host, port, told, served)
+        except ConsoleError as error:
+            if not served or error.code != EXIT_REDIS:
+                raise
+            await asyncio.sleep(AGAIN_S)
+    return EXIT_OK
+
+
+async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, served: str) -> str:
+    """Serve the page until Ctrl-C, or until somebody else has the run's folder. Return the condition that was told last."""
     from services.web.serving import show
 
-    async with attach(run, redis_url) as attached:
-        if attached.config is None or attached.folder is None:
-            raise ConsoleError(f"run {attached.name}: grpo web needs its folder, which is not on this machine", EXIT_CONFIG)
-        await existing(attached)
-        config = _here(attached.config, attached.folder, host, port)
-        if not attached.live:
-            print(f"run {attached.name} is not running; its Redis is started while this command runs", flush=True)
+    if attached.config is None or attached.folder is None:
+        raise ConsoleError(f"run {attached.name}: grpo web needs its folder, which is not on this machine", EXIT_CONFIG)
+    word = attached.condition(await existing(attached)).word
+    config, until = _here(attached.config, attached.folder, host, port), asyncio.Event()
 
-        def say(url: str) -> None:
-            print(f"run {attached.name}: {url} (Ctrl-C to quit)", flush=True)
-            print(f"to control the run there, enter the token in {config.api.token_file}", flush=True)
+    def say(url: str) -> None:
+        if not served:
+            print(f"run {attached.name}: {word}", *_links(url, config), "(Ctrl-C to quit)", sep="\n  ", flush=True)
+        elif served != word:
+            print(f"run {attached.name}: {word}", flush=True)
 
-        await show(config, attached.store, say, _interrupted())
-    return EXIT_OK
+    watching = asyncio.create_task(_watch(attached, told, until))
+    try:
+        await show(config, attached.store, say, until, attached.condition)
+    finally:
+        watching.cancel()
+    return word
+
+
+async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) -> None:
+    """Set `until` when the command is to end, or when the run's folder has another holder than when it was attached."""
+    while not told.is_set():
+        if attached.folder is not None and holder(attached.folder.path) != attached.holder:
+            break
+        await asyncio.sleep(WATCH_S)
+    until.set()
+
+
+def _links(url: str, config: RunConfig) -> list[str]:
+    """Return lines with addresses that log a browser in: a browser sends the fragment of an address to no server."""
+    tokens = api_tokens(config)
+    look = f"{url}/#token={tokens.read}" if tokens.read else url
+    return [f"to control it:   {url}/#token={tokens.operate}", f"only to look on: {look}"]
 
 
 def _here(config: RunConfig, folder: RunFolder, host: str, port: int) -> RunConfig:

@@ -15,6 +15,10 @@ class Display(Protocol):
         """Show an event."""
         ...
 
+    def loading(self, text: str) -> None:
+        """Show how far services are loaded."""
+        ...
+
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Show newly recorded steps."""
         ...

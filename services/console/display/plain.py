@@ -27,6 +27,10 @@ class PlainDisplay:
         """Print an event."""
         _print(f"- {text}")
 
+    def loading(self, text: str) -> None:
+        """Print how far services are loaded."""
+        _print(f"- {text}")
+
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Print steps."""
         for row in rows:

@@ -18,12 +18,15 @@ from rich.text import Text
 from services.console.display.warnings_tail import WarningsTail
 from services.console.printable import printable
 from services.operations import figures
+from services.operations.awaited import awaited
+from services.operations.condition import Word, condition
 from services.operations.figures import NOTHING, duration, number
 from services.operations.observe import Look, Member
 
 EVENTS = 6  # lines kept on the screen
 WAITING = 3  # pods whose wait is explained
 QUIET_AGE_S = 3.0  # an older heartbeat is highlighted
+COLOURS: dict[Word, str] = {"running": "green", "paused": "yellow", "stopped": "yellow", "finished": "green", "failed": "red"}
 
 
 class ScreenDisplay:
@@ -52,6 +55,9 @@ class ScreenDisplay:
         self._events.append(text)
         self._live.refresh()
 
+    def loading(self, text: str) -> None:
+        """Do nothing: the table of pods has the phases."""
+
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Add steps, which the next `draw` shows."""
         self._rows.extend(rows)
@@ -64,7 +70,14 @@ class ScreenDisplay:
 
     def render(self) -> RenderableType:
         """Return the whole screen."""
-        parts = [self._progress(), Text(), self._figures(), Text(), fleet_table(self._look.members, self._waiting)]
+        parts = [
+            self._progress(),
+            *self._condition(),
+            Text(),
+            self._figures(),
+            Text(),
+            fleet_table(self._look.members, self._waiting),
+        ]
         parts += waiting_lines(self._look.members)
         if self._events:
             parts += [Text(), *(Text(f"  {line}", style="yellow", no_wrap=True, overflow="ellipsis") for line in self._events)]
@@ -74,13 +87,20 @@ class ScreenDisplay:
         done = self._look.committed_step + 1
         left = figures.left_s(self._rows, self._steps)
         grid = Table.grid(padding=(0, 2))
-        state = self._look.state
-        mood = "" if state is None else state.finished or state.stopping or ", ".join(f"{role} paused" for role in state.paused)
+        found = condition(self._look.state, live=True)
         grid.add_row(
             Text(f"  {self._run}", style="bold"), ProgressBar(self._steps, done, width=40), f"{done}/{self._steps} steps",
-            f"{duration(left)} left" if left else "", Text(mood, style="yellow"),
+            f"{duration(left)} left" if left else "", Text(found.word, style=COLOURS[found.word]),
         )  # fmt: skip
         return grid
+
+    def _condition(self) -> list[RenderableType]:
+        """Return a line with what there is to say of the run's condition, and one with what it waits for."""
+        state, pods = self._look.state, [member.status for member in self._look.members]
+        what = awaited(state, pods, state.scale.wanted if state else None)
+        found = condition(state, live=True)
+        lines = [str(found) if found.detail else "", f"waiting for {what}" if what else ""]
+        return [Text(f"  {printable(line)}", style="yellow") for line in lines if line]
 
     def _figures(self) -> RenderableType:
         last = self._rows[-1] if self._rows else {}

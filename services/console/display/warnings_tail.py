@@ -1,6 +1,7 @@
 """Reads warnings and errors from the pods' JSON logs as they are written.
 
-Guarantees: each poll reads only what was appended since the last one, at most the last `LOOK_BYTES` per pod.
+Guarantees: each poll reads only what was appended since the last one, at most the last `LOOK_BYTES` per pod. Warnings of
+vLLM and other libraries, of which a healthy run has dozens, are left to the log; their errors are not.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import msgspec
 
 LOOK_BYTES = 256 * 1024
 LEVELS = ("warning", "error", "critical")
+NOISY = ("vllm", "py.warnings", "DeepSpeed", "transformers", "torch")  # loggers whose warnings tell an operator nothing
 
 
 class _Event(msgspec.Struct):
     event: str
     level: str = ""
     error: str = ""
+    logger: str = ""
 
 
 class WarningsTail:
@@ -49,6 +52,6 @@ def _warning(line: bytes) -> str:
         event = msgspec.json.decode(line, type=_Event)
     except msgspec.DecodeError:
         return ""
-    if event.level not in LEVELS:
+    if event.level not in LEVELS or (event.level == "warning" and event.logger.startswith(NOISY)):
         return ""
     return f"{event.event}: {event.error}" if event.error else event.event

@@ -97,6 +97,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def condition(self) -> Path:
+        """File that says what the run is doing."""
+        return self.path / "condition.json"
+
+    @property
     def report(self) -> Path:
         """Image with charts of the run."""
         return self.path / "report.png"

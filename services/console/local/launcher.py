@@ -15,16 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.console.display.announcer import Announcer
 from services.console.display.base import Display
-from services.console.errors import EXIT_OK, EXIT_REDIS, EXIT_STOPPED
+from services.console.errors import EXIT_FAILED, EXIT_OK, EXIT_REDIS, EXIT_STOPPED
 from services.console.local import supervision
 from services.console.local.mirror import Mirror
-from services.console.local.plan import wanted_generators
+from services.console.local.plan import TRAINER, wanted_generators
 from services.console.local.redis_server import RedisServer
 from services.operations import figures
+from services.operations.condition import Condition
 from services.operations.observe import LOOK_EVERY_S, Look, Observer
 from services.protocol.errors import StoreError
-from services.runtime.child_processes import ChildService, ServicePlan
+from services.runtime.processes.causes import most_telling
+from services.runtime.processes.child_processes import ChildService, ServicePlan
 
 TICK_S = 0.1
 OWN_END_S = 25.0  # time for services to exit on their own once the run has finished
@@ -47,9 +50,11 @@ class Launcher:
     def __init__(
         self, plan: Callable[[int], Sequence[ServicePlan]], count: int, most: int | None, observer: Observer, mirror: Mirror,
         evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
-        server: RedisServer | None,
+        server: RedisServer | None, note: Callable[[Condition], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """`count`: number of generators until another is requested. `most`: the most that the GPUs allow; None: no bound."""
+        """`count`: number of generators until another is requested. `most`: the most that the GPUs allow; None: no bound.
+        `note` receives each condition of the run.
+        """
         self.observer, self.display, self.server = observer, display, server
         self.mirror, self.evaluations = mirror, evaluations
         self._plan, self._count, self._most = plan, count, most
@@ -63,7 +68,8 @@ class Launcher:
         self._redis_failures = 0
         self._outcome: LaunchOutcome | None = None
         self._signals = 0
-        self._resumed = ""  # the trainer's last message about how it resumed the run
+        self._announcer = Announcer(display, note)
+        self._restores: set[tuple[int, int]] = set()  # step and incarnation of each restore for which the trainer restarted
         self._quit = asyncio.Event()
 
     def interrupt(self) -> None:
@@ -113,10 +119,7 @@ class Launcher:
                 await asyncio.wait_for(self._quit.wait(), LOOK_EVERY_S)
 
     def _take_in(self, look: Look) -> None:
-        resumed = look.state.resumed if look.state else ""
-        if resumed not in ("", self._resumed):
-            self.display.event(f"trainer: {resumed}")
-        self._resumed = resumed
+        self._announcer.look(look)
         self.display.steps(self.mirror.add(look.records))
         self.evaluations.outlive(self.mirror)
         for record in self.evaluations.add(look.evaluations):
@@ -157,7 +160,11 @@ class Launcher:
             self.children.append(child)
             self.restarts.setdefault(name, 0)
             self._records[name] = supervision.Record()
-            child.start(self._environ, self._lock_fd)
+            self._start(child)
+
+    def _start(self, child: ChildService) -> None:
+        self._announcer.started([pod.name for pod in child.pods], time.monotonic())
+        child.start(self._environ, self._lock_fd)
 
     def _see_off(self, child: ChildService) -> None:
         """Forget a retired child once it has exited, and kill it when it is overdue."""
@@ -184,7 +191,7 @@ class Launcher:
             if now >= self._due[child.name]:
                 del self._due[child.name]
                 self.restarts[child.name] += 1
-                child.start(self._environ, self._lock_fd)
+                self._start(child)
             return
         codes = child.codes
         if all(code is None for code in codes):
@@ -199,16 +206,21 @@ class Launcher:
 
     def _decide(self, child: ChildService, codes: Sequence[int | None], now: float) -> None:
         look = self.observer.last
+        pod = next(pod for pod, code in zip(child.pods, codes, strict=True) if code is not None)
+        if self._restores_next(child, codes, look):
+            child.kill()
+            self._start(child)
+            return
+        said = most_telling([each.cause() for each in child.pods])
         decision, self._records[child.name] = supervision.decide(
             child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=look.committed_step,
-            over=bool(look.finished), redis_served=self.server is not None or look.state is not None,
+            over=bool(look.finished), redis_served=self.server is not None or look.state is not None, cause=said,
+            worked=self._announcer.worked([each.name for each in child.pods]),
         )  # fmt: skip
         if isinstance(decision, supervision.Ended):
             return
         if isinstance(decision, supervision.GiveUp) and not child.plan.essential:
             decision = supervision.Start(supervision.LATER_S)
-        pod = next(pod for pod, code in zip(child.pods, codes, strict=True) if code is not None)
-        said = next((text for each in child.pods if (text := each.last_error())), "")
         child.kill()
         if isinstance(decision, supervision.GiveUp):
             message = f"{decision.reason}: {said}" if said else decision.reason
@@ -219,6 +231,18 @@ class Launcher:
         self.display.event(
             f"{pod.name} {account}{f': {said}' if said else ''}; restarting {child.name} in {decision.pause_s:g} s"
         )
+
+    def _restores_next(self, child: ChildService, codes: Sequence[int | None], look: Look) -> bool:
+        """Return whether a trainer ended to restore a checkpoint, as it was requested: that is no failure, the first time."""
+        state = look.state
+        if child.name != TRAINER or state is None or state.restore < 0 or EXIT_FAILED not in codes:
+            return False
+        request = (state.restore, state.incarnation)
+        if request in self._restores:
+            return False
+        self._restores.add(request)
+        self.display.event(f"the trainer restarts to restore the checkpoint of step {state.restore}")
+        return True
 
     async def _end(self, outcome: LaunchOutcome, looking: asyncio.Task[None]) -> None:
         """Wait for every child to exit: on its own if the run has finished, otherwise on request; kill it past its limit."""

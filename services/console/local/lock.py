@@ -1,19 +1,40 @@
-"""A lock that allows one run at a time per run folder.
+"""A lock that allows one run at a time per run folder, or one server for those who read a run that is stopped.
 
 Guarantees: the lock is held while the console or any service that it started lives, because services inherit it. The kernel
-releases it when the last of them exits, for whatever reason. A process that cannot take the lock learns which process holds it.
+releases it when the last of them exits, for whatever reason. A process that cannot take the lock learns which process holds it,
+and a run takes it from readers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 POLL_S = 0.1
-GLANCE_S = 0.5  # `grpo status` holds the lock briefly; other commands wait this long for it
+GLANCE_S = 0.5  # a command may look at the lock, which takes it for an instant
+YIELD_S = 30.0  # for the server of readers to shut down when a run starts
+TOLD_S = 1.0  # a longer wait is reported
+READERS = "readers"
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """Who holds a run folder: the console of a run and its services or, if `readers`, a server for readers."""
+
+    pid: int
+    """Process ID of the console or of the server's keeper; 0: it has not written it yet."""
+    lives: bool
+    """Whether that process lives. If not, services that it started are still exiting."""
+    readers: bool = False
+    port: int = 0
+    """Port of the readers' server; 0: it is starting."""
 
 
 class InUse(Exception):
@@ -23,28 +44,49 @@ class InUse(Exception):
 class FolderLock:
     """The lock `folder/lock`. Use it as a context manager, and pass `fd` to child processes."""
 
-    def __init__(self, folder: Path, patience_s: float = 0.0) -> None:
-        """`patience_s`: seconds to wait for the services of a dead console to exit."""
+    def __init__(
+        self, folder: Path, patience_s: float = 0.0, *, readers: bool = False, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`patience_s`: seconds to wait for the services of a dead console to exit. `readers`: take it for a server of readers;
+        else such a server is asked to give way. `say` receives what is waited for.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.path = folder / "lock"
-        self._patience_s = patience_s
+        self._patience_s, self._readers, self._say = patience_s, readers, say
 
     def __enter__(self) -> FolderLock:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        started = time.monotonic()
+        started, told = time.monotonic(), False
         while not self._take():
-            if time.monotonic() - started > (GLANCE_S if self._owner_lives() else self._patience_s):
-                message = f"{self.folder} is in use by {self._users()}"
+            found = holder(self.folder) or LockHolder(0, True)
+            waited_s, limit_s = time.monotonic() - started, self._limit_s(found)
+            if found.readers and not self._readers and not told:
+                _ask_to_end(found)
+            if waited_s > limit_s:
                 os.close(self.fd)
-                raise InUse(message)
+                raise InUse(f"{self.folder} is in use by {users(self.folder, found)}")
+            if waited_s > TOLD_S and not told:
+                self._say(f"waiting up to {limit_s:g} s for {users(self.folder, found)} to exit")
+            told = told or found.readers or waited_s > TOLD_S
             time.sleep(POLL_S)
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        self.note()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self.fd)
+
+    def note(self, port: int = 0) -> None:
+        """Write who holds the lock and, for a server of readers, its port once it responds."""
+        words = [str(os.getpid()), *([READERS, str(port)] if self._readers else [])]
+        line = f"{' '.join(words)}\n".encode()
+        os.pwrite(self.fd, line, 0)
+        os.ftruncate(self.fd, len(line))
+
+    def _limit_s(self, found: LockHolder) -> float:
+        if found.readers:
+            return GLANCE_S if self._readers else YIELD_S
+        return GLANCE_S if found.lives else self._patience_s
 
     def _take(self) -> bool:
         try:
@@ -53,28 +95,54 @@ class FolderLock:
             return False
         return True
 
-    def _owner(self) -> int:
-        text = os.pread(self.fd, 20, 0).decode(errors="replace").strip()
-        return int(text) if text.isdigit() else 0
 
-    def _owner_lives(self) -> bool:
-        owner = self._owner()
-        return owner in (0, os.getpid(), *_holders(self.path))
+def holder(folder: Path) -> LockHolder | None:
+    """Return who holds a run folder; None: nobody does, or it does not exist."""
+    path = folder / "lock"
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        words = os.pread(lock, 100, 0).decode(errors="replace").split()
+    else:
+        return None
+    finally:
+        os.close(lock)
+    pid = int(words[0]) if words and words[0].isdigit() else 0
+    readers = words[1:2] == [READERS]
+    return LockHolder(pid, pid in (0, os.getpid()) or _has_open(pid, path), readers, int(words[2]) if readers else 0)
 
-    def _users(self) -> str:
-        owner, holders = self._owner(), _holders(self.path)
-        if self._owner_lives() or not holders:
-            return f"process {owner or 'unknown'}"
-        return f"processes left behind by process {owner}, which died: {', '.join(map(str, holders))}"
+
+def _ask_to_end(found: LockHolder) -> None:
+    """Ask the keeper of a readers' server to shut it down."""
+    if found.lives and found.pid:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(found.pid, signal.SIGTERM)
+
+
+def users(folder: Path, found: LockHolder) -> str:
+    """Describe who uses a run folder."""
+    if found.readers:
+        return f"the server of its readers (process {found.pid})"
+    left = [] if found.lives else _holders(folder / "lock")
+    if not left:
+        return f"process {found.pid or 'unknown'}"
+    return f"what process {found.pid} left behind when it died (processes {', '.join(map(str, left))})"
 
 
 def _holders(path: Path) -> list[int]:
     """Return the other processes that have the file open. Empty where /proc is not available."""
-    wanted, found = os.path.realpath(path), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(entry.name) != os.getpid() and any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
-                found.append(int(entry.name))
-        except OSError:  # it has exited, or belongs to another user
-            continue
-    return sorted(found)
+    found = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has_open(int(entry.name), path)]
+    return sorted(pid for pid in found if pid != os.getpid())
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Return whether a process has the file open. False if it has exited, or belongs to another user."""
+    wanted = os.path.realpath(path)
+    try:
+        return any(os.readlink(link) == wanted for link in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from services.config import RunConfig
 from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.runtime.child_processes import STOP_S, ProcessPlan, ServicePlan, rank_environment
+from services.runtime.processes.child_processes import STOP_S, ProcessPlan, ServicePlan, rank_environment
 from services.store.records import RunState
 
+TRAINER = "trainer"  # name of the ranks together
 TRAINER_STOP_S = 30.0  # time for a stopping trainer to finish its step and save
 
 
@@ -49,7 +50,7 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
     webs = [pod("web", "web-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.web.port else []
     return [
         ServicePlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),
-        ServicePlan("trainer", tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
+        ServicePlan(TRAINER, tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
         *(ServicePlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
         *(ServicePlan(tracker.name, (tracker,), essential=False) for tracker in trackers),
         *(ServicePlan(web.name, (web,), essential=False, stays=True) for web in webs),

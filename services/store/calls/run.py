@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
@@ -45,7 +46,7 @@ class Runs(Facet):
 
     async def pause(self, role: str, why: str, mode: PauseMode = "keep") -> None:
         """Request that `generator`, `dataprep` or `trainer` pods pause until resumed. `why` also names the requester."""
-        await self._desire(f"paused:{role}", f"{mode} {why}")
+        await self._desire(f"paused:{role}", f"{mode}@{time.time():.0f} {why}")
 
     async def resume(self, role: str) -> None:
         """Request that pods of the role resume."""

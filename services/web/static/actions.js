@@ -112,7 +112,7 @@ export const askForToken = () =>
   askFor({
     title: "Operate this run",
     text: "The controls need the run's token. This tab keeps it until it is closed.",
-    fields: [{ name: "token", label: "Token", kind: "password", required: true, help: "grpo run writes it to api-token in the run's folder." }],
+    fields: [{ name: "token", label: "Token", kind: "password", required: true, help: "It is in the file api-token in the run's folder. A link that grpo web prints needs no token to be entered." }],
     submit: "Unlock",
     run: async ({ token }) => {
       const operates = await unlock(token.trim());

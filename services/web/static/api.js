@@ -3,6 +3,8 @@ import { useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { store, useStore } from "./state.js";
 
 const KEPT = "grpo-token";
+const UNKNOWN =
+  "This is not a token of this run. grpo web prints a link that has it, and the run's folder holds it: api-token to control the run, api-read-token to look on. A run that was started over has new ones.";
 
 const readToken = () => {
   try {
@@ -61,11 +63,11 @@ export async function unlock(token) {
   let operates = false;
   try {
     const { scope } = await read("v1/console/scope");
-    if (!scope) throw new Problem(401, "this token is unknown to the server");
+    if (!scope) throw new Problem(401, UNKNOWN);
     operates = scope === "operate";
   } catch (error) {
     session.set(before);
-    throw error;
+    throw error.status === 401 ? new Problem(401, UNKNOWN) : error;
   }
   try {
     sessionStorage.setItem(KEPT, token);

@@ -1,12 +1,12 @@
 // The frame of the page: the run's name and state, navigation, and the page of the current route.
 import { lockAgain, askForToken, Action, Operator, checkpoint, pause, resume, scale, stop } from "./actions.js";
 import { read, session, unlock } from "./api.js";
-import { Dialogs, Said } from "./dialog.js";
+import { Dialogs, perform, Said } from "./dialog.js";
 import { count, duration, plain } from "./format.js";
 import { keepFollowing, live, retryNow } from "./live.js";
 import { Badge, Meter } from "./parts.js";
 import { generators, mood, pausedRoles, trainedSteps } from "./run.js";
-import { link, now, route, switchTheme, theme, useStore } from "./state.js";
+import { link, now, route, switchTheme, theme, tokenOfLink, useStore } from "./state.js";
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { BufferPage } from "./pages/buffer.js";
 import { CheckpointsPage } from "./pages/checkpoints.js";
@@ -79,7 +79,7 @@ function Connection() {
   if (how === "lost") text = html`Disconnected: ${current.why}. ${frame ? "Figures are out of date. " : ""}Retrying${wait_s ? ` in ${wait_s} s` : ""}. ${again}`;
   else if (how === "ended")
     text = html`The console was stopped${frame?.state?.finished ? html`; the run has finished: ${plain(frame.state.finished)}` : ""}. To view the run again, start <code>grpo web</code>. ${again}`;
-  else if (how === "denied") text = html`This server requires a token. <button type="button" onClick=${askForToken}>Enter a token</button>`;
+  else if (how === "denied") text = html`This run can be looked at with a token only. Open a link that <code>grpo web</code> prints, or <button type="button" onClick=${askForToken}>enter a token</button>`;
   else if (frame?.fault) text = html`Redis does not respond: ${plain(frame.fault)}. Figures are out of date.`;
   return html`<div class="banners" role="status">${text && html`<p class=${`banner ${how === "ended" ? "" : "bad"}`}>${text}</p>`}</div>`;
 }
@@ -143,7 +143,7 @@ function App() {
 
 let moved = false; // the first page leaves the focus where the browser put it
 
-const kept = session.get().token;
-if (kept) unlock(kept).catch(() => {});
+if (tokenOfLink) perform(async () => ((await unlock(tokenOfLink)) ? "This tab can operate the run." : "This tab can look at the run."));
+else if (session.get().token) unlock(session.get().token).catch(() => {});
 keepFollowing();
 render(html`<${App} />`, document.getElementById("app"));

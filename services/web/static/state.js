@@ -35,6 +35,15 @@ const readRoute = () => {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   return { path: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query || "") };
 };
+// The token of a link that logs in, "#token=…", or an empty string. It leaves the address, and with it the browser's history.
+function takeToken() {
+  const token = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
+  if (token) history.replaceState(null, "", `${location.pathname}${location.search}#/`);
+  return token;
+}
+
+export const tokenOfLink = takeToken();
+
 export const route = store(readRoute());
 addEventListener("hashchange", () => route.set(readRoute()));
 

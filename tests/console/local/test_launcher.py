@@ -242,8 +242,27 @@ def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path)
     done = grpo("run", file, "run.steps=300", FAKE_STEP_S="60", FAKE_EXIT="generator-0:1:the engine is broken")
     assert done.returncode == 1
-    assert "generator-0 died 3 times in a row without completing a step: the engine is broken (log: " in done.stderr
+    assert "generator-0 died of the same error 2 times in a row: the engine is broken (log: " in done.stderr
     assert json.loads((tmp_path / "small" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_restore_that_was_requested_is_no_failure(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    with launched("run", file, "--no-screen", "run.steps=40", FAKE_STEP_S="0.1") as console:
+        wait_until(lambda: len(steps(run)) > 2, "the first steps")
+
+        async def request() -> None:
+            config = load_resolved(run / "config.toml")
+            store = await Store.connect(config.redis.url, "small", (run / "redis" / "password").read_text().strip())
+            await store.run.request_restore(1)
+            await store.close()
+
+        asyncio.run(request())
+        output, errors = console.communicate(timeout=60)
+    assert (console.returncode, errors) == (0, "")
+    assert "the trainer restarts to restore the checkpoint of step 1" in output
+    assert "failed" not in output
+    assert json.loads((run / "summary.json").read_text())["restarts"]["trainer"] == 0
 
 
 async def forget(server: RedisServer, run: str) -> None:

@@ -20,7 +20,7 @@ from services.console.local.plan import (
     visible_gpus,
     wanted_generators,
 )
-from services.runtime.child_processes import ServicePlan
+from services.runtime.processes.child_processes import ServicePlan
 from services.store.records import RunState, Scale
 from tests.support.harness import small_config
 

@@ -41,6 +41,8 @@ def test_a_run_in_full_swing(tmp_path: Path) -> None:
     screen = screen_of(tmp_path)
     (tmp_path / "generator-0.log").write_text(
         json.dumps({"event": "verifier timed out", "level": "warning", "error": "5 s"}) + "\n"
+        + json.dumps({"event": "Triton is not installed", "level": "warning", "logger": "vllm.platforms.cpu"}) + "\n"
+        + json.dumps({"event": "EngineCore failed", "level": "error", "logger": "vllm.v1.engine.core"}) + "\n"
         + json.dumps({"event": "claimed", "level": "info"}) + "\nTraceback: not JSON\n" + '{"event": "half'
     )  # fmt: skip
     step = {"step": 11, "time_s": 60.0, figures.REWARD: 0.431, figures.LAG_MEAN: 0.8, figures.LAG_MAX: 2.0, figures.STEP_S: 2.14}
@@ -50,11 +52,14 @@ def test_a_run_in_full_swing(tmp_path: Path) -> None:
         screen.draw(Look(0.0, STATE, [Member(POD, 4.2)]), {"trainer": 3.0})
         text = drawn(screen)
     for expected in (
-        "12/100 steps", "2:56 left", "trainer paused", "0.431", "0.80 / 2", "2.1 s", "70/96", "generator-0", "ready", "4,321",
+        "12/100 steps", "2:56 left", "paused: trainer by lunch",
+        "0.431", "0.80 / 2", "2.1 s", "70/96", "generator-0", "ready", "4,321",
         "4.2 s ago", "restarts in 3 s", "killed by signal 9", "generator-0: verifier timed out: 5 s",
+        "generator-0: EngineCore failed",
     ):  # fmt: skip
         assert expected in text, expected
     assert "claimed" not in text
+    assert "Triton" not in text
 
 
 def test_what_pods_wait_for_is_shown(tmp_path: Path) -> None:

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.console import errors
-from services.console.local.supervision import DEATHS_IN_A_ROW, LONGEST_PAUSE_S, Ended, GiveUp, Record, Start, account, decide
+from services.console.local.supervision import (
+    ALIKE,
+    DEATHS_IN_A_ROW,
+    LONGEST_PAUSE_S,
+    Ended,
+    GiveUp,
+    Record,
+    Start,
+    account,
+    decide,
+)
 from services.runtime import entry
 
 SHORT: dict[str, Any] = {"lived_s": 1.0, "committed_step": 3, "over": False, "redis_served": False}
@@ -49,6 +59,30 @@ def test_want_of_a_redis_that_has_served_is_no_verdict() -> None:
     served = {**SHORT, "redis_served": True}
     assert isinstance(decide("trainer", STUCK, [3], **served)[0], Start)
     assert isinstance(decide("trainer", STUCK, [2], **served)[0], GiveUp)
+
+
+def test_an_error_that_repeats_itself_ends_the_run() -> None:
+    """Numbers in it may differ. A step in between, a kill, or a Redis that is away breaks the row."""
+    dead = {**SHORT, "worked": False}
+    _, record = decide("generator-0", STUCK, [1], **dead, cause="out of memory: 2 GiB, 17 MiB free")
+    assert decide("generator-0", record, [1], **dead, cause="out of memory: 2 GiB, 19 MiB free")[0] == GiveUp(
+        "generator-0 died of the same error 2 times in a row", 1
+    )
+    assert isinstance(decide("generator-0", record, [1], **dead, cause="another error")[0], Start)
+    _, killed = decide("generator-0", record, [-9], **dead, cause="")
+    for again in (killed, decide("generator-0", record, [3], **{**dead, "redis_served": True}, cause="no Redis")[1]):
+        assert isinstance(decide("generator-0", again, [1], **dead, cause="out of memory: 2 GiB, 3 MiB free")[0], Start)
+    progress = {**dead, "committed_step": 4}
+    assert isinstance(decide("generator-0", record, [1], **progress, cause="out of memory: 2 GiB, 3 MiB free")[0], Start)
+
+
+def test_a_service_that_worked_may_die_of_an_error_once_more() -> None:
+    record, long = STUCK, {**SHORT, "lived_s": 900.0}
+    for _ in range(ALIKE - 1):
+        decision, record = decide("trainer", record, [1], **long, cause="nan in the loss")
+        assert isinstance(decision, Start)
+    decision, _ = decide("trainer", record, [1], **long, cause="nan in the loss")
+    assert decision == GiveUp(f"trainer died of the same error {ALIKE} times in a row", 1)
 
 
 def test_nobody_starts_again_after_the_end() -> None:

@@ -2,7 +2,7 @@
 import { useAnswer } from "../api.js";
 import { Chart } from "../chart.js";
 import { count, duration, fixed, percent, plain } from "../format.js";
-import { Answer, Badge, Facts, Meter, Page, Panel, Tile } from "../parts.js";
+import { Ago, Answer, Badge, Facts, Meter, Page, Panel, Tile } from "../parts.js";
 import { generators, pausedRoles, version } from "../run.js";
 import { link } from "../state.js";
 import { html, useMemo } from "../vendor/htm-preact.js";
@@ -29,13 +29,24 @@ function Tiles({ frame, about, metrics }) {
   </dl>`;
 }
 
+// What a run that does not train waits for, or why it does not run.
+function Notice({ frame }) {
+  const { condition, awaited, state } = frame;
+  const first = state.committed_step < 0 && !state.ended ? " before its first step" : "";
+  const text = awaited ? `The run waits for ${awaited}${first}.` : condition.word === "running" ? "" : `${condition.word}${condition.detail && `: ${condition.detail}`}`;
+  return text && html`<p class="banner" role="status">${plain(text)}</p>`;
+}
+
 function StatePanel({ frame }) {
   const { state } = frame;
   const paused = pausedRoles(state);
   return html`<${Panel} title="State">
     <${Facts}
       of=${[
-        ...paused.map((role) => [`${role} paused`, html`<${Badge} kind="warn">paused<//> ${plain(state.paused[role])}`]),
+        ...paused.map((role) => [
+          `${role} paused`,
+          html`<${Badge} kind="warn">paused<//> ${plain(state.paused[role])}${state.paused_since[role] && html`, <${Ago} at=${state.paused_since[role]} />`}`,
+        ]),
         !paused.length && ["Paused", "none"],
         state.stopping && ["Stopping", plain(state.stopping)],
         state.finished && ["Finished", plain(state.finished)],
@@ -102,13 +113,14 @@ export function OverviewPage({ frame, about }) {
   const bound = about?.facts["admission.max_staleness"];
   const metrics = steps.data?.steps[0]?.metrics ?? {};
   return html`<${Page} title="Overview">
+    <${Notice} frame=${frame} />
     <${Tiles} frame=${frame} about=${about} metrics=${metrics} />
     <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} bound=${bound} />`}<//>
     <div class="columns">
       <${StatePanel} frame=${frame} />
       <${Panel} title="Last steps" tools=${html`<a href=${link("steps")}>All steps</a>`}>
         <${Answer} of=${steps}>
-          ${(data) => html`<${StepsTable} label="Last steps" steps=${data.steps} bound=${bound} empty="No step has been trained yet: the first one waits for its groups." />`}
+          ${(data) => html`<${StepsTable} label="Last steps" steps=${data.steps} bound=${bound} empty=${`No step has been trained yet.${frame.awaited && ` The run waits for ${frame.awaited}.`}`} />`}
         <//>
       <//>
     </div>

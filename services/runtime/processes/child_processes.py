@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.runtime.process_tools import die_with_parent, free_port
+from services.runtime.processes.causes import cause
 
-ERROR_PREFIX = "error: "  # prefix of the line in which a service reports the error that ended it (services/runtime/entry.py)
-LAST_WORDS_BYTES = 64 * 1024
+LAST_WORDS_BYTES = 256 * 1024
+KILLS = (-signal.SIGKILL, -signal.SIGTERM)  # such an end is no error of the process
 STOP_S = 5.0  # how long a process without other duties may take to end
 
 
@@ -96,9 +97,13 @@ class ChildProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def last_error(self) -> str:
-        """Return the error line since the process's last start, without its prefix; empty if there is none."""
-        return last_error(self.log, self._log_start) if self.log else ""
+    def cause(self) -> str:
+        """Return why the process failed, from its log since its last start; empty if it did not, or the log does not say."""
+        if self.log is None or self.code in (None, 0, *KILLS) or not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_start, self.log.stat().st_size - LAST_WORDS_BYTES))
+            return cause(file.read().decode(errors="replace"))
 
 
 class ChildService:
@@ -149,13 +154,3 @@ class ChildService:
         """Kill every pod and everything they started."""
         for pod in self.pods:
             pod.kill()
-
-
-def last_error(log: Path, start: int = 0) -> str:
-    """Return the last line of `log` after byte `start` that begins with `error: `, without that prefix."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - LAST_WORDS_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.startswith(ERROR_PREFIX)), "")

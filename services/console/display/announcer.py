@@ -1,0 +1,80 @@
+"""Tells a person what changed between two looks at a run: its condition, how its trainer resumed, how far services are loaded.
+
+Guarantees: each change is told once. A service that works is not told about again before it is started anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.console.display.base import Display
+from services.operations.condition import Condition, condition
+from services.operations.figures import duration
+from services.operations.observe import Look, Member
+
+LOADING = {
+    "starting": "starting",
+    "loading": "loading the model",
+    "restoring": "loading the checkpoint",
+    "catching up": "retraining the steps after the checkpoint",
+    "unsynced": "waiting for weights",
+}
+"""Phases of a service before it works, in words."""
+
+
+class Announcer:
+    """Compares each look with the one before."""
+
+    def __init__(self, display: Display, note: Callable[[Condition], None], last_resumed: str = "") -> None:
+        """`note` receives each condition of the run. `last_resumed`: what its trainer said when it was started before."""
+        self._display, self._note = display, note
+        self._condition: Condition | None = None
+        self._resumed = last_resumed
+        self._begun: dict[str, float] = {}  # pod -> monotonic time of its last start, for those this console started
+        self._phases: dict[str, str] = {}  # pod -> its phase while it loads
+        self._working: set[str] = set()  # pods that work
+
+    def started(self, pods: list[str], now: float) -> None:
+        """Note that pods are started now (monotonic seconds)."""
+        for pod in pods:
+            self._begun[pod] = now
+            self._phases.pop(pod, None)
+            self._working.discard(pod)
+
+    def worked(self, pods: list[str]) -> bool:
+        """Return whether any of these pods got beyond loading since it was started."""
+        return not self._working.isdisjoint(pods)
+
+    def look(self, look: Look) -> None:
+        """Tell what changed."""
+        found = condition(look.state, live=True)
+        if found != self._condition:
+            self._note(found)
+            if found.detail and look.state is not None and not look.finished:
+                self._display.event(str(found))
+            elif self._condition is not None and self._condition.word == "paused" and found.word == "running":
+                self._display.event("running again")
+            self._condition = found
+        resumed = look.state.resumed if look.state else ""
+        if resumed not in ("", self._resumed):
+            self._display.event(f"trainer: {resumed}")
+        self._resumed = resumed
+        self._load(look)
+
+    def _load(self, look: Look) -> None:
+        """Tell which pods entered a phase of loading, or began to work, one line for all in the same phase."""
+        entered: dict[str, list[Member]] = {}
+        for member in look.members:
+            name, phase = member.status.name, member.status.phase
+            if name not in self._begun or name in self._working or self._phases.get(name) == phase:
+                continue
+            if member.age_s > look.at - self._begun[name]:  # the last heartbeat of the process before
+                continue
+            self._phases[name] = phase
+            entered.setdefault(LOADING.get(phase, "ready"), []).append(member)
+            if phase not in LOADING:
+                self._working.add(name)
+        for words, members in entered.items():
+            names = sorted(member.status.name for member in members)
+            after_s = max(look.at - self._begun[name] for name in names)
+            self._display.loading(f"{', '.join(names)}: {words}, {duration(after_s)} after its start")

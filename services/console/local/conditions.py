@@ -1,0 +1,59 @@
+"""What a run on this machine is doing, as its folder tells: `condition.json`, which `grpo run` keeps up to date.
+
+Guarantees: it is read without Redis and without starting anything; a run whose console was killed is stopped, whatever the file
+says.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from services.console.local import summary
+from services.console.local.folder import RunFolder
+from services.console.local.lock import holder
+from services.operations.condition import Condition
+
+
+class _Noted(msgspec.Struct):
+    condition: Condition
+    at: float
+    """Unix seconds."""
+
+
+def note(folder: RunFolder, condition: Condition) -> None:
+    """Write what the run is doing, atomically."""
+    temporary = folder.condition.with_suffix(".new")
+    temporary.write_bytes(msgspec.json.encode(_Noted(condition, time.time())) + b"\n")
+    temporary.replace(folder.condition)
+
+
+def of(folder: RunFolder) -> Condition:
+    """Return what the run is doing."""
+    found, noted = holder(folder.path), _read(folder)
+    if found is not None and not found.readers:
+        return noted.condition if noted and noted.condition.word in ("running", "paused") else Condition("running")
+    return left(folder) or Condition("stopped")
+
+
+def left(folder: RunFolder) -> Condition | None:
+    """Return how the last start of the run ended; None: it never was started."""
+    if (noted := _read(folder)) is None:
+        return _of_summary(folder)
+    if noted.condition.word in ("running", "paused"):
+        return Condition("stopped", "grpo run was killed")
+    return noted.condition
+
+
+def _read(folder: RunFolder) -> _Noted | None:
+    try:
+        return msgspec.json.decode(folder.condition.read_bytes(), type=_Noted)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _of_summary(folder: RunFolder) -> Condition | None:
+    """Return how a run ended that an earlier version ran."""
+    status = summary.read(folder.summary).get("status")
+    return next((Condition(word) for word in ("stopped", "finished", "failed") if word == status), None)

@@ -1,0 +1,50 @@
+"""Who reads a run that is stopped: readers hold a file together, and the keeper of their server takes it when none is left.
+
+Guarantees: the kernel releases what a process holds when it exits, for whatever reason, so no reader is counted that is gone. A
+reader that arrives while the server shuts down waits until it is down.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+_LOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
+
+
+class Presence:
+    """The file `folder/readers`, open. Close it to leave.
+
+    Its locks belong to the open file and not to the process (F_OFD_SETLK of fcntl(2)), so a process may hold several.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / "readers", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def join(self) -> None:
+        """Become a reader. Waits while the keeper shuts down."""
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _request(fcntl.F_RDLCK))
+
+    def leave(self) -> bool:
+        """Stop being a reader. Return whether no other is left."""
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK))
+        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK))
+        return struct.unpack(_LOCK, found)[0] != fcntl.F_RDLCK
+
+    def take(self) -> bool:
+        """Take the file alone, as the keeper. Return whether that was possible: nobody reads."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK))
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Release everything."""
+        os.close(self._fd)
+
+
+def _request(kind: int) -> bytes:
+    return struct.pack(_LOCK, kind, os.SEEK_SET, 0, 0, 0)

@@ -1,0 +1,124 @@
+"""Reaches the Redis server of a run on this machine, to read the run or to tell it something, whether the run runs or not.
+
+Guarantees: a server that the run has up is used as it is. Without one, all who read share one on the run's folder, started by
+the first and shut down after the last (keeper.py). Each wait is said, with what it is for, and ends at a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from services.config import load_resolved
+from services.console.errors import EXIT_REDIS, ConsoleError
+from services.console.local.folder import RunFolder
+from services.console.local.lock import TOLD_S, LockHolder, holder, users
+from services.console.local.redis_server import START_LIMIT_S
+from services.console.reading.presence import Presence
+
+POLL_S = 0.02
+CONNECT_S = 1.0
+END_S = 10.0  # for the server to shut down after its last reader
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A server that answers."""
+
+    url: str
+    holder: LockHolder
+    """Who has it up: the run, or a keeper for readers."""
+
+
+@contextlib.contextmanager
+def reading(folder: RunFolder, say: Callable[[str], None]) -> Iterator[Reading]:
+    """Reach the run's own server, and keep it up meanwhile if the run is stopped. Raise `ConsoleError` if it does not answer.
+
+    `say` receives what is waited for.
+    """
+    presence, keepers = Presence(folder.path), list[subprocess.Popen[str]]()
+    try:
+        presence.join()
+        found = _find(folder, say, keepers)
+        yield found
+    finally:
+        last = presence.leave()
+        presence.close()
+        for keeper in keepers:
+            _see_out(keeper, END_S if last else 0.0)
+
+
+def owns_server(folder: RunFolder) -> bool:
+    """Return whether the run has a Redis server of its own."""
+    return (folder.redis / "password").exists()
+
+
+def _find(folder: RunFolder, say: Callable[[str], None], keepers: list[subprocess.Popen[str]]) -> Reading:
+    """Wait for a server that answers. Start a keeper of one where nobody has the folder, and add it to `keepers`."""
+    began, told = time.monotonic(), False
+    while True:
+        found = holder(folder.path)
+        if found is None:
+            _keep(folder, keepers)
+        elif found.port:
+            return Reading(f"redis://127.0.0.1:{found.port}/0", found)
+        elif found.lives and not found.readers and _answers(url := load_resolved(folder.config).redis.url):
+            return Reading(url, found)
+        waited_s = time.monotonic() - began
+        if found is not None and waited_s > TOLD_S and not told:
+            told = True
+            say(f"waiting up to {START_LIMIT_S:g} s for {_awaited(folder.path, found)}")
+        if waited_s > START_LIMIT_S:
+            what = _awaited(folder.path, found) if found else "its Redis server"
+            raise ConsoleError(f"{folder.path}: gave up after {START_LIMIT_S:g} s waiting for {what}", EXIT_REDIS)
+        time.sleep(POLL_S)
+
+
+def _keep(folder: RunFolder, keepers: list[subprocess.Popen[str]]) -> None:
+    """Start a keeper unless one is starting. Raise `ConsoleError` with what the last one said, if it failed."""
+    if keepers and keepers[-1].poll() is None:
+        return
+    if keepers and keepers[-1].returncode:
+        assert keepers[-1].stderr is not None
+        raise ConsoleError(keepers[-1].stderr.read().strip() or f"{folder.redis} could not be served", EXIT_REDIS)
+    config = load_resolved(folder.config)
+    keepers.append(
+        subprocess.Popen(
+            [sys.executable, "-m", "services.console.reading.keeper", str(folder.path.resolve()), config.redis.appendfsync],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+    )  # fmt: skip
+
+
+def _see_out(keeper: subprocess.Popen[str], limit_s: float) -> None:
+    """Wait until the keeper has shut the server down, so that all of the run is on disk when the command returns."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        keeper.wait(limit_s)
+    if keeper.stderr is not None:
+        keeper.stderr.close()
+
+
+def _awaited(folder: Path, found: LockHolder) -> str:
+    """Describe what must happen before the run can be read."""
+    if found.readers:
+        return f"the Redis server of {folder}, which process {found.pid} starts"
+    if found.lives:
+        return f"the Redis server of {folder}, which grpo run (process {found.pid}) starts or stops"
+    return f"{users(folder, found)} to exit"
+
+
+def _answers(url: str) -> bool:
+    """Return whether something listens at an address."""
+    place = urlsplit(url)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 6379), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True

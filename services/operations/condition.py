@@ -1,0 +1,65 @@
+"""What a run is doing, in the words that status, screen, log and page share. Pure.
+
+Guarantees: a run is in one of five conditions. A run that nobody runs is never called running or paused.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from services.store import RunState
+from services.store.records import ROLES
+
+Word = Literal["running", "paused", "stopped", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a run is doing. `detail`: more on it, in words; may be empty."""
+
+    word: Word
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.detail}" if self.detail else self.word
+
+
+def condition(state: RunState | None, *, live: bool, left: Condition | None = None) -> Condition:
+    """Return the condition of a run. `live`: its services run. `left`: how `grpo run` left it, if that is known."""
+    if state is not None and state.finished:
+        return Condition("finished", state.finished)
+    if not live:
+        if left is not None and left.word == "failed":
+            return left
+        told = [left.detail if left else "", f"it starts paused: {paused}" if (paused := _paused(state)) else ""]
+        return Condition("stopped", "; ".join(part for part in told if part))
+    if state is None:
+        return Condition("running", "dataprep reads the prompts and then creates the run")
+    if max(state.restore, state.restoring) >= 0:
+        return Condition("running", f"restoring the checkpoint of step {max(state.restore, state.restoring)}")
+    if state.stopping:
+        return Condition("running", f"ending after this step: {state.stopping}")
+    return Condition("paused", paused) if (paused := _paused(state)) else Condition("running")
+
+
+def _paused(state: RunState | None) -> str:
+    """Return who is paused, by whom, why and since when; empty: nobody is."""
+    if state is None:
+        return ""
+    requests: dict[str, list[str]] = {}
+    for role, why in sorted(state.paused.items()):
+        mode, since = state.pause_modes.get(role, "keep"), state.paused_since.get(role)
+        told = f"{why}, since {moment(since)}" if since else why
+        requests.setdefault(told, []).append(role if mode == "keep" else f"{role} ({mode})")
+    return "; ".join(f"{_all_of(roles)} by {told}" for told, roles in requests.items())
+
+
+def _all_of(roles: list[str]) -> str:
+    return "all services" if set(roles) == set(ROLES) else ", ".join(roles)
+
+
+def moment(at: float) -> str:
+    """Return a time as the clock on the wall shows it, to the minute."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

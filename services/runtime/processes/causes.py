@@ -1,0 +1,104 @@
+"""Finds in the log of a process why it ended, as one line. Pure.
+
+Guarantees: a message that only points elsewhere ("see root cause above") gives way to the one it points to; a message of several
+lines becomes one; without any error the answer is empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+
+import msgspec
+
+ERROR_PREFIX = "error: "  # prefix of the line in which a service reports the error that ended it (services/runtime/entry.py)
+LONGEST = 400  # characters of a cause
+VAGUE = re.compile(
+    r"root cause above|see its log|see the (log|stack trace)|EngineDeadError|engine core (proc )?died|died unexpectedly|"
+    r"Engine core initialization failed|connection (closed|reset) by|"
+    r"^\S*(ChildFailedError|CalledProcessError|SystemExit|KeyboardInterrupt)\b",
+    re.IGNORECASE,
+)
+"""Messages that say that something failed, and not what."""
+_PREFIX = re.compile(r"^\(?\w+ pid=\d+\)?:? ?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?|^\[rank\d+\]: ?")
+_EXCEPTION = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: (.*))?$")
+_VALIDATION = re.compile(r"\d+ validation errors? for \w+")
+_TYPE = re.compile(r" \[type=\w+.*$")
+
+
+class _LoggedError(msgspec.Struct):
+    event: str = ""
+    error: str = ""
+    exception: str = ""
+    level: str = ""
+
+
+def cause(text: str) -> str:
+    """Return why a process ended that logged `text`.
+
+    That is what the service reported last if it says what failed, else the last other error that does.
+    """
+    lines = [_PREFIX.sub("", line) for line in text.splitlines()]
+    reported = [one_line(error) for error in _reported(lines)]
+    found = [one_line(error) for error in _found(lines)]
+    telling = [error for error in (*found, *reported) if error and not VAGUE.search(error)]
+    told = [error for error in reported if error in telling]
+    return next((errors[-1] for errors in (told, telling, reported, found) if errors), "")
+
+
+def most_telling(causes: Iterable[str]) -> str:
+    """Return the first cause that says what failed, else the first."""
+    given = [each for each in causes if each]
+    return next((each for each in given if not VAGUE.search(each)), given[0] if given else "")
+
+
+def one_line(message: str) -> str:
+    """Return a message of several lines as one of at most `LONGEST` characters. Of pydantic's, only what is wrong is kept."""
+    lines = message.splitlines()
+    begun = next((i for i, line in enumerate(lines) if _VALIDATION.search(line)), None)
+    if begun is not None:
+        wrong = [_TYPE.sub("", line).strip() for line in lines[begun + 1 :] if not line.strip().startswith("For further")]
+        head = _VALIDATION.sub("", lines[begun]).strip().removesuffix(":")
+        lines = [f"{head}: " if head else "", *(line.removeprefix("Value error, ") for line in wrong)]
+    short = " ".join(" ".join(lines).split())
+    return short if len(short) <= LONGEST else f"{short[: LONGEST - 1]}…"
+
+
+def _reported(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the errors by which a service says that it ends."""
+    for at, line in enumerate(lines):
+        if line.startswith(ERROR_PREFIX):
+            yield "\n".join([line.removeprefix(ERROR_PREFIX), *_indented(lines, at + 1)])
+
+
+def _found(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the errors that end tracebacks and those that are logged, in order; none of finalizers, which harm nobody."""
+    for at, line in enumerate(lines):
+        if line.startswith("{"):
+            yield from _logged(line)
+        elif line.startswith("Traceback (most recent call last)") and not (
+            at and lines[at - 1].startswith("Exception ignored in")
+        ):
+            end = at + 1
+            while end < len(lines) and (lines[end].startswith(" ") or not lines[end]):
+                end += 1
+            if end < len(lines) and _EXCEPTION.match(lines[end]):
+                yield "\n".join([lines[end], *_indented(lines, end + 1)])
+
+
+def _indented(lines: Sequence[str], at: int) -> Iterator[str]:
+    """Yield the indented lines from `at` on: the rest of a message."""
+    return takewhile(lambda line: line.startswith("  "), lines[at:])
+
+
+def _logged(line: str) -> Iterator[str]:
+    """Yield the errors of a JSON line at level error: of its traceback, or else its text."""
+    try:
+        event = msgspec.json.decode(line, type=_LoggedError)
+    except msgspec.MsgspecError:
+        return
+    if event.level not in ("error", "critical"):
+        return
+    inside = [error for text in (event.exception, event.event) for error in _found(text.splitlines())]
+    yield from inside or [": ".join(part for part in (event.event, event.error) if part)]

@@ -1,0 +1,111 @@
+"""Readers of a stopped run share its server, and a run that starts takes it from them: real processes, real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from services.config import digest
+from services.console.errors import ConsoleError
+from services.console.local.folder import RunFolder
+from services.console.local.lock import FolderLock, holder
+from services.console.local.redis_server import start_server
+from services.console.reading.shared_server import reading
+from services.store import Store
+from tests.support.console import ROOT, wait_until
+from tests.support.harness import small_config
+
+READER = """
+import sys; from pathlib import Path
+from services.console.local.folder import RunFolder
+from services.console.reading.shared_server import reading
+with reading(RunFolder(Path(sys.argv[1])), lambda _: None) as found:
+    print(found.url, flush=True); sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> RunFolder:
+    """A run that trained nothing and is not running."""
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    folder.write(config)
+    server = start_server(folder.redis, "everysec", folder.path.name)
+
+    async def create() -> None:
+        store = await Store.connect(server.url, config.run.name, server.password)
+        await store.run.create(digest(config), "data", config.run.steps, config.slots)
+        await store.close()
+
+    asyncio.run(create())
+    server.stop()
+    return folder
+
+
+def reader(folder: RunFolder) -> subprocess.Popen[str]:
+    """Another process that reads the run until its input ends."""
+    return subprocess.Popen(
+        [sys.executable, "-c", READER, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def test_readers_share_a_server_that_ends_with_the_last_of_them(stopped: RunFolder) -> None:
+    first, second = reader(stopped), reader(stopped)
+    assert first.stdout is not None
+    assert second.stdout is not None
+    url = first.stdout.readline()
+    assert second.stdout.readline() == url
+    first.kill()  # it leaves without a word
+    first.communicate()
+    with reading(stopped, pytest.fail) as found:
+        assert found.url == url.strip()
+        second.communicate("")
+    wait_until(lambda: holder(stopped.path) is None, "the end of the server")
+
+
+def test_many_commands_at_once_see_the_run(stopped: RunFolder) -> None:
+    def status(_: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "services.console", "status", str(stopped.path)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in pool.map(status, range(4)):
+            assert (done.returncode, done.stderr) == (0, "")
+            assert "0/4 steps  stopped" in done.stdout
+    wait_until(lambda: holder(stopped.path) is None, "the end of the server")
+
+
+def test_a_run_takes_the_folder_from_readers(stopped: RunFolder) -> None:
+    with reading(stopped, pytest.fail) as found, FolderLock(stopped.path, 60.0):
+        assert found.holder.readers
+        now = holder(stopped.path)
+        assert now is not None
+        assert (now.pid, now.readers) == (os.getpid(), False)
+
+
+def test_what_a_killed_run_left_behind_is_named_and_waited_for(stopped: RunFolder) -> None:
+    said: list[str] = []
+    with FolderLock(stopped.path) as lock:
+        left = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
+        (stopped.path / "lock").write_text("99999999\n")  # as if the console had died
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(lambda: wait_until(lambda: said, "a word on the wait") and left.send_signal(signal.SIGKILL))
+        with reading(stopped, said.append) as found:
+            assert found.holder.readers
+        wait.result()
+    left.wait()
+    assert said == [f"waiting up to 60 s for what process 99999999 left behind when it died (processes {left.pid}) to exit"]
+
+
+def test_a_server_that_cannot_start_is_an_error_with_its_last_words(stopped: RunFolder) -> None:
+    for part in (stopped.redis / "appendonlydir").iterdir():
+        part.write_bytes(b"no commands\n" * 9)
+    with pytest.raises(ConsoleError, match=f"did not start in {stopped.redis}"), reading(stopped, print):
+        pass

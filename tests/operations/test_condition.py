@@ -1,0 +1,74 @@
+"""What a run is said to be doing, and what it waits for: hand-made states."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from services.operations.awaited import awaited
+from services.operations.condition import Condition, condition, moment
+from services.protocol.messages import PodStatus
+from services.store import RunState
+
+STATE = RunState(4, 16, 3, 40, -1, -1, -1, -1, "dataprep-0", {}, "", "", "data", "config")
+NOW = time.time()
+LUNCH = {"paused": {"trainer": "ada: lunch"}, "paused_since": {"trainer": NOW}}
+DRAIN = {"generator": "drain"}
+ALL = dict.fromkeys(("generator", "dataprep", "trainer"), "ada: lunch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "live", "left", "word", "detail"),
+    [
+        ({}, True, None, "running", ""),
+        (LUNCH, True, None, "paused", f"trainer by ada: lunch, since {moment(NOW)}"),
+        ({"paused": ALL}, True, None, "paused", "all services by ada: lunch"),
+        ({"paused": ALL, "pause_modes": DRAIN}, True, None, "paused", "dataprep, generator (drain), trainer by ada: lunch"),
+        ({"stopping": "ada: enough"}, True, None, "running", "ending after this step: ada: enough"),
+        ({"restore": 20, **LUNCH}, True, None, "running", "restoring the checkpoint of step 20"),
+        ({"finished": "trained 4 of 4 steps"}, False, None, "finished", "trained 4 of 4 steps"),
+        ({}, False, None, "stopped", ""),
+        (LUNCH, False, Condition("stopped"), "stopped", f"it starts paused: trainer by ada: lunch, since {moment(NOW)}"),
+        ({}, False, Condition("stopped", "grpo run was killed"), "stopped", "grpo run was killed"),
+        ({}, False, Condition("failed", "trainer cannot run"), "failed", "trainer cannot run"),
+        ({}, True, Condition("failed", "trainer cannot run"), "running", ""),
+    ],
+)  # fmt: skip
+def test_a_run_is_in_one_of_five_conditions(changes, live, left, word, detail) -> None:
+    assert condition(replace(STATE, **changes), live=live, left=left) == Condition(word, detail)
+
+
+def pod(kind: str, phase: str, number: int = 0) -> PodStatus:
+    return PodStatus(kind, f"{kind}-{number}", "b", "here", 1, "", phase, -1, 1, {})
+
+
+LEADING, TRAINER, READY = pod("dataprep", "leading"), pod("trainer", "waiting for data"), pod("generator", "ready")
+
+
+@pytest.mark.parametrize(
+    ("state", "pods", "what"),
+    [
+        (None, [], "dataprep to read the prompts"),
+        (None, [LEADING], "dataprep to create the run"),
+        (STATE, [], "dataprep to start"),
+        (STATE, [LEADING], "the trainer to start"),
+        (STATE, [LEADING, pod("trainer", "loading")], "the trainer to load the model"),
+        (STATE, [LEADING, pod("trainer", "restoring")], "the trainer to load the checkpoint"),
+        (STATE, [LEADING, TRAINER], "the generators to start"),
+        (STATE, [LEADING, TRAINER, *(pod("generator", "loading", i) for i in (0, 1))], "2 generators to load the model"),
+        (STATE, [LEADING, TRAINER, pod("generator", "unsynced")], "the first weights to reach a generator"),
+        (STATE, [LEADING, TRAINER, READY], "the first groups of completions (3 of 16 slots in use)"),
+        (replace(STATE, prepared_step=0), [LEADING, TRAINER, READY], "the first step to be trained"),
+        (replace(STATE, committed_step=2), [LEADING, TRAINER, READY, pod("generator", "loading", 1)], ""),
+        (replace(STATE, committed_step=2), [LEADING, TRAINER], "the generators to start"),
+        (replace(STATE, paused={"trainer": "ada"}), [], ""),
+    ],
+)  # fmt: skip
+def test_what_a_run_waits_for(state, pods, what) -> None:
+    assert awaited(state, pods, 2) == what
+
+
+def test_a_run_scaled_to_nothing_waits_for_a_generator() -> None:
+    assert awaited(STATE, [LEADING, TRAINER], 0) == "a generator: 0 are desired (grpo scale generators N)"
