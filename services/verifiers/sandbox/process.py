@@ -33,7 +33,7 @@ REAP_LIMIT_S = 1.0
 """A process that has closed its socket exits within milliseconds; past this limit it is killed."""
 _SECRET = re.compile("^GRPO_|PASSWORD|SECRET|TOKEN$|_KEY$|CREDENTIAL")
 """Environment variables that a worker does not inherit."""
-_ROOT = Path(__file__).resolve().parents[4]
+_ROOT = Path(__file__).resolve().parents[3]
 
 T = TypeVar("T")
 

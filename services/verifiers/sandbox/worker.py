@@ -35,7 +35,7 @@ from services.verifiers.sandbox.confine import confine, limit_resources
 from services.verifiers.sandbox.frames import LENGTH, Hello, Setup, frame
 from services.verifiers.sandbox.loaded import LoadedVerifier, Unusable, load
 
-_OURS = str(Path(__file__).resolve().parents[4] / "services")
+_OURS = str(Path(__file__).resolve().parents[3] / "services")
 PARENT_CHECK_S = 2.0
 """Seconds between an idle worker's checks that its parent is alive, in case a copy of the pool's socket outlives the parent."""
 

@@ -263,6 +263,6 @@ def test_what_a_request_waited_before_the_last_answer_is_no_silence(monkeypatch:
 
 
 def test_the_documentation_has_the_interface() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "rewards.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     blocks = [part.partition("```")[0] for part in page.partition("## A service")[2].partition("\n## ")[0].split("```json\n")[1:]]
     assert interface() in [msgspec.json.decode(block) for block in blocks]
