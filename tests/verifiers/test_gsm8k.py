@@ -15,7 +15,7 @@ from services.config.data import FileSource
 from services.verifiers.sandbox.pool import VerifierPool
 from tests.support.verifiers import scored, verifier
 
-FOLDER = Path(__file__).parents[2] / "data" / "gsm8k"
+FOLDER = Path(__file__).parents[1] / "data" / "gsm8k"
 PATTERN = r"####\s*(.+)"
 FORMS = (
     "worked solution",
