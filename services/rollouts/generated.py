@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -26,6 +26,15 @@ class Generated:
     tool_spans: tuple[tuple[int, int], ...] = ()
     """[start, end) of tokens that the policy did not sample, such as a tool's output: ascending and disjoint. The policy reads
     them, but they are never trained on; their logprobs are meaningless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A token sequence that only ever grew: a context and what was generated after it. A rollout has one or several."""
+
+    completion: Generated
+    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[C] int32, the segment's own context tokens, which are never trained on; empty: the prompt of its group."""
 
 
 @dataclass(frozen=True, slots=True)
