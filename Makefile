@@ -1,4 +1,4 @@
-# The commands of this repository: make demo, make test, make test-fast, make check, make bench, make bench-check, make clean.
+# The commands of this repository: make demo, make test, make test-fast, make check, make docs, make bench, make bench-check, make clean.
 # Everything is installed into .venv by the first of them that runs. On machines whose package index has no CPU build of
 # torch under its plain version, name one:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -14,7 +14,7 @@ DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell comm
 	$(if $(shell command -v chromium),,chromium) $(if $(wildcard /usr/lib/*/faketime/libfaketime.so.1),,libfaketime)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-fast check bench bench-check clean install debian
+.PHONY: demo test test-fast check docs bench bench-check clean install debian
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/demo/
@@ -39,6 +39,10 @@ check: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_house.py
 
+docs: $(INSTALLED)  ## write the reference from the code, and build the documentation into site/
+	$(BIN)/python -m documentation
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 bench: $(INSTALLED)  ## measure everything, write benchmarks/results/ and docs/benchmarks.md; wants a quiet machine
 	$(BIN)/python -m benchmarks.suite run
 
@@ -46,7 +50,7 @@ bench-check: $(INSTALLED)  ## measure everything and compare ratios with the las
 	$(BIN)/python -m benchmarks.suite check
 
 clean:
-	rm -rf $(VENV) build runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build runs site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 install: $(INSTALLED)

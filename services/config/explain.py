@@ -84,8 +84,10 @@ def _type(annotation: Any) -> str:
         return " | ".join(msgspec.json.encode(value).decode() for value in typing.get_args(annotation))
     if isinstance(annotation, types.UnionType):
         return " | ".join(_type(part) for part in typing.get_args(annotation) if part is not types.NoneType)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _type(typing.get_args(annotation)[0])
     if isinstance(annotation, types.GenericAlias):
-        return str(annotation).replace("typing.", "")
+        return f"{annotation.__origin__.__name__}[{', '.join(map(_type, typing.get_args(annotation)))}]"
     return annotation.__name__
 
 

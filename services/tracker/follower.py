@@ -22,6 +22,7 @@ import msgspec
 import structlog
 
 from services.config import RunConfig
+from services.operations.aliases import aliases
 from services.protocol.errors import StoreError
 from services.runtime.loops import Loop
 from services.store import Store
@@ -125,7 +126,7 @@ class Follower:
     def _hand_over(self, identity: str, steps: list[Record], rounds: list[Record]) -> None:
         if self._tracker is None:
             self._tracker = open_tracker(self.name, self._config, self._folder, identity)
-        self._tracker.write(steps, rounds)
+        self._tracker.write([{**step, **aliases(step)} for step in steps], rounds)
 
     async def _close(self, position: Position) -> None:
         tracker, self._tracker = self._tracker, None

@@ -1,0 +1,1 @@
+"""Writes the reference pages of docs/reference from the code: `python -m documentation`."""

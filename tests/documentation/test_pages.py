@@ -1,0 +1,125 @@
+"""Every page of the documentation: links lead somewhere, code blocks are valid, generated pages are those of the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from documentation.__main__ import made
+from services.config.explain import keys
+from services.config.load import validate
+from services.console.__main__ import app, with_waits
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"^(?:\$ )?(?:\S*/)?grpo (.*)$")
+KEYS = {re.sub(r"\[\](\([^)]*\))?", "", key.key) for key in keys()}
+FREE = ("generator.engine_options", "data.chat_template_options")
+BASE: dict[str, Any] = {
+    "model": {"path": "m"}, "data": {"sources": [{"kind": "jsonl", "path": "p.jsonl"}]}, "verifiers": [{"kind": "math"}],
+}  # fmt: skip
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    return (text for language, text in BLOCK.findall(page.read_text(encoding="utf-8")) if language in languages)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each `grpo` in a code block; a line that ends with a backslash goes on."""
+    for text in blocks(page, "", "sh", "bash", "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            for part in re.split(r"\s*(?:&&|;|>+|\|(?!STEP))\s*", line.partition(" #")[0].strip()):
+                if found := COMMAND.match(part.removeprefix("kubectl exec deploy/grpo-dataprep -- ")):
+                    yield shlex.split(found[1])
+
+
+def parsed(arguments: list[str]) -> list[str]:
+    """Parse a command as `grpo` does, without running it. Return its overrides."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("grpo", with_waits(arguments))
+    while hasattr(command, "commands"):
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, list(rest), parent=context)
+    return context.params.get("overrides") or []
+
+
+def completed(fragment: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that has the fragment, and a model, a source and a verifier if it does not."""
+    whole = deepcopy(BASE)
+    for section, value in fragment.items():
+        whole[section] = {**whole.get(section, {}), **value} if isinstance(value, dict) else value
+    return whole
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_to_files(page: Path) -> None:
+    text = CODE.sub("", BLOCK.sub("", page.read_text(encoding="utf-8")))
+    for link in LINK.findall(text):
+        if not link.startswith(("http:", "https:", "#", "mailto:")):
+            assert (page.parent / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page, "toml"))], ids=named)
+def test_toml_is_a_configuration_or_a_part_of_one(page: Path) -> None:
+    for text in blocks(page, "toml"):
+        validate(completed(tomllib.loads(text)), named(page))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=named)
+def test_commands_exist_with_their_options(page: Path) -> None:
+    for arguments in commands(page):
+        for override in parsed(arguments):
+            key = override.partition("=")[0]
+            assert key in KEYS or key.startswith(FREE), (arguments, key)
+
+
+def test_keys_in_the_table_of_the_migration_exist() -> None:
+    rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "howto" / "migrate.md").read_text(encoding="utf-8"), re.MULTILINE)
+    given = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
+    assert len(given) > 30
+    assert {re.sub(r"\[\](\([^)]*\))?", "", key) for key in given} <= KEYS
+
+
+@pytest.mark.parametrize("page", made(), ids=named)
+def test_a_generated_page_is_that_of_the_code(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == made()[page], "run python -m documentation"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def paths(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        for inner in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+            yield from paths(inner)
+
+    given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    docs = ROOT / "docs"
+    assert set(paths(given["nav"])) == {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Debug a run that does not learn" in (tmp_path / "index.html").read_text(encoding="utf-8")
