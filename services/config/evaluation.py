@@ -41,7 +41,9 @@ class Evaluation(Section):
     max_tokens: int = Field(default=0, ge=0)
     """Maximum length of a completion in tokens. 0: `sampling.max_tokens`."""
     max_generators: int = Field(default=1, ge=1)
-    """Most generators that evaluate at a time. All of them evaluate the last version of a run, since no training is left."""
+    """Maximum number of generators that evaluate at a time. All of them evaluate the last version of a run, since no training is
+    left.
+    """
     min_training_generators: int = Field(default=1, ge=0)
     """A generator evaluates only while at least this many others generate for training. 0: training may wait for a round."""
 

@@ -35,9 +35,9 @@ class Generator(Section):
     engine: str = "vllm"
     """`vllm`, or `package.module:Class` for a custom engine (it implements services/generator/engines/base.py)."""
     max_concurrent_groups: int = Field(default=0, ge=0)
-    """Most tickets that one generator holds at a time. Below that limit the number adapts to its load. 0: no limit."""
+    """Maximum number of tickets that one generator holds. Below that limit the number adapts to its load. 0: no limit."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Most sequences that vLLM runs in one iteration."""
+    """Maximum number of sequences that vLLM runs in one iteration."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs per engine."""
     cpu_kv_cache_mib: int = Field(default=256, ge=16)

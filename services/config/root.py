@@ -164,7 +164,7 @@ class RunConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Most tickets that may be in progress at a time (docs/design.md, section 4)."""
+        """Maximum number of tickets that may be in progress at a time (docs/design.md, section 4)."""
         return (self.admission.max_staleness + 1) * self.admission.prompts_per_step
 
     @property

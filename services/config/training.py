@@ -60,8 +60,9 @@ class Filters(Section):
     zero_std: bool = False
     """Drop groups whose completions all have the same reward, since they give no gradient."""
     active_sampling_bound: int = Field(default=10, ge=0)
-    """Most dropped groups of a step that other prompts replace, times prompts_per_step. Past it, the step trains on what it has.
-    0: none are replaced."""
+    """Maximum number of dropped groups of a step that other prompts replace, as a multiple of prompts_per_step. Past it,
+    the step trains on what it has. 0: none are replaced.
+    """
 
 
 class Advantage(Section):

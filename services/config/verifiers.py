@@ -193,7 +193,7 @@ class RemoteVerifier(OwnVerifier):
     give_up_s: float = Field(default=600.0, gt=0)
     """Seconds after which a group is given up if the service cannot be reached, is overloaded or fails. Until then it is held."""
     max_requests: int = Field(default=64, ge=1)
-    """Most requests of one generator that are under way at a time."""
+    """Maximum number of requests of one generator that are under way at a time."""
 
     @field_validator("token_file")
     @classmethod

@@ -75,7 +75,7 @@ class Offline:
         if name in self.sources:
             return self.sources[name]
         if name or len(self.sources) > 1:
-            raise DataError(f"{where}: source = {name!r} is no prompt source: choose from {', '.join(self.sources)}")
+            raise DataError(f"{where}: source = {name!r} is not a prompt source: choose from {', '.join(self.sources)}")
         return next(iter(self.sources.values()))
 
     def _row(self, source: Source, number: int, where: str) -> PromptRow:

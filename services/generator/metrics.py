@@ -26,8 +26,8 @@ class GeneratorMetrics(Metrics):
     evaluating: Gauge = gauge("grpo_generator_evaluating", "", "1 while the pod is kept on its weights for an evaluation round.")
     running: Gauge = gauge("grpo_generator_rollouts", "tickets", "Training tickets whose completions are being generated.")
     scoring: Gauge = gauge("grpo_generator_scoring", "tickets", "Training tickets whose completions wait for their scores.")
-    scoring_limit: Gauge = gauge("grpo_generator_scoring_limit", "tickets", "Most tickets that may wait for their scores.")
-    limit: Gauge = gauge("grpo_generator_rollouts_limit", "tickets", "Most tickets that the engine can run at a time.")
+    scoring_limit: Gauge = gauge("grpo_generator_scoring_limit", "tickets", "Maximum of tickets waiting for scores.")
+    limit: Gauge = gauge("grpo_generator_rollouts_limit", "tickets", "Maximum of tickets that the engine can run.")
     limit_reason: Mapping[str, Gauge] = gauges(
         "grpo_generator_rollouts_limit_reason", "", "1 for the reason of the limit's last change.", "reason", REASONS
     )

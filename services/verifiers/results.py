@@ -17,7 +17,7 @@ from services.config.verifiers import MOST_SCORE
 from services.verifiers.base import Scores
 
 NOTE_BYTES = 16 * 1024
-"""Most bytes of JSON that a verifier may attach to one completion: notes are stored with the tokens until they are trained."""
+"""Maximum size in bytes of the JSON that a verifier may attach to a completion: notes are stored with its tokens."""
 MOST_PARTS = 32  # numbers beside the score, each of which is a metric
 SHOWN_CHARACTERS = 200  # of a faulty value, in a message
 _PART = re.compile(r"[A-Za-z0-9_-]{1,40}")

@@ -119,7 +119,7 @@ def test_an_existing_file_is_left_as_it_is(tmp_path: Path, capsys: pytest.Captur
     [
         (["--data", "prompts.csv"], "must end in .jsonl or .parquet"),
         (["--data", "prompts.jsonl"], "there is no such file: correct the path"),
-        (["--model", "./model"], "it is no folder and no name on the hub (owner/name): correct the path"),
+        (["--model", "./model"], "neither a folder nor a name on the hub (owner/name): correct the path"),
         (["--reward", "own.py"], "own.py cannot be read (No such file or directory): correct the path"),
         (["--reward", "accuracy"], "give FILE.py:FUNCTION, or one of math, exact"),
         (["no/such/folder/run.toml"], "No such file or directory"),

@@ -100,7 +100,7 @@ def test_groups_are_scored_together(file: Path, tmp_path: Path, capsys: pytest.C
         ('{"completion": "x", "row": 4000}', 'c.jsonl:1: row = 4000, but source "main" has rows 0 to 39: correct it'),
         ('{"completion": "x"}', "no field 'prompt'"),
         ('{"completion": [], "row": 1}', "completion is an empty list"),
-        ('{"completion": "x", "row": 1, "source": "y"}', "source = 'y' is no prompt source: choose from main"),
+        ('{"completion": "x", "row": 1, "source": "y"}', "source = 'y' is not a prompt source: choose from main"),
         ("", "the file is empty: add lines"),
     ],
 )

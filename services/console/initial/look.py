@@ -66,7 +66,7 @@ def look_at_model(path: str) -> SeenModel:
     if not folder.is_dir():
         if HUB_NAME.fullmatch(path) and not folder.exists():
             return SeenModel(path)
-        raise ConsoleError(f"--model {path}: it is no folder and no name on the hub (owner/name): correct the path", EXIT_CONFIG)
+        raise ConsoleError(f"--model {path}: neither a folder nor a name on the hub (owner/name): correct the path", EXIT_CONFIG)
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -32,7 +32,7 @@ from services.protocol.messages import Row
 log = structlog.get_logger()
 
 ROW_BYTES = 64 * 1024
-"""Most bytes of a row that go along with its ticket: Redis holds the rows of all tickets in progress."""
+"""Maximum number of bytes of a row that go along with its ticket: Redis holds the rows of all tickets in progress."""
 CHUNK_ROWS = 2048
 """Rows tokenised at a time: enough to occupy the tokenizer's threads, and few enough to hold in memory."""
 

@@ -54,7 +54,7 @@ class Bounds:
     most: int
     """Most groups. Groups end raggedly, so more of them than fit at once are needed to keep an engine full."""
     seats: int
-    """Most completions that an engine runs at a time."""
+    """Maximum number of completions that an engine runs at a time."""
     group_size: int
 
     @classmethod

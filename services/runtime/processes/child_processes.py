@@ -21,7 +21,7 @@ from services.runtime.process_tools import die_with_parent, free_port
 from services.runtime.processes.causes import cause
 
 LAST_WORDS_BYTES = 256 * 1024
-KILLS = (-signal.SIGKILL, -signal.SIGTERM)  # such an end is no error of the process
+KILLS = (-signal.SIGKILL, -signal.SIGTERM)  # such an end is not an error of the process
 STOP_S = 5.0  # how long a process without other duties may take to end
 
 

@@ -20,7 +20,7 @@ from services.verifiers.remote.token import ServiceToken
 from services.verifiers.results import SHOWN_CHARACTERS
 
 REPLY_BYTES = 16 << 20
-"""Most bytes of a reply: those of a thousand completions with notes of the greatest size."""
+"""Maximum number of bytes of a reply: those of a thousand completions with notes of the greatest size."""
 EXCERPT_BYTES = 2048  # of the reply of a failed request, which is shown in part
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 """Compressed replies are not asked for and not accepted: a small one may become any size."""

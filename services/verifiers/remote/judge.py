@@ -22,7 +22,7 @@ from services.verifiers.results import NOTE_BYTES, BadResult, Verdict, read_resu
 READ_CHARACTERS = 32 * 1024
 """The end of a reply in which the pattern searches: far more than verdicts have, and little enough for slow patterns."""
 NOTE_CHARACTERS = NOTE_BYTES // 8
-"""Most characters that are kept of all votes on a completion: JSON takes up to six bytes for one."""
+"""Maximum number of characters that are kept of all votes on a completion: JSON takes up to six bytes for one."""
 
 
 class ChatMessage(msgspec.Struct):

@@ -9,7 +9,7 @@ import msgspec
 
 LENGTH = struct.Struct("<I")
 REPLY_BYTES = 64 << 20
-"""Most bytes of a frame from a worker, which runs code that is not ours."""
+"""Maximum number of bytes of a frame from a worker, which runs code that is not ours."""
 
 
 class Setup(msgspec.Struct, array_like=True):
