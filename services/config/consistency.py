@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from services.config.environments import check_environments
 from services.config.evaluation import check_evaluation
 from services.config.generation import check_sampling, check_sync
 from services.config.loss import check_loss
@@ -22,6 +23,7 @@ def broken(config: RunConfig) -> Iterator[str]:
         lambda: check_sync(config.sync),
         lambda: check_sampling(config.sampling),
         lambda: check_verifiers(config.verifiers, sources),
+        lambda: check_environments(config.environments, config.verifiers, config.data.sources, evaluation.sources),
         lambda: check_evaluation(evaluation, config.sampling, *room, generators),
     ):
         try:

@@ -33,6 +33,8 @@ class NamedSource(Section):
     """Name of the source, unique in the run. Verifiers and metrics refer to it."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the prompts, relative to the sum of all sources' weights."""
+    environment: str = ""
+    """Name of the environment in which its rollouts run (docs/environments.md). Empty: a rollout is one completion."""
 
 
 class FileSource(NamedSource):

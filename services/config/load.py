@@ -20,14 +20,15 @@ import msgspec
 from pydantic import ValidationError
 
 from services.config.consistency import broken
+from services.config.environments import environment_file
 from services.config.generation import Generator
 from services.config.loss import settle
 from services.config.reading.derived import derived
 from services.config.reading.faults import explained, models_of, without
 from services.config.reading.places import COMMAND_LINE, KeyPlaces
+from services.config.reading.unused_keys import unread
 from services.config.root import Redis, RunConfig
 from services.config.training import Trainer
-from services.config.unused_keys import unread
 
 ENV_PREFIX = "GRPO__"
 
@@ -160,12 +161,16 @@ NOT_DEFINING = {**CARRIED_OUT, **CHANGEABLE, "run": CARRIED_OUT["run"] | CHANGEA
 def digest(config: RunConfig) -> str:
     """Return the SHA-256 (16 hex digits) of the keys that define the run, without those of `CARRIED_OUT` and `CHANGEABLE`.
 
-    For a verifier's `path.py:name` the content of the file counts, not its folder. Raises `ConfigError` if it cannot be read.
+    For `path.py:name` of a verifier or an environment the content of the file counts, not its folder. Raises `ConfigError` if it
+    cannot be read.
     """
     tree = config.model_dump(mode="json", exclude=NOT_DEFINING)
     for verifier, described in zip(config.verifiers, tree["verifiers"], strict=True):
         if verifier.kind == "python" and verifier.file:
             described["function"] = [Path(verifier.file).name, verifier.function.rpartition(":")[2], code_digest(verifier.file)]
+    for environment, described in zip(config.environments, tree["environments"], strict=True):
+        if file := environment_file(environment):
+            described["function"] = [Path(file).name, environment.function.rpartition(":")[2], code_digest(file)]
     if not config.redis.payload_shards:  # keeps the digest of runs that are older than this key
         del tree["redis"]
     return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
@@ -176,9 +181,7 @@ def code_digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigError(
-            f"the file of a verifier's function, {path}, cannot be read ({error.strerror}): correct the path"
-        ) from None
+        raise ConfigError(f"the file of a function, {path}, cannot be read ({error.strerror}): correct the path") from None
 
 
 def _lookalike(name: str) -> str:
@@ -194,10 +197,10 @@ def _lookalike(name: str) -> str:
 
 
 def _place_functions(tree: dict[str, Any], folder: Path) -> None:
-    """Make the paths of verifiers' functions absolute; relative ones start at the configuration file's folder."""
-    verifiers = tree.get("verifiers")
-    for verifier in cast("list[Any]", verifiers) if isinstance(verifiers, list) else ():
-        table = _table(verifier)
+    """Make the paths of verifiers' and environments' functions absolute; relative ones start at the configuration's folder."""
+    listed = [tree.get("verifiers"), tree.get("environments")]
+    for described in [each for tables in listed if isinstance(tables, list) for each in cast("list[Any]", tables)]:
+        table = _table(described)
         function = table.get("function") if table else None
         if table and isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
             place, _, name = function.rpartition(":")

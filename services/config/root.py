@@ -9,6 +9,7 @@ from pydantic import Field
 
 from services.config.base import Section
 from services.config.data import Data
+from services.config.environments import EnvironmentConfig
 from services.config.evaluation import Evaluation
 from services.config.generation import Fleet, Generator, Sampling, Sync
 from services.config.loss import Loss
@@ -121,8 +122,10 @@ class RunConfig(Section):
     """The policy model."""
     data: Data
     """Where prompts come from and how they are tokenised."""
-    verifiers: list[VerifierConfig] = Field(min_length=1)
-    """How completions are scored."""
+    verifiers: list[VerifierConfig] = []
+    """How completions are scored. Rollouts in an environment may be scored by it alone."""
+    environments: list[EnvironmentConfig] = []
+    """What replies to the policy in rollouts of several turns."""
     sampling: Sampling = Sampling()
     """Sampling parameters of training completions."""
     generator: Generator = Generator()
@@ -192,7 +195,19 @@ class RunConfig(Section):
         """Names of the prompt sources that are trained on."""
         return [source.name for source in self.data.sources]
 
+    def environment_of(self, source: str) -> EnvironmentConfig | None:
+        """Return the environment of the prompt source of that name, or None if its rollouts are single completions."""
+        names = [each.environment for each in self.data.sources if each.name == source]
+        return next((each for each in self.environments if each.name in names), None)
+
+    @property
+    def sources_with_environment(self) -> frozenset[str]:
+        """Names of the prompt sources whose rollouts run in an environment."""
+        return frozenset(source.name for source in self.data.sources if source.environment)
+
     def thresholds(self, source: str) -> dict[str, float]:
         """Return verifier -> the score from which a completion of that source counts as solved. Empty: none can tell."""
         found = {name: verifier.threshold for name, verifier in named(self.verifiers) if verifier.scores(source)}
+        if environment := self.environment_of(source):
+            found[environment.name] = environment.solved_at
         return {name: threshold for name, threshold in found.items() if threshold is not None}

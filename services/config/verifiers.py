@@ -320,8 +320,11 @@ def check_verifiers(verifiers: Sequence[VerifierConfig], sources: Sequence[Sourc
                     f'"{source_name}" is "{kind}": use another kind, or leave the source out of verifiers.{index}.sources'
                 )
     for source in sources:
-        if not any(verifier.scores(source.name) for verifier in verifiers):
-            raise ValueError(f'no verifier scores the prompt source "{source.name}": add it to the `sources` of one')
+        if not source.environment and not any(verifier.scores(source.name) for verifier in verifiers):
+            raise ValueError(
+                f'no verifier scores the prompt source "{source.name}": add it to the `sources` of one, '
+                "or add one as [[verifiers]]"
+            )
         _check_columns(verifiers, source)
 
 
@@ -334,8 +337,8 @@ def _check_address(key: str, verifier: RemoteVerifier) -> None:
 
 
 def _check_columns(verifiers: Sequence[VerifierConfig], source: Source) -> None:
-    if isinstance(source, FileSource) and source.columns and not needs_row(verifiers, source.name):
+    if isinstance(source, FileSource) and source.columns and not source.environment and not needs_row(verifiers, source.name):
         raise ValueError(
             f'columns of source "{source.name}" = {source.columns} has no effect: only verifiers of the kinds '
-            f"{', '.join(OWN)} are given a row; remove it"
+            f"{', '.join(OWN)} and environments are given a row; remove it"
         )

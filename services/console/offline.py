@@ -9,7 +9,6 @@ import msgspec
 
 from services.config import RunConfig
 from services.config.data import FileSource, Source
-from services.config.verifiers import needs_answer, needs_row
 from services.dataprep.prompts.catalogue import row_text
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.rows import Needs, PromptRow, read_record, read_rows
@@ -87,5 +86,4 @@ class Offline:
         return rows[number]
 
     def _needs(self, source: Source) -> Needs:
-        verifiers = self._config.verifiers
-        return Needs(needs_answer(verifiers, source.name), needs_row(verifiers, source.name))
+        return Needs.of(self._config.verifiers, source)

@@ -31,6 +31,11 @@ class Keys:
         return f"{self.prefix}:tickets"
 
     @property
+    def rollout_tickets(self) -> str:
+        """Stream: work for environments; consumer group `environments`."""
+        return f"{self.prefix}:tickets:rollouts"
+
+    @property
     def headers(self) -> str:
         """Stream: finished groups; consumer group `dataprep`."""
         return f"{self.prefix}:headers"
@@ -193,6 +198,10 @@ class Keys:
     def partial(self, ticket: str) -> str:
         """String: tokens so far of a ticket that was handed back or interrupted."""
         return f"{self.prefix}:partial:{ticket}"
+
+    def turns(self, ticket: str) -> str:
+        """Hash: `<sample>` -> how often its rollout has started again, `<sample>:<place>` -> a turn or a reply."""
+        return f"{self.prefix}:turns:{ticket}"
 
     def step(self, step: int) -> str:
         """Hash: the plan of a step."""

@@ -59,6 +59,10 @@ GRANTS: dict[str, Grant] = {
         ),
         ("hgetall", "get", "set", "zadd"), reads=(":run",), writes=(":payload:*", ":partial:*"), shards="writes",
     ),
+    "environment": Grant(
+        ("claim", "renew", "release", "fail", "submit", "commit_turn", "restart_rollout"),
+        ("hgetall", "get", "set", "zadd"), reads=(":run", ":turns:*"), writes=(":payload:*",), shards="writes",
+    ),
     "dataprep": Grant(
         (
             "create", "set_steps", "lead", "step_down", "issue", "issue_again", "read_headers", "settle", "sweep_and_peek",

@@ -163,7 +163,7 @@ def test_a_name_like_no_other_lists_the_valid_ones(file: Path) -> None:
         ("run.name=a b", "run.name = 'a b': string should match pattern"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate = nan: input should be a finite number"),
         ("loss.policy=ppo", "loss.policy = 'ppo': must be one of grpo, dapo"),
-        ("verifiers=[]", "verifiers = []: list should have at least 1 item"),
+        ("verifiers=[]", 'no verifier scores the prompt source "main"'),
         ("data.sources.0.kind=csv", "'jsonl', 'parquet', 'reasoning_gym'"),
         ("steps", "override 'steps' is not of the form section.key=value"),
         ("verifiers.7.weight=1", "'7' does not name a section or an entry"),
@@ -179,7 +179,7 @@ def test_a_wrong_value_names_key_value_and_what_is_expected(file: Path, override
 def test_all_faults_are_named_at_once(file: Path) -> None:
     file.write_text("[run]\nsteps = 0\n[fleet]\nttl = 3\n")
     message = fault(file)
-    for part in ("run.steps = 0", "fleet.ttl = 3", "section [model]", "section [data]", "section [[verifiers]]"):
+    for part in ("run.steps = 0", "fleet.ttl = 3", "section [model]", "section [data]"):
         assert part in message
 
 

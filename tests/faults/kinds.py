@@ -56,6 +56,8 @@ ELSEWHERE = {
     "restore_write": "only in a restore",
     "restore_end": "only in a restore",
     "requeue": "only by people",
+    "commit_turn": "only with environments",
+    "restart_rollout": "only with environments",
     "set_steps": "only where a run is attached to again",
     **dict.fromkeys(
         (

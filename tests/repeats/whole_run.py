@@ -14,14 +14,16 @@ from typing import TypeVar
 
 from services.console.commands.audit import assess
 from services.protocol.errors import Busy
-from services.protocol.messages import PodStatus, Round
+from services.protocol.messages import PodStatus, Round, Ticket
 from services.store import Claim, HeaderEntry, RunState, Settlement, Store
 from services.store.calls.facet import ordinal
+from services.store.calls.tickets import TurnPlace
 from services.store.records import TableRules
 from services.store.snapshot_format import Snapshot
 from tests.support import flow
 from tests.support.harness import ticket
 
+ENVIRONMENT = "agents"  # the source whose tickets are for environments
 ACTORS = ("console", "leader", "trainer", "g0", "g1")
 STEPS, PER_STEP, SLOTS = 6, 3, 9
 RESTORED = 2  # the step that the run is restored to, after RESTORED_AFTER
@@ -116,7 +118,9 @@ class WholeRun:
     async def _issue(self) -> None:
         async def issue() -> None:
             again = await self.leader.tickets.reissue(100)
-            await self.leader.tickets.issue_again(self.leads, [ticket(int(name.partition("-")[2])) for name, _ in again])
+            await self.leader.tickets.issue_again(
+                self.leads, [_ticket(int(name.partition("-")[2])) for name, _ in again], {ENVIRONMENT}
+            )
             state = await self.state()
             requeued = await self.leader.tickets.requeued(1)
             rows = [int(name.partition("-")[2]) for name in requeued]
@@ -124,8 +128,10 @@ class WholeRun:
             new = state.cursor - (await self.console.run.audit()).get("ledger:issued", 0)  # requeued ones are not counted again
             rows += range(state.cursor - new, state.cursor - new + max(0, free))
             if rows[: state.slots - state.slots_used]:
-                tickets = [ticket(row) for row in rows]
-                await self.leader.tickets.issue(self.leads, state.cursor, tickets, b"order", {"main": b"rows"}, len(requeued))
+                tickets = [_ticket(row) for row in rows]
+                await self.leader.tickets.issue(
+                    self.leads, state.cursor, tickets, b"order", {"main": b"rows"}, len(requeued), {ENVIRONMENT}
+                )
 
         await self._led(issue)
 
@@ -136,12 +142,15 @@ class WholeRun:
             state = await self.state()
             for name in ("g0", "g1"):
                 tickets = self.stores[name].tickets
-                _, claims = await tickets.claim(
-                    name, state.published_version, state.published_by, LEASE_S, 3, max_expiries=10_000
-                )
-                assert (await tickets.claim(name, state.published_version, state.published_by, LEASE_S, 0))[1] == []
-                for claim in claims:
-                    await self._complete(name, claim)
+                for rollouts in (False, True):
+                    _, claims = await tickets.claim(
+                        name, state.published_version, state.published_by, LEASE_S, 3, max_expiries=10_000, rollouts=rollouts
+                    )
+                    assert (await tickets.claim(name, state.published_version, state.published_by, LEASE_S, 0))[1] == []
+                    for claim in claims:
+                        assert claim.ticket is not None
+                        assert (claim.ticket.source == ENVIRONMENT) == rollouts
+                        await self._complete(name, claim)
             return (await self.console.run.audit())["tickets"] == 0
 
         await _until(done)
@@ -152,6 +161,8 @@ class WholeRun:
         tries = self.tries[claim.ticket_id] = self.tries.get(claim.ticket_id, 0) + 1
         await tickets.save_partial(name, claim, b"tokens so far", 60)
         await tickets.renew(name, [claim])
+        if claim.ticket is not None and claim.ticket.source == ENVIRONMENT:
+            await self._take_turns(name, claim)
         if row % 5 == 2 and tries == 1:
             await tickets.release(name, claim, 7)
         elif row % 5 == 3 and tries == 1:
@@ -161,6 +172,17 @@ class WholeRun:
         else:
             oldest = max(0, (await self.state()).published_version)
             await flow.submit(self.stores[name], name, claim, oldest)
+
+    async def _take_turns(self, name: str, claim: Claim) -> None:
+        """Continue one rollout from its records, or start it again."""
+        tickets = self.stores[name].tickets
+        restarts, records = (await tickets.turns(claim.ticket_id)).get(0, (0, []))
+        if len(records) > 1:
+            restarts, records = restarts + 1, []
+            assert await tickets.restart_rollout(name, claim, 0, restarts, 60)
+        for place in range(len(records), len(records) + 2):
+            assert await tickets.commit_turn(name, claim, TurnPlace(0, restarts, place), b"a turn", 60)
+        assert (await tickets.turns(claim.ticket_id))[0] == (restarts, [*records, b"a turn", b"a turn"])
 
     async def _settle(self) -> None:
         items = await self.leader.replay.read_headers(self.leads, 100)
@@ -289,6 +311,10 @@ class WholeRun:
 
 
 CALLS_COUNTED = ("ledger:refused_submits",)  # counters of calls, which repeats are
+
+
+def _ticket(row: int) -> Ticket:
+    return ticket(row, source=ENVIRONMENT if row % 2 else "main")
 
 
 def _pod(name: str) -> PodStatus:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from services.config import ConfigError, RunConfig
 from services.config.data import FileSource, Source
-from services.config.verifiers import needs_answer, needs_row
 from services.console.doctor import Finding, fault, ok, told
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def _empty(source: FileSource, config: RunConfig) -> Iterator[str]:
 def _needs(source: FileSource, config: RunConfig) -> Needs:
     from services.dataprep.prompts.rows import Needs
 
-    return Needs(needs_answer(config.verifiers, source.name), needs_row(config.verifiers, source.name))
+    return Needs.of(config.verifiers, source)
 
 
 def _with_key(line: str, key: str, source: Source) -> str:

@@ -1,4 +1,4 @@
-"""The code of a run's own verifiers: files that are copied into its folder when it begins, and that judge it to its end.
+"""The code of a run's own verifiers and environments: files that are copied into its folder when it begins, and serve to its end.
 
 Guarantees: a run that is resumed is scored by the same code, whatever has become of the original files since.
 """
@@ -12,50 +12,53 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.config import RunConfig
+from services.config.environments import environment_file
 from services.config.load import code_digest
-from services.config.verifiers import PythonConfig, named
+from services.config.verifiers import named
 
 
 def with_kept_code(config: RunConfig, held: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return `config` with the copies that `held`, the run in the folder, began with, and the files that differ from theirs."""
     changed: list[str] = []
-    copies = {name: each.function for name, each in _functions(held)}
+    copies = {name: function for name, function, _ in _functions(held)}
     placed: dict[str, str] = {}
-    for name, verifier in _functions(config):
-        if name in copies and _names(copies[name]) == _names(verifier.function):
+    for name, function, file in _functions(config):
+        if name in copies and _names(copies[name]) == _names(function):
             copy = copies[name].rpartition(":")[0]
-            if not Path(verifier.file).is_file() or code_digest(verifier.file) != code_digest(copy):
-                changed.append(verifier.file)
+            if not Path(file).is_file() or code_digest(file) != code_digest(copy):
+                changed.append(file)
             placed[name] = copies[name]
     return _with(config, placed), changed
 
 
 def keep_code(config: RunConfig, folder: Path) -> RunConfig:
-    """Copy the verifiers' files into `folder`, unless they are there, and return the configuration with the copies.
+    """Copy the files of functions into `folder`, unless they are there, and return the configuration with the copies.
 
     Raises `ConfigError` for a file that cannot be read.
     """
     placed: dict[str, str] = {}
-    for name, verifier in _functions(config):
-        copy = (folder / name / Path(verifier.file).name).absolute()
+    for name, function, file in _functions(config):
+        copy = (folder / name / Path(file).name).absolute()
         if not copy.exists():
-            code_digest(verifier.file)  # tells why it cannot be read
+            code_digest(file)  # tells why it cannot be read
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(verifier.file, copy)
-        placed[name] = f"{copy}:{_names(verifier.function)[1]}"
+            shutil.copyfile(file, copy)
+        placed[name] = f"{copy}:{_names(function)[1]}"
     return _with(config, placed)
 
 
 @contextlib.contextmanager
 def copied(config: RunConfig) -> Iterator[RunConfig]:
-    """Give the configuration with copies of the verifiers' files as a run would make them, to be tried: each is alone there."""
+    """Give the configuration with copies of these files as a run would make them, to be tried: each is alone there."""
     with tempfile.TemporaryDirectory(prefix="grpo-code-") as folder:
         yield keep_code(config, Path(folder))
 
 
-def _functions(config: RunConfig) -> list[tuple[str, PythonConfig]]:
-    """Return the verifiers whose function is in a file, with their names."""
-    return [(name, verifier) for name, verifier in named(config.verifiers) if verifier.kind == "python" and verifier.file]
+def _functions(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return name, function and file of each verifier and environment whose code is in a file."""
+    verifiers = [(name, each.function, each.file) for name, each in named(config.verifiers) if each.kind == "python"]
+    environments = [(each.name, each.function, environment_file(each)) for each in config.environments]
+    return [described for described in (*verifiers, *environments) if described[2]]
 
 
 def _names(function: str) -> tuple[str, str]:
@@ -65,9 +68,13 @@ def _names(function: str) -> tuple[str, str]:
 
 
 def _with(config: RunConfig, functions: dict[str, str]) -> RunConfig:
-    """Return the configuration with other places of its verifiers' functions, by verifier."""
+    """Return the configuration with other places of its functions, by the verifier or environment."""
     verifiers = [
         each.model_copy(update={"function": functions[name]}) if name in functions else each
         for name, each in named(config.verifiers)
     ]
-    return config.model_copy(update={"verifiers": verifiers})
+    environments = [
+        each.model_copy(update={"function": functions[each.name]}) if each.name in functions else each
+        for each in config.environments
+    ]
+    return config.model_copy(update={"verifiers": verifiers, "environments": environments})

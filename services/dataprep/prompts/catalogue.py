@@ -22,7 +22,6 @@ import structlog
 
 from services.config import RunConfig
 from services.config.data import Data, Source
-from services.config.verifiers import needs_answer, needs_row
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import SourceSpan
 from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
@@ -54,8 +53,7 @@ class PromptSource:
         spans: list[SourceSpan] = []
         for source in config.data.sources if sources is None else sources:
             first = len(columns.token_ends)
-            needs = Needs(needs_answer(config.verifiers, source.name), needs_row(config.verifiers, source.name))
-            columns.read(source, tokenizer, config.data, needs)
+            columns.read(source, tokenizer, config.data, Needs.of(config.verifiers, source))
             spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
         self.spans = tuple(spans)
         """The rows of each source."""

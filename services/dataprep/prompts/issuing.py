@@ -33,6 +33,7 @@ class Issuer:
             source.spans, config.run.seed, config.data.shuffle, config.slots, config.filters.exclude_pass_rate,
             load_curriculum(config.data.curriculum),
         )  # fmt: skip
+        self._environments = config.sources_with_environment
         self._needs_rates = bool(config.filters.exclude_pass_rate or config.data.curriculum)
         self._cursor = 0  # position of `order`
         self.exhausted = ""
@@ -69,7 +70,9 @@ class Issuer:
             return 0
         issued = 0
         try:
-            issued = await self.store.tickets.issue(fence, cursor, tickets, draft.state, draft.epochs, len(again))
+            issued = await self.store.tickets.issue(
+                fence, cursor, tickets, draft.state, draft.epochs, len(again), self._environments
+            )
         finally:
             self.tracing.issued([ticket.trace for ticket in tickets], done=issued > 0)
         if issued:
@@ -83,7 +86,7 @@ class Issuer:
         tickets = [self.ticket(_pick(name, self.source), seq) for name, seq in found]
         issued = 0
         try:
-            issued = await self.store.tickets.issue_again(fence, tickets)
+            issued = await self.store.tickets.issue_again(fence, tickets, self._environments)
         finally:
             self.tracing.issued([ticket.trace for ticket in tickets], done=issued > 0)
         return issued

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from services.config.data import FileSource, ReasoningGymSource, Source
+from services.config.verifiers import VerifierConfig, needs_answer, needs_row
 from services.dataprep.prompts.errors import DataError
 from services.protocol.entries import encode_entry
 
@@ -46,6 +47,11 @@ class Needs:
     """Whether a row without an answer is a fault."""
     columns: bool = False
     """Whether rows keep their other fields."""
+
+    @classmethod
+    def of(cls, verifiers: Sequence[VerifierConfig], source: Source) -> Needs:
+        """Return what the verifiers of a source need, and its environment, which is given the row."""
+        return cls(needs_answer(verifiers, source.name), needs_row(verifiers, source.name) or bool(source.environment))
 
 
 def read_rows(source: Source, needs: Needs = Needs()) -> Iterator[PromptRow]:

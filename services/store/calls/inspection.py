@@ -111,14 +111,18 @@ class Inspection(Facet):
         return steps
 
     async def issued_ticket(self, ticket: str) -> IssuedTicket | None:
-        """Return a ticket that waits for a generator or is with one."""
-        found = await self._find(self._keys.tickets, ticket)
+        """Return a ticket that waits for a generator or an environment, or is with one."""
+        stream, group = self._keys.tickets, "generators"
+        found = await self._find(stream, ticket)
+        if found is None:
+            stream, group = self._keys.rollout_tickets, "environments"
+            found = await self._find(stream, ticket)
         if found is None:
             return None
         entry, fields = found
         async with self._redis.commands.pipeline(transaction=True) as pipe:
             pipe.hget(self._keys.claims, entry)
-            pipe.xpending_range(self._keys.tickets, "generators", entry, entry, 1)
+            pipe.xpending_range(stream, group, entry, entry, 1)
             pipe.hget(self._keys.attempts, entry)
             pipe.hget(self._keys.expiries, entry)
             claim, pending, attempts, expiries = await self._redis.ask(pipe.execute())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from services.protocol import codec
@@ -27,6 +27,14 @@ class _Submission(NamedTuple):
     args: tuple[Any, ...]  # of the function that commits it
 
 
+class TurnPlace(NamedTuple):
+    """Where a record belongs in a rollout."""
+
+    sample: int
+    restarts: int  # how often the rollout has started again
+    place: int  # from 0
+
+
 class Tickets(Facet):
     """The tickets that dataprep issues and generators claim, renew, hand back and submit."""
 
@@ -42,16 +50,21 @@ class Tickets(Facet):
         order: bytes = b"",
         epochs: Mapping[str, bytes] | None = None,
         requeued: int = 0,
+        environments: Collection[str] = (),
     ) -> int:
         """Issue `tickets`, which start at `cursor`, if that many slots are free. Returns how many: all or none.
 
         `order`: state of the prompt order after them. `epochs`: rows of the epochs that begin with them, by source. The first
-        `requeued` of them come from the dead letters.
+        `requeued` of them come from the dead letters. `environments`: sources whose tickets are for environments.
         """
         args: list[Any] = [part for item in (epochs or {}).items() for part in item]
         for ticket in tickets:
             args += (ticket.id, codec.encode(ticket))
-        return int(await self._redis.call("issue", fence, cursor, order, requeued, len(epochs or {}), *args))
+        return int(
+            await self._redis.call(
+                "issue", fence, cursor, order, requeued, _lanes(tickets, environments), len(epochs or {}), *args
+            )
+        )
 
     async def order(self) -> tuple[bytes, dict[str, bytes]]:
         """Return the prompt order as `issue` last left it: its state, and the rows of each source's epoch. Empty before the
@@ -61,10 +74,13 @@ class Tickets(Facet):
         raw = {name.decode(): value for name, value in found.items()}
         return raw.pop("state", b""), {name.removeprefix("rows:"): rows for name, rows in raw.items()}
 
-    async def issue_again(self, fence: int, tickets: Sequence[Ticket]) -> int:
-        """Issue tickets that a restore interrupted, under their old sequence. Returns how many were not issued again before."""
+    async def issue_again(self, fence: int, tickets: Sequence[Ticket], environments: Collection[str] = ()) -> int:
+        """Issue tickets that a restore interrupted, under their old sequence. Returns how many were not issued again before.
+
+        `environments`: sources whose tickets are for environments.
+        """
         args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
-        return int(await self._redis.call("issue_again", fence, *args))
+        return int(await self._redis.call("issue_again", fence, _lanes(tickets, environments), *args))
 
     async def reissue(self, count: int) -> list[tuple[str, int]]:
         """Return the first tickets that a restore interrupted and that were not issued again, with their issue sequence."""
@@ -85,14 +101,18 @@ class Tickets(Facet):
         scan: str = "0-0",
         adopt: bool = False,
         max_expiries: int = 16,
+        rollouts: bool = False,
     ) -> tuple[str, list[Claim]]:
         """Claim up to `count` tickets for a pod that holds `version` of the trainer with fence `trainer_fence`.
+
+        `rollouts`: those for environments; such a pod holds no weights, and names the version that it knows to be published.
 
         Returns the next scan position and the claims.
         """
         reply = await self._redis.call(
-            "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries, BOOT, ordinal()
-        )
+            "claim", consumer, version, trainer_fence, int(lease_s * 1000), count, scan, int(adopt), max_expiries, BOOT,
+            ordinal(), int(rollouts),
+        )  # fmt: skip
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims
 
@@ -145,3 +165,38 @@ class Tickets(Facet):
     async def load_partial(self, ticket: str) -> bytes | None:
         """Return the tokens so far of a ticket that was started before."""
         return await self._redis.ask(self._redis.commands.get(self._keys.partial(ticket)))
+
+    async def commit_turn(self, consumer: str, claim: Claim, place: TurnPlace, record: bytes, ttl_s: int) -> bool:
+        """Append a record to what has happened in a rollout. Returns False if the ticket was no longer held or the rollout has
+        started again.
+        """
+        args = (consumer, claim.entry, claim.fence, claim.ticket_id, place.sample, place.restarts, place.place, ttl_s, record)
+        return bool(await self._redis.call("commit_turn", *args))
+
+    async def restart_rollout(self, consumer: str, claim: Claim, sample: int, restarts: int, ttl_s: int) -> bool:
+        """Forget what has happened in a rollout, which starts again for the `restarts`-th time. Returns False if the ticket
+        was no longer held.
+        """
+        args = (consumer, claim.entry, claim.fence, claim.ticket_id, sample, restarts, ttl_s)
+        return bool(await self._redis.call("restart_rollout", *args))
+
+    async def turns(self, ticket: str) -> dict[int, tuple[int, list[bytes]]]:
+        """Return sample -> how often its rollout has started again, and its records since then, for samples that have any."""
+        found = await self._redis.ask(self._redis.commands.hgetall(self._keys.turns(ticket)))
+        restarts: dict[int, int] = {}
+        records: dict[int, dict[int, bytes]] = {}
+        for field, value in found.items():
+            sample, _, place = field.decode().partition(":")
+            if place:
+                records.setdefault(int(sample), {})[int(place)] = value
+            else:
+                restarts[int(sample)] = int(value)
+        return {
+            sample: (restarts.get(sample, 0), [record for _, record in sorted(records.get(sample, {}).items())])
+            for sample in {*restarts, *records}
+        }
+
+
+def _lanes(tickets: Sequence[Ticket], environments: Collection[str]) -> str:
+    """Return a text with a 1 in the place of each ticket that is for environments, and 0 elsewhere."""
+    return "".join("1" if ticket.source in environments else "0" for ticket in tickets)

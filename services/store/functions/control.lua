@@ -28,6 +28,7 @@ register('create', {
   if args[10] then redis.call('HSET', key, 'payload_shards', args[10]) end
   redis.call('HSET', prefix .. ':replay:state', 'sampler', args[6], 'remover', args[7], 'capacity', args[8], 'max_uses', args[9])
   redis.call('XGROUP', 'CREATE', prefix .. ':tickets', 'generators', '0', 'MKSTREAM')
+  redis.call('XGROUP', 'CREATE', prefix .. ':tickets:rollouts', 'environments', '0', 'MKSTREAM')
   redis.call('XGROUP', 'CREATE', prefix .. ':headers', 'dataprep', '0', 'MKSTREAM')
   notify(prefix, 'control')
   return 1
@@ -105,7 +106,7 @@ register('audit', {}, function(prefix)
     prepared = prepared + #words(redis.call('HGET', prefix .. ':step:' .. step, 'fresh'))
   end
   local result = {
-    'tickets', redis.call('XLEN', prefix .. ':tickets'),
+    'tickets', redis.call('XLEN', prefix .. ':tickets') + redis.call('XLEN', prefix .. ':tickets:rollouts'),
     'headers', redis.call('XLEN', prefix .. ':headers'),
     'outstanding', redis.call('ZCARD', prefix .. ':outstanding'),
     'buffered', tonumber(redis.call('HGET', prefix .. ':replay:state', 'uses:0')) or 0,

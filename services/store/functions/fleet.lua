@@ -49,8 +49,10 @@ end)
 register('leave', {'member', TEXT, 'name', TEXT}, function(prefix, args)
   forget(prefix, args[1])
   if redis.call('EXISTS', prefix .. ':run') == 0 then return 1 end
-  local pending = redis.call('XPENDING', prefix .. ':tickets', 'generators', '-', '+', 1, args[2])
-  if #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', prefix .. ':tickets', 'generators', args[2]) end
+  for stream, group in pairs({[':tickets'] = 'generators', [':tickets:rollouts'] = 'environments'}) do
+    local pending = redis.call('XPENDING', prefix .. stream, group, '-', '+', 1, args[2])
+    if #pending == 0 then redis.call('XGROUP', 'DELCONSUMER', prefix .. stream, group, args[2]) end
+  end
   notify(prefix, 'fleet')
   return 1
 end)

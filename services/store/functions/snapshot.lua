@@ -56,6 +56,8 @@ register_trainer('restore_begin', {'step', INTEGER}, function(prefix, args)
     redis.call('XTRIM', prefix .. stream, 'MAXLEN', 0)
     redis.call('XGROUP', 'CREATE', prefix .. stream, group, '$', 'MKSTREAM')
   end
+  redis.call('DEL', prefix .. ':tickets:rollouts') -- its entries are numbered by the run, and the snapshot may have a lower number
+  redis.call('XGROUP', 'CREATE', prefix .. ':tickets:rollouts', 'environments', '$', 'MKSTREAM')
   redis.call('UNLINK', prefix .. ':claims', prefix .. ':claimed', prefix .. ':attempts', prefix .. ':expiries')
   for _, part in ipairs(EVALUATION_PARTS) do
     redis.call('UNLINK', prefix .. ':eval:' .. part)

@@ -1,28 +1,46 @@
--- Tickets: issue, claim, renew, release, fail, submit.
--- reads and writes: run, tickets, headers, outstanding, ledger, deadletter, partial:<ticket>, payload:<ticket>.<fence>
+-- Tickets: issue, claim, renew, release, fail, submit, and the turns of a rollout.
+-- reads and writes: run, headers, outstanding, ledger, deadletter, partial:<ticket>, payload:<ticket>.<fence>
 -- owns:             claims   hash  stream entry -> "<consumer>|<fence>", the one that may submit
 --                   attempts hash  stream entry -> failures reported
 --                   expiries hash  stream entry -> leases that expired
 --                   claimed  hash  consumer -> "<boot> <ordinal> <entry> …", its last claim, to answer a repeated call
 --                   reissue  zset  tickets that a restore interrupted, to be issued again -> issue sequence; also outstanding
+--                   tickets          stream  work for generators; consumer group `generators`
+--                   tickets:rollouts stream  work for environments; consumer group `environments`
+--                   turns:<ticket>   hash  "<sample>" -> times its rollout started again, "<sample>:<place>" -> a turn or a reply
 --                   order    hash  `state` of the prompt order, and `rows:<source>` of each source's epoch, int32
--- A ticket's entry stays in the stream until it is submitted or becomes a dead letter, so it is always in exactly one place.
+-- A ticket's entry stays in its stream until it is submitted or becomes a dead letter, so it is always in exactly one place.
 
-local GROUP = 'generators'
+-- Return the stream that an entry is in, and its consumer group. Entries of `tickets` are named by the time, those of
+-- `tickets:rollouts` are 1-1, 1-2, …, so an entry names its stream, and no two tickets share the name of their entry.
+local function stream_of(prefix, entry)
+  if string.sub(entry, 1, 2) == '1-' then return prefix .. ':tickets:rollouts', 'environments' end
+  return prefix .. ':tickets', 'generators'
+end
+
+-- Add a ticket to the stream of generators, or with `rollouts` = '1' to that of environments.
+local function add(prefix, rollouts, ticket, body)
+  local entry = rollouts == '1' and '1-' .. redis.call('HINCRBY', prefix .. ':run', 'rollout_entries', 1) or '*'
+  redis.call('XADD', stream_of(prefix, entry), entry, 'ticket', ticket, 'body', body)
+end
 
 local function owns(prefix, consumer, entry, fence)
   return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence
 end
 
 local function forget(prefix, entries)
-  call_over(entries, 'XACK', prefix .. ':tickets', GROUP)
-  call_over(entries, 'XDEL', prefix .. ':tickets')
+  for _, entry in ipairs(entries) do
+    local stream, group = stream_of(prefix, entry)
+    redis.call('XACK', stream, group, entry)
+    redis.call('XDEL', stream, entry)
+  end
   for _, hash in ipairs({':claims', ':attempts', ':expiries'}) do call_over(entries, 'HDEL', prefix .. hash) end
 end
 
 -- Let the next claim take the entry at once, by making it idle for longer than any lease.
 local function hand_back(prefix, consumer, entry)
-  redis.call('XCLAIM', prefix .. ':tickets', GROUP, consumer, 0, entry, 'IDLE', 4000000000, 'JUSTID')
+  local stream, group = stream_of(prefix, entry)
+  redis.call('XCLAIM', stream, group, consumer, 0, entry, 'IDLE', 4000000000, 'JUSTID')
   redis.call('HDEL', prefix .. ':claims', entry)
   notify(prefix, 'tickets')
 end
@@ -30,6 +48,7 @@ end
 local function give_up(prefix, entry, ticket, reason, body)
   forget(prefix, {entry})
   redis.call('DEL', prefix .. ':partial:' .. ticket)
+  redis.call('DEL', prefix .. ':turns:' .. ticket)
   if redis.call('ZREM', prefix .. ':outstanding', ticket) == 1 then
     bury(prefix, ticket, reason, body)
     free_slots(prefix, 1)
@@ -63,19 +82,22 @@ local function renew_after_step(prefix)
   redis.call('HSET', prefix .. ':run', 'leases_ahead_ms', ahead)
   local claims = redis.call('HGETALL', prefix .. ':claims')
   for i = 1, #claims, 2 do
-    redis.call('XCLAIM', prefix .. ':tickets', GROUP, string.match(claims[i + 1], '^(.*)|'), 0, claims[i], 'JUSTID')
+    local stream, group = stream_of(prefix, claims[i])
+    redis.call('XCLAIM', stream, group, string.match(claims[i + 1], '^(.*)|'), 0, claims[i], 'JUSTID')
   end
 end
 
--- args: leader fence, cursor, order (state of the prompt order after these), how many of the first tickets come from `requeued`,
+-- args: leader fence, cursor, order (state of the prompt order after these), how many of the first tickets come from `requeued`, a
+-- text with a 1 in the place of each ticket that is for environments,
 -- number of epochs that begin, name and rows of each, then ticket id and body of each.
 -- Returns how many were issued: all, or 0 if the cursor has moved on, which makes a repeated call harmless; also 0 if there are
 -- fewer free slots, or the requeued tickets differ.
 register_leader('issue', {
-  'cursor', NATURAL, 'order', TEXT, 'requeued', NATURAL, 'epochs', NATURAL, EACH, 'name', TEXT, 'body', TEXT,
+  'cursor', NATURAL, 'order', TEXT, 'requeued', NATURAL, 'rollouts', TEXT, 'epochs', NATURAL,
+  EACH, 'name', TEXT, 'body', TEXT,
 }, function(prefix, args)
-  local cursor, requeued, epochs = number(prefix, 'cursor'), tonumber(args[4]), tonumber(args[5])
-  local tickets = records(args, 6 + 2 * epochs, 'id', 'body')
+  local cursor, requeued, epochs = number(prefix, 'cursor'), tonumber(args[4]), tonumber(args[6])
+  local tickets = records(args, 7 + 2 * epochs, 'id', 'body')
   local n = #tickets
   for _, ticket in ipairs(tickets) do
     if not TICKET.fits(ticket.id) then return redis.error_reply('INVALID ticket ' .. ticket.id .. ' is not of the form <epoch>-<row>') end
@@ -94,12 +116,12 @@ register_leader('issue', {
   end
   local places = {}
   for i, ticket in ipairs(tickets) do
-    redis.call('XADD', prefix .. ':tickets', '*', 'ticket', ticket.id, 'body', ticket.body)
+    add(prefix, string.sub(args[5], i, i), ticket.id, ticket.body)
     places[2 * i - 1], places[2 * i] = cursor + i - 1, ticket.id
   end
   call_over(places, 'ZADD', prefix .. ':outstanding')
   if requeued > 0 then redis.call('ZREMRANGEBYRANK', prefix .. ':requeued', 0, requeued - 1) end
-  for i = 1, epochs do redis.call('HSET', prefix .. ':order', 'rows:' .. args[4 + 2 * i], args[5 + 2 * i]) end
+  for i = 1, epochs do redis.call('HSET', prefix .. ':order', 'rows:' .. args[5 + 2 * i], args[6 + 2 * i]) end
   redis.call('HSET', prefix .. ':order', 'state', args[3])
   redis.call('HSET', prefix .. ':run', 'cursor', cursor + n)
   redis.call('HINCRBY', prefix .. ':run', 'slots_used', n)
@@ -108,14 +130,15 @@ register_leader('issue', {
   return n
 end, true)
 
--- args: leader fence, then ticket id and body of each. Issues tickets that a restore interrupted again: under their old sequence,
+-- args: leader fence, a text with a 1 in the place of each ticket that is for environments, then ticket id and body of each.
+-- Issues tickets that a restore interrupted again: under their old sequence,
 -- on the slots they hold. Skips those that were issued again before, which makes a repeated call harmless. Returns how many were
 -- issued.
-register_leader('issue_again', {EACH, 'ticket', TICKET, 'body', TEXT}, function(prefix, args)
+register_leader('issue_again', {'rollouts', TEXT, EACH, 'ticket', TICKET, 'body', TEXT}, function(prefix, args)
   local issued = 0
-  for i = 2, #args, 2 do
+  for i = 3, #args, 2 do
     if redis.call('ZREM', prefix .. ':reissue', args[i]) == 1 then
-      redis.call('XADD', prefix .. ':tickets', '*', 'ticket', args[i], 'body', args[i + 1])
+      add(prefix, string.sub(args[2], (i - 1) / 2, (i - 1) / 2), args[i], args[i + 1])
       issued = issued + 1
     end
   end
@@ -128,7 +151,8 @@ local function claimed_again(prefix, consumer, entries, scan)
   local reply = {scan}
   for _, entry in ipairs(entries) do
     local holder, fence = string.match(redis.call('HGET', prefix .. ':claims', entry) or '', '^(.*)|(%d+)$')
-    local found = holder == consumer and redis.call('XRANGE', prefix .. ':tickets', entry, entry)[1]
+    local stream = stream_of(prefix, entry)
+    local found = holder == consumer and redis.call('XRANGE', stream, entry, entry)[1]
     if found then
       for _, each in ipairs({entry, fence, found[2][2], found[2][4] or ''}) do reply[#reply + 1] = each end
     end
@@ -137,19 +161,19 @@ local function claimed_again(prefix, consumer, entries, scan)
 end
 
 -- args: consumer, policy version held, fence of the trainer that sent it, lease ms, count, scan position, adopt (1: also own
--- pending entries), max expiries, boot of the consumer's process and ordinal of its call.
+-- pending entries), max expiries, boot of the consumer's process and ordinal of its call, rollouts (1: of environments).
 -- Order: own pending (after a restart), expired leases, new tickets. Claims nothing while generators are paused, the run ends or
 -- the weights are not the published ones. Returns {scan position, entry, fence, ticket, body, …}, and to a repeated call the same
 -- claims; a call that comes after a later one claims nothing.
 register('claim', {
   'consumer', TEXT, 'version', INTEGER, 'sender', NATURAL, 'lease ms', NATURAL, 'wanted', AMOUNT, 'scan', ENTRY, 'adopt', FLAG,
-  'max expiries', NATURAL, 'boot', TEXT, 'ordinal', NATURAL,
+  'max expiries', NATURAL, 'boot', TEXT, 'ordinal', NATURAL, 'rollouts', FLAG,
 }, function(prefix, args)
   local consumer, lease_ms, wanted, scan, adopt = args[1], args[4], tonumber(args[5]), args[6], args[7]
   if wanted == 0 then return {scan} end -- to the commands below, 0 means all
   local before = taken_before(prefix .. ':claimed', consumer, args[9], args[10])
   if before then return claimed_again(prefix, consumer, before, scan) end
-  local stream = prefix .. ':tickets'
+  local stream, group = stream_of(prefix, args[11] == '1' and '1-' or '')
   local state = redis.call('HMGET', prefix .. ':run', 'published_version', 'published_by', 'paused:generator', 'stopping', 'finished')
   if state[1] ~= args[2] or state[2] ~= args[3] or state[3] or state[4] or state[5] then return {scan} end
   renew_after_step(prefix)
@@ -166,12 +190,12 @@ register('claim', {
     take(survivors(prefix, once, tonumber(args[8])))
   end
   local function read(id)
-    local reply = redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', wanted - #taken, 'STREAMS', stream, id)
+    local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', wanted - #taken, 'STREAMS', stream, id)
     return reply and reply[1][2] or {}
   end
   if adopt == '1' then take_again(read('0')) end
   if #taken < wanted then
-    local reply = redis.call('XAUTOCLAIM', stream, GROUP, consumer, lease_ms, scan, 'COUNT', wanted - #taken)
+    local reply = redis.call('XAUTOCLAIM', stream, group, consumer, lease_ms, scan, 'COUNT', wanted - #taken)
     scan = reply[1]
     take_again(reply[2])
   end
@@ -195,7 +219,8 @@ register('renew', {'consumer', TEXT, EACH, 'entry', ENTRY, 'fence', NATURAL}, fu
   local lost = {}
   for i = 2, #args, 2 do
     if owns(prefix, args[1], args[i], args[i + 1]) then
-      redis.call('XCLAIM', prefix .. ':tickets', GROUP, args[1], 0, args[i], 'JUSTID')
+      local stream, group = stream_of(prefix, args[i])
+      redis.call('XCLAIM', stream, group, args[1], 0, args[i], 'JUSTID')
     else
       lost[#lost + 1] = args[i]
     end
@@ -232,7 +257,7 @@ end)
 register('submit', {
   EACH, 'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'header', TEXT,
 }, function(prefix, args)
-  local answers, done, partials = {}, {}, {}
+  local answers, done, kept = {}, {}, {}
   for _, group in ipairs(records(args, 1, 'consumer', 'entry', 'fence', 'ticket', 'header')) do
     local entry, ticket = group.entry, group.ticket
     local payload = ticket .. '.' .. group.fence
@@ -244,7 +269,8 @@ register('submit', {
       if redis.call('PERSIST', key) == 1 or redis.call('EXISTS', key) == 1 then
         redis.call('XADD', prefix .. ':headers', '*', 'ticket', ticket, 'payload', payload, 'body', group.header)
         redis.call('HDEL', prefix .. ':claims', entry)
-        done[#done + 1], partials[#partials + 1] = entry, prefix .. ':partial:' .. ticket
+        done[#done + 1] = entry
+        kept[#kept + 1], kept[#kept + 2] = prefix .. ':partial:' .. ticket, prefix .. ':turns:' .. ticket
       else
         answer = -1
       end
@@ -257,7 +283,7 @@ register('submit', {
   end
   if #done > 0 then
     forget(prefix, done)
-    call_over(partials, 'DEL')
+    call_over(kept, 'DEL')
     notify(prefix, 'headers')
   end
   return answers
@@ -269,5 +295,40 @@ register('save_partial', {
 }, function(prefix, args)
   if not owns(prefix, args[1], args[2], args[3]) then return 0 end
   redis.call('SET', prefix .. ':partial:' .. args[4], args[6], 'EX', args[5])
+  return 1
+end, true)
+
+-- args: consumer, entry, fence, ticket, sample, how often its rollout has started again, place, expiry s, record. Appends to what has
+-- happened in a rollout: a turn before its tools run, or what the environment replied. Returns 1, also to a repeated call; 0 if the
+-- ticket was no longer held or the rollout has started again since.
+register('commit_turn', {
+  'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'sample', NATURAL, 'restarts', NATURAL, 'place', NATURAL,
+  'expiry s', POSITIVE, 'record', TEXT,
+}, function(prefix, args)
+  if not owns(prefix, args[1], args[2], args[3]) then return 0 end
+  local key, sample, place = prefix .. ':turns:' .. args[4], args[5], tonumber(args[7])
+  if (redis.call('HGET', key, sample) or '0') ~= args[6] then return 0 end
+  if place > 0 and redis.call('HEXISTS', key, sample .. ':' .. place - 1) == 0 then
+    return redis.error_reply('OUTOFORDER turn ' .. place .. ' of sample ' .. sample .. ' of ticket ' .. args[4] .. ' has none before it')
+  end
+  redis.call('HSETNX', key, sample .. ':' .. place, args[9])
+  redis.call('EXPIRE', key, args[8])
+  return 1
+end, true)
+
+-- args: consumer, entry, fence, ticket, sample, how often its rollout has started again with this time, expiry s. Forgets what has
+-- happened in a rollout, which starts again. Returns 1, also to a repeated call; 0 if the ticket was no longer held, or the rollout
+-- has started again since.
+register('restart_rollout', {
+  'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'sample', NATURAL, 'restarts', POSITIVE, 'expiry s', POSITIVE,
+}, function(prefix, args)
+  if not owns(prefix, args[1], args[2], args[3]) then return 0 end
+  local key, sample = prefix .. ':turns:' .. args[4], args[5]
+  local before, now = tonumber(redis.call('HGET', key, sample) or '0'), tonumber(args[6])
+  if before >= now then return before == now and 1 or 0 end
+  local place = 0
+  while redis.call('HDEL', key, sample .. ':' .. place) == 1 do place = place + 1 end
+  redis.call('HSET', key, sample, args[6])
+  redis.call('EXPIRE', key, args[7])
   return 1
 end, true)
