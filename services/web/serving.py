@@ -46,11 +46,12 @@ def add_console(service: Service, describe: Describe = running) -> Watch:
 
 async def show(
     config: RunConfig, store: Store, say: Callable[[str], None], until: asyncio.Event,
-    describe: Describe = running,
+    describe: Describe = running, last: Callable[[], bool] = lambda: True,
 ) -> None:  # fmt: skip
     """Serve the console of a run until `until` is set, without joining its fleet.
 
-    `say` receives the address. `describe` returns what the run is doing.
+    `say` receives the address. `describe` returns what the run is doing. `last`: whether pages are sent a last frame, by which
+    they know that the console was stopped; otherwise they connect again.
     """
     config = at_its_port(config)
     status = PodStatus(
@@ -58,13 +59,13 @@ async def show(
         version=-1, world=0, gauges={},
     )  # fmt: skip
     service = Service("web", config, store, status)
-    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service, describe), until):
+    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service, describe), until, last):
         say(url)
         await until.wait()
 
 
 @contextlib.asynccontextmanager
-async def _watching(service: Service, watch: Watch, until: asyncio.Event) -> AsyncGenerator[None]:
+async def _watching(service: Service, watch: Watch, until: asyncio.Event, last: Callable[[], bool]) -> AsyncGenerator[None]:
     async def follow(loop: Loop) -> None:
         await watch.follow(until, loop)
 
@@ -72,6 +73,8 @@ async def _watching(service: Service, watch: Watch, until: asyncio.Event) -> Asy
     task = asyncio.create_task(loop.supervise())
     try:
         yield
-        await asyncio.wait([task], timeout=END_S)
+        if last():
+            await asyncio.wait([task], timeout=END_S)
     finally:
         await end_tasks([task])
+        await watch.feed.close()

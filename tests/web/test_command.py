@@ -35,7 +35,7 @@ def test_the_page_is_a_unit_only_where_one_is_asked_for_and_the_run_can_do_witho
 def test_a_run_serves_its_page_and_asks_it_to_end_afterwards(tmp_path: Path) -> None:
     done = grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1", "--web")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"web console at http://127\.0\.0\.1:\d+, its token in .*/token", done.stdout)
+    assert re.search(r"web console: http://127\.0\.0\.1:\d+, its token in .*/token", done.stdout)
     assert "still running after the end" not in done.stdout
     assert "up at" in log(tmp_path / "small", "web-0")
     assert processes_of(tmp_path / "small") == {}

@@ -53,7 +53,7 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
 
     watching = asyncio.create_task(_watch(attached, told, until))
     try:
-        await show(config, attached.store, say, until, attached.condition)
+        await show(config, attached.store, say, until, attached.condition, told.is_set)
     finally:
         watching.cancel()
     return word

@@ -42,7 +42,7 @@ from services.operations.inspection.checkpoints import restorable
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
-from services.runtime.http.credentials import redis_password
+from services.runtime.http.credentials import api_tokens, redis_password
 from services.runtime.process_tools import free_port
 from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store
@@ -296,7 +296,9 @@ class _Job:
             if observer.last.state is not None and observer.last.state.paused:
                 display.event(f"it is paused and trains nothing until it is resumed: grpo resume {self.folder.path}")
             if config.web.port:
-                display.event(f"web console at http://{config.web.host}:{config.web.port}, its token in {config.api.token_file}")
+                page = f"http://{config.web.host}:{config.web.port}"
+                link = f"{page}/#token={api_tokens(config).operate}" if sys.stdout.isatty() else ""
+                display.event(f"web console: {link or f'{page}, its token in {config.api.token_file}'}")
             most = most_generators(config, self.gpus)
             await observer.store.run.bound_generators(most)
             launcher = Launcher(
