@@ -14,7 +14,7 @@ from services.config.base import Section
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ROOT / "services"
-LAYERS = ("protocol", "config", "algorithm", "store", "runtime", "operations", "http", "weights", "verifiers", "rollouts")
+LAYERS = ("protocol", "config", "chat", "algorithm", "store", "runtime", "operations", "http", "weights", "verifiers", "rollouts")
 """Each may import those before it, and itself. `http` is what runs the endpoints: services/runtime/http and runtime/entry.py."""
 SERVICE_LAYERS = {
     "generator": LAYERS,

@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 import structlog
 
+from services.chat.tokenizers import tokenizer_folder
 from services.config import RunConfig
 from services.config.data import Data, Source
 from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import SourceSpan
 from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
-from services.dataprep.prompts.tokenizer import PromptTokenizer, messages_of, tokenizer_folder
+from services.dataprep.prompts.tokenizer import PromptTokenizer, messages_of
 from services.protocol.messages import Row
 
 log = structlog.get_logger()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from services.config import ConfigError
+from services.chat.errors import DataError
 
-
-class DataError(ConfigError):
-    """A one-line error that names the key or the row, the fault and the remedy. It is raised before a run starts."""
+__all__ = ["DataError"]

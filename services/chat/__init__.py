@@ -1,0 +1,1 @@
+"""Chat templates and tokenizers of models, without torch: dataprep renders prompts, environments whole conversations."""

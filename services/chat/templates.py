@@ -1,0 +1,121 @@
+"""Chat templates of models, rendered by jinja2.
+
+Guarantees: a template renders as it does in transformers; it runs sandboxed and has no clock, so that a prompt is the same on any
+day (templates that print a date have a variable to set it with, see `data.chat_template_options`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from services.chat.errors import DataError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TemplateRejection(ValueError):
+    """The template cannot render these messages, for the reason that it gives."""
+
+
+class ChatTemplate:
+    """The chat template of the model in `folder`, with `options` as further variables. Raises `DataError`."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        config = _json(folder / "tokenizer_config.json")
+        source = _template_source(folder, config)
+        if source is None:
+            raise DataError(
+                f"model.path: the tokenizer in {folder} has no chat template: set data.chat_template = false, "
+                "or add the file chat_template.jinja"
+            )
+        self.source = source
+        tokens = _json(folder / "special_tokens_map.json") | config
+        special = {name: _token_text(tokens[name]) for name in SPECIAL_TOKENS if tokens.get(name)}
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise DataError(f"model.path: the chat template in {folder} is invalid: {error}") from None
+        self._variables: dict[str, Any] = {**special, "add_generation_prompt": True, "tools": None, "documents": None, **options}
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, generation: bool = True
+    ) -> str:
+        """Return the text of a conversation, by default up to where the assistant's next message begins.
+
+        Raises `TemplateRejection`.
+        """
+        variables = {**self._variables, **({} if generation else {"add_generation_prompt": False})}
+        try:
+            return self._template.render(messages=messages, **variables, **({"tools": tools} if tools else {}))
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise TemplateRejection(str(error)) from None
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the source of the chat template, newest convention first: its own file, then the tokenizer's configuration."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source: str | list[dict[str, str]] | None = _json(folder / "chat_template.json").get("chat_template")
+    source = source or config.get("chat_template")
+    if isinstance(source, list):  # several by name
+        return {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return an environment with the settings and helpers of transformers, for which templates are written."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
+    )
+    cast("Any", environment).filters["tojson"] = _tojson
+    cast("Any", environment).globals["raise_exception"] = _raise
+    return environment
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """Handles `{% generation %}…{% endgeneration %}`, which marks assistant text for training; here it is plain text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+        """Return the nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja2's own filter escapes HTML
+
+
+def _token_text(token: str | dict[str, str]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"model.path: {path} is not valid JSON: {error}") from None
