@@ -21,6 +21,7 @@ SERVICE_LAYERS = {
     "dataprep": LAYERS,
     "trainer": LAYERS,
     "console": (*LAYERS, "web", "dataprep", "generator"),  # `grpo web` is a page; data and verifiers are tried before a run
+    "environment": LAYERS,
     "tracker": LAYERS,
     "scaler": LAYERS,
     "web": LAYERS,
@@ -73,7 +74,7 @@ def loaded_heavy(statement: str) -> str:
 def test_light_packages_import_nothing_heavy() -> None:
     modules = [
         name_of(path)
-        for layer in (*LAYERS, "dataprep", "console", "tracker", "scaler", "web")
+        for layer in (*LAYERS, "dataprep", "environment", "console", "tracker", "scaler", "web")
         for path in modules_of(layer)
         if path.name != "__init__.py" and (layer != "weights" or path.stem in LIGHT_WEIGHTS)
     ]

@@ -52,9 +52,13 @@ class ChatTemplate:
 
         Raises `TemplateRejection`.
         """
-        variables = {**self._variables, **({} if generation else {"add_generation_prompt": False})}
+        variables = dict(self._variables)
+        if tools:
+            variables["tools"] = tools
+        if not generation:
+            variables["add_generation_prompt"] = False
         try:
-            return self._template.render(messages=messages, **variables, **({"tools": tools} if tools else {}))
+            return self._template.render(messages=messages, **variables)
         except (
             jinja2.TemplateError,
             TypeError,

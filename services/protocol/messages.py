@@ -175,3 +175,18 @@ class Partial(msgspec.Struct, frozen=True, array_like=True):
     spans: np.ndarray  # [k, 4] int32: sample, version, start, end
     tool_spans: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 3), np.int32))
     # [k, 3] int32: sample, start, end of tokens that the policy did not sample
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a rollout and its reply. Produced by environments before a tool runs, consumed by the next holder."""
+
+    segment: int  # which segment of the rollout it extends; the number of segments so far: it opens one
+    base: int  # the turn whose messages and reply `messages` follow; -1: none
+    context: np.ndarray  # [C] int32, tokens after the segment's last one; of a new segment all of its own, empty: the prompt
+    tokens: np.ndarray  # [T] int32, sampled
+    logprobs: np.ndarray  # [T] float32, behaviour logprobs of `tokens`
+    spans: np.ndarray  # [k, 3] int32: version, start, end within `tokens`
+    finish: str  # stop | length
+    messages: str  # JSON: the messages that the call adds to those of `base`
+    tools: str  # JSON: the tools of the call if it has no base, otherwise empty: they are those of `base`
+    reply: str  # JSON: the assistant's message

@@ -1,0 +1,146 @@
+"""Messages to text and tokens, and sampled text back to messages, as the model's chat template and family have it.
+
+Guarantees: a conversation renders as dataprep renders prompts; whatever a model sampled becomes a message: what looks like a tool
+call and is none stays text, with an error to answer the model with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from services.chat.templates import ChatTemplate, TemplateRejection
+from services.chat.tokenizers import load_tokenizer
+from services.config.data import Data
+from services.environment.chat.messages import BadMessages
+from services.environment.chat.parsers.calls import MalformedCall, ToolCall
+from services.environment.chat.parsers.families import PARSERS, family_of
+
+SENTINEL = "\u2063reply\u2063"
+"""Stands for a reply in a rendering: invisible separators, which no template adds or trims."""
+CACHED_PROMPTS = 64
+"""Rendered texts whose tokens are kept: the rollouts of a group begin with the same one."""
+
+
+class Parsed(NamedTuple):
+    """What a sampled text says."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+    error: str
+    """What was wrong with a tool call, for the model; empty: nothing."""
+
+
+class ChatFormat:
+    """The chat format of the model in `model_folder`, as `data` sets it. `tool_format` names a notation of tool calls.
+
+    Raises `DataError` if tokenizer or template are unusable.
+    """
+
+    def __init__(self, model_folder: Path, data: Data, tool_format: str = "") -> None:
+        self._tokenizer = load_tokenizer(model_folder)
+        self._template = ChatTemplate(model_folder, data.chat_template_options) if data.chat_template else None
+        source = self._template.source if self._template else ""
+        self.family = family_of(source, tool_format)
+        self.thinks = "</think>" in source
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {number: token.content for number, token in added.items() if token.special}
+        self._whole = lru_cache(maxsize=CACHED_PROMPTS)(self._tokens_of)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, generation: bool = True
+    ) -> str:
+        """Return the text of normalised messages, by default up to where the assistant's next message begins.
+
+        Without a chat template, that is their contents one after the other. Raises `BadMessages`.
+        """
+        if self._template is None:
+            text = "".join(message["content"] for message in messages)
+        else:
+            try:
+                text = self._template.render(messages, tools, generation=generation)
+            except TemplateRejection as error:
+                raise BadMessages(f"the model's chat template rejects the messages: {error}") from None
+        return text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be tokenised
+
+    def closing(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text that ends an assistant's message after `messages`; None if the template hides where it begins."""
+        try:
+            text = self.render([*messages, {"role": "assistant", "content": SENTINEL}], tools, generation=False)
+        except BadMessages:
+            return None
+        _, found, after = text.rpartition(SENTINEL)
+        return after if found else None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a whole rendering, as dataprep tokenises prompts."""
+        return list(self._whole(text))
+
+    def encode_after(self, last: int, text: str) -> list[int]:
+        """Return the tokens of text that follows token `last`.
+
+        A special token is put before the text while it is split, since tokenizers treat what begins a text and what follows a
+        special token differently.
+        """
+        anchor = self._special.get(last)
+        if anchor is None:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(anchor + text, add_special_tokens=False).ids
+        return ids[1:] if ids and ids[0] == last else self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def piece(self, token: int) -> str:
+        """Return the text of one token."""
+        return self.decode([token])
+
+    def end_text(self, ids: Sequence[int], finish: str) -> str:
+        """Return the text of the end-of-sequence token that sampled ids end with; empty if they end otherwise."""
+        return self._special.get(ids[-1], "") if finish == "stop" and len(ids) else ""
+
+    def opens_thinking(self, rendering: str) -> bool:
+        """Return whether a rendering ends with the tag that begins the reasoning, so that the model does not sample it."""
+        return self.thinks and rendering.rstrip().endswith("<think>")
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, thinking: bool = False) -> Parsed:
+        """Return what sampled text says; tool calls only where there are tools. `thinking`: it begins within the reasoning."""
+        reasoning, text = self._reasoning(text, thinking)
+        if not tools:
+            return Parsed(text, reasoning, [], "")
+        try:
+            found = PARSERS[self.family](text, tools)
+        except MalformedCall as error:
+            return Parsed(text, reasoning, [], str(error))
+        return Parsed(found.content.strip() if found.calls else text, reasoning, found.calls, "")
+
+    def _reasoning(self, text: str, thinking: bool) -> tuple[str, str]:
+        """Return the reasoning and the rest. What has no end is reasoning as a whole."""
+        begun = thinking or text.lstrip().startswith("<think>")
+        if not self.thinks or not (begun or "</think>" in text):
+            return "", text
+        before, _, after = text.partition("</think>")
+        return before.strip().removeprefix("<think>").strip(), after.lstrip("\n")
+
+    def _tokens_of(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=self._template is None).ids)
+
+
+def message_of(parsed: Parsed, identifiers: Sequence[str]) -> dict[str, Any]:
+    """Return the assistant's message, in OpenAI's form; `error` is ours. `identifiers` name its tool calls."""
+    calls = [
+        {"id": identifier, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for call, identifier in zip(parsed.calls, identifiers, strict=True)
+    ]
+    return {
+        "role": "assistant",
+        "content": parsed.content,
+        **({"reasoning_content": parsed.reasoning} if parsed.reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+        **({"error": parsed.error} if parsed.error else {}),
+    }

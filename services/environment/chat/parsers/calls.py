@@ -1,0 +1,87 @@
+"""What all notations of tool calls have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+
+class MalformedCall(ValueError):
+    """The model began a tool call that is none. The text is an answer to the model."""
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool by the model."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Found(NamedTuple):
+    """What the model said besides its calls, and the calls."""
+
+    content: str
+    calls: list[ToolCall]
+
+
+Parser = Callable[[str, Sequence[Mapping[str, Any]]], Found]
+"""(text, normalised tools) -> what was found. Raises `MalformedCall`."""
+
+
+def loads(text: str, what: str) -> Any:
+    """Return the value of JSON. Raises `MalformedCall`, also for NaN and infinity, which JSON has not."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCall(f"{what} is not valid JSON: {error}") from None
+
+
+def first_value(text: str, what: str) -> tuple[Any, str]:
+    """Return the JSON value that `text` begins with, and the rest. Raises `MalformedCall`."""
+    text = text.lstrip()
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedCall(f"{what} is not valid JSON: {error}") from None
+    return value, text[end:]
+
+
+def call_of(value: object) -> ToolCall:
+    """Return the call that an object with a name and arguments, or parameters, describes. Raises `MalformedCall`."""
+    if not isinstance(value, dict):
+        raise MalformedCall('a tool call must be a JSON object with "name" and "arguments"')
+    fields = cast("dict[str, Any]", value)
+    name = fields.get("name")
+    if not isinstance(name, str) or not name:
+        raise MalformedCall('a tool call has no "name", or it is no string')
+    return ToolCall(name, arguments_of(name, fields.get("arguments", fields.get("parameters"))))
+
+
+def arguments_of(name: str, value: object) -> dict[str, Any]:
+    """Return the arguments of a call: an object, or JSON of one in a string. Raises `MalformedCall`."""
+    if isinstance(value, str):
+        value = loads(value, f"the arguments of {name}")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MalformedCall(f"the arguments of {name} must be a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def as_typed(text: str, schema: object) -> Any:
+    """Return an argument that is written as plain text as its schema's type: text where it is a string, JSON elsewhere."""
+    kind = cast("dict[str, Any]", schema).get("type") if isinstance(schema, dict) else None
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

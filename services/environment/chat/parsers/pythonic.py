@@ -1,0 +1,58 @@
+"""Tool calls that are written as a list of Python calls: `[f(a=1), g(b="x")]`. Pure; nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.environment.chat.parsers.calls import Found, MalformedCall, ToolCall
+
+BEGINNING = re.compile(r"\s*(<\|python_start\|>)?\s*\[\s*[A-Za-z_][\w.]*\s*\(")
+LONGEST = 64_000
+"""Characters that are parsed: Python's parser takes memory of its own for every level of nesting."""
+
+
+def pythonic(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
+    """Find a list of calls with constant keyword arguments, which is the whole text."""
+    if not BEGINNING.match(text):
+        return Found(text, [])
+    body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if len(body) > LONGEST:
+        raise MalformedCall(f"the tool calls have more than {LONGEST} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in the model's strings
+            tree = ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise MalformedCall(f"the tool calls are not a list of calls: {error}") from None
+    if not isinstance(tree, ast.List):
+        raise MalformedCall("the tool calls are not a list of calls")
+    return Found("", [_call(node) for node in tree.elts])
+
+
+def _call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call):
+        raise MalformedCall("the list holds something other than calls")
+    name = _dotted(node.func)
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise MalformedCall(f"the arguments of {name} must be named: {name}(key=value)")
+    try:
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        json.dumps(arguments, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise MalformedCall(f"the arguments of {name} must be constants that JSON has: {error}") from None
+    return ToolCall(name, arguments)
+
+
+def _dotted(node: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        raise MalformedCall("the list holds a call of something without a name")
+    return ".".join([node.id, *reversed(parts)])

@@ -1,0 +1,1 @@
+"""What became of each message: the exact tokens that the policy read and sampled, turn by turn."""

@@ -1,0 +1,62 @@
+"""Segments as they grow, turn by turn. Pure.
+
+Guarantees: the ids of a segment's sampled tokens are those that the policy returned, and what stands before each of its turns is
+what the policy was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.protocol.messages import Span, Turn
+from services.rollouts.generated import Generated, Segment
+
+
+def spans_of(turn: Turn) -> list[Span]:
+    """Return the version spans of a turn's sampled tokens."""
+    return [Span(int(version), int(start), int(end)) for version, start, end in turn.spans]
+
+
+def generated_of(turn: Turn) -> Generated:
+    """Return what the policy sampled in a turn."""
+    return Generated(turn.tokens, turn.logprobs, spans_of(turn), "length" if turn.finish == "length" else "stop")
+
+
+def ids_of(prompt: Sequence[int], turns: Sequence[Turn]) -> list[int]:
+    """Return all tokens of a segment with these turns."""
+    ids = turns[0].context.tolist() or list(prompt)
+    for number, turn in enumerate(turns):
+        ids += (turn.context.tolist() if number else []) + turn.tokens.tolist()
+    return ids
+
+
+def segment_of(turns: Sequence[Turn]) -> Segment:
+    """Return the segment of these turns. What was read between two turns counts to the version that sampled after it."""
+    tokens: list[np.ndarray] = []
+    logprobs: list[np.ndarray] = []
+    spans: list[Span] = []
+    read: list[tuple[int, int]] = []
+    length = 0
+    for number, turn in enumerate(turns):
+        between = turn.context if number else turn.context[:0]
+        tokens += [between, turn.tokens]
+        logprobs += [np.zeros(len(between), np.float32), turn.logprobs]
+        sampled_from = length + len(between)
+        if len(between):
+            read.append((length, sampled_from))
+        for span in spans_of(turn):
+            start = sampled_from + span.start if span.start else length
+            if spans and spans[-1].version == span.version:
+                start = spans.pop().start
+            spans.append(Span(span.version, start, sampled_from + span.end))
+        length = sampled_from + len(turn.tokens)
+    completion = Generated(
+        np.concatenate(tokens).astype(np.int32, copy=False),
+        np.concatenate(logprobs).astype(np.float32, copy=False),
+        spans,
+        "length" if turns[-1].finish == "length" else "stop",
+        tuple(read),
+    )
+    return Segment(completion, np.asarray(turns[0].context, np.int32))

@@ -1,0 +1,1 @@
+"""Environments: conversations, exact tokens, the door."""
