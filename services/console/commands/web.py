@@ -42,7 +42,8 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
 
     if attached.config is None or attached.folder is None:
         raise ConsoleError(f"run {attached.name}: grpo web needs its folder, which is not on this machine", EXIT_CONFIG)
-    word = attached.condition(await existing(attached)).word
+    state = await attached.store.run.state() if served else await existing(attached)  # one that is started over has none yet
+    word = attached.condition(state).word
     config, until = _here(attached.config, attached.folder, host, port), asyncio.Event()
 
     def say(url: str) -> None:

@@ -11,6 +11,7 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -80,7 +81,7 @@ class ScreenDisplay:
         ]
         parts += waiting_lines(self._look.members)
         if self._events:
-            parts += [Text(), *(Text(f"  {line}", style="yellow", no_wrap=True, overflow="ellipsis") for line in self._events)]
+            parts += [Text(), *(Padding(Text(line, style="yellow"), (0, 0, 0, 2)) for line in self._events)]
         return Group(*parts)
 
     def _progress(self) -> RenderableType:

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from services.console.printable import printable
+from services.runtime.processes.causes import one_line
+
 LOOK_BYTES = 256 * 1024
+SHOWN = 160  # characters of a warning; its log has the rest
 LEVELS = ("warning", "error", "critical")
 NOISY = ("vllm", "py.warnings", "DeepSpeed", "transformers", "torch")  # loggers whose warnings tell an operator nothing
 
@@ -54,4 +58,5 @@ def _warning(line: bytes) -> str:
         return ""
     if event.level not in LEVELS or (event.level == "warning" and event.logger.startswith(NOISY)):
         return ""
-    return f"{event.event}: {event.error}" if event.error else event.event
+    text = printable(one_line(f"{event.event}: {event.error}" if event.error else event.event))
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

@@ -22,6 +22,7 @@ from services.console.local import supervision
 from services.console.local.mirror import Mirror
 from services.console.local.plan import TRAINER, wanted_generators
 from services.console.local.redis_server import RedisServer
+from services.console.printable import printable
 from services.operations import figures
 from services.operations.condition import Condition
 from services.operations.observe import LOOK_EVERY_S, Look, Observer
@@ -211,7 +212,7 @@ class Launcher:
             child.kill()
             self._start(child)
             return
-        said = most_telling([each.cause() for each in child.pods])
+        said = printable(most_telling([each.cause() for each in child.pods]))
         decision, self._records[child.name] = supervision.decide(
             child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=look.committed_step,
             over=bool(look.finished), redis_served=self.server is not None or look.state is not None, cause=said,
