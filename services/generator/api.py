@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import asyncio
+
+from fastapi import APIRouter, HTTPException, Request, Response
 
 from services.generator.loop import RolloutLoop
+from services.generator.serving import REQUEST_BYTES, Refused
 from services.operations.waiting import until_none
 from services.runtime.http.endpoints.parameters import WaitS
 from services.runtime.http.models import Draining
 from services.runtime.service import Service
+
+GENERATE = "/v1/generate"
 
 
 def add_routes(service: Service, rollouts: RolloutLoop) -> None:
@@ -29,4 +34,24 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
         await until_none(under_way, wait_s)
         return Draining(draining=True, rollouts=len(rollouts.rollouts))
 
+    @router.post("/generate", dependencies=[service.app.state.guard], response_class=Response, include_in_schema=False)
+    async def generate(request: Request) -> Response:
+        """Complete a sequence of tokens for an environment (services/protocol/generation.py).
+
+        503: ask another generator, or later; the response says why.
+        """
+        body = await request.body()
+        try:
+            reply = await rollouts.serving.generate(body, lambda: asyncio.ensure_future(_disconnected(request)))
+        except Refused as refusal:
+            raise HTTPException(refusal.status, str(refusal)) from None
+        return Response(reply, media_type="application/msgpack")
+
+    service.app.state.body_limits[GENERATE] = REQUEST_BYTES
     service.app.include_router(router)
+
+
+async def _disconnected(request: Request) -> None:
+    """Return once the caller has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -23,6 +23,7 @@ from services.generator.rollouts.concurrency import POLL_S, Bounds, Limit, adjus
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.rollouts.in_flight import InFlight
 from services.generator.rollouts.worker import Rollout, RolloutWorker
+from services.generator.serving import Serving
 from services.protocol.errors import StoreError
 from services.rollouts.generated import Generated, SamplingParameters
 from services.rollouts.holding import MAX_EXPIRIES
@@ -63,6 +64,7 @@ class RolloutLoop(RolloutWorker):
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
         self._evaluation = evaluation
         self.in_flight = InFlight(self.config, engine, metrics)
+        self.serving = Serving(self.config, engine, self.in_flight, self._unable, len(tokenizer))
         self.draining = asyncio.Event()
         self.limit = Limit(Bounds.of(self.config).runnable)
         self._spare_from = 0.0
@@ -82,9 +84,18 @@ class RolloutLoop(RolloutWorker):
         """Whether the pod is kept on its weights for an evaluation round."""
         return self._evaluation is not None and self._evaluation.version is not None
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in progress: tickets, or completions for environments."""
+        return bool(self.rollouts or len(self.serving))
+
     def why_idle(self) -> str:
         """Return why this pod would start no work now, or hardly any, or "" if it would or is evaluating."""
         return self._obstacle() or ("" if self.evaluating else self.verifiers.waiting)
+
+    def _unable(self) -> str:
+        """Return why this pod can sample nothing for others now, or ""."""
+        return self._obstacle() or ("evaluating" if self.evaluating else "")
 
     def _obstacle(self) -> str:
         """Return why this pod can start no work now, or ""."""
@@ -284,6 +295,7 @@ class RolloutLoop(RolloutWorker):
         tasks = [rollout.task for worker in workers for rollout in worker.rollouts.values() if rollout.task]
         if tasks and not self.service.view.ended:
             await asyncio.wait(tasks, timeout=self.config.generator.drain_s)
+        await self.serving.abort()  # environments continue them on another pod
         left = list(self.rollouts.values())
         tokens = await self._hand_back(left)
         log.info("drained", handed_back=len(left), tokens=tokens)
@@ -294,6 +306,7 @@ class RolloutLoop(RolloutWorker):
         Other tickets being scored, and those being submitted, run to their end.
         """
         away = self.verifiers.waiting
+        await self.serving.abort()
         if left := [rollout for rollout in self.rollouts.values() if rollout.generating or (away and not rollout.submitting)]:
             log.info("aborted", handed_back=len(left), tokens=await self._hand_back(left))
 

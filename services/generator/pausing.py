@@ -34,7 +34,7 @@ class Pausing:
             if mode == "keep":
                 holds = self._weights.frozen
             else:
-                holds = mode is not None and not any(worker.rollouts for worker in self._workers)
+                holds = mode is not None and not any(worker.busy for worker in self._workers)
             self.service.say(paused=mode if mode and holds else "")
             loop.progress()
             await self.service.notifications.wait(*self._topics, timeout=POLL_S)

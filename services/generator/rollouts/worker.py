@@ -68,6 +68,11 @@ class RolloutWorker(TicketHolder[Rollout]):
         """Generate one completion."""
         return await self.engine.generate(request_id, prompt, seed, self.sampling, prefix)
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in progress."""
+        return bool(self.rollouts)
+
     async def abort(self) -> None:
         """Hand back what is being generated, since the pause does not let it finish."""
         raise NotImplementedError

@@ -40,7 +40,7 @@ def make_app(service: Service, tokens: ApiTokens) -> FastAPI:
         title=f"grpo {service.kind}", version="1", docs_url="/docs", redoc_url=None,
         description="Endpoints of a service of a run. Every call is idempotent and may be repeated.",
     )  # fmt: skip
-    app.state.tokens = tokens
+    app.state.tokens, app.state.body_limits = tokens, {}
     app.state.guard, app.state.reader = token_guard(tokens, "operate"), token_guard(tokens, "read")
     install(app)
     app.middleware("http")(limit_body)

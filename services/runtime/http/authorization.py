@@ -1,7 +1,8 @@
 """Authorizes requests by bearer tokens with the scopes `read` and `operate`, and limits their size.
 
 Guarantees: a token that may operate may also read. All tokens are compared, each in constant time, and none is logged. A body is
-never read beyond `BODY_LIMIT_BYTES`. Health and metrics need no token, because probes and scrapers have none.
+never read beyond `BODY_LIMIT_BYTES`, or what the app allows for its path (`state.body_limits`). Health and
+metrics need no token, because probes and scrapers have none.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def token_guard(tokens: ApiTokens, needed: Literal["read", "operate"]) -> Any:
 
 async def limit_body(request: Request, call_next: Any) -> Response:
     """Refuse requests whose body is too long, or has no Content-Length. This is a middleware."""
-    length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdigit() or int(length) > BODY_LIMIT_BYTES or "transfer-encoding" in request.headers:
-        return problem(413, f"the body must have a Content-Length of at most {BODY_LIMIT_BYTES} bytes")
+    length, most = (
+        request.headers.get("content-length", "0"),
+        request.app.state.body_limits.get(request.url.path, BODY_LIMIT_BYTES),
+    )
+    if not length.isascii() or not length.isdigit() or int(length) > most or "transfer-encoding" in request.headers:
+        return problem(413, f"the body must have a Content-Length of at most {most} bytes")
     return await call_next(request)

@@ -1,0 +1,112 @@
+"""Serves completions to environments, which hold the tickets: `POST /v1/generate`, tokens in, tokens out.
+
+Guarantees: only published weights sample, as for the pod's own tickets; a completion that a drain or an aborting pause cuts off
+is returned with its tokens so far, to be continued elsewhere; a completion whose caller is gone is dropped.
+Waits for: the engine. Unblocked by: the engine, or the caller's disconnection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from services.config import RunConfig
+from services.generator.engines.base import Engine
+from services.generator.rollouts.in_flight import InFlight
+from services.protocol import codec
+from services.protocol.generation import GenerationRequest
+from services.protocol.messages import Ticket
+from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
+from services.rollouts.records import pack_partial, unpack_partial
+from services.weights.receiver import EngineDead
+
+REQUEST_BYTES = 16 << 20
+"""Most bytes of a request: a context of a million tokens, with as many of a completion to continue."""
+QUEUE_TIMES = 4  # as many completions may be in progress as the engine runs at a time, this many times over
+
+
+class Refused(Exception):
+    """The pod does not serve the request. `status` is that of HTTP: 503, ask another pod or later; 422, never."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Serving:
+    """Completions that environments wait for."""
+
+    def __init__(
+        self, config: RunConfig, engine: Engine, in_flight: InFlight, obstacle: Callable[[], str], vocabulary: int
+    ) -> None:
+        """`obstacle` returns why the pod can sample nothing now, or "". `vocabulary`: number of token ids."""
+        self._config, self._engine, self._in_flight, self._obstacle = config, engine, in_flight, obstacle
+        self._vocabulary, self._sampling = vocabulary, SamplingParameters.training(config)
+        self._running: dict[str, asyncio.Task[Generated]] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def generate(self, body: bytes, gone: Callable[[], asyncio.Future[None]]) -> bytes:
+        """Complete an encoded `GenerationRequest` and return the encoded `Partial`. Raises `Refused`.
+
+        `gone` returns a future that completes when nobody waits for the reply any more.
+        """
+        request, prefix = self._read(body)
+        if why := self._obstacle():
+            raise Refused(503, why)
+        if len(self._running) >= QUEUE_TIMES * self._config.generator.max_num_seqs:
+            raise Refused(503, f"{len(self._running)} completions are in progress, as many as this pod takes")
+        if held := self._running.pop(request.id, None):  # its caller sent it again: the first reply was lost
+            held.cancel()
+        sampling = replace(self._sampling, max_tokens=request.max_tokens)
+        task = asyncio.create_task(
+            self._in_flight.generate(request.id, request.prompt.tolist(), request.seed, sampling, prefix), name=request.id
+        )
+        self._running[request.id] = task
+        left = gone()
+        try:
+            await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Refused(503, "the caller is gone")
+            return pack_partial([await task])
+        except asyncio.CancelledError:
+            raise Refused(503, "another request of the same id took its place") from None
+        except GenerationFailed as error:
+            raise Refused(422, str(error)) from None
+        except EngineDead as error:
+            raise Refused(503, f"the engine has died: {error}") from None
+        finally:
+            left.cancel()
+            task.cancel()
+            if self._running.get(request.id) is task:
+                del self._running[request.id]
+
+    async def abort(self) -> None:
+        """Return all completions in progress to their callers, with their tokens so far."""
+        while self._running:
+            await self._engine.abort(list(self._running))
+            await asyncio.wait(list(self._running.values()), timeout=1.0)
+            await asyncio.sleep(0)  # lets those that have ended leave
+
+    def _read(self, body: bytes) -> tuple[GenerationRequest, Generated | None]:
+        try:
+            request = codec.decode(body, GenerationRequest)
+        except codec.CorruptMessage as error:
+            raise Refused(422, str(error)) from None
+        prompt, most = request.prompt, self._config.model.max_tokens
+        if prompt.ndim != 1 or prompt.dtype.kind != "i" or not 0 < len(prompt) <= most - request.max_tokens:
+            raise Refused(
+                422, f"a context of shape {prompt.shape} and {request.max_tokens} tokens after it do not fit into {most}"
+            )
+        if prompt.min() < 0 or prompt.max() >= self._vocabulary or request.max_tokens < 1:
+            raise Refused(422, f"token ids must be in 0..{self._vocabulary - 1}, and max_tokens at least 1")
+        if not request.prefix:
+            return request, None
+        [prefix] = unpack_partial(request.prefix, _as_ticket(request), request.max_tokens)
+        return request, prefix
+
+
+def _as_ticket(request: GenerationRequest) -> Ticket:
+    return Ticket(request.id, 0, 0, 0, request.seed, [], "", 1, "")

@@ -1,0 +1,16 @@
+"""What environments ask of generators: tokens in, tokens out. Encoded with `codec`; no message of the run's streams."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Continue a sequence of tokens. Produced by environments, consumed by generators. The reply is a `Partial` of one."""
+
+    id: str  # unique among requests that run at a time; a repeated request has the same
+    prompt: np.ndarray  # [P] int32, the whole context
+    seed: int
+    max_tokens: int  # most tokens to sample, with those of `prefix`
+    prefix: bytes = b""  # `Partial` of one completion, to continue; empty: none

@@ -1,0 +1,80 @@
+"""Completions for environments: a real HTTP endpoint of a real pod, with the scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.generator.api import GENERATE, add_routes
+from services.protocol import codec
+from services.protocol.generation import GenerationRequest
+from services.protocol.messages import Partial
+from services.runtime.http.credentials import api_tokens
+from tests.generator.test_loop import generator
+from tests.support.harness import wait_until
+
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+def asked(request_id: str = "0-1.7.0", max_tokens: int = 40, prefix: bytes = b"", prompt: np.ndarray = PROMPT) -> bytes:
+    return codec.encode(GenerationRequest(request_id, prompt, 3, max_tokens, prefix))
+
+
+async def test_a_drain_cuts_a_completion_off_and_another_pod_continues_it(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        add_routes(service, loop)
+        engine._token_s = 0.02
+        script = engine.script([5, 6, 7], 3, 40)
+        await service.view.refresh()
+        headers = {"Authorization": f"Bearer {api_tokens(service.config).operate}"}
+        async with httpx.AsyncClient(base_url=service.status.url, headers=headers, timeout=30.0) as http:
+            assert (await http.post(GENERATE, content=asked(), headers={"Authorization": "Bearer wrong"})).status_code == 401
+            pending = asyncio.create_task(http.post(GENERATE, content=asked()))
+            await wait_until(lambda: engine.gauges().tokens > 0)
+            assert loop.busy
+            await loop.serving.abort()
+            cut = await pending
+            part = codec.decode(cut.content, Partial)
+            assert (cut.status_code, part.finish) == (200, [""])
+            assert 0 < len(part.tokens) < len(script)
+            engine._token_s = 0.0
+            whole = codec.decode((await http.post(GENERATE, content=asked(prefix=cut.content))).content, Partial)
+            assert (whole.tokens.tolist(), whole.finish) == (script, ["stop"])
+            assert not loop.busy
+
+
+async def test_a_completion_whose_caller_is_gone_is_dropped(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server, "model.max_tokens=4096") as (service, loop, engine):
+        add_routes(service, loop)
+        engine._token_s = 5.0
+        await service.view.refresh()
+        headers = {"Authorization": f"Bearer {api_tokens(service.config).operate}"}
+        async with httpx.AsyncClient(base_url=service.status.url, headers=headers) as http:
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(GENERATE, content=asked(), timeout=0.2)
+        await wait_until(lambda: not loop.busy and not engine.snapshot())
+
+
+async def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path, server: RedisServer) -> None:
+    async with generator(tmp_path, server) as (service, loop, engine):
+        add_routes(service, loop)
+        await service.view.refresh()
+        headers = {"Authorization": f"Bearer {api_tokens(service.config).operate}"}
+        async with httpx.AsyncClient(base_url=service.status.url, headers=headers) as http:
+            for body, part in (
+                (b"garbage", "not a GenerationRequest"),
+                (asked(max_tokens=1 << 20), "do not fit"),
+                (asked(max_tokens=0), "max_tokens at least 1"),
+                (asked(prompt=np.array([-1], np.int32)), "token ids must be in"),
+                (asked(prompt=np.zeros(0, np.int32)), "do not fit"),
+            ):
+                reply = await http.post(GENERATE, content=body)
+                assert (reply.status_code, part in reply.text) == (422, True), reply.text
+            engine.version = -1
+            reply = await http.post(GENERATE, content=asked(max_tokens=4))
+            assert (reply.status_code, "unsynced" in reply.text) == (503, True)
