@@ -42,14 +42,17 @@ class ScriptedPolicy:
 
     family: Family
     rng: random.Random
+    said: list[str] = field(default_factory=list)
+    """Texts to say first, each with its end."""
     asked: list[Asked] = field(default_factory=list)
     version: int = 0
 
     def sample(self, tokens: list[int], tools: bool) -> Generated:
         """Return what the policy samples after `tokens`."""
-        body = self._text(tools, self.family.name == "deepseek")
+        scripted = bool(self.said)
+        body = self.said.pop(0) if scripted else self._text(tools, self.family.name == "deepseek")
         ids = self._tokens(body)
-        cut = self.rng.random() < 0.15
+        cut = not scripted and self.rng.random() < 0.15
         end = self.rng.choice(self.family.ends)
         ids = ids[: self.rng.randrange(1, len(ids) + 1)] if cut else [*ids, *self._tokens(end, whole=True)]
         self.asked.append(Asked(list(tokens), ids))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from services.chat.templates import ChatTemplate, TemplateRejection
 from services.chat.tokenizers import load_tokenizer
 from services.config.data import Data
-from services.environment.chat.messages import BadMessages
+from services.environment.chat.messages import PROMPT, BadMessages
 from services.environment.chat.parsers.calls import MalformedCall, ToolCall
 from services.environment.chat.parsers.families import PARSERS, family_of
 
@@ -49,6 +49,7 @@ class ChatFormat:
         self.thinks = "</think>" in source
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number: token.content for number, token in added.items() if token.special}
+        self._largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._whole = lru_cache(maxsize=CACHED_PROMPTS)(self._tokens_of)
 
     def render(
@@ -56,9 +57,9 @@ class ChatFormat:
     ) -> str:
         """Return the text of normalised messages, by default up to where the assistant's next message begins.
 
-        Without a chat template, that is their contents one after the other. Raises `BadMessages`.
+        Without a chat template, and of a plain prompt, that is their contents one after the other. Raises `BadMessages`.
         """
-        if self._template is None:
+        if self._template is None or messages[0]["role"] == PROMPT:
             text = "".join(message["content"] for message in messages)
         else:
             try:
@@ -91,6 +92,14 @@ class ChatFormat:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids = self._tokenizer.encode(anchor + text, add_special_tokens=False).ids
         return ids[1:] if ids and ids[0] == last else self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the tokens of text that no template made, with those that the tokenizer adds to any text."""
+        return self._tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=True).ids
+
+    def has_tokens(self, ids: Sequence[int]) -> bool:
+        """Return whether all ids are tokens of the model's tokenizer."""
+        return min(ids, default=0) >= 0 and max(ids, default=0) <= self._largest
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""

@@ -1,0 +1,173 @@
+"""The door: the APIs of OpenAI and Anthropic on the loopback interface, each request answered by one rollout's policy.
+
+Guarantees: a request's key names its rollout, and reaches no other; whatever a body holds, it is answered by a reply or by a 4xx
+in the form that the API's own clients read. A 5xx means that the policy failed, and is not to be retried by the client.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from services.environment.chat.messages import BadMessages
+from services.environment.door import chat_completions
+from services.environment.door.fields import overruled
+from services.environment.door.rollouts import OpenRollout, Question, RequestRefused, Rollouts, TurnReply
+from services.rollouts.generated import GenerationFailed
+
+MOST_BYTES = 64 << 20
+"""Largest body that is read: more text than any model's context holds."""
+OVERRULED = "x-grpo-sampling"
+"""Header that names the sampling parameters of the run that were used instead of the request's."""
+ERRORS = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error", 413: "request_too_large"}
+
+Event = tuple[str, dict[str, Any]]
+"""Name and data of a server-sent event; without a name in OpenAI's older APIs."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one endpoint reads questions and words replies."""
+
+    prefix: str
+    """What identifiers of its replies begin with."""
+    read: Callable[[Mapping[str, Any]], Question]
+    reply: Callable[[Question, TurnReply, Sequence[str], dict[str, Any]], dict[str, Any]]
+    events: Callable[[Question, dict[str, Any]], Iterator[Event]]
+    done: bytes = b"data: [DONE]\n\n"
+    """What ends a stream."""
+
+
+DIALECTS = {
+    "/v1/chat/completions": Dialect("chatcmpl-", chat_completions.read, chat_completions.reply, chat_completions.chunks),
+}
+
+
+def make_door(rollouts: Rollouts) -> FastAPI:
+    """Return the application that serves these rollouts."""
+    app = FastAPI(title="grpo door", openapi_url=None)
+    for path, dialect in DIALECTS.items():
+        app.add_api_route(path, _endpoint(rollouts, dialect), methods=["POST"])
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction] - registered by its decorator
+        _rollout(rollouts, request)
+        entry = _model(rollouts.model)
+        return _json({"object": "list", "data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
+        _rollout(rollouts, request)
+        if name != rollouts.model:
+            raise RequestRefused(f"there is no model of this name: use {rollouts.model}", 404, "not_found_error")
+        return _json(_model(name))
+
+    app.add_exception_handler(RequestRefused, _refused)
+    app.add_exception_handler(BadMessages, _bad_messages)
+    app.add_exception_handler(RecursionError, _too_deep)
+    app.add_exception_handler(GenerationFailed, _failed)
+    app.add_exception_handler(HTTPException, _no_route)
+    return app
+
+
+def _endpoint(rollouts: Rollouts, dialect: Dialect) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        rollout = _rollout(rollouts, request)
+        body = await _body(request)
+        question = dialect.read(body)
+        completion = await _completed(rollout, question)
+        ids: list[int] = completion.generated.tokens.tolist() if question.logprobs else []
+        base = {"id": f"{dialect.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": rollouts.model}
+        reply = dialect.reply(question, completion, [rollout.chat.piece(token) for token in ids], base)
+        noted = overruled(body, rollout.sampling)
+        headers = {OVERRULED: noted} if noted else {}
+        if not question.stream:
+            return _json(reply, headers=headers)
+        return StreamingResponse(_stream(dialect, question, reply), media_type="text/event-stream", headers=headers)
+
+    return endpoint
+
+
+async def _completed(rollout: OpenRollout, question: Question) -> TurnReply:
+    if question.prompt is not None:
+        return await rollout.complete_text(question.prompt, question.overrides)
+    return await rollout.complete(question.messages, question.tools, question.overrides)
+
+
+async def _stream(dialect: Dialect, question: Question, reply: dict[str, Any]) -> AsyncIterator[bytes]:
+    for name, data in dialect.events(question, reply):
+        yield (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    if dialect.done:
+        yield dialect.done
+
+
+def _rollout(rollouts: Rollouts, request: Request) -> OpenRollout:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    rollout = rollouts.rollout(key) if key else None
+    if rollout is None:
+        raise RequestRefused("the API key names no rollout: use the OPENAI_API_KEY that the program was given", 401, ERRORS[401])
+    return rollout
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MOST_BYTES:
+            raise RequestRefused(f"the body has more than {MOST_BYTES} bytes: send less", 413, ERRORS[413])
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestRefused(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestRefused("the body must be a JSON object")
+    return cast("dict[str, Any]", body)
+
+
+def _model(name: str) -> dict[str, Any]:
+    """Return a model as both OpenAI and Anthropic list it."""
+    shared = {"id": name, "object": "model", "created": 0, "owned_by": "grpo"}
+    return {**shared, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _error(request: Request, status: int, code: str, message: str) -> Response:
+    """Return an error that both OpenAI's clients and Anthropic's can read."""
+    headers = {"x-should-retry": "false"}
+    kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return _json({"type": "error", "error": error}, status, headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestRefused)
+    return _error(request, error.status, error.code, str(error))
+
+
+async def _bad_messages(request: Request, error: Exception) -> Response:
+    return _error(request, 400, "invalid_request_error", str(error))
+
+
+async def _too_deep(request: Request, error: Exception) -> Response:
+    return _error(request, 400, "invalid_request_error", "the body is nested too deeply")
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _error(request, 503, "generation_failed", f"the policy failed: {error}")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(request, error.status_code, "invalid_request_error", f"{request.method} {request.url.path}: {error.detail}")

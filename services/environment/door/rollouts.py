@@ -1,0 +1,105 @@
+"""What the door needs of the rollouts behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from services.environment.chat.format import ChatFormat
+from services.rollouts.generated import Generated, SamplingParameters
+
+
+class RequestRefused(Exception):
+    """A request that is not served, with the HTTP status, a code and a line for the program that made it."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class RolloutOver(RequestRefused):
+    """The rollout has ended, or reached a limit: there are no further turns."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 410, "rollout_over")
+
+
+class ContextFull(RequestRefused):
+    """The conversation leaves no token to sample."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 400, "context_length_exceeded")
+
+
+class Overrides(NamedTuple):
+    """What a request may choose of its sampling."""
+
+    max_tokens: int | None = None  # None: as many as the rollout has left
+    stop: tuple[str, ...] = ()  # besides the run's
+
+
+RUN = Overrides()
+
+
+class Usage(NamedTuple):
+    """Tokens of a turn."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class TurnReply(NamedTuple):
+    """A turn of the policy."""
+
+    message: dict[str, Any]  # as `Recorder.record` returns it
+    generated: Generated
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a request asks the policy, whichever endpoint it came through."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # in OpenAI's form
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # in OpenAI's form
+    prompt: str | list[int] | None = None  # instead of messages: text or token ids
+    overrides: Overrides = RUN
+    stream: bool = False
+    usage: bool = False  # whether a stream ends with the usage
+    logprobs: bool = False
+    echo: dict[str, Any] = field(default_factory=dict[str, Any])  # fields that the reply repeats
+
+
+class OpenRollout(Protocol):
+    """A rollout that accepts turns."""
+
+    @property
+    def chat(self) -> ChatFormat:
+        """Return the chat format of its model."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        """Return the sampling of the run, which no request changes."""
+        ...
+
+    async def complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], overrides: Overrides) -> TurnReply:
+        """Record and return the policy's reply. Raises `BadMessages`, `RequestRefused` and `GenerationFailed`."""
+        ...
+
+    async def complete_text(self, prompt: str | list[int], overrides: Overrides) -> TurnReply:
+        """Record and return what follows a text or token ids. Raises like `complete`."""
+        ...
+
+
+class Rollouts(Protocol):
+    """The rollouts of a pod."""
+
+    @property
+    def model(self) -> str:
+        """Return the name under which the policy is listed."""
+        ...
+
+    def rollout(self, key: str) -> OpenRollout | None:
+        """Return the rollout that an API key names; None: there is none. Raises `RolloutOver`."""
+        ...
