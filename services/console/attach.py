@@ -23,8 +23,7 @@ from services.console.local.lock import LockHolder, holder
 from services.console.reading.shared_server import owns_server, reading
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
-from services.runtime.entry import CONFIG_ENV
-from services.runtime.http.credentials import REDIS_PASSWORD_ENV, redis_login
+from services.runtime.http.credentials import CONFIG_ENV, REDIS_PASSWORD_ENV, redis_login
 from services.store import RunState, Store
 from services.store.connection.client import Login
 

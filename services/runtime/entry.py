@@ -23,14 +23,14 @@ from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreErro
 from services.protocol.messages import PodStatus
 from services.runtime import logs
 from services.runtime.http.api import serve
-from services.runtime.http.credentials import api_tokens, redis_login
+from services.runtime.http.credentials import CONFIG_ENV, api_tokens, redis_login
 from services.runtime.loops import FATAL, Broken
 from services.runtime.processes.causes import ERROR_PREFIX, one_line
 from services.runtime.service import Service
 from services.store import Store
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
-CONFIG_ENV = "GRPO_CONFIG"
+
 REST_POLL_S = 2.0  # how often a pod whose run is over checks whether it resumed
 
 

@@ -7,23 +7,31 @@ Waits for: readers. Unblocked by: the last one leaving or ending, or SIGTERM fro
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from services.console.errors import EXIT_OK, EXIT_REDIS
 from services.console.local.lock import FolderLock, InUse
-from services.console.local.redis_server import start_server
 from services.console.reading.presence import Presence
 from services.protocol.errors import StoreError
+from services.runtime.process_tools import free_port
+from services.runtime.processes.redis_process import RedisProcess
 
 POLL_S = 0.05
+PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 
 
-def keep(folder: Path, appendfsync: str) -> int:
-    """Serve until nobody reads. Return the exit code, at once if the folder is in use."""
+def keep(folder: Path, given: Mapping[str, Any]) -> int:
+    """Serve until nobody reads. Return the exit code, at once if the folder is in use.
+
+    `given`: the program of the server, its password and its options.
+    """
     told = threading.Event()
 
     def end(_: int, __: FrameType | None) -> None:
@@ -34,7 +42,7 @@ def keep(folder: Path, appendfsync: str) -> int:
     presence = Presence(folder)
     try:
         with FolderLock(folder, readers=True) as lock:
-            server = start_server(folder / "redis", appendfsync, folder.name)
+            server = _started(folder / "redis", given)
             try:
                 lock.note(server.port)
                 while not told.wait(POLL_S) and not presence.take() and server.alive:
@@ -49,5 +57,17 @@ def keep(folder: Path, appendfsync: str) -> int:
     return EXIT_OK
 
 
+def _started(folder: Path, given: Mapping[str, Any]) -> RedisProcess:
+    for attempt in range(PORT_ATTEMPTS):
+        server = RedisProcess(given["program"], folder, given["password"], free_port())
+        try:
+            server.launch(given["options"])
+            return server
+        except StoreError:
+            if attempt == PORT_ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
 if __name__ == "__main__":
-    sys.exit(keep(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(keep(Path(sys.argv[1]), json.load(sys.stdin)))

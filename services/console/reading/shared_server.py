@@ -7,6 +7,7 @@ the first and shut down after the last (keeper.py). Each wait is said, with what
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from services.config import load_resolved
 from services.console.errors import EXIT_REDIS, ConsoleError
 from services.console.local.folder import RunFolder
 from services.console.local.lock import TOLD_S, LockHolder, holder, users
-from services.console.local.redis_server import START_LIMIT_S
+from services.console.local.redis_server import RedisServer
 from services.console.reading.presence import Presence
+from services.runtime.processes.redis_process import START_LIMIT_S
 
 POLL_S = 0.02
 CONNECT_S = 1.0
@@ -89,12 +91,15 @@ def _keep(folder: RunFolder, keepers: list[subprocess.Popen[str]]) -> None:
         assert keepers[-1].stderr is not None
         raise ConsoleError(keepers[-1].stderr.read().strip() or f"{folder.redis} could not be served", EXIT_REDIS)
     config = load_resolved(folder.config)
-    keepers.append(
-        subprocess.Popen(
-            [sys.executable, "-m", "services.console.reading.keeper", str(folder.path.resolve()), config.redis.appendfsync],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )
+    server = RedisServer(folder.redis, appendfsync=config.redis.appendfsync, run=folder.path.name)
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "services.console.reading.keeper", str(folder.path.resolve())],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    keepers.append(keeper)
+    assert keeper.stdin is not None
+    with contextlib.suppress(BrokenPipeError), keeper.stdin:  # its end says why
+        json.dump({"program": server.program, "password": server.password, "options": server.options()}, keeper.stdin)
 
 
 def _see_out(keeper: subprocess.Popen[str], limit_s: float) -> None:
