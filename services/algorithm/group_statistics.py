@@ -1,5 +1,7 @@
 """Metrics of groups from their headers, and of what a step trains on (`…/train/…`). No clock, no Redis.
 
+Rewards, scores, pass rates and truncation are of rollouts; lengths and staleness are of segments, mostly one in a rollout.
+
 Guarantees: every key is in docs/metrics.md; with several prompt sources each key is also reported per source, with the source's
 name before the last part.
 """
@@ -26,7 +28,7 @@ def trained(
     sources: Sequence[str],
     weights: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """Return metrics of the groups of a step, none without a group. Staleness = step - oldest version, of a completion.
+    """Return metrics of the groups of a step, none without a group. Staleness = step - oldest version, of a segment.
 
     `uses`: how often each group was trained before. `weights`: their importance weights, if enabled. `sources`: as for
     `GroupSums`.
@@ -81,10 +83,10 @@ class GroupSums:
 
 
 class _Groups:
-    """Running sums over groups and their completions."""
+    """Running sums over groups, their rollouts and segments."""
 
     def __init__(self) -> None:
-        self.groups = self.constant = self.completions = self.tokens = self.tool_tokens = self.truncated = 0
+        self.groups = self.constant = self.rollouts = self.segments = self.tokens = self.tool_tokens = self.truncated = 0
         self.shortest, self.longest = math.inf, 0
         self.judged = 0  # groups of which a verifier says what is solved
         self.solve_rates = [0] * len(SOLVE_RATES)
@@ -97,7 +99,8 @@ class _Groups:
         if not self.groups:
             self.first, self.scores = rewards[0], dict.fromkeys(header.scores, 0.0)
         self.groups += 1
-        self.completions += size
+        self.rollouts += size
+        self.segments += len(header.lengths)
         self.constant += max(rewards) == min(rewards)
         offsets = [reward - self.first for reward in rewards]
         self.rewards += sum(offsets)
@@ -117,20 +120,20 @@ class _Groups:
         """Return metrics by name, none without a group."""
         if not self.groups:
             return {}
-        mean = self.rewards / self.completions
+        mean = self.rewards / self.rollouts
         return {
             f"reward/{scope}/mean": self.first + mean,
-            f"reward/{scope}/std": math.sqrt(max(0.0, self.squares / self.completions - mean * mean)),
+            f"reward/{scope}/std": math.sqrt(max(0.0, self.squares / self.rollouts - mean * mean)),
             f"reward/{scope}/zero_std_share": self.constant / self.groups,
-            **{f"reward/{scope}/{name}": total / self.completions for name, total in self.scores.items()},
+            **{f"reward/{scope}/{name}": total / self.rollouts for name, total in self.scores.items()},
             **{
                 f"solve_rate/{scope}/{b}": n / self.judged
                 for b, n in zip(SOLVE_RATES, self.solve_rates, strict=True)
                 if self.judged
             },
-            f"length/{scope}/mean": self.tokens / self.completions,
+            f"length/{scope}/mean": self.tokens / self.segments,
             f"length/{scope}/min": float(self.shortest),
             f"length/{scope}/max": float(self.longest),
-            f"length/{scope}/stop_share": 1.0 - self.truncated / self.completions,
+            f"length/{scope}/stop_share": 1.0 - self.truncated / self.rollouts,
             f"tokens/{scope}/tool_share": self.tool_tokens / self.tokens,
         }

@@ -45,6 +45,11 @@ def _room(config: RunConfig) -> Iterator[str]:
             f"trainer.row_tokens = {row_tokens} is shorter than the longest sequence, "
             f"data.max_prompt_tokens + sampling.max_tokens = {longest}: raise trainer.row_tokens"
         )
+    if config.environments and row_tokens < config.model.max_tokens:
+        yield (
+            f"trainer.row_tokens = {row_tokens} is shorter than the longest segment of a rollout in an environment, "
+            f"model.max_tokens = {config.model.max_tokens}: raise trainer.row_tokens or lower model.max_tokens"
+        )
     per_step, capacity, mini_batches = config.admission.prompts_per_step, config.replay.capacity, config.trainer.mini_batches
     if capacity < per_step:
         yield (

@@ -14,6 +14,8 @@ class Sampling(Section):
 
     group_size: int = Field(default=8, ge=2)
     """Completions per prompt. Together they form a group."""
+    min_group_size: int = Field(default=0, ge=0)
+    """Least rollouts of a group that is trained on: those that an environment failed are left out. 0: all of `group_size`."""
     max_tokens: int = Field(default=512, ge=1)
     """Maximum length of a completion in tokens. Unset: what prompts leave of `model.max_tokens`, at most this default."""
     temperature: float = Field(default=1.0, gt=0)
@@ -80,7 +82,15 @@ class Sync(Section):
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for sampling from a part of the distribution, whose logprobs the trainer cannot compute."""
+    """Raise ValueError for sampling from a part of the distribution, whose logprobs the trainer cannot compute, and for an
+    impossible smallest group.
+    """
+    least, most = sampling.min_group_size, sampling.group_size
+    if least and not 2 <= least <= most:
+        raise ValueError(
+            f"sampling.min_group_size = {least} must be from 2, since rollouts of a group are compared, to sampling.group_size = "
+            f"{most}; or 0, which requires all of them"
+        )
     for name, value, whole in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0)):
         if value != whole:
             raise ValueError(

@@ -25,7 +25,7 @@ from services.generator.rollouts.in_flight import InFlight
 from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.generator.serving import Serving
 from services.protocol.errors import StoreError
-from services.rollouts.generated import Generated, SamplingParameters
+from services.rollouts.generated import Generated, SamplingParameters, Segment
 from services.rollouts.holding import MAX_EXPIRIES
 from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
 from services.runtime.loops import Loop
@@ -193,9 +193,10 @@ class RolloutLoop(RolloutWorker):
         ticket = rollout.ticket
         saved = await self.store.tickets.load_partial(ticket.id)
         done = await self.complete(rollout, unpack_partial(saved, ticket, self.sampling.max_tokens))
-        payload = pack_payload(ticket, done.completions, done.notes)
+        segments = [[Segment(completion)] for completion in done.completions]
+        payload = pack_payload(ticket, segments, done.notes)
         header = make_header(
-            ticket, done.completions, done.scores, done.rewards, done.solved,
+            ticket, segments, done.scores, done.rewards, done.solved,
             payload=rollout.claim.payload, payload_bytes=len(payload), generator=self.name,
             generate_s=done.generate_s, score_s=done.score_s,
         )  # fmt: skip

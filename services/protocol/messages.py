@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
 
 
@@ -30,6 +30,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     row: str = ""  # JSON of `Row`, for verifiers that are given it; empty: none is
 
 
+def _no_tokens() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
 class Row(msgspec.Struct, frozen=True):
     """What a verifier of one's own may see of a ticket's data row. Produced by dataprep, consumed by generators."""
 
@@ -38,7 +42,10 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """A finished group without its tokens. Produced by generators, consumed by dataprep. n = group size."""
+    """A finished group without its tokens. Produced by generators, consumed by dataprep. n = its rollouts, s = their segments.
+
+    A rollout whose history was never rewritten has one segment.
+    """
 
     ticket: str
     seq: int
@@ -47,19 +54,39 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     payload: str  # suffix of the payload key, "<ticket>.<fence>"
     payload_bytes: int
     prompt_tokens: int
-    lengths: list[int]  # [n] completion tokens
+    lengths: list[int]  # [s] completion tokens
     rewards: list[float]  # [n] weighted sum of verifier scores
     scores: dict[str, list[float]]  # verifier, or verifier.part -> [n] unweighted score
-    truncated: list[bool]  # [n] hit max_tokens
-    oldest: list[int]  # [n] oldest policy version of a token
-    newest: list[int]  # [n] newest policy version of a token
+    truncated: list[bool]  # [n] hit max_tokens, or another limit of its rollout
+    oldest: list[int]  # [s] oldest policy version of a token
+    newest: list[int]  # [s] newest policy version of a token
     generator: str
     generate_s: float  # claim to last token
     score_s: float  # verifiers
     source: str  # name of the prompt source
-    tool_tokens: list[int]  # [n] completion tokens that the policy did not sample; they are never trained
+    tool_tokens: list[int]  # [s] completion tokens that the policy did not sample; they are never trained
     trace: str = ""  # trace context of its ticket
     solved: list[bool] = []  # [n]; empty: no verifier can tell
+    rollout: list[int] = []  # [s] owner of each segment, ascending; empty: segment i belongs to rollout i
+    context_tokens: list[int] = []  # [s] tokens of its own context, 0: it follows the prompt; empty: all do
+    contexts: list[int] = []  # [s] number of its context: 0 the prompt, others from 1 as they first occur; empty: all 0
+    turns: list[int] = []  # [n] turns of the policy; empty: one each
+    tool_s: list[float] = []  # [n] seconds that its environment took; empty: none
+
+    @property
+    def owners(self) -> list[int]:
+        """Return the rollout of each segment, [s]."""
+        return self.rollout or list(range(len(self.lengths)))
+
+    @property
+    def context_numbers(self) -> list[int]:
+        """Return the number of each segment's context, [s]; equal contexts have equal numbers."""
+        return self.contexts or [0] * len(self.lengths)
+
+    @property
+    def context_sizes(self) -> list[int]:
+        """Return the tokens before each segment's completion, [s]: of its own context or the prompt."""
+        return [own or self.prompt_tokens for own in self.context_tokens or [0] * len(self.lengths)]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -71,28 +98,55 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of a group. Produced by generators, consumed by trainer ranks. Completions are concatenated."""
+    """The tokens of a group of n rollouts with s segments. Produced by generators, consumed by trainer ranks.
+
+    Completions, one per segment, are concatenated, and so are contexts.
+    """
 
     prompt: np.ndarray  # [P] int32
-    lengths: np.ndarray  # [n] int32
+    lengths: np.ndarray  # [s] int32
     tokens: np.ndarray  # [sum lengths] int32
     logprobs: np.ndarray  # [sum lengths] float32, behaviour logprobs at the sampling temperature
-    spans: np.ndarray  # [k, 4] int32: sample, version, start, end
+    spans: np.ndarray  # [k, 4] int32: segment, version, start, end
     tool_spans: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    # [k, 3] int32: sample, start, end of tokens that the policy did not sample
+    # [k, 3] int32: segment, start, end of tokens that the policy did not sample
     notes: list[str] = []  # [n] JSON: verifier -> what it said besides its score; empty: none said anything
+    rollout: np.ndarray = msgspec.field(default_factory=_no_tokens)
+    # [s] int32: owner of each segment, ascending; empty: segment i belongs to rollout i
+    context_lengths: np.ndarray = msgspec.field(default_factory=_no_tokens)
+    # [s] int32: tokens of its own context, 0: it follows the prompt; empty: all do
+    context: np.ndarray = msgspec.field(default_factory=_no_tokens)  # [sum context_lengths] int32, never trained
+
+    @property
+    def owners(self) -> np.ndarray:
+        """Return the rollout of each segment, [s]."""
+        return self.rollout if len(self.rollout) else np.arange(len(self.lengths))
+
+    @property
+    def own_contexts(self) -> list[np.ndarray]:
+        """Return the tokens of each segment's own context, [s]; empty: it follows the prompt."""
+        if not len(self.context_lengths):
+            return [self.context] * len(self.lengths)
+        return np.split(self.context, np.cumsum(self.context_lengths)[:-1])
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One response inside a packed row. Produced by dataprep, consumed by trainer ranks."""
+    """One segment inside a packed row. Produced by dataprep, consumed by trainer ranks."""
 
     payload: str
-    index: int  # which completion of the group
-    advantage: float
+    index: int  # which segment of the group
+    advantage: float  # of its rollout
     trained_tokens: int  # response tokens in the loss: 0 if masked, otherwise all except tool tokens
     weight: float = 1.0  # importance weight of its group: factor of its tokens' loss
-    tokens: int = 0  # of its prompt and completion together, from the header; 0: use the payload's number
-    prompt_tokens: int = 0  # of its prompt alone, likewise
+    tokens: int = 0  # of its context and completion together, from the header; 0: use the payload's number
+    context_tokens: int = 0  # of its context alone, likewise
+    rollout: int = -1  # which rollout of the group it belongs to; -1: the one of its index
+    context: int = 0  # number of its context in the group (`Header.contexts`)
+
+    @property
+    def response(self) -> tuple[str, int]:
+        """Return payload and rollout: segments that have both in common are one response."""
+        return self.payload, self.index if self.rollout < 0 else self.rollout
 
 
 class RankPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -110,9 +164,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     ranks: int
     rows_per_rank: int
     mini_batch_rows: list[int]  # rows of each mini-batch, on every rank; sums to rows_per_rank
-    denominators: list[float]  # one per mini-batch: tokens, responses or groups in the loss over all ranks, or the constant
+    denominators: list[float]  # one per mini-batch: tokens, rollouts or groups in the loss over all ranks, or the constant
     response_tokens: int
-    total_tokens: int  # of all responses with their prompts, as if none were shared
+    total_tokens: int  # of all segments with their contexts, as if none were shared
     stats: dict[str, float]  # metrics of the data of this step, e.g. reward/train/mean
     row_tokens: int = 0  # token budget of its rows
     traces: list[str] = []  # contexts of its groups that have a trace

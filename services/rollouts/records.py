@@ -1,7 +1,7 @@
-"""Converts completions to wire types and back. Pure.
+"""Converts rollouts and completions to wire types and back. Pure.
 
 Guarantees: what `unpack_partial` returns is within bounds for any bytes, or is nothing; header and payload agree on which
-tokens are a tool's.
+tokens are a tool's, which segments a rollout has, and which contexts are equal.
 """
 
 from __future__ import annotations
@@ -13,26 +13,38 @@ import numpy as np
 
 from services.protocol import codec
 from services.protocol.messages import Header, Partial, Payload, Span, Ticket
-from services.rollouts.generated import Generated, GenerationFailed
+from services.rollouts.generated import Generated, GenerationFailed, Segment
 
 
-def pack_payload(ticket: Ticket, completions: Sequence[Generated], notes: Sequence[str] = ()) -> bytes:
-    """Encode the `Payload` of a group, with verifiers' `notes` [n] or none.
+def pack_payload(ticket: Ticket, rollouts: Sequence[Sequence[Segment]], notes: Sequence[str] = ()) -> bytes:
+    """Encode the `Payload` of a group of n rollouts, with verifiers' `notes` [n] or none.
 
-    Raises `GenerationFailed` if an engine's tool spans are invalid.
+    Raises `GenerationFailed` if a rollout has no segment, or an engine's tool spans are invalid.
     """
+    for number, rollout in enumerate(rollouts):
+        if not rollout:
+            raise GenerationFailed(f"rollout {number} has no segment: it ended before anything was sampled")
+    prompt, segments = np.asarray(ticket.prompt, np.int32), _flat(rollouts)
+    completions = [segment.completion for segment in segments]
     for sample, completion in enumerate(completions):
         if not _apart(completion.tool_spans, len(completion.tokens)):
             raise GenerationFailed(
                 f"completion {sample} has {len(completion.tokens)} tokens and tool spans {completion.tool_spans}: spans must be "
                 "within it, ascending and disjoint; fix the engine that generator.engine names"
             )
-    return codec.encode(Payload(np.asarray(ticket.prompt, np.int32), *_columns(completions), notes=list(notes)))
+    columns: dict[str, np.ndarray] = {}
+    if owners := _owners(rollouts):
+        columns["rollout"] = np.array(owners, np.int32)
+    if any(numbers := _contexts(prompt, segments)):
+        own = [segment.context if number else segment.context[:0] for number, segment in zip(numbers, segments, strict=True)]
+        columns["context_lengths"] = np.array([len(context) for context in own], np.int32)
+        columns["context"] = np.concatenate(own).astype(np.int32)
+    return codec.encode(Payload(prompt, *_columns(completions), notes=list(notes), **columns))
 
 
 def make_header(
     ticket: Ticket,
-    completions: Sequence[Generated],
+    rollouts: Sequence[Sequence[Segment]],
     scores: dict[str, list[float]],
     rewards: list[float],
     solved: list[bool],
@@ -42,20 +54,43 @@ def make_header(
     generator: str,
     generate_s: float,
     score_s: float,
+    truncated: Sequence[bool] | None = None,
+    turns: Sequence[int] = (),
+    tool_s: Sequence[float] = (),
 ) -> Header:
-    """Return the header of a finished group."""
+    """Return the header of a finished group of n rollouts.
+
+    `truncated` [n]: None means that a rollout is truncated if its last segment has the finish `length`.
+    """
+    segments = _flat(rollouts)
+    completions = [segment.completion for segment in segments]
+    numbers = _contexts(np.asarray(ticket.prompt, np.int32), segments)
+    own = [len(segment.context) if number else 0 for number, segment in zip(numbers, segments, strict=True)]
+    ended = [rollout[-1].completion.finish == "length" for rollout in rollouts]
     return Header(
         ticket=ticket.id, seq=ticket.seq, epoch=ticket.epoch, index=ticket.index,
         payload=payload, payload_bytes=payload_bytes, prompt_tokens=len(ticket.prompt),
         lengths=[len(c.tokens) for c in completions], rewards=rewards, scores=scores,
-        truncated=[c.finish == "length" for c in completions],
+        truncated=ended if truncated is None else list(truncated),
         oldest=[min(span.version for span in c.spans) for c in completions],
         newest=[max(span.version for span in c.spans) for c in completions],
         generator=generator, generate_s=generate_s, score_s=score_s,
         source=ticket.source, trace=ticket.trace,
         tool_tokens=[sum(end - start for start, end in c.tool_spans) for c in completions],
-        solved=solved,
+        solved=solved, rollout=_owners(rollouts), context_tokens=own if any(numbers) else [],
+        contexts=numbers if any(numbers) else [], turns=list(turns), tool_s=list(tool_s),
     )  # fmt: skip
+
+
+def number_contexts(prompt: np.ndarray, contexts: Sequence[np.ndarray]) -> list[int]:
+    """Return the number of each context [s]: 0 if it is empty or equals the prompt, otherwise from 1 as contexts first occur."""
+    numbers = {b"": 0, _key(prompt): 0}
+    before = len(numbers) - 1
+    return [numbers.setdefault(_key(context), len(numbers) - before) for context in contexts]
+
+
+def _key(tokens: np.ndarray) -> bytes:
+    return tokens.astype(np.int64).tobytes()
 
 
 def pack_partial(completions: Sequence[Generated]) -> bytes:
@@ -105,6 +140,21 @@ def unpack_partial(data: bytes | None, ticket: Ticket, max_tokens: int) -> list[
             done = finish if finish in ("stop", "length") else "aborted"
             result.append(Generated(partial.tokens[part], partial.logprobs[part], spans, done, tool_spans))
     return result
+
+
+def _flat(rollouts: Sequence[Sequence[Segment]]) -> list[Segment]:
+    return [segment for rollout in rollouts for segment in rollout]
+
+
+def _owners(rollouts: Sequence[Sequence[Segment]]) -> list[int]:
+    """Return the rollout of each segment, or nothing if each rollout has one."""
+    if all(len(rollout) == 1 for rollout in rollouts):
+        return []
+    return [number for number, rollout in enumerate(rollouts) for _ in rollout]
+
+
+def _contexts(prompt: np.ndarray, segments: Sequence[Segment]) -> list[int]:
+    return number_contexts(prompt, [segment.context for segment in segments])
 
 
 def _tiles(spans: Sequence[Span], length: int) -> bool:

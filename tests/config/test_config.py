@@ -30,6 +30,7 @@ kind = "exact"
 
 ROWS = '{kind="jsonl", path="x"}'
 LENGTHS = ("data.max_prompt_tokens=1024", "sampling.max_tokens=512")
+TURNS = ("environments=[{kind='agent', name='e', command=['true']}]", "data.sources.0.environment=e")
 TASK = '{kind="reasoning_gym", name="task", task="gcd"}'
 
 
@@ -200,6 +201,15 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
             "= 1536 exceeds model.max_tokens = 1535: lower one of the two or raise model.max_tokens",
         ),
         (["trainer.row_tokens=1535"], "trainer.row_tokens = 1535 is shorter than the longest sequence"),
+        (
+            [*LENGTHS, *TURNS, "model.max_tokens=1600", "trainer.row_tokens=1599"],
+            "is shorter than the longest segment of a rollout in an environment, model.max_tokens = 1600: raise",
+        ),
+        (["sampling.min_group_size=1"], "sampling.min_group_size = 1 must be from 2"),
+        (
+            ["sampling.group_size=4", "sampling.min_group_size=5"],
+            "rollouts of a group are compared, to sampling.group_size = 4; or 0, which requires all of them",
+        ),
         (["replay.capacity=15"], "replay.capacity = 15 cannot hold a step of admission.prompts_per_step = 16 groups"),
         (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
         (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
@@ -336,3 +346,9 @@ def test_the_protocol_loads_nothing_heavy() -> None:
         "print(*{'torch', 'vllm', 'deepspeed', 'transformers', 'tokenizers', 'fastapi', 'pyarrow', 'rich'} & sys.modules.keys())"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_rows_hold_the_longest_segment_of_an_environment_unless_they_are_set(file: Path) -> None:
+    config = load(file, [*LENGTHS, *TURNS, "model.max_tokens=9000"], environ={})
+    assert (config.trainer.row_tokens, config.max_sequence_tokens) == (9000, 1536)
+    assert load(file, [*LENGTHS, "model.max_tokens=9000"], environ={}).trainer.row_tokens == 4096

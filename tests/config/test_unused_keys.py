@@ -19,6 +19,7 @@ TWO = "data.sources=[{kind='jsonl', name='a', path='a', weight=2}, {kind='jsonl'
 BARE, UNIFORM, ALIKE = (
     "data.chat_template=false", "replay.sampler=uniform", "replay.priority_exponent=0",
 )  # fmt: skip
+TURNS = ["environments=[{kind='agent', name='e', command=['true']}]", "data.sources.0.environment=e"]
 
 
 def configured(folder: Path, *overrides: str) -> RunConfig:
@@ -37,6 +38,7 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
         "with weight = -1, since only verifiers with a positive weight say what is solved",
         ["verifiers.0.weight=1"],
     ),
+    ("sampling.min_group_size=2", [], "without an environment, since then every completion", TURNS),
     ("admission.overtake_deadline_s=5", ["admission.overtake=drop"], 'with admission.overtake = "drop"', []),
     ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
     ("admission.overtake=drop", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),

@@ -26,7 +26,9 @@ from services.operations.inspection.group import inspect_group
 from services.operations.inspection.text import TextReader
 from services.protocol import codec
 from services.protocol.errors import NotFound
-from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
+from services.protocol.messages import Payload, RankPlan, Sample, Span, StepPlan
+from services.rollouts.generated import Generated, Segment
+from services.rollouts.records import make_header, pack_payload
 from services.store import Claim, Settlement, Store
 from services.store.records import TableRules
 from tests.support import flow
@@ -193,11 +195,14 @@ async def test_a_group_is_shown_as_text_with_scores_advantages_and_versions(stor
     found = await tell(show, verbs.group, "0-0", 0, 16)
     assert (found["place"], found["prompt"]["text"], found["uses"], found["size"]) == ("replay", "say 5", 0, 4)
     first = found["completions"][0]
-    assert (first["passage"]["text"], first["reward"], first["truncated"]) == ("5!", 1.0, False)
+    assert (first["segments"][0]["passage"]["text"], first["reward"], first["truncated"]) == ("5!", 1.0, False)
     assert first["scores"] == {"exact": 0.0}
     assert first["advantage"] == pytest.approx(0.75 / np.sqrt(3 / 16))  # (1 - 1/4) over the population std of 1, 0, 0, 0
-    assert first["spans"] == [{"version": 0, "start": 0, "end": 1}, {"version": 1, "start": 1, "end": first["length"]}]
-    assert [one["passage"]["text"] for one in found["completions"]][3] == f"{NASTY}!"
+    assert first["segments"][0]["spans"] == [
+        {"version": 0, "start": 0, "end": 1},
+        {"version": 1, "start": 1, "end": first["length"]},
+    ]
+    assert [one["segments"][0]["passage"]["text"] for one in found["completions"]][3] == f"{NASTY}!"
     _, text = await show(verbs.group, "0-0", 0, 16)
     for expected in (
         "in the replay table",
@@ -207,6 +212,39 @@ async def test_a_group_is_shown_as_text_with_scores_advantages_and_versions(stor
         "five!",
     ):
         assert expected in text
+
+
+async def test_a_rollout_is_shown_with_its_segments_below(store: Store, run: Path, show: Show) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    (claimed,) = await claim(store, "e")
+    assert claimed.ticket is not None
+    texts = [[("5", ""), ("6!", "say six")], [("five", "")], [("no", "say six")], [("!", "")]]
+    rollouts = [[said(run, text, context) for text, context in rollout] for rollout in texts]
+    body = pack_payload(claimed.ticket, rollouts)
+    made = make_header(
+        claimed.ticket, rollouts, {}, [1.0, 0.0, 0.0, 0.0], [], payload=claimed.payload, payload_bytes=len(body), generator="e",
+        generate_s=1.0, score_s=0.0, truncated=[True, False, False, False], turns=[3, 1, 1, 1], tool_s=[1.5, 0.0, 0.0, 0.0],
+    )  # fmt: skip
+    assert await store.tickets.submit("e", claimed, made, body, 60)
+    await settle(store, team)
+    found = await tell(show, verbs.group, "0-0", 0, 16)
+    first, _, third, _ = found["completions"]
+    assert (found["size"], first["turns"], first["tool_s"], first["truncated"]) == (4, 3, 1.5, True)
+    assert first["length"] == sum(len(tokens(run, text)) for text, _ in texts[0])
+    assert [segment["index"] for segment in first["segments"] + third["segments"]] == [0, 1, 3]
+    assert [segment["passage"]["text"] for segment in first["segments"]] == ["5", "6!"]
+    assert [segment["context"] and segment["context"]["text"] for segment in first["segments"]] == [None, "say six"]
+    _, text = await show(verbs.group, "0-0", 0, 16)
+    for expected in ("3 turns, 1.5 s in its environment, truncated", "0, segment 1: context", "say six", "0, segment 1: "):
+        assert expected in text
+    assert [one["index"] for one in (await tell(show, verbs.group, "0-0", 1, 1))["completions"]] == [1]
+
+
+def said(run: Path, text: str, context: str) -> Segment:
+    ids = np.array(tokens(run, text), np.int32)
+    generated = Generated(ids, np.zeros(len(ids), np.float32), [Span(0, 0, len(ids))], "stop")
+    return Segment(generated, np.array(tokens(run, context), np.int32))
 
 
 async def test_completions_come_in_pages(store: Store, run: Path, show: Show) -> None:
@@ -246,7 +284,7 @@ async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show
         assert all(c.isprintable() or c == "\n" for c in text), text
     assert "\\e[2J" in shown[1][1]
     assert "[bold red]5[/]" in shown[1][1], "markup is shown, not followed"
-    assert json.loads(shown[6][1])["completions"][0]["passage"]["text"] == NASTY
+    assert json.loads(shown[6][1])["completions"][0]["segments"][0]["passage"]["text"] == NASTY
 
 
 def test_escapes_are_those_of_python_and_json() -> None:
@@ -280,7 +318,7 @@ async def test_a_run_whose_folder_is_elsewhere_shows_what_redis_has(
     assert await verbs.group(store.keys.name, server.url, "0-0", 0, 1, True) == EXIT_OK
     found = json.loads(capsys.readouterr().out)
     assert (found["completions"][0]["advantage"], found["completions"][0]["reward"]) == (None, 1.0)
-    assert found["completions"][0]["passage"]["token_ids"] == tokens(run, "5!")
+    assert found["completions"][0]["segments"][0]["passage"]["token_ids"] == tokens(run, "5!")
     assert len(found["notes"]) == 2
 
 
@@ -446,6 +484,27 @@ async def test_a_step_shows_its_groups_and_how_rows_are_filled(store: Store, sho
     _, text = await show(verbs.step, 0, 0, 1)
     for expected in ("2: 2 fresh, 0 replayed", "2 rows per rank, denominator 14", "groups 0 to 0 of 2", "-1.5 / 0.25 / 1.5"):
         assert expected in text
+
+
+async def test_a_step_counts_rollouts_and_shared_contexts_once(store: Store, show: Show) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    (one,) = await claim(store, "e")
+    columns = {"rollout": [0, 0, 1, 2, 3], "contexts": [0, 1, 1, 0, 0], "context_tokens": [0, 10, 10, 0, 0]}
+    s = {"lengths": [2] * 5, "oldest": [0] * 5, "newest": [0] * 5, "tool_tokens": [0] * 5}
+    assert await store.tickets.submit("e", one, msgspec.structs.replace(header(one), **columns, **s), flow.payload_bytes(one), 60)
+    await settle(store, team)
+    samples = [
+        Sample(one.payload, i, float(owner), 0 if owner == 3 else 2, 1.0, rollout=owner, context=columns["contexts"][i])
+        for i, owner in enumerate(columns["rollout"])
+    ]
+    plan = StepPlan(0, ["0-0"], ["0-0"], 1, 1, [1], [8.0], 8, 36, {})
+    await store.steps.prepare(team.leader, plan, [RankPlan([samples])])
+    found = (await tell(show, verbs.step, 0, 0, 100))["plan"]
+    (group,) = found["groups"]
+    assert (group["responses"], group["segments"], group["masked"], group["trained_tokens"]) == (4, 5, 1, 8)
+    assert found["advantage"] == {"min": 0.0, "mean": 1.5, "max": 3.0}
+    assert found["ranks"][0]["tokens"] == 2 + 10 + 5 * 2  # the prompt, the context of two segments, completions
 
 
 async def test_a_retired_step_shows_its_metrics(store: Store, show: Show) -> None:

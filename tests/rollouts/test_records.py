@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.protocol import codec
-from services.protocol.messages import Partial, Payload, Span
-from services.rollouts.generated import Generated, GenerationFailed
-from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
+from services.protocol.messages import Header, Partial, Payload, Span
+from services.rollouts.generated import Generated, GenerationFailed, Segment
+from services.rollouts.records import make_header, number_contexts, pack_partial, pack_payload, unpack_partial
 from tests.support.harness import ticket
 
 COMPLETIONS = [
@@ -25,12 +27,17 @@ def _with_tools(length: int, *tool_spans: tuple[int, int]) -> Generated:
     return Generated(tokens, np.zeros(length, np.float32), [Span(0, 0, length)], "aborted", tool_spans)
 
 
+def _whole(completions: list[Generated]) -> list[list[Segment]]:
+    """Rollouts of one segment each."""
+    return [[Segment(completion)] for completion in completions]
+
+
 TOOLS = [_with_tools(6, (1, 3), (3, 4)), _with_tools(2, (0, 2)), _with_tools(4)]
 BAD_SPANS = [((2, 2),), ((3, 2),), ((-1, 2),), ((4, 7),), ((3, 5), (0, 2)), ((0, 3), (2, 4))]
 
 
 def test_payload_lays_completions_end_to_end() -> None:
-    payload = codec.decode(pack_payload(ticket(0, [7, 8], group_size=2), COMPLETIONS), Payload)
+    payload = codec.decode(pack_payload(ticket(0, [7, 8], group_size=2), _whole(COMPLETIONS)), Payload)
     assert payload.prompt.tolist() == [7, 8]
     assert payload.lengths.tolist() == [3, 1]
     assert payload.tokens.tolist() == [1, 2, 3, 9]
@@ -40,7 +47,7 @@ def test_payload_lays_completions_end_to_end() -> None:
 
 def test_header_says_what_dataprep_decides_on() -> None:
     header = make_header(
-        ticket(3, group_size=2), COMPLETIONS, {"exact": [1.0, 0.0]}, [1.0, 0.0], [True, False],
+        ticket(3, group_size=2), _whole(COMPLETIONS), {"exact": [1.0, 0.0]}, [1.0, 0.0], [True, False],
         payload="0-3.1", payload_bytes=99, generator="g", generate_s=1.5, score_s=0.5,
     )  # fmt: skip
     assert (header.ticket, header.seq, header.lengths, header.truncated) == ("0-3", 3, [3, 1], [False, True])
@@ -49,18 +56,70 @@ def test_header_says_what_dataprep_decides_on() -> None:
 
 def test_tool_spans_reach_payload_and_header() -> None:
     given = ticket(0, [7, 8], group_size=3)
-    payload = codec.decode(pack_payload(given, TOOLS), Payload)
+    payload = codec.decode(pack_payload(given, _whole(TOOLS)), Payload)
     header = make_header(
-        given, TOOLS, {}, [0.0] * 3, [], payload="0-0.1", payload_bytes=9, generator="g", generate_s=1, score_s=0
+        given, _whole(TOOLS), {}, [0.0] * 3, [], payload="0-0.1", payload_bytes=9, generator="g", generate_s=1, score_s=0
     )
     assert payload.tool_spans.tolist() == [[0, 1, 3], [0, 3, 4], [1, 0, 2]]
     assert header.tool_tokens == [3, 2, 0]
 
 
+def _segment(size: int, *context: int, finish: Literal["stop", "length"] = "stop", version: int = 0) -> Segment:
+    generated = Generated(np.arange(size, dtype=np.int32), np.zeros(size, np.float32), [Span(version, 0, size)], finish)
+    return Segment(generated, np.array(context, np.int32))
+
+
+def _header(rollouts: list[list[Segment]], **fields: Any) -> Header:
+    given, n = ticket(0, [7, 8], group_size=len(rollouts)), len(rollouts)
+    return make_header(
+        given, rollouts, {}, [0.0] * n, [], payload="0-0.1", payload_bytes=9, generator="e", generate_s=1, score_s=0, **fields
+    )
+
+
+def test_segments_reach_payload_and_header_with_their_owners_and_contexts() -> None:
+    rollouts = [
+        [_segment(2), _segment(3, 9, 9, 9), _segment(1, 5, finish="length", version=4)],
+        [_segment(4, 7, 8)],
+        [_segment(1, 9, 9, 9), _segment(2)],
+    ]
+    header = _header(rollouts, turns=[3, 1, 2], tool_s=[0.5, 0.0, 0.25])
+    assert (header.lengths, header.owners) == ([2, 3, 1, 4, 1, 2], [0, 0, 0, 1, 2, 2])
+    assert (header.context_tokens, header.contexts) == ([0, 3, 1, 0, 3, 0], [0, 1, 2, 0, 1, 0])
+    assert header.context_sizes == [2, 3, 1, 2, 3, 2]
+    assert (header.truncated, header.newest) == ([True, False, False], [0, 0, 4, 0, 0, 0])
+    assert (header.turns, header.tool_s) == ([3, 1, 2], [0.5, 0.0, 0.25])
+    payload = codec.decode(pack_payload(ticket(0, [7, 8], group_size=3), rollouts, ["a", "b", "c"]), Payload)
+    assert (payload.owners.tolist(), payload.notes) == (header.owners, ["a", "b", "c"])
+    assert [context.tolist() for context in payload.own_contexts] == [[], [9, 9, 9], [5], [], [9, 9, 9], []]
+    assert number_contexts(payload.prompt, payload.own_contexts) == header.contexts
+    assert {column.dtype for column in (payload.rollout, payload.context_lengths, payload.context)} == {np.dtype(np.int32)}
+
+
+def test_rollouts_of_one_segment_after_the_prompt_have_no_columns_for_more() -> None:
+    for rollouts in (_whole(COMPLETIONS), [[_segment(2, 7, 8)], [_segment(1)]]):
+        header = _header(rollouts)
+        assert (header.rollout, header.context_tokens, header.contexts) == ([], [], [])
+        assert (header.owners, header.context_numbers, header.context_sizes) == ([0, 1], [0, 0], [2, 2])
+        payload = codec.decode(pack_payload(ticket(0, [7, 8], group_size=2), rollouts), Payload)
+        assert [len(column) for column in (payload.rollout, payload.context_lengths, payload.context)] == [0, 0, 0]
+        assert (payload.owners.tolist(), [len(context) for context in payload.own_contexts]) == ([0, 1], [0, 0])
+
+
+def test_whoever_ends_a_rollout_says_whether_it_is_truncated() -> None:
+    rollouts = [[_segment(2, finish="length"), _segment(1)], [_segment(1, finish="length")]]
+    assert _header(rollouts).truncated == [False, True]
+    assert _header(rollouts, truncated=[True, False]).truncated == [True, False]
+
+
+def test_a_rollout_without_segments_is_a_failure() -> None:
+    with pytest.raises(GenerationFailed, match="rollout 1 has no segment"):
+        pack_payload(ticket(0, group_size=2), [[_segment(1)], []])
+
+
 @pytest.mark.parametrize("spans", BAD_SPANS)
 def test_tool_spans_that_cannot_be_are_a_failure_of_the_completion(spans: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(GenerationFailed, match=r"completion 1 has 6 tokens and tool spans .*generator\.engine"):
-        pack_payload(ticket(0, group_size=2), [TOOLS[0], _with_tools(6, *spans)])
+        pack_payload(ticket(0, group_size=2), _whole([TOOLS[0], _with_tools(6, *spans)]))
 
 
 def test_a_partial_keeps_tool_spans() -> None:

@@ -41,9 +41,9 @@ def make_model(folder: Path, tied: bool = False) -> Path:
     return folder
 
 
-def make_config(model: Path, /, **sections: Mapping[str, Any]) -> RunConfig:
+def make_config(model: Path, /, **sections: Mapping[str, Any] | list[Any]) -> RunConfig:
     """A float32 run on `model`; keyword arguments are laid over its sections."""
-    tree: dict[str, dict[str, Any]] = {
+    tree: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32", "max_tokens": 256},
         "data": {"sources": [{"kind": "jsonl", "path": "unused.jsonl"}], "max_prompt_tokens": 32},
         "sampling": {"temperature": 0.7, "max_tokens": 32},
@@ -52,7 +52,7 @@ def make_config(model: Path, /, **sections: Mapping[str, Any]) -> RunConfig:
         "optimizer": {"learning_rate": 1e-3},
     }
     for name, values in sections.items():
-        tree[name] = tree.get(name, {}) | dict(values)
+        tree[name] = values if isinstance(values, list) else tree.get(name, {}) | dict(values)
     return validate(tree | {"verifiers": [{"kind": "math"}]}, origin="test")
 
 

@@ -50,7 +50,8 @@ def derived(config: RunConfig) -> RunConfig:
     prompt, completion = shared_out(total, prompt, completion)
     row = config.trainer.row_tokens
     if "row_tokens" not in config.trainer.model_fields_set:
-        row = max(_default(Trainer, "row_tokens"), prompt + completion)
+        longest = total if config.environments else prompt + completion  # a rollout's segments fill the model's context
+        row = max(_default(Trainer, "row_tokens"), longest)
     return config.model_copy(
         update={
             "model": model.model_copy(update={"max_tokens": total}),

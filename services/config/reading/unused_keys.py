@@ -53,6 +53,9 @@ def _prompts(config: RunConfig) -> Rules:
     if not config.data.chat_template:
         for key in ("system_prompt", "chat_template_options"):
             yield f"data.{key}", "with data.chat_template = false", "set data.chat_template = true"
+    if not config.environments:
+        why = "without an environment, since then every completion of a group is generated"
+        yield "sampling.min_group_size", why, "give a prompt source an environment"
     for index, verifier in enumerate(config.verifiers):
         if verifier.weight <= 0:
             why = f"with weight = {verifier.weight:g}, since only verifiers with a positive weight say what is solved"

@@ -15,7 +15,7 @@ from rich.text import Text
 from services.console.printable import cell, printable
 from services.operations.figures import NOTHING, duration
 from services.operations.inspection.buffer import Buffer, BufferGroup
-from services.operations.inspection.completions import Completion, Passage
+from services.operations.inspection.completions import Completion, CompletionSegment, Passage
 from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
 from services.operations.inspection.group import Group
 from services.operations.inspection.step import Plan, Spread, Step
@@ -89,7 +89,7 @@ def group_tables(found: Group) -> RenderableType:
     if found.prompt:
         parts += [Text(), _panel(f"prompt, {found.prompt.tokens} tokens", found.prompt)]
     for completion in found.completions:
-        parts.append(_panel(_line(completion), completion.passage))
+        parts += _completion(completion)
         for verifier, said in (completion.note or {}).items():
             parts.append(cell(f"{verifier}: {msgspec.json.encode(said).decode()}", "dim"))
     last = found.offset + len(found.completions)
@@ -98,14 +98,34 @@ def group_tables(found: Group) -> RenderableType:
     return Lines(*parts, *(cell(f"note: {note}", "yellow") for note in found.notes))
 
 
+def _completion(found: Completion) -> Iterable[RenderableType]:
+    """Format a completion with its tokens below; with several segments, each has a panel of its own."""
+    if len(found.segments) == 1 and found.segments[0].context is None:
+        segment = found.segments[0]
+        yield _panel(f"{_line(found)}  versions {_versions(segment)}", segment.passage)
+        return
+    yield cell(f"{_line(found)}  versions {_range(found.oldest, found.newest)}")
+    for segment in found.segments:
+        tools = f", {segment.tool_tokens} from tools" if segment.tool_tokens else ""
+        if segment.context is not None:
+            yield _panel(f"{found.index}, segment {segment.index}: context, {segment.context.tokens} tokens", segment.context)
+        line = f"{found.index}, segment {segment.index}: {_or_dash(segment.length)} tokens{tools}  versions {_versions(segment)}"
+        yield _panel(line, segment.passage)
+
+
+def _versions(found: CompletionSegment) -> str:
+    versions = ", ".join(f"{span.version} [{span.start}, {span.end})" for span in found.spans)
+    return versions or _range(found.oldest, found.newest)
+
+
 def _line(found: Completion) -> str:
     scores = "  ".join(f"{verifier} {_number(score)}" for verifier, score in found.scores.items())
-    versions = ", ".join(f"{span.version} [{span.start}, {span.end})" for span in found.spans)
-    versions = versions or _range(found.oldest, found.newest)
     tools = f", {found.tool_tokens} from tools" if found.tool_tokens else ""
+    turns = f", {found.turns} turns" if (found.turns or 1) > 1 else ""
+    waited = f", {duration(found.tool_s)} in its environment" if found.tool_s else ""
     return (
         f"{found.index}: reward {_number(found.reward)}  advantage {_number(found.advantage)}  {scores}  "
-        f"{_or_dash(found.length)} tokens{tools}{', truncated' if found.truncated else ''}  versions {versions}"
+        f"{_or_dash(found.length)} tokens{tools}{turns}{waited}{', truncated' if found.truncated else ''}"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.algorithm.segments import segment_fault
 from services.config.evaluation import ALL
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
@@ -22,25 +23,27 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """The n completions of one prompt."""
+    """The n rollouts of one prompt."""
 
     source: str
     rewards: list[float]
     correct: int
-    lengths: list[int]
+    lengths: list[int]  # of all segments of a rollout together
     truncated: list[bool]
 
 
 def read_result(ticket: Ticket, body: bytes, longest: int) -> Result:
-    """Decode the result of a ticket, whose completions have at most `longest` tokens. Raises `Unfit` for an impossible one."""
+    """Decode the result of a ticket, whose segments have at most `longest` tokens. Raises `Unfit` for an impossible one."""
     try:
         header = codec.decode(body, Header)
     except codec.CorruptMessage as error:
         raise Unfit(f"the result of {ticket.id} is corrupt: {error}") from None
     n = ticket.group_size
-    columns = (header.lengths, header.rewards, header.solved, header.truncated, header.oldest, header.newest)
+    columns = (header.rewards, header.solved, header.truncated)
     if header.ticket != ticket.id or any(len(column) != n for column in columns):
-        raise Unfit(f"the result of {ticket.id} names ticket {header.ticket} or does not have {n} completions in every column")
+        raise Unfit(f"the result of {ticket.id} names ticket {header.ticket} or does not have {n} rollouts in every column")
+    if fault := segment_fault(header, n):
+        raise Unfit(f"the result of {ticket.id} is impossible: {fault}")
     if {*header.oldest, *header.newest} != {ticket.epoch}:
         versions = sorted({*header.oldest, *header.newest})
         raise Unfit(f"the result of {ticket.id} was sampled by policy versions {versions}, not by {ticket.epoch} alone")
@@ -48,7 +51,10 @@ def read_result(ticket: Ticket, body: bytes, longest: int) -> Result:
         raise Unfit(
             f"the result of {ticket.id} is impossible: rewards {header.rewards}, lengths {header.lengths} of at most {longest}"
         )
-    return Result(ticket.source, header.rewards, sum(header.solved), header.lengths, header.truncated)
+    lengths = [0] * n
+    for rollout, tokens in zip(header.owners, header.lengths, strict=True):
+        lengths[rollout] += tokens
+    return Result(ticket.source, header.rewards, sum(header.solved), lengths, header.truncated)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -62,7 +68,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def report(results: Sequence[Result], ks: Sequence[int]) -> dict[str, float]:
-    """Return the metrics of each source and of `all`: means over prompts for pass@k, over completions for the rest."""
+    """Return the metrics of each source and of `all`: means over prompts for pass@k, over rollouts for the rest."""
     by_source: dict[str, list[Result]] = {}
     for result in results:
         by_source.setdefault(result.source, []).append(result)

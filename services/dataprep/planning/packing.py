@@ -1,7 +1,7 @@
-"""Packs responses into rows with a token budget.
+"""Packs responses into rows with a token budget. A response is a segment: a context, mostly a prompt, and what follows it.
 
-A row holds the prompt of a group once, for all of that group's responses in the row. Responses are therefore packed in the
-order of groups, and the rest fill the gaps. Where this needs more rows than packing longest first, the latter is used.
+A row holds a context once, for all responses in the row that share it. Responses are therefore packed in the order of contexts,
+and the rest fill the gaps. Where this needs more rows than packing longest first, the latter is used.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import NamedTuple
 SLACK = (0.0, 0.01, 0.03, 0.1)
 """How far a row may exceed the mean, tried in turn, if there are more rows than necessary. Even rows take even time."""
 LAID_OUT = 2
-"""Limit of a row, in budgets, with the prompt counted for each response, as attention lays out keys and values that way."""
+"""Limit of a row, in budgets, with the context counted for each response, as attention lays out keys and values that way."""
 
 
 class Response(NamedTuple):
     """What packing needs to know of a response."""
 
-    group: int
-    prompt: int
-    """Tokens of its prompt, which its group shares."""
+    context: int
+    """Number of its context: responses with the same number share it."""
+    shared: int
+    """Tokens of its context."""
     tokens: int
-    """Tokens of the prompt and the response."""
+    """Tokens of the context and the response."""
 
 
 def pack(shares: Sequence[Sequence[Response]], budget: int) -> list[list[list[int]]]:
     """Pack each share of responses into rows; return [share][row] -> places of its responses.
 
-    Responses are in the order of groups and none is longer than `budget`. Every share gets the same number of rows, some of
-    which may be empty. No row exceeds the budget, nor `LAID_OUT` budgets if every response counts its own prompt.
+    Responses are in the order of contexts and none is longer than `budget`. Every share gets the same number of rows, some of
+    which may be empty. No row exceeds the budget, nor `LAID_OUT` budgets if every response counts its own context.
     """
     lower = max(1, *(_least(share, budget) for share in shares))
     if packed := _all_together(shares, budget, lower):
@@ -79,21 +80,21 @@ def _apart(tokens: Sequence[int], budget: int, rows: int) -> list[list[int]]:
 
 
 def _tokens(responses: Sequence[Response]) -> int:
-    """Return the tokens of all responses, given in the order of groups, with every prompt counted once."""
-    prompts = {response.group: response.prompt for response in responses}
-    return sum(prompts.values()) + sum(response.tokens - response.prompt for response in responses)
+    """Return the tokens of all responses, given in the order of contexts, with every context counted once."""
+    contexts = {response.context: response.shared for response in responses}
+    return sum(contexts.values()) + sum(response.tokens - response.shared for response in responses)
 
 
 def _together(responses: Sequence[Response], limit: int, budget: int, rows: int) -> list[list[int]] | None:
     """Pack into rows of up to `limit` tokens, or return None as soon as a response does not fit.
 
-    Go through the groups; of each, longest first, put what fits into the current row and the others into the next. Put what is
+    Go through the contexts; of each, longest first, put what fits into the current row and the others into the next. Put what is
     left after the last row, longest first, into the fullest row that can hold it.
     """
     packed: list[list[int]] = [[] for _ in range(rows)]
     free, room = [limit] * rows, [LAID_OUT * budget] * rows
     row, left = 0, list[int]()
-    for _, members in groupby(range(len(responses)), key=lambda i: responses[i].group):
+    for _, members in groupby(range(len(responses)), key=lambda i: responses[i].context):
         waiting = sorted(members, key=lambda i: (-responses[i].tokens, i))
         while waiting and row < rows:
             shared, others = 0, list[int]()
@@ -103,7 +104,7 @@ def _together(responses: Sequence[Response], limit: int, budget: int, rows: int)
                     packed[row].append(i)
                     free[row] -= tokens - shared
                     room[row] -= tokens
-                    shared = responses[i].prompt
+                    shared = responses[i].shared
                 else:
                     others.append(i)
             waiting = others

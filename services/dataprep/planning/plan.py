@@ -1,13 +1,13 @@
 """Plans a step: from its groups to packed rows on every rank. Pure; the same input gives the same plan.
 
-Guarantees: every response is whole, in exactly one row of one rank, and no row exceeds its token budget; every rank has the
+Guarantees: every segment is whole, in exactly one row of one rank, and no row exceeds its token budget; every rank has the
 same number of rows, some of which may be empty; the cost of ranks is equal to within a few percent, and a mini-batch holds
 whole groups; denominators follow the documented formula for any number of ranks and any packing, and are never 0.
 
-Method: groups are dealt to mini-batches. A mini-batch's responses, in the order of groups, are cut into one stretch of equal
-cost per rank, so that a group's payload is fetched by one rank, rarely two. Swaps even out what the cut leaves uneven
-(balance.py). Each rank packs its stretch into rows, keeping groups together where it can (packing.py), since a row holds a
-prompt once. With `same_rows`, rows are packed first and dealt to the ranks.
+Method: groups are dealt to mini-batches. A mini-batch's segments, in the order of groups and of contexts within them, are cut
+into one stretch of equal cost per rank, so that a group's payload is fetched by one rank, rarely two. Swaps even out what the
+cut leaves uneven (balance.py). Each rank packs its stretch into rows, keeping segments with one context together where it can
+(packing.py), since a row holds a context once. With `same_rows`, rows are packed first and dealt to the ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CROSSOVER_TOKENS = 24_576
 per token and layer), here for a width of 2,048. Only the balance between ranks depends on it."""
 
 ALONE = 4
-"""A response that, with its prompt, is at least this many times as long as the prompt may go to a different rank than its group;
-the prompt then goes there too."""
+"""A segment that, with its context, is at least this many times as long as the context may go to a different rank than its group;
+the context then goes there too."""
 
 
 class PlanningError(ValueError):
@@ -36,22 +36,38 @@ class PlanningError(ValueError):
 
 
 @dataclass(frozen=True)
+class Segments:
+    """The s segments of a group."""
+
+    rollout: np.ndarray  # [s] int, the rollout that each belongs to
+    context: np.ndarray  # [s] int, number of its context; equal contexts have equal numbers
+    context_tokens: np.ndarray  # [s] int
+
+
+@dataclass(frozen=True)
 class PlanGroup:
-    """A group as planning sees it. n = group size."""
+    """A group as planning sees it: n rollouts of s segments."""
 
     group: str
     payload: str
     prompt_tokens: int
-    lengths: np.ndarray  # [n] int, completion tokens
+    lengths: np.ndarray  # [s] int, completion tokens
     advantages: np.ndarray  # [n] float
     trained: np.ndarray  # [n] bool, False: masked
-    tool_tokens: np.ndarray  # [n] int, completion tokens that the policy did not sample
+    tool_tokens: np.ndarray  # [s] int, completion tokens that the policy did not sample
     fresh: bool = True
     """Whether the group trains for the first time."""
     weight: float = 1.0
     """Importance weight of the group, a factor of its tokens' loss."""
     trace: str = ""
     """Context of its trace; empty if it has none."""
+    segments: Segments | None = None
+    """None: each rollout has one segment, after the prompt."""
+
+    def columns(self) -> Segments:
+        """Return the columns of its segments."""
+        size = len(self.lengths)
+        return self.segments or Segments(np.arange(size), np.zeros(size, np.int64), np.full(size, self.prompt_tokens))
 
 
 @dataclass(frozen=True)
@@ -64,19 +80,22 @@ class Layout:
     denominator_tokens: int = 0
     """The constant denominator; 0: use the count that `denominator` selects."""
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
-    """What to count among what is in the loss: response tokens, responses or groups, each as one whatever its group's weight."""
+    """What to count among what is in the loss: response tokens, rollouts or groups, each as one whatever its group's weight."""
     same_rows: bool = False
     """Pack rows first and deal whole rows to the ranks, so that rows do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """All responses of a mini-batch, in the order of groups. The columns share one index."""
+    """All segments of a mini-batch, in the order of groups and of contexts within them. The columns share one index."""
 
     group: np.ndarray  # [m] index of the group in the step
-    index: np.ndarray  # [m] index of the response in its group
-    prompts: np.ndarray  # [m] tokens of the prompt
-    tokens: np.ndarray  # [m] prompt + completion
+    index: np.ndarray  # [m] index of the segment in its group
+    rollout: np.ndarray  # [m] index of its rollout in the group
+    context: np.ndarray  # [m] number of its context in the group
+    shared: np.ndarray  # [m] number of its context in the mini-batch
+    context_tokens: np.ndarray  # [m]
+    tokens: np.ndarray  # [m] context + completion
     trained_tokens: np.ndarray  # [m] completion tokens in the loss
     advantages: np.ndarray  # [m]
 
@@ -84,7 +103,7 @@ class _Samples:
 def plan_step(
     step: int, groups: Sequence[PlanGroup], layout: Layout, stats: Mapping[str, float] | None = None
 ) -> tuple[StepPlan, list[RankPlan]]:
-    """Return the plan of a step and one `RankPlan` per rank. Raises `PlanningError` if a response is longer than a row."""
+    """Return the plan of a step and one `RankPlan` per rank. Raises `PlanningError` if a segment is longer than a row."""
     if not groups:
         raise PlanningError(f"step {step} has no groups")
     _check_lengths(groups, layout.row_tokens)
@@ -119,10 +138,10 @@ def plan_step(
 
 
 def cost(tokens: np.ndarray, shared: np.ndarray | int = 0) -> np.ndarray:
-    """Return the relative cost [m] int64 of responses of `tokens` tokens with their prompts.
+    """Return the relative cost [m] int64 of segments of `tokens` tokens with their contexts.
 
     It covers the linear layers and attention: tokens x (crossover + tokens). `shared` counts the tokens of each that the linear
-    layers process as part of another response.
+    layers process as part of another segment.
     """
     tokens = tokens.astype(np.int64)
     return (tokens - shared) * CROSSOVER_TOKENS + tokens * tokens
@@ -130,40 +149,45 @@ def cost(tokens: np.ndarray, shared: np.ndarray | int = 0) -> np.ndarray:
 
 def _check_lengths(groups: Sequence[PlanGroup], row_tokens: int) -> None:
     for group in groups:
-        longest = int(np.argmax(group.lengths))
-        tokens = group.prompt_tokens + int(group.lengths[longest])
-        if tokens > row_tokens:
+        sizes = group.columns().context_tokens + group.lengths
+        longest = int(np.argmax(sizes))
+        if sizes[longest] > row_tokens:
+            what = "its prompt" if group.columns().context[longest] == 0 else "its context"
             raise PlanningError(
-                f"completion {longest} of group {group.group} has {tokens} tokens with its prompt, "
+                f"completion {longest} of group {group.group} has {sizes[longest]} tokens with {what}, "
                 f"more than trainer.row_tokens = {row_tokens}: raise trainer.row_tokens"
             )
 
 
 def _group_tokens(group: PlanGroup) -> int:
-    return group.prompt_tokens + int(group.lengths.sum())
+    columns = group.columns()
+    contexts = dict(zip(columns.context.tolist(), columns.context_tokens.tolist(), strict=True))
+    return sum(contexts.values()) + int(group.lengths.sum())
 
 
 def _columns(groups: Sequence[PlanGroup], members: Sequence[int]) -> _Samples:
-    sizes = [len(groups[member].lengths) for member in members]
-    lengths = np.concatenate([groups[member].lengths for member in members]).astype(np.int64)
-    tool_tokens = np.concatenate([groups[member].tool_tokens for member in members]).astype(np.int64)
-    prompts = np.repeat([groups[member].prompt_tokens for member in members], sizes)
-    trained = np.concatenate([groups[member].trained for member in members]).astype(bool)
-    return _Samples(
-        group=np.repeat(members, sizes),
-        index=np.concatenate([np.arange(size) for size in sizes]),
-        prompts=prompts,
-        tokens=prompts + lengths,
-        trained_tokens=np.where(trained, lengths - tool_tokens, 0),
-        advantages=np.concatenate([groups[member].advantages for member in members]).astype(np.float64),
-    )
+    parts: list[tuple[np.ndarray, ...]] = []
+    before = 0  # contexts of earlier groups
+    for member in members:
+        group, of = groups[member], groups[member].columns()
+        sizes = of.context_tokens + group.lengths.astype(np.int64)
+        trained = np.where(group.trained[of.rollout].astype(bool), group.lengths - group.tool_tokens, 0)
+        columns = (
+            np.full(len(sizes), member), np.arange(len(sizes)), of.rollout, of.context, of.context + before, of.context_tokens,
+            sizes, trained, group.advantages[of.rollout].astype(np.float64),
+        )  # fmt: skip
+        order = np.argsort(of.context, kind="stable")
+        parts.append(tuple(column[order] for column in columns))
+        before += int(of.context.max()) + 1
+    return _Samples(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _denominator(samples: _Samples, layout: Layout) -> float:
     in_loss = samples.trained_tokens > 0
     match layout.denominator:
         case "sequence":
-            count = int(in_loss.sum())
+            responses = samples.group * (samples.rollout.max() + 1) + samples.rollout  # a number for each rollout
+            count = len(np.unique(responses[in_loss]))
         case "group":
             count = len(np.unique(samples.group[in_loss]))
         case _:
@@ -174,11 +198,11 @@ def _denominator(samples: _Samples, layout: Layout) -> float:
 def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
     """Return [rank][row] -> samples. Every rank has the same number of rows, costliest first, so that rows of one index match."""
     costs, budget = cost(samples.tokens, _shared(samples)), layout.row_tokens
-    columns = (samples.group.tolist(), samples.prompts.tolist(), samples.tokens.tolist())
+    columns = (samples.shared.tolist(), samples.context_tokens.tolist(), samples.tokens.tolist())
     responses = [Response(*of) for of in zip(*columns, strict=True)]
     if layout.same_rows:
         return _deal_rows(pack([responses], budget)[0], costs, layout.ranks)
-    shares = spread(costs, layout.ranks, samples.tokens >= ALONE * samples.prompts)
+    shares = spread(costs, layout.ranks, samples.tokens >= ALONE * samples.context_tokens)
     packed: list[list[list[int]]] = []
     for share, share_rows in zip(shares, pack([[responses[i] for i in share] for share in shares], budget), strict=True):
         rank_rows = [[share[i] for i in row] for row in share_rows]
@@ -187,9 +211,9 @@ def _pack_ranks(samples: _Samples, layout: Layout) -> list[list[list[int]]]:
 
 
 def _shared(samples: _Samples) -> np.ndarray:
-    """Return [m] int64: the prompt's tokens minus this response's part of them. Groups only split at row and rank ends."""
-    _, places, sizes = np.unique(samples.group, return_inverse=True, return_counts=True)
-    return samples.prompts - samples.prompts // sizes[places]
+    """Return [m] int64: the context's tokens minus this segment's part of them. Groups only split at row and rank ends."""
+    _, places, sizes = np.unique(samples.shared, return_inverse=True, return_counts=True)
+    return samples.context_tokens - samples.context_tokens // sizes[places]
 
 
 def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
@@ -206,5 +230,5 @@ def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> 
 def _sample(group: PlanGroup, samples: _Samples, i: int) -> Sample:
     return Sample(
         group.payload, int(samples.index[i]), float(samples.advantages[i]), int(samples.trained_tokens[i]), float(group.weight),
-        int(samples.tokens[i]), int(samples.prompts[i]),
+        int(samples.tokens[i]), int(samples.context_tokens[i]), int(samples.rollout[i]), int(samples.context[i]),
     )  # fmt: skip

@@ -8,10 +8,10 @@ import numpy as np
 
 from services.algorithm import advantages, group_statistics
 from services.config import RunConfig
-from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
+from services.dataprep.planning.plan import Layout, PlanGroup, Segments, plan_step
 from services.dataprep.replay import generated_statistics
 from services.dataprep.replay import weights as replay
-from services.protocol.messages import RankPlan, StepPlan
+from services.protocol.messages import Header, RankPlan, StepPlan
 from services.store import BufferedGroup
 from services.store.records import SweptTable
 
@@ -23,6 +23,11 @@ def layout_of(config: RunConfig) -> Layout:
         config.data_parallel, trainer.row_tokens, trainer.mini_batches, loss.denominator_tokens, loss.denominator,
         trainer.deterministic,
     )  # fmt: skip
+
+
+def segments_of(header: Header) -> Segments:
+    """Return the segments of a group as planning sees them."""
+    return Segments(np.asarray(header.owners), np.asarray(header.context_numbers), np.asarray(header.context_sizes))
 
 
 def make_step(
@@ -42,6 +47,7 @@ def make_step(
             group.group, header.payload, header.prompt_tokens, np.asarray(header.lengths), advantage,
             advantages.trained(header.truncated, config.advantage.mask_truncated), np.asarray(header.tool_tokens),
             group.uses == 0, float(weight), header.trace,
+            segments_of(header),
         )
         for group, header, advantage, weight in zip(groups, headers, given, weights, strict=True)
     ]  # fmt: skip

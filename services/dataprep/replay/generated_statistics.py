@@ -45,7 +45,7 @@ class GeneratedStats:
     def record(self, trained: Sequence[Header]) -> dict[str, float]:
         """Return the metrics since the last step; `trained` are the groups of the step being made. Changes nothing.
 
-        `tokens/gen/total` counts from the start of the process. `length/drift` is the mean length of trained completions over
+        `tokens/gen/total` counts from the start of the process. `length/drift` is the mean length of trained segments over
         that of generated ones, both over the last `DRIFT_STEPS` steps. Anything that keeps long groups from being trained on
         (overtaking, filters, staleness) makes it less than 1.
         """
@@ -64,4 +64,4 @@ class GeneratedStats:
 
     def _lengths(self, trained: Sequence[Header]) -> tuple[int, int, int, int]:
         chosen = [length for header in trained for length in header.lengths]
-        return self._seen.all.tokens, self._seen.all.completions, sum(chosen), len(chosen)
+        return self._seen.all.tokens, self._seen.all.segments, sum(chosen), len(chosen)

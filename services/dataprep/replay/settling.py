@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from services.algorithm import advantages
+from services.algorithm.segments import segment_fault
 from services.config import RunConfig
 from services.config.verifiers import MOST_SCORE, named
 from services.dataprep.prompts.order import RATE_SLACK
@@ -57,27 +58,47 @@ def _filtered(header: Header, config: RunConfig) -> str:
 
 
 def _fault(header: Header, next_step: int, config: RunConfig) -> str:
-    n = config.sampling.group_size
+    most = config.sampling.group_size
+    least, n = config.sampling.min_group_size or most, len(header.rewards)
+    if not least <= n <= most:
+        remedy = f", of which sampling.min_group_size requires {least}" if least < most else ""
+        return f"the header has {n} rewards, but sampling.group_size is {most}{remedy}"
     columns = {
-        "lengths": header.lengths, "rewards": header.rewards, "truncated": header.truncated, "oldest": header.oldest,
-        "newest": header.newest, "tool_tokens": header.tool_tokens, **{f"scores of {k}": v for k, v in header.scores.items()},
-        **({"solved": header.solved} if header.solved else {}),
+        "truncated": header.truncated, **{f"scores of {k}": v for k, v in header.scores.items()},
+        **{name: column for name in ("solved", "turns", "tool_s") if (column := getattr(header, name))},
     }  # fmt: skip
     for name, column in columns.items():
         if len(column) != n:
-            return f"the header has {len(column)} {name}, but sampling.group_size is {n}"
+            return f"the header has {len(column)} {name}, but {n} rewards"
     if header.ticket != f"{header.epoch}-{header.index}":
         return f"epoch {header.epoch} and row {header.index} do not belong to ticket {header.ticket}"
     if all(header.source != source.name for source in config.data.sources):
         return f"no prompt source is called {header.source!r}"
     if fault := _score_fault(header, config):
         return fault
-    if min(header.lengths) < 1 or max(header.lengths) > config.sampling.max_tokens:
-        return f"lengths {header.lengths} are outside 1..{config.sampling.max_tokens}"
-    if any(not 0 <= tool <= length for tool, length in zip(header.tool_tokens, header.lengths, strict=True)):
-        return f"tool tokens {header.tool_tokens} do not fit into lengths {header.lengths}"
+    if any(turns < 1 for turns in header.turns) or not all(0 <= seconds < math.inf for seconds in header.tool_s):
+        return f"turns {header.turns} or seconds of tools {header.tool_s} are impossible"
     if not 1 <= header.prompt_tokens <= config.data.max_prompt_tokens:
         return f"prompt of {header.prompt_tokens} tokens is outside 1..{config.data.max_prompt_tokens}"
+    return segment_fault(header, n) or _length_fault(header, config) or _version_fault(header, next_step)
+
+
+def _length_fault(header: Header, config: RunConfig) -> str:
+    """Return what is wrong with the lengths of a header's segments, or empty."""
+    if config.environment_of(header.source):
+        sizes, longest = [sum(pair) for pair in zip(header.context_sizes, header.lengths, strict=True)], config.model.max_tokens
+        if min(header.lengths) < 1 or max(sizes) > longest:
+            return f"segments of {sizes} tokens with contexts are longer than model.max_tokens = {longest}, or empty"
+        return ""
+    if header.rollout or header.contexts:
+        return f"rollouts of several segments or with own contexts, but source {header.source!r} has no environment"
+    if min(header.lengths) < 1 or max(header.lengths) > config.sampling.max_tokens:
+        return f"lengths {header.lengths} are outside 1..{config.sampling.max_tokens}"
+    return ""
+
+
+def _version_fault(header: Header, next_step: int) -> str:
+    """Return what is wrong with the policy versions of a header, or empty."""
     if min(header.oldest) < 0 or any(not old <= new <= next_step for old, new in zip(header.oldest, header.newest, strict=True)):
         return f"policy versions {header.oldest}..{header.newest} are impossible at step {next_step}"
     return ""
@@ -88,6 +109,9 @@ def _score_fault(header: Header, config: RunConfig) -> str:
     verifiers = named(config.verifiers)
     bounds = {name: verifier.bounds or (-MOST_SCORE, MOST_SCORE) for name, verifier in verifiers}
     most = math.fsum(abs(verifier.weight) * max(map(abs, bounds[name])) for name, verifier in verifiers)
+    if environment := config.environment_of(header.source):
+        bounds[environment.name] = -MOST_SCORE, MOST_SCORE
+        most += MOST_SCORE
     if not all(abs(reward) <= most * (1 + ROUNDING) for reward in header.rewards):
         return f"rewards {header.rewards} are not within {most:g}, the most that the verifiers can give"
     for name, scores in header.scores.items():

@@ -21,7 +21,7 @@ from services.generator.rollouts.concurrency import Bounds
 from services.generator.rollouts.worker import Rollout, RolloutWorker
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
-from services.rollouts.generated import GenerationFailed, SamplingParameters
+from services.rollouts.generated import GenerationFailed, SamplingParameters, Segment
 from services.rollouts.holding import MAX_EXPIRIES
 from services.rollouts.records import make_header
 from services.runtime.loops import Loop
@@ -134,8 +134,8 @@ class EvaluationWorker(RolloutWorker):
         ticket = rollout.ticket
         done = await self.complete(rollout, [None] * ticket.group_size)
         header = make_header(
-            ticket, done.completions, done.scores, done.rewards, done.solved, payload="", payload_bytes=0, generator=self.name,
-            generate_s=done.generate_s, score_s=done.score_s,
+            ticket, [[Segment(completion)] for completion in done.completions], done.scores, done.rewards, done.solved,
+            payload="", payload_bytes=0, generator=self.name, generate_s=done.generate_s, score_s=done.score_s,
         )  # fmt: skip
         if fault := mixed(header, ticket.epoch):
             raise GenerationFailed(fault)

@@ -37,11 +37,11 @@ class BufferGroup(Answer):
     reward_std: float | None = None
     """Population standard deviation of its rewards."""
     length_min: int | None = None
-    """Tokens in the shortest completion."""
+    """Tokens in the shortest segment of a completion, of which most have one."""
     length_mean: float | None = None
-    """Mean tokens per completion."""
+    """Mean tokens per segment."""
     length_max: int | None = None
-    """Tokens in the longest completion."""
+    """Tokens in the longest segment."""
     source: str | None = None
     """Name of the prompt source."""
     generator: str | None = None

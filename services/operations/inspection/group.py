@@ -18,6 +18,7 @@ from services.operations.inspection.completions import (
     MAX_COMPLETIONS,
     Completion,
     Passage,
+    completions_of,
     notes_on_text,
     read_completions,
     read_passage,
@@ -228,6 +229,6 @@ def _with_tokens(
     known: dict[str, Any] = {"seq": header.seq, **about}
     return Group(
         **known, source=header.source, generator=header.generator, generate_s=header.generate_s,
-        score_s=header.score_s, prompt=prompt, size=len(header.lengths), offset=shown.start, completions=completions,
+        score_s=header.score_s, prompt=prompt, size=completions_of(header), offset=shown.start, completions=completions,
         notes=notes + more,
     )  # fmt: skip

@@ -41,6 +41,8 @@ class StepGroup(Answer):
     """Advantages of its completions."""
     responses: int
     """Completions in the plan."""
+    segments: int
+    """Segments of those completions."""
     masked: int
     """Completions without any token in the loss."""
     trained_tokens: int
@@ -54,13 +56,13 @@ class RankRows(Answer):
     rows: int
     """Number of rows, including empty ones."""
     empty: int
-    """Rows without a response."""
+    """Rows without a segment."""
     responses: int
-    """Responses in all rows."""
+    """Segments in all rows: one for each response whose history was not rewritten."""
     tokens: int
-    """Tokens in all rows, of groups that still exist; a prompt counts once per row."""
+    """Tokens in all rows, of groups that still exist; a context counts once per row."""
     fill: float | None
-    """Share of the token budget used by rows with a response; null without the run's configuration."""
+    """Share of the token budget used by rows with a segment; null without the run's configuration."""
 
 
 class Plan(Answer):
@@ -77,7 +79,7 @@ class Plan(Answer):
     response_tokens: int
     """Response tokens in the loss."""
     total_tokens: int
-    """Tokens of all responses, each counted with its prompt, although a row holds a prompt only once."""
+    """Tokens of all segments, each counted with its context, although a row holds a context only once."""
     advantage: Spread | None
     """Advantages of all completions."""
     weight: Spread | None
@@ -136,8 +138,8 @@ def _plan(kept: KeptStep, records: Mapping[str, GroupRecord], row_tokens: int | 
         denominators=plan.denominators,
         response_tokens=plan.response_tokens,
         total_tokens=plan.total_tokens,
-        advantage=_spread(sample.advantage for sample in samples),
-        weight=_spread(sample.weight for sample in samples),
+        advantage=_spread(sample.advantage for sample in _responses(samples)),
+        weight=_spread(sample.weight for sample in _responses(samples)),
         ranks=[_rows(rank, given.rows, records, row_tokens) for rank, given in enumerate(kept.ranks)],
         offset=shown.start,
         groups=[
@@ -152,9 +154,15 @@ def _group_of(sample: Sample) -> str:
     return sample.payload.rpartition(".")[0]
 
 
+def _responses(samples: list[Sample]) -> list[Sample]:
+    """Return one sample of each response."""
+    return list({sample.response: sample for sample in samples}.values())
+
+
 def _group(name: str, step: int, fresh: bool, record: GroupRecord | None, samples: list[Sample]) -> StepGroup:
     header = record.header if record else None
     oldest = min(header.oldest) if header and header.oldest else None
+    responses = _responses(samples)
     return StepGroup(
         group=name,
         fresh=fresh,
@@ -163,9 +171,10 @@ def _group(name: str, step: int, fresh: bool, record: GroupRecord | None, sample
         newest=max(header.newest) if header and header.newest else None,
         lag=None if oldest is None else step - oldest,
         weight=samples[0].weight if samples else None,
-        advantage=_spread(sample.advantage for sample in samples),
-        responses=len(samples),
-        masked=sum(sample.trained_tokens == 0 for sample in samples),
+        advantage=_spread(sample.advantage for sample in responses),
+        responses=len(responses),
+        segments=len(samples),
+        masked=len(responses) - len({sample.response for sample in samples if sample.trained_tokens}),
         trained_tokens=sum(sample.trained_tokens for sample in samples),
     )
 
@@ -180,15 +189,16 @@ def _rows(rank: int, rows: list[list[Sample]], records: Mapping[str, GroupRecord
 
 
 def _tokens(row: list[Sample], records: Mapping[str, GroupRecord]) -> int:
-    """Count the tokens of a row, which holds a prompt once for all responses of its group."""
-    prompts: dict[str, int] = {}
-    responses = 0
+    """Count the tokens of a row, which holds a context once for all segments that share it."""
+    contexts: dict[tuple[str, int], int] = {}
+    completions = 0
     for sample in row:
         record = records.get(_group_of(sample))
-        if record is not None and record.header is not None and 0 <= sample.index < len(record.header.lengths):
-            prompts[sample.payload] = record.header.prompt_tokens
-            responses += record.header.lengths[sample.index]
-    return sum(prompts.values()) + responses
+        header = record.header if record else None
+        if header is not None and 0 <= sample.index < min(len(header.lengths), len(header.context_sizes)):
+            contexts[sample.payload, sample.context] = header.context_sizes[sample.index]
+            completions += header.lengths[sample.index]
+    return sum(contexts.values()) + completions
 
 
 def _spread(numbers: Iterable[float]) -> Spread | None:

@@ -1,9 +1,9 @@
 """Rows of tensors from a rank's plan and the payloads it names.
 
-Guarantees: every response of the plan is in its row, whole, after its prompt, which responses of one group in a row share; a
-payload that does not match its plan raises `Damaged`, with the reason, before anything is trained; tokens that the policy did not
-sample (tool spans) are attended to and never a target; an empty row becomes one dummy token without a target, so that every rank
-runs the same number of micro-batches.
+Guarantees: every segment of the plan is in its row, whole, after its context, which segments of one group in a row share if
+theirs are equal; a payload that does not match its plan raises `Damaged`, with the reason, before anything is trained; tokens
+that the policy did not sample (contexts and tool spans) are attended to and never a target; an empty row becomes one dummy token
+without a target, so that every rank runs the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from services.protocol.errors import Damaged
 from services.protocol.messages import Payload, RankPlan, Sample
+from services.rollouts.records import number_contexts
 from services.trainer.model.attention import Packing
 
 LOWEST_LOGPROB, HIGHEST_LOGPROB = -1000.0, 0.1
@@ -38,13 +39,14 @@ class _Fault(ValueError):
 class PackedRow:
     """One packed row, one micro-batch. T = its tokens, R = its response tokens that are in the loss.
 
-    A prompt is stored only before the first response of its group. The logprob of token j of the R comes from the output at
-    `predictors[j]`, the token before it in its sequence. Masked responses and tool tokens are part of the row but not of the R.
+    A context (mostly the prompt) is stored only before the first segment of its group that has it. The logprob of token j of the
+    R comes from the output at `predictors[j]`, the token before it in its sequence. Masked segments and tool tokens are part of
+    the row but not of the R.
     """
 
-    samples: tuple[tuple[str, int], ...]  # (payload, index) of each response, in order
+    samples: tuple[tuple[str, int], ...]  # (payload, rollout) of each segment, in order
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, starting from 0 in every prompt
+    positions: Tensor  # [T] int64, starting from 0 in every context
     packing: Packing
     predictors: Tensor  # [R] int64, into T
     targets: Tensor  # [R] int64
@@ -68,24 +70,39 @@ def build(plan: RankPlan, payloads: Mapping[str, Payload], *, vocabulary: int, r
     planned: dict[str, list[Sample]] = {}
     for sample in (sample for row in plan.rows for sample in row):
         planned.setdefault(sample.payload, []).append(sample)
-    sampled: dict[str, np.ndarray] = {}
+    groups: dict[str, _Group] = {}
     damaged: dict[str, str] = {}
     for name, samples in planned.items():
         try:
-            sampled[name] = _check(payloads[name], samples, vocabulary)
+            groups[name] = _check(payloads[name], samples, vocabulary)
         except _Fault as fault:
             damaged[name] = str(fault)
     if damaged:
         raise Damaged(damaged)
-    return [_row(row, payloads, sampled, row_tokens) if row else _empty_row() for row in plan.rows]
+    return [_row(row, groups, row_tokens) if row else _empty_row() for row in plan.rows]
 
 
-def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> np.ndarray:
-    """Check that a payload can be trained on and matches the plan of its samples.
+@dataclass(frozen=True)
+class _Group:
+    """A payload that can be trained on."""
 
-    Returns which of its tokens the policy sampled, [sum lengths] bool. Raises `_Fault`.
-    """
-    columns = {"prompt": payload.prompt, "lengths": payload.lengths, "tokens": payload.tokens, "logprobs": payload.logprobs}
+    payload: Payload
+    sampled: np.ndarray  # [sum lengths] bool, which of its tokens the policy sampled
+    contexts: list[np.ndarray]  # [s] context of each segment
+    numbers: list[int]  # [s] number of each segment's context
+
+    def response(self, index: int) -> slice:
+        """Return where a segment's tokens are in the payload."""
+        start = int(self.payload.lengths[:index].sum())
+        return slice(start, start + int(self.payload.lengths[index]))
+
+
+def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> _Group:
+    """Check that a payload can be trained on and matches the plan of its samples. Raises `_Fault`."""
+    columns = {
+        "prompt": payload.prompt, "lengths": payload.lengths, "tokens": payload.tokens, "logprobs": payload.logprobs,
+        "rollout": payload.rollout, "context_lengths": payload.context_lengths, "context": payload.context,
+    }  # fmt: skip
     for column, array in columns.items():
         kind = "f" if column == "logprobs" else "i"
         if array.ndim != 1 or array.dtype.kind != kind:
@@ -98,29 +115,49 @@ def _check(payload: Payload, samples: list[Sample], vocabulary: int) -> np.ndarr
             f"lengths add up to {payload.lengths.sum()}, but there are {len(payload.tokens)} tokens "
             f"and {len(payload.logprobs)} logprobs"
         )
-    ids = np.concatenate((payload.prompt, payload.tokens))
+    _check_segments(payload)
+    ids = np.concatenate((payload.prompt, payload.tokens, payload.context))
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise _Fault(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocabulary}")
     sampled = _sampled(payload)
     known = payload.logprobs[sampled & np.isfinite(payload.logprobs)]  # the others leave the loss
     if (absurd := known[(known < LOWEST_LOGPROB) | (known > HIGHEST_LOGPROB)]).size:
         raise _Fault(f"a behaviour logprob is {absurd[0]:g}, outside the valid range {LOWEST_LOGPROB:g}..0")
+    own = payload.own_contexts
+    contexts = [context if len(context) else payload.prompt for context in own]
+    group = _Group(payload, sampled, contexts, number_contexts(payload.prompt, own))
     for sample in samples:
-        _fit(sample, payload, sampled)
-    return sampled
+        _fit(sample, group)
+    return group
 
 
-def _fit(sample: Sample, payload: Payload, sampled: np.ndarray) -> None:
-    """Check that a payload's completion matches the plan. Raises `_Fault`."""
-    name = f"completion {sample.index}"
+def _check_segments(payload: Payload) -> None:
+    """Check which rollout each segment belongs to, and the contexts. Raises `_Fault`."""
+    segments, owners, sizes = len(payload.lengths), payload.rollout, payload.context_lengths
+    if len(owners) and (len(owners) != segments or owners[0] != 0 or not np.isin(np.diff(owners), (0, 1)).all()):
+        raise _Fault(f"{segments} segments belong to rollouts {owners.tolist()}, which must ascend from 0 without gaps")
+    if len(sizes) not in (0, segments) or (sizes < 0).any() or sizes.sum() != len(payload.context):
+        raise _Fault(
+            f"{segments} segments have contexts of {sizes.tolist()} tokens, but there are {len(payload.context)} context tokens"
+        )
+
+
+def _fit(sample: Sample, group: _Group) -> None:
+    """Check that a payload's segment matches the plan. Raises `_Fault`."""
+    name, payload = f"completion {sample.index}", group.payload
     if not 0 <= sample.index < len(payload.lengths):
         raise _Fault(f"{name} does not exist: the group has {len(payload.lengths)} completions")
-    tokens = _response(sample, payload)
-    size, own = len(payload.prompt) + tokens.stop - tokens.start, int(sampled[tokens].sum())
+    tokens, context, number = group.response(sample.index), len(group.contexts[sample.index]), group.numbers[sample.index]
+    size, own = context + tokens.stop - tokens.start, int(group.sampled[tokens].sum())
+    if sample.response[1] != payload.owners[sample.index]:
+        raise _Fault(f"{name} is of rollout {payload.owners[sample.index]}, but its header says {sample.response[1]}")
+    if sample.context != number:
+        raise _Fault(f"{name} follows context {number}, but its header says {sample.context}")
     if sample.tokens and sample.tokens != size:
-        raise _Fault(f"{name} has {size} tokens with its prompt, but its header says {sample.tokens}")
-    if sample.prompt_tokens and sample.prompt_tokens != len(payload.prompt):
-        raise _Fault(f"the prompt has {len(payload.prompt)} tokens, but its header says {sample.prompt_tokens}")
+        raise _Fault(f"{name} has {size} tokens with its context, but its header says {sample.tokens}")
+    if sample.context_tokens and sample.context_tokens != context:
+        what = f"the context of {name}" if number else "the prompt"
+        raise _Fault(f"{what} has {context} tokens, but its header says {sample.context_tokens}")
     if sample.trained_tokens not in (0, own):
         raise _Fault(
             f"{name} has {own} tokens sampled by the policy, but the plan trains {sample.trained_tokens}; it must train all "
@@ -145,22 +182,23 @@ def _sampled(payload: Payload) -> np.ndarray:
     return sampled
 
 
-def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mapping[str, np.ndarray], row_tokens: int) -> PackedRow:
+def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -> PackedRow:
     ids, positions, predictors, targets, behaviour, advantages, weights, owners = [], [], [], [], [], [], [], []
     lengths: list[int] = []
-    prompts: list[tuple[int, int]] = []
-    prompt_of: dict[str, tuple[int, int]] = {}  # by payload: where it starts in the row, and its length
+    contexts: list[tuple[int, int]] = []
+    placed: dict[tuple[str, int], tuple[int, int]] = {}  # contexts by payload and number: start in the row, and length
     end = 0
     for number, sample in enumerate(samples):
         _check_factors(sample)
-        payload, tokens = payloads[sample.payload], _response(sample, payloads[sample.payload])
-        trained = _trained(sample, sampled[sample.payload][tokens])
-        shared = prompt_of.get(sample.payload, (0, 0))
-        own = [payload.tokens[tokens]] if shared[1] else [payload.prompt, payload.tokens[tokens]]
-        begin, prompt = prompt_of.setdefault(sample.payload, (end, len(payload.prompt)))
+        group = groups[sample.payload]
+        payload, tokens, context = group.payload, group.response(sample.index), group.contexts[sample.index]
+        trained = _trained(sample, group.sampled[tokens])
+        shared = placed.get((sample.payload, sample.context), (0, 0))
+        own = [payload.tokens[tokens]] if shared[1] else [context, payload.tokens[tokens]]
+        begin, before = placed.setdefault((sample.payload, sample.context), (end, len(context)))
         size = sum(map(len, own))
         response = end + size - (tokens.stop - tokens.start)
-        predictors.append(np.where(trained == 0, begin + prompt - 1, response + trained - 1))
+        predictors.append(np.where(trained == 0, begin + before - 1, response + trained - 1))
         targets.append(payload.tokens[tokens][trained])
         behaviour.append(payload.logprobs[tokens][trained])
         advantages.append(np.full(len(trained), sample.advantage))
@@ -168,17 +206,17 @@ def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mappin
         owners.append(np.full(len(trained), number))
         ids += own
         positions.append(np.arange(shared[1], shared[1] + size))
-        if size:  # an empty response after a shared prompt has no tokens to attend with
+        if size:  # an empty response after a shared context has no tokens to attend with
             lengths.append(size)
-            prompts.append(shared)
+            contexts.append(shared)
         end += size
     if end > row_tokens:
         raise PlanMismatch(f"a row of {end} tokens exceeds trainer.row_tokens = {row_tokens}")
     return PackedRow(
-        samples=tuple((sample.payload, sample.index) for sample in samples),
+        samples=tuple(sample.response for sample in samples),
         input_ids=_join(ids, np.int64),
         positions=_join(positions, np.int64),
-        packing=Packing.of(lengths, prompts),
+        packing=Packing.of(lengths, contexts),
         predictors=_join(predictors, np.int64),
         targets=_join(targets, np.int64),
         behaviour=_join(behaviour, np.float32),
@@ -186,12 +224,6 @@ def _row(samples: list[Sample], payloads: Mapping[str, Payload], sampled: Mappin
         weights=_join(weights, np.float32),
         sample_of_token=_join(owners, np.int64),
     )
-
-
-def _response(sample: Sample, payload: Payload) -> slice:
-    """Return where the sample's tokens are in its payload."""
-    start = int(payload.lengths[: sample.index].sum())
-    return slice(start, start + int(payload.lengths[sample.index]))
 
 
 def _check_factors(sample: Sample) -> None:

@@ -104,7 +104,7 @@ def _denominator(samples: Sequence[Sample], loss: Loss) -> float:
     in_loss = [sample for sample in samples if sample.trained_tokens]
     match loss.denominator:
         case "sequence":
-            count = len(in_loss)
+            count = len({sample.response for sample in in_loss})
         case "group":
             count = len({sample.payload for sample in in_loss})
         case _:

@@ -112,7 +112,9 @@ class Policy:
         batches = _split(list(range(len(rows))), plan.mini_batch_rows)
         kind = self.config.loss.denominator
         token_counts = self._token_counts(given, batches)
-        shares = [denominators.shares(given[i], of, kind) for of, batch in zip(token_counts, batches, strict=True) for i in batch]
+        shares: list[Tensor] = []  # of each row
+        for of, batch in zip(token_counts, batches, strict=True):
+            shares += denominators.shares([given[i] for i in batch], of, kind)
         old: list[Tensor | None] = [None] * len(rows)
         if len(batches) > 1 and not self.config.loss.from_behaviour:
             with clock.phase("old"):
@@ -123,8 +125,8 @@ class Policy:
         metrics, norms = StepMetrics(self.device, self.reference is not None, clips(self.config, len(batches))), []
         greatest = self.config.optimizer.max_grad_norm
         learning: list[Tensor] = []  # of each row, [R] bool
-        for batch, planned, groups in zip(batches, plan.denominators, token_counts, strict=True):
-            divisor = denominators.divisor(planned, groups, kind)
+        for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):
+            divisor = denominators.divisor(planned, counts, kind)
             learning += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], metrics, clock) for i in batch]
             with clock.phase("step"):
                 if self._exact is not None:
@@ -232,8 +234,8 @@ class Policy:
             return f"step {plan.step}: denominators {plan.denominators} must be finite and not negative"
         return ""
 
-    def _token_counts(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> list[dict[str, denominators.TokenCounts]]:
-        """Return what the loss counts of every group, per mini-batch, over all ranks."""
+    def _token_counts(self, rows: Sequence[PackedRow], batches: list[list[int]]) -> list[denominators.Counts]:
+        """Return what the loss counts of every response, per mini-batch, over all ranks."""
         mine = [denominators.count_tokens(rows[i] for i in batch) if self._leads else {} for batch in batches]
         return [denominators.join(parts) for parts in zip(*ranks.gather(mine), strict=True)]
 

@@ -72,8 +72,8 @@ def test_a_completion_is_correct_if_it_is_solved_whatever_its_reward() -> None:
         ({"oldest": [VERSION, VERSION, 5, VERSION]}, r"versions \[5, 6\], not by 6 alone"),
         ({"newest": [VERSION + 1] * 4}, "not by 6 alone"),
         ({"oldest": [5] * 4, "newest": [5] * 4}, "not by 6 alone"),
-        ({"rewards": [1.0]}, "4 completions"),
-        ({"solved": []}, "4 completions"),
+        ({"rewards": [1.0]}, "4 rollouts"),
+        ({"solved": []}, "4 rollouts"),
         ({"rewards": [float("nan")] * 4}, "is impossible"),
         ({"lengths": [0, 1, 1, 1]}, "is impossible"),
         ({"lengths": [17, 1, 1, 1]}, "is impossible"),
@@ -84,6 +84,15 @@ def test_a_result_that_is_not_the_rounds_is_refused(fields: dict[str, object], w
     one = asked()
     with pytest.raises(Unfit, match=why):
         read_results([one], {one.id: answered(one, **fields)}, 16)
+
+
+def test_a_rollout_of_several_segments_is_as_long_as_they_are_together() -> None:
+    one, owners = asked(), [0, 1, 1, 2, 3, 3]
+    columns = {"lengths": [2, 4, 6, 8, 1, 2], "oldest": [VERSION] * 6, "newest": [VERSION] * 6, "tool_tokens": [0] * 6}
+    (result,) = read_results([one], {one.id: answered(one, rollout=owners, **columns)}, 16)
+    assert (result.lengths, result.rewards) == ([2, 10, 8, 3], [1.0, 0.0, 1.0, 0.5])
+    with pytest.raises(Unfit, match="must ascend from 0 to 3"):
+        read_results([one], {one.id: answered(one, rollout=owners[::-1], **columns)}, 16)
 
 
 def test_foreign_bytes_and_missing_results_are_refused() -> None:

@@ -128,7 +128,7 @@ def test_by_hand():
     loads = [sum(_tokens(groups, sample) for row in rank.rows for sample in row) for rank in ranks]
     assert loads == [100, 100]  # 70 + 30 and 40 + 60: cutting at 110 and swapping 40 for 30
     masked = [sample for rank in ranks for row in rank.rows for sample in row if sample.trained_tokens == 0]
-    assert masked == [Sample("0-2.1", 1, 1.0, 0, tokens=30, prompt_tokens=10)]
+    assert masked == [Sample("0-2.1", 1, 1.0, 0, tokens=30, context_tokens=10, rollout=1)]
 
 
 def test_more_ranks_than_responses_get_empty_rows():
@@ -271,8 +271,8 @@ def test_packing_never_exceeds_the_budget(shares: list[list[tuple[int, list[int]
     for share, share_rows in zip(responses, packed, strict=True):
         assert sorted(i for row in share_rows for i in row) == list(range(len(share)))
         for row in share_rows:
-            prompts = {share[i].group: share[i].prompt for i in row}
-            assert sum(prompts.values()) + sum(share[i].tokens - share[i].prompt for i in row) <= budget
+            contexts = {share[i].context: share[i].shared for i in row}
+            assert sum(contexts.values()) + sum(share[i].tokens - share[i].shared for i in row) <= budget
             assert sum(share[i].tokens for i in row) <= LAID_OUT * budget
     # Of two rows that best fit opened, the later one's first response did not fit into the earlier: together they are over.
     assert rows <= max(1, *(2 * -(-sum(response.tokens for response in share) // budget) for share in responses))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -154,6 +155,16 @@ def test_running_sums_equal_numpy_over_all_headers(headers: list[Header]) -> Non
     assert (record["length/gen/min"], record["length/gen/max"]) == (lengths.min(), lengths.max())
     assert record["length/gen/stop_share"] == pytest.approx(1 - np.concatenate([h.truncated for h in headers]).mean())
     assert sum(value for name, value in record.items() if name.startswith("solve_rate/")) == pytest.approx(1)
+
+
+def test_rewards_are_of_rollouts_and_lengths_and_staleness_of_segments() -> None:
+    owners = {"rollout": [0, 0, 0, 1], "oldest": [1, 1, 3, 3], "newest": [1, 3, 3, 3], "tool_tokens": [0, 2, 0, 0]}
+    header = msgspec.structs.replace(_header([1.0, 0.0], [2, 4, 6, 8], truncated=[True, False]), **owners)
+    record = _seen([header]) | trained([header], 3, [0], ONE)
+    assert (record["reward/gen/mean"], record["reward/gen/std"], record["solve_rate/gen/25_50"]) == (0.5, 0.5, 1.0)
+    assert (record["length/gen/mean"], record["length/gen/min"], record["length/gen/max"]) == (5.0, 2.0, 8.0)
+    assert (record["length/gen/stop_share"], record["tokens/gen/tool_share"]) == (0.5, 0.1)
+    assert (record["staleness/trained/mean"], record["staleness/trained/mixed_share"]) == (2 * 6 / 20, 0.25)
 
 
 def test_a_small_spread_around_a_large_mean_keeps_its_digits() -> None:

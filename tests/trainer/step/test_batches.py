@@ -170,14 +170,14 @@ def test_a_plan_that_does_not_fit(sample: Sample, message: str) -> None:
         (Sample("a", -1, 1.0, 2), "does not exist"),
         (Sample("a", 0, 1.0, 1), "completion 0 has 2 tokens sampled by the policy, but the plan trains 1"),
         (Sample("a", 0, 1.0, -1), "but the plan trains -1"),
-        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with its prompt, but its header says 4"),
-        (Sample("a", 2, 1.0, 0, tokens=5, prompt_tokens=3), "the prompt has 2 tokens, but its header says 3"),
+        (Sample("a", 2, 1.0, 0, tokens=4), "completion 2 has 5 tokens with its context, but its header says 4"),
+        (Sample("a", 2, 1.0, 0, tokens=5, context_tokens=3), "the prompt has 2 tokens, but its header says 3"),
     ],
 )
 def test_a_payload_that_is_not_what_the_plan_says(sample: Sample, message: str) -> None:
     with pytest.raises(Damaged, match=f"payload a: .*{message}"):
         _build([[sample]])
-    assert len(_build([[Sample("a", 2, 1.0, 0, tokens=5, prompt_tokens=2)]])) == 1
+    assert len(_build([[Sample("a", 2, 1.0, 0, tokens=5, context_tokens=2)]])) == 1
 
 
 def test_all_damaged_payloads_are_named_at_once() -> None:

@@ -65,7 +65,7 @@ def test_any_layout_gives_the_literal_mean(groups: list[list[Any]], kind: str, r
 
 
 def _loss(row: PackedRow, token_counts: Any, config: Loss, divisor: float) -> float:
-    shares = denominators.shares(row, token_counts, config.denominator)
+    (shares,) = denominators.shares([row], token_counts, config.denominator)
     theta = row.behaviour.nan_to_num(-1.0).requires_grad_()
     tokens = losses.Tokens(
         theta, theta.detach(), row.behaviour, None, row.advantages, row.weights, shares, torch.zeros(len(theta)),
@@ -87,16 +87,17 @@ def _literal(number: int, group: list[Any]) -> list[literal.Response]:
 def test_by_hand() -> None:
     # Group a: 3 of 4 tokens count in completion 0, none of 1 in completion 1; group b: none of its 2; group c is masked.
     token_counts = {
-        "a": denominators.TokenCounts(planned=5, counted=3, lost_responses=1),
-        "b": denominators.TokenCounts(planned=2, counted=0, lost_responses=1),
-        "c": denominators.TokenCounts(),
+        ("a.1", 0): denominators.TokenCounts(planned=4, counted=3),
+        ("a.1", 1): denominators.TokenCounts(planned=1, counted=0),
+        ("b.1", 0): denominators.TokenCounts(planned=2, counted=0),
+        ("c.1", 0): denominators.TokenCounts(),
     }
     assert denominators.excluded(token_counts) == 4
     assert denominators.divisor(7.0, token_counts, "token") == 3
     assert denominators.divisor(100.0, token_counts, "constant") == 100
     assert denominators.divisor(3.0, token_counts, "sequence") == 1
     assert denominators.divisor(2.0, token_counts, "group") == 1
-    nothing = {"b": token_counts["b"]}
+    nothing = {("b.1", 0): token_counts["b.1", 0]}
     assert [denominators.divisor(planned, nothing, kind) for planned, kind in ((2, "token"), (1, "sequence"), (1, "group"))] == [
         1, 1, 1,
     ]  # fmt: skip

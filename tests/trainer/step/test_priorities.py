@@ -36,12 +36,15 @@ def test_by_hand() -> None:
     (row,) = _rows([samples], {"0-7.3": payload})
     learning = torch.tensor([True, True, True, False, False, True, False, False, False])
     parts = priorities.of_rows([row], [learning])
-    assert parts == {"0-7": [1.5, 0.25, 0, 0, 0]}
+    pairs = [(6.0, 4.0), (0.5, 2.0), (0, 0), (0, 0), (0, 0)]
+    assert parts == {("0-7.3", rollout): [pair] for rollout, pair in enumerate(pairs)}
     assert priorities.join([parts]) == {"0-7": 1.75}
 
 
 def test_a_group_of_several_ranks_is_summed_and_every_group_is_named() -> None:
-    assert priorities.join([{"0-1": [0.5], "0-2": [0.0]}, {}, {"0-1": [0.25, 1.0]}]) == {"0-1": 1.75, "0-2": 0.0}
+    first = {("0-1.1", 0): [(1.0, 2.0)], ("0-2.1", 0): [(0.0, 0.0)]}
+    second = {("0-1.1", 1): [(0.5, 2.0)], ("0-1.1", 2): [(1.0, 1.0)]}
+    assert priorities.join([first, {}, second]) == {"0-1": 1.75, "0-2": 0.0}
     assert priorities.join([{}]) == {}
 
 

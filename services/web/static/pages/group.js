@@ -14,9 +14,9 @@ const Tokens = ({ passage, label }) => {
 };
 
 // The policy versions that sampled the tokens, as a bar and in words.
-function Spans({ completion }) {
-  const { spans, length } = completion;
-  if (!spans.length) return html`<p class="spans note">versions ${range(completion.oldest, completion.newest)}</p>`;
+function Spans({ segment }) {
+  const { spans, length } = segment;
+  if (!spans.length) return html`<p class="spans note">versions ${range(segment.oldest, segment.newest)}</p>`;
   const words = spans.map((span) => `v${span.version}: tokens ${span.start} to ${span.end - 1}`).join(", ");
   return html`<div class="spans">
     <div class="span-bar" role="img" aria-label=${`Policy versions: ${words}`}>
@@ -32,6 +32,15 @@ function Advantage({ value, most }) {
   return html`<span class="advantage"><span class="balance" aria-hidden="true"><i class=${value < 0 ? "loss" : "gain"} style=${{ width: `${50 * share}%` }}></i></span>${signed(value)}</span>`;
 }
 
+// A segment: its own context, if it does not follow the prompt, and its tokens.
+const Segment = ({ segment, name, titled }) =>
+  html`<section class="segment" aria-label=${name}>
+    ${titled && html`<h4>${name} <span class="note">${count(segment.length)} tokens${segment.tool_tokens > 0 && `, ${count(segment.tool_tokens)} from tools`}</span></h4>`}
+    <${Spans} segment=${segment} />
+    ${segment.context && html`<details><summary>Context, ${count(segment.context.tokens)} tokens</summary><${Tokens} passage=${segment.context} label=${`Context of ${name}`} /></details>`}
+    <${Tokens} passage=${segment.passage} label=${`Text of ${name}`} />
+  </section>`;
+
 const Completion = ({ completion, most }) =>
   html`<article class="completion" aria-label=${`Completion ${completion.index}`}>
     <h3>Completion ${completion.index}${completion.truncated && html` <${Badge} kind="warn">truncated<//>`}</h3>
@@ -41,9 +50,14 @@ const Completion = ({ completion, most }) =>
       ${Object.entries(completion.scores).map(([verifier, score]) => html`<div key=${verifier}><dt title="unweighted score of a verifier">${plain(verifier)}</dt><dd>${short(score)}</dd></div>`)}
       <div><dt>Length</dt><dd>${count(completion.length)} tokens</dd></div>
       ${completion.tool_tokens > 0 && html`<div><dt>From tools</dt><dd>${count(completion.tool_tokens)} tokens</dd></div>`}
+      ${completion.turns > 1 && html`<div><dt>Turns</dt><dd>${count(completion.turns)}</dd></div>`}
+      ${completion.tool_s > 0 && html`<div><dt>In its environment</dt><dd>${duration(completion.tool_s)}</dd></div>`}
     </dl>
-    <${Spans} completion=${completion} />
-    <${Tokens} passage=${completion.passage} label=${`Text of completion ${completion.index}`} />
+    ${completion.segments.map((segment, i) => {
+      const titled = completion.segments.length > 1;
+      const name = `${titled ? `segment ${i} of ` : ""}completion ${completion.index}`;
+      return html`<${Segment} key=${segment.index} segment=${segment} titled=${titled} name=${name} />`;
+    })}
     ${Object.entries(completion.note ?? {}).map(([verifier, said]) => html`<p key=${verifier} class="note">${plain(verifier)}: ${plain(JSON.stringify(said))}</p>`)}
   </article>`;
 

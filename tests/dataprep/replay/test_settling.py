@@ -1,0 +1,143 @@
+"""Which headers of rollouts with segments are settled, and which are dead letters."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config import RunConfig
+from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
+from services.dataprep.planning.step import segments_of
+from services.dataprep.replay.settling import settle
+from services.protocol.messages import Header
+from services.store import HeaderEntry
+from tests.support.tiny_model import make_config
+
+GROUP_SIZE, MAX_TOKENS = 4, 100
+OWNERS = [0, 0, 1, 2, 3, 3]
+S = len(OWNERS)
+
+
+@functools.cache
+def _config(min_group_size: int = 0) -> RunConfig:
+    sampling = {"group_size": GROUP_SIZE, "min_group_size": min_group_size, "max_tokens": 8}
+    environment = {"kind": "python", "name": "tools", "function": "anywhere:Tools"}
+    return make_config(
+        Path("unused"), sampling=sampling, model={"max_tokens": MAX_TOKENS}, environments=[environment],
+        data={"sources": [
+            {"kind": "jsonl", "path": "unused.jsonl", "name": "turns", "environment": "tools"},
+            {"kind": "jsonl", "path": "unused.jsonl", "name": "plain"},
+        ], "max_prompt_tokens": 10},
+    )  # fmt: skip
+
+
+def _header(**fields: Any) -> Header:
+    """Four rollouts of six segments; the second segment and the last two follow contexts of their own, the latter the same."""
+    given = {
+        "ticket": "0-1", "seq": 0, "epoch": 0, "index": 1, "payload": "0-1.1", "payload_bytes": 100, "prompt_tokens": 5,
+        "lengths": [60, 2, 3, 4, 5, 6], "rewards": [0.0, 1.0, 0.5, 1.0], "scores": {"tools": [0.0, 1.0, 0.5, 1.0]},
+        "truncated": [False] * 4, "oldest": [0] * S, "newest": [1] * S, "generator": "e", "generate_s": 0.1, "score_s": 0.1,
+        "source": "turns", "tool_tokens": [10, 0, 0, 0, 5, 0], "rollout": OWNERS, "context_tokens": [0, 30, 0, 0, 7, 7],
+        "contexts": [0, 1, 0, 0, 2, 2], "turns": [3, 1, 1, 2], "tool_s": [0.5, 0.0, 0.0, 2.0],
+    }  # fmt: skip
+    return Header(**{**given, **fields})
+
+
+def _action(header: Header, config: RunConfig) -> str:
+    return settle(HeaderEntry("1-0", header.ticket, header.payload, b"", header), 1, config).action
+
+
+def test_rollouts_of_several_segments_are_trained_on() -> None:
+    assert _action(_header(), _config()) == "insert"
+    assert _action(_header(turns=[], tool_s=[]), _config()) == "insert"
+    assert _action(_header(lengths=[95, 70, 3, 4, 5, 6]), _config()) == "insert"  # 5 + 95 and 30 + 70
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout": [0, 0, 1, 2, 2, 2]}, "must ascend from 0 to 3"),
+        ({"rollout": [0, 0, 1, 3, 2, 3]}, "must ascend from 0 to 3"),
+        ({"rollout": [0, 0, 1, 2, 3, 4]}, "must ascend from 0 to 3"),
+        ({"rollout": []}, "6 lengths, but 4 rollouts of 4 segments"),
+        ({"oldest": [0] * 4}, "4 oldest, but 4 rollouts of 6 segments"),
+        ({"contexts": [0, 1, 0]}, "3 contexts, but 4 rollouts of 6 segments"),
+        ({"contexts": []}, "contexts .* are impossible"),
+        ({"context_tokens": []}, "contexts .* are impossible"),
+        ({"contexts": [0, 2, 0, 0, 1, 1]}, "contexts .* are impossible"),
+        ({"context_tokens": [0, 30, 0, 0, 7, 8]}, "contexts .* are impossible"),
+        ({"context_tokens": [0, -1, 0, 0, 7, 7]}, "contexts .* are impossible"),
+        ({"turns": [1, 1, 1]}, "3 turns, but 4 rewards"),
+        ({"turns": [1, 0, 1, 1]}, "turns .* are impossible"),
+        ({"tool_s": [1.0, float("nan"), 1.0, 1.0]}, "seconds of tools .* are impossible"),
+        ({"truncated": [False] * 6}, "6 truncated, but 4 rewards"),
+        ({"tool_tokens": [0, 3, 0, 0, 0, 0]}, "tool tokens .* do not fit into lengths"),
+        ({"lengths": [96, 2, 3, 4, 5, 6]}, r"segments of \[101, 32, 8, 9, 12, 13\] tokens .* model.max_tokens = 100"),
+        ({"lengths": [0, 2, 3, 4, 5, 6], "tool_tokens": [0] * S}, "or empty"),
+        ({"source": "plain", "scores": {}}, "'plain' has no environment"),
+        ({"source": "plain"}, "scores of tools, but the verifiers are"),
+    ],
+)
+def test_segments_that_cannot_be_are_dead_letters(fields: dict[str, Any], message: str) -> None:
+    action = _action(_header(**fields), _config())
+    assert action.startswith("failed:")
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(action)
+
+
+def _without_the_last() -> Header:
+    return _header(
+        rewards=[0.0, 1.0, 0.5], scores={}, truncated=[False] * 3, turns=[], tool_s=[], rollout=OWNERS[:4],
+        lengths=[60, 2, 3, 4], oldest=[0] * 4, newest=[1] * 4, tool_tokens=[0] * 4, context_tokens=[], contexts=[],
+    )  # fmt: skip
+
+
+def test_a_group_may_lack_rollouts_down_to_the_smallest_size() -> None:
+    assert _action(_without_the_last(), _config(3)) == "insert"
+    assert _action(_without_the_last(), _config()) == "failed:the header has 3 rewards, but sampling.group_size is 4"
+    few = _action(_without_the_last(), _config(4))
+    assert few == "failed:the header has 3 rewards, but sampling.group_size is 4"
+    one = msgspec.structs.replace(_header(), rewards=[1.0])
+    assert "of which sampling.min_group_size requires 3" in _action(one, _config(3))
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=GROUP_SIZE, max_size=GROUP_SIZE),
+    st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    st.lists(st.integers(0, 9), min_size=12, max_size=12),
+    st.booleans(),
+)
+def test_what_is_inserted_can_be_planned(
+    counts: list[int], numbers: list[int], sizes: list[int], lengths: list[int], numbered: bool
+) -> None:
+    """`counts` segments of each rollout, of `numbers` contexts whose sizes are `sizes`: sensible if `numbered` as they occur."""
+    owners = [rollout for rollout, count in enumerate(counts) for _ in range(count)]
+    s = len(owners)
+    if numbered:
+        places = {0: 0, **{number: place for place, number in enumerate(dict.fromkeys(n for n in numbers[:s] if n), 1)}}
+        numbers, sizes = [places.get(number, 0) for number in numbers], [0, *(size + 1 for size in sizes[1:])]
+    header = _header(
+        rollout=owners, context_tokens=[sizes[number] for number in numbers[:s]], contexts=numbers[:s], lengths=lengths[:s],
+        oldest=[0] * s, newest=[0] * s, tool_tokens=[0] * s,
+    )  # fmt: skip
+    firsts = list(dict.fromkeys(number for number in numbers[:s] if number))
+    sensible = firsts == list(range(1, len(firsts) + 1)) and all((sizes[n] > 0) == (n > 0) for n in numbers[:s])
+    assert (_action(header, _config()) == "insert") == (sensible and min(lengths[:s]) > 0)
+    if not sensible or not min(lengths[:s]):
+        return
+    group = PlanGroup(
+        "0-1", "0-1.1", header.prompt_tokens, np.asarray(header.lengths), np.zeros(GROUP_SIZE), np.ones(GROUP_SIZE, bool),
+        np.asarray(header.tool_tokens), segments=segments_of(header),
+    )  # fmt: skip
+    _, (rank,) = plan_step(0, [group], Layout(1, MAX_TOKENS))
+    found = {sample.index: (sample.rollout, sample.tokens) for row in rank.rows for sample in row}
+    whole = [size + length for size, length in zip(header.context_sizes, header.lengths, strict=True)]
+    assert found == dict(enumerate(zip(header.owners, whole, strict=True)))
