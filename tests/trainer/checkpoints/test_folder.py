@@ -107,7 +107,9 @@ def test_latest_skips_what_is_damaged(results: dict[Any, list[Any]], tmp_path: P
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
+    assert checkpoints.passed_over == ""
     older = checkpoints.latest()
+    assert str(newest.folder) in checkpoints.passed_over
     assert older is not None
     assert older.step == 1
     assert "differs from the SHA-256" in caplog.text
