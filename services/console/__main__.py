@@ -33,6 +33,7 @@ app.add_typer(replay_app, name="replay")
 for command in (  # in the order of --help
     running.init,
     running.run,
+    running.fork,
     watching.ls,
     watching.status,
     watching.logs,
@@ -51,6 +52,7 @@ for command in (  # in the order of --help
     running.doctor,
     running.score,
     running.config,
+    running.version,
 ):
     app.command()(command)
 

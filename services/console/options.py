@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from services.console.errors import EXIT_STOPPED
+
 
 def show_version(wanted: bool) -> None:
     """Print the version of the installed package and exit."""
-    if not wanted:
-        return
+    if wanted:
+        print(f"grpo {installed_version() or '(not installed)'}")
+        raise typer.Exit
+
+
+def installed_version() -> str:
+    """Return the version of the installed package, or "" if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        print(f"grpo {version('grpo')}")
+        return version("grpo")
     except PackageNotFoundError:
-        print("grpo, not installed")
-    raise typer.Exit
+        return ""
+
+
+def confirm(question: str) -> None:
+    """Ask a question if somebody is there to answer it; end the command unless the answer is yes."""
+    if sys.stdin.isatty() and sys.stderr.isatty() and not typer.confirm(question, err=True):
+        raise typer.Exit(EXIT_STOPPED)
 
 
 Version = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")]
@@ -29,7 +42,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=valu
 Role = Annotated[str, typer.Option(help="all, generator, dataprep or trainer.")]
 Why = Annotated[str, typer.Option(help="Reason, recorded with the run.")]
 RedisUrl = Annotated[str, typer.Option(help="Redis of the run, redis://host:port/0; default: from the run folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Api = Annotated[str, typer.Option(help="Send the request to this service, https://host:port, instead of Redis.")]
 TokenFile = Annotated[
     str, typer.Option(help="File with the bearer token for --api; default: $GRPO_API_TOKEN, or the run folder's.")
@@ -41,6 +54,7 @@ WaitS = Annotated[
     float,
     typer.Option("--wait", metavar="[SECONDS]", min=0, max=3600, help="Wait for completion, at most this long; default: 300."),
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")]
 DEFAULT_WAIT_S = 300  # of `--wait` without a number
 Listen = Annotated[bool, typer.Option("--listen", help="Only test a collective: wait for another machine to connect.")]
 Reach = Annotated[str, typer.Option(metavar="HOST:PORT", help="Only test a collective: connect to the address --listen prints.")]

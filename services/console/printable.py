@@ -5,7 +5,6 @@ Guarantees: the output contains no control or invisible characters, except line 
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -31,7 +30,9 @@ def safe_json(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON that is safe for a terminal."""
-    print(safe_json(json.dumps(value, ensure_ascii=False, indent=2)))
+    import msgspec
+
+    print(safe_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()), flush=True)
 
 
 def _escape(c: str) -> str:

@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from services.config import digest, load_resolved, to_toml
-from services.console.__main__ import main
+from services.console.__main__ import app, main
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import RedisServer, start_server
 from services.protocol.messages import PodStatus
@@ -120,6 +121,7 @@ def test_a_run_of_an_older_version_goes_on_with_a_key_that_nothing_reads(
     config = small_config(tmp_path)
     folder = RunFolder.of(config)
     folder.write(config.model_copy(update={"loss": config.loss.model_copy(update={"kl_estimator": "k1_weighted"})}))
+    folder.metrics.write_text('{"step": 0}\n')
     assert grpo(capsys, "checkpoints", folder.path)[0] == 0
     again = ("run", tmp_path / "run.toml", "--resume", "99", "loss.kl_estimator=k1_weighted")
     assert "error: --resume 99: " in grpo(capsys, *again)[2]
@@ -144,6 +146,19 @@ def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     keys = json.loads(grpo(capsys, "config", "--explain", "--json")[1])
     assert all(key["help"] and key["type"] for key in keys)
     assert {"verifiers[].kind", "data.sources[](reasoning_gym).task", "run.name"} <= {key["key"] for key in keys}
+
+
+def test_versions_are_those_that_are_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(grpo(capsys, "version", "--json")[1])
+    assert found.keys() >= {"grpo", "python", "torch", "redis"}
+    assert f"grpo          {found['grpo']}" in grpo(capsys, "version")[1]
+
+
+def test_every_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that need no run say so in their help; `web` serves until it is interrupted."""
+    verbs = [name for name in get_command(app).commands if name not in ("inspect", "replay", "web")]
+    assert len(verbs) > 20
+    assert [name for name in verbs if "--json" not in grpo(capsys, name, "--help")[1]] == []
 
 
 async def begin(folder: RunFolder, server: RedisServer) -> None:
@@ -189,6 +204,10 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     assert (status["state"]["paused"], status["state"]["stopping"]) == ({}, f"{getpass.getuser()}: enough")
     assert (status["pods"][0]["name"], status["last_step"]["step"]) == ("trainer-0", 0.0)
     assert status["pods"][0]["age_s"] >= 0
+    assert json.loads(grpo(capsys, "pause", "small", "--json")[1])["done"].startswith("run small: ")
+    for words in (["3"], ["generators", "2", "small"], ["1", "small"]):
+        assert f"desired generators set to {words[-1] if len(words) == 1 else words[-2]}" in grpo(capsys, "scale", *words)[1]
+    assert "is not a number of generators: write grpo scale N [RUN]" in grpo(capsys, "scale", "small", "2")[2]
     code, text, _ = grpo(capsys, "audit", "small", "--json")
     assert (code, json.loads(text)["lost"]) == (0, 0)
     assert "issued" in grpo(capsys, "audit", "small")[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 
 from services.runtime.checkpoints import CheckpointFolder
-from tests.runs.test_run import start, steps_done, wait_for, write_run
+from tests.runs.test_run import finish, start, steps_done, wait_for, write_run
+from tests.support.console import ROOT
 from tests.support.harness import save_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -117,6 +119,7 @@ def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None
     assert done.returncode == 0, done.stdout
     assert [(one["problem"], one["latest"]) for one in json.loads(done.stdout)["checkpoints"]] == [("", False), ("", True)]
     _goes_on_with_two_ranks(folder, state["committed_step"])
+    _forks(folder)
     if refused:
         pytest.skip(f"all but the disk that refuses: nothing can be mounted here: {refused}")
 
@@ -133,6 +136,26 @@ def _goes_on_with_two_ranks(folder: Path, step: int) -> None:
     facts = written.complete()[-1].manifest.facts
     assert (facts["ranks"], facts["zero_stage"]) == (2, 3)
     assert "0 tickets lost, 0 duplicated" in output
+
+
+def _forks(folder: Path) -> None:
+    """Another run goes on from a checkpoint with groups of another size and another loss, and the first one stays as it is."""
+    before = sorted(path.name for path in (folder / NAME / "checkpoints").iterdir())
+    step = CheckpointFolder(folder / NAME / "checkpoints").complete()[0].step
+    settings = ("run.name=forked", f"run.steps={step + 4}", "sampling.group_size=2", "loss.policy=dapo", "trainer.ranks=1")
+    done = subprocess.run(
+        [sys.executable, "-m", "services.console", "fork", str(folder / NAME), "--at", str(step), *settings, "--json"],
+        capture_output=True, text=True, cwd=folder, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["step"], told["changes"]["sampling.group_size"]) == (step, [4, 2])
+    output = finish(start(folder / "forked.toml"))
+    assert "(from its checkpoint)" in output
+    assert f"restored from checkpoint {step}" in output
+    assert "0 tickets lost, 0 duplicated, 0 dropped" in output
+    assert steps_done(folder, "forked") == step + 4, "the curve begins where the old one's did"
+    assert sorted(path.name for path in (folder / NAME / "checkpoints").iterdir()) == before
 
 
 def _seal(root: Path) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from services.config import RunConfig, load_resolved
 from services.console.attach import attach, existing, find, later
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.printable import print_json
 from services.operations.control import Control, InvalidRequest, Refused, RunControl, modes_of
 from services.operations.inspection.deadletters import RequeueAnswer
 from services.protocol.errors import NotFound
@@ -37,6 +38,7 @@ class Target:
     api: str = ""
     token_file: str = ""
     ca_file: str = ""
+    as_json: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ async def pause(target: Target, role: str, mode: PauseMode, why: str, wait_s: fl
     roles = roles_of(role, mode)
     async with reach(target) as run:
         left = await run.control.pause(roles, mode, why or "grpo pause", who(), wait_s)
-    return concluded(f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s)
+    return concluded(target, f"{run.prefix}{', '.join(roles)} paused{run.later}", left, wait_s)
 
 
 async def resume(target: Target, role: str, wait_s: float) -> int:
@@ -112,7 +114,7 @@ async def resume(target: Target, role: str, wait_s: float) -> int:
     roles = roles_of(role)
     async with reach(target) as run:
         left = await run.control.resume(roles, wait_s)
-    return concluded(f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s)
+    return concluded(target, f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s)
 
 
 async def stop(target: Target, why: str, wait_s: float) -> int:
@@ -122,7 +124,7 @@ async def stop(target: Target, why: str, wait_s: float) -> int:
             raise Refused(f"it has already finished: {run.state.finished}")
         left = await run.control.stop(why or "grpo stop", who(), wait_s)
     return concluded(
-        f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s
+        target, f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s
     )
 
 
@@ -131,7 +133,7 @@ async def scale(target: Target, generators: int, why: str, wait_s: float) -> int
     async with reach(target) as run:
         left = await run.control.scale(generators, why or "grpo scale", who(), wait_s)
     waits = "; the run waits until there is one" if generators == 0 else ""
-    return concluded(f"{run.prefix}desired generators set to {generators}{waits}{run.later}", left, wait_s)
+    return concluded(target, f"{run.prefix}desired generators set to {generators}{waits}{run.later}", left, wait_s)
 
 
 async def checkpoint(target: Target, why: str, wait_s: float) -> int:
@@ -139,18 +141,18 @@ async def checkpoint(target: Target, why: str, wait_s: float) -> int:
     async with reach(target) as run:
         asked = await run.control.checkpoint(why or "grpo checkpoint", who(), wait_s if run.live else 0.0)
     if asked.saved:
-        return concluded(f"{run.prefix}checkpoint of step {asked.step} written")
+        return concluded(target, f"{run.prefix}checkpoint of step {asked.step} written")
     if asked.failure:
         raise ConsoleError(f"{run.prefix}{asked.failure}", EXIT_FAILED)
     what = f"{run.prefix}checkpoint requested, of step {asked.step} or the step in training{run.later}"
-    return concluded(what, ["trainer"], wait_s)
+    return concluded(target, what, ["trainer"], wait_s)
 
 
 async def restore(target: Target, step: int, wait_s: float) -> int:
     """Restore a run to a checkpoint; a stopped run does this when it resumes."""
     async with reach(target) as run:
         left = (await run.control.restore(step, wait_s if run.live else 0.0)).waiting_for
-    return concluded(f"{run.prefix}restore to step {step} requested{run.later}", left, wait_s)
+    return concluded(target, f"{run.prefix}restore to step {step} requested{run.later}", left, wait_s)
 
 
 async def drain(target: Target, pod: str, wait_s: float) -> int:
@@ -167,7 +169,9 @@ async def drain(target: Target, pod: str, wait_s: float) -> int:
             left = client.drain(wait_s).rollouts
     except ApiError as error:
         raise ConsoleError(str(error), EXIT_CONFIG if 0 < error.status < 500 else EXIT_FAILED) from None
-    return concluded(f"{pod} is draining: it claims no more tickets", [f"{left} tickets of {pod}"] if left else [], wait_s)
+    return concluded(
+        target, f"{pod} is draining: it claims no more tickets", [f"{left} tickets of {pod}"] if left else [], wait_s
+    )
 
 
 async def requeue(target: Target, ids: Sequence[str], everything: bool, reason: str) -> tuple[RequeueAnswer, Reached]:
@@ -200,10 +204,11 @@ def roles_of(role: str, mode: PauseMode = "keep") -> tuple[Role, ...]:
     return chosen
 
 
-def concluded(what: str, left: Sequence[str] = (), wait_s: float = 0.0) -> int:
+def concluded(target: Target, what: str, left: Sequence[str] = (), wait_s: float = 0.0) -> int:
     """Print the result of a request and return the exit code."""
-    if wait_s and left:
-        print(f"{what}; timed out after {wait_s:g} s waiting for {', '.join(left)}")
-        return EXIT_FAILED
-    print(what)
-    return EXIT_OK
+    late = bool(wait_s and left)
+    if target.as_json:
+        print_json({"done": what, "waiting_for": list(left), "timed_out": late})
+    else:
+        print(f"{what}; timed out after {wait_s:g} s waiting for {', '.join(left)}" if late else what)
+    return EXIT_FAILED if late else EXIT_OK

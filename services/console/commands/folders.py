@@ -16,11 +16,10 @@ import msgspec
 
 from services.config import load_resolved
 from services.console.attach import existing_folder
-from services.console.commands.verbs import print_json
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.local import conditions
 from services.console.local.folder import RunFolder
-from services.console.printable import cell, printable
+from services.console.printable import cell, print_json, printable, safe_json
 from services.operations import figures
 
 POLL_S = 0.2  # between looks at logs that are followed
@@ -56,11 +55,11 @@ def ls(folder: Path, as_json: bool) -> int:
     return EXIT_OK
 
 
-def logs(run: str, service: str, lines: int, follow: bool) -> int:
+def logs(run: str, service: str, lines: int, follow: bool, as_json: bool = False) -> int:
     """Print the last lines of a run's logs, and then what is added."""
     folder = existing_folder(run)
     files = _files(folder, service)
-    width = max(len(file.stem) for file in files)
+    width = -1 if as_json else max(len(file.stem) for file in files)
     ends: dict[Path, int] = {}
     for file in files:
         text, ends[file] = _tail(file, lines)
@@ -136,6 +135,9 @@ def _added(file: Path, start: int) -> tuple[bytes, int]:
 
 def _say(file: Path, text: bytes, width: int, named: bool) -> None:
     for line in _lines(text):
+        if width < 0:
+            print(safe_json(msgspec.json.encode({"service": file.stem, "line": line}).decode()), flush=True)
+            continue
         print(f"{file.stem:<{width}}  {line}" if named else line, flush=True)
 
 

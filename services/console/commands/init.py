@@ -10,6 +10,7 @@ from services.console.doctor.packages import there
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.initial.form import write
 from services.console.initial.look import SeenModel, SeenReward, SeenRows, look_at_data, look_at_model, look_at_reward
+from services.console.printable import print_json
 
 MODEL = "Qwen/Qwen3-0.6B"
 MOST_TOKENS = 2**31 - 1
@@ -42,8 +43,6 @@ def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
         file.unlink(missing_ok=True)
         raise ConsoleError(f"{file} was not written: {error}", EXIT_CONFIG) from None
     if as_json:
-        from services.console.printable import print_json
-
         print_json({"file": str(file), "model": vars(seen), "data": vars(rows) if rows else None, "run": config.run.name})
         return EXIT_OK
     for line in _told(seen, rows, chosen):

@@ -1,4 +1,4 @@
-"""Commands that start a run or prepare for it: init, run, smoke, acl, doctor, score, config."""
+"""Commands that start a run or prepare for it: init, run, fork, smoke, acl, doctor, score, config, version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from services.console.commands import finish
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.options import File, Json, Listen, Overrides, Reach, RedisUrl, Run
+from services.console.options import File, Json, Listen, Overrides, Reach, RedisUrl, Run, Yes
 
 
 def init(
@@ -41,25 +41,59 @@ def run(
         str, typer.Option(metavar="latest|STEP", help="Fail unless the run exists; with STEP, restore that checkpoint first.")
     ] = "",
     web: Annotated[bool, typer.Option("--web", help="Serve the web console, on web.port or a free port.")] = False,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> int:
     """Run a configuration on this machine until it finishes. Rerun the same command to resume a stopped run.
 
     The run resumes from its state in Redis or, without one, from the last checkpoint. With --resume STEP it first returns to that
     checkpoint and retrains the steps after it.
     All files are in run.dir/run.name: config.toml, logs/, checkpoints/, metrics.jsonl, summary.json, report.png.
-    Ctrl-C stops the run cleanly; press it again to kill the services.
+    Ctrl-C stops the run cleanly; press it again to kill the services. With --json, the summary is printed at the end and
+    everything else on standard error.
     """
-    from services.console.local.run import Options
     from services.console.local.run import run as run_here
+    from services.console.start.checked import Options
 
-    return run_here(Options(file, overrides or [], redis_url, screen, fresh, resume, web))
+    return run_here(Options(file, overrides or [], redis_url, screen, fresh, resume, web, yes, as_json))
+
+
+def version(as_json: Json = False) -> int:
+    """Print the versions of grpo, of Python, and of the packages that do the work."""
+    from services.console.commands import version as versions
+
+    return versions.version(as_json)
+
+
+def fork(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or run name under runs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="section.key=value", help="Settings that differ; run.name names the new run.")
+    ] = None,
+    at: Annotated[
+        int | None, typer.Option("--at", metavar="STEP", min=0, help="Step of a checkpoint; default: the latest.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Make another run from a checkpoint of a run, with other settings.
+
+    The new run has a folder beside the old one. It continues with the policy, the optimizer state and the prompts of that step.
+    The command writes the new run's configuration file and prints how to start it.
+    """
+    from services.console.start import fork as forking
+
+    return forking.fork(run, at, overrides or [], as_json)
 
 
 def smoke(
     run: Run = "",
     redis_url: RedisUrl = "",
     steps: Annotated[int, typer.Option(min=1, help="Number of further steps to wait for.")] = 3,
-    limit_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 600.0,
+    limit_s: Annotated[
+        float,
+        typer.Option("--wait", "--limit-s", metavar="[SECONDS]", min=0, help="Wait for them, at most this long; default: 600."),
+    ] = 600.0,
+    as_json: Json = False,
 ) -> int:
     """Verify that a run makes progress.
 
@@ -68,7 +102,7 @@ def smoke(
     """
     from services.console.commands import smoke as smoking
 
-    return finish(smoking.smoke(run, redis_url, steps, limit_s))
+    return finish(smoking.smoke(run, redis_url, steps, limit_s, as_json))
 
 
 def acl(
@@ -76,6 +110,7 @@ def acl(
     users: Annotated[
         Path, typer.Option("--users", metavar="DIR", help="Folder of passwords (redis.users_dir); missing ones are created.")
     ],
+    as_json: Json = False,
 ) -> int:
     """Print the Redis users of a run as lines of an ACL file.
 
@@ -83,10 +118,14 @@ def acl(
     `grpo run` adds them to its own server. For any other server, add the lines there and give each pod the password of its kind.
     """
     from services.console.local.secrets import user_passwords
+    from services.console.printable import print_json
     from services.store.acl import users as lines
 
-    for line in lines(run, user_passwords(users)):
-        print(line)
+    given = list(lines(run, user_passwords(users)))
+    if as_json:
+        print_json({"run": run, "users": given})
+    else:
+        print(*given, sep="\n")
     return EXIT_OK
 
 

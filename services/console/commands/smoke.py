@@ -11,13 +11,13 @@ import time
 from services.console.attach import Attached, attach
 from services.console.commands.audit import audit
 from services.console.errors import EXIT_FAILED, EXIT_OK, ConsoleError
-from services.console.printable import printable
+from services.console.printable import print_json, printable
 from services.operations.observe import fleet
 
 POLL_S = 0.5
 
 
-async def smoke(run: str, redis_url: str, steps: int, limit_s: float) -> int:
+async def smoke(run: str, redis_url: str, steps: int, limit_s: float, as_json: bool = False) -> int:
     """Wait until a run trains `steps` more steps or ends, then audit its tickets. Raise `ConsoleError` if either fails."""
     async with attach(run, redis_url) as attached:
         ended = await _watch(attached, steps, time.monotonic() + limit_s)
@@ -25,7 +25,10 @@ async def smoke(run: str, redis_url: str, steps: int, limit_s: float) -> int:
     if not found.ok:
         raise ConsoleError(f"run {attached.name}: the audit found a problem: see grpo audit", EXIT_FAILED)
     progress = f"finished ({ended})" if ended else f"trained {steps} more steps"
-    print(f"run {attached.name}: {progress}, no ticket lost or duplicated")
+    if as_json:
+        print_json({"run": attached.name, "finished": ended, "steps": None if ended else steps, **found.as_dict()})
+    else:
+        print(f"run {attached.name}: {progress}, no ticket lost or duplicated")
     return EXIT_OK
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
 
 from services.console.commands import finish
-from services.console.options import Api, CaFile, RedisUrl, Role, Run, TokenFile, WaitS, Why
+from services.console.options import Api, CaFile, Json, RedisUrl, Role, Run, TokenFile, WaitS, Why, Yes, confirm
 
 
 def pause(
@@ -20,6 +21,7 @@ def pause(
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
+    as_json: Json = False,
 ) -> int:
     """Pause services of a run until they are resumed.
 
@@ -29,7 +31,7 @@ def pause(
     """
     from services.console.commands import control
 
-    return finish(control.pause(control.Target(run, redis_url, api, token_file, ca_file), role, mode, why, wait))
+    return finish(control.pause(control.Target(run, redis_url, api, token_file, ca_file, as_json), role, mode, why, wait))
 
 
 def resume(
@@ -40,6 +42,7 @@ def resume(
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
+    as_json: Json = False,
 ) -> int:
     """Resume paused services.
 
@@ -47,19 +50,18 @@ def resume(
     """
     from services.console.commands import control
 
-    return finish(control.resume(control.Target(run, redis_url, api, token_file, ca_file), role, wait))
+    return finish(control.resume(control.Target(run, redis_url, api, token_file, ca_file, as_json), role, wait))
 
 
 def scale(
-    what: Annotated[Literal["generators"], typer.Argument(metavar="generators", help="Resource to scale.")],
-    number: Annotated[int, typer.Argument(metavar="N", min=0, help="Desired number; 0: the run waits.")],
-    run: Run = "",
+    words: Annotated[list[str], typer.Argument(metavar="N [RUN]", help="Desired number of generators; 0: the run waits.")],
     redis_url: RedisUrl = "",
     why: Why = "",
     wait: WaitS = 0.0,
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
+    as_json: Json = False,
 ) -> int:
     """Set the number of generators, while the run trains.
 
@@ -68,7 +70,8 @@ def scale(
     """
     from services.console.commands import control
 
-    return finish(control.scale(control.Target(run, redis_url, api, token_file, ca_file), number, why, wait))
+    number, run = number_and_run(words)
+    return finish(control.scale(control.Target(run, redis_url, api, token_file, ca_file, as_json), number, why, wait))
 
 
 def drain(
@@ -78,6 +81,7 @@ def drain(
     wait: WaitS = 0.0,
     token_file: TokenFile = "",
     ca_file: CaFile = "",
+    as_json: Json = False,
 ) -> int:
     """Drain one generator.
 
@@ -87,7 +91,7 @@ def drain(
     """
     from services.console.commands import control
 
-    return finish(control.drain(control.Target(run, redis_url, "", token_file, ca_file), pod, wait))
+    return finish(control.drain(control.Target(run, redis_url, "", token_file, ca_file, as_json), pod, wait))
 
 
 def checkpoint(
@@ -98,6 +102,7 @@ def checkpoint(
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
+    as_json: Json = False,
 ) -> int:
     """Make the trainer write a checkpoint now.
 
@@ -106,7 +111,7 @@ def checkpoint(
     """
     from services.console.commands import control
 
-    return finish(control.checkpoint(control.Target(run, redis_url, api, token_file, ca_file), why, wait))
+    return finish(control.checkpoint(control.Target(run, redis_url, api, token_file, ca_file, as_json), why, wait))
 
 
 def restore(
@@ -117,6 +122,7 @@ def restore(
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
+    as_json: Json = False,
 ) -> int:
     """Restore a run to a checkpoint.
 
@@ -125,7 +131,7 @@ def restore(
     """
     from services.console.commands import control
 
-    return finish(control.restore(control.Target(run, redis_url, api, token_file, ca_file), step, wait))
+    return finish(control.restore(control.Target(run, redis_url, api, token_file, ca_file, as_json), step, wait))
 
 
 def stop(
@@ -133,15 +139,30 @@ def stop(
     redis_url: RedisUrl = "",
     why: Why = "",
     wait: WaitS = 0.0,
+    yes: Yes = False,
     api: Api = "",
     token_file: TokenFile = "",
     ca_file: CaFile = "",
+    as_json: Json = False,
 ) -> int:
-    """End a run early, permanently.
+    """End a run early, permanently. On a terminal, ask first.
 
     The trainer finishes its step, saves and ends the run. To resume later, press Ctrl-C in `grpo run` instead. With --wait, exit
     code 1: the run has not ended in time. --api must be dataprep's address.
     """
     from services.console.commands import control
 
-    return finish(control.stop(control.Target(run, redis_url, api, token_file, ca_file), why, wait))
+    if not yes and not as_json:
+        confirm(f"End run {run or 'in the newest folder'} for good? To resume it later, press Ctrl-C in grpo run instead.")
+
+    return finish(control.stop(control.Target(run, redis_url, api, token_file, ca_file, as_json), why, wait))
+
+
+def number_and_run(words: Sequence[str]) -> tuple[int, str]:
+    """Return the number of generators and the run of `grpo scale`, whose first word may be what is scaled."""
+    given = list(words[1:] if words[0] == "generators" else words)
+    if not given or not given[0].isdecimal():
+        raise typer.BadParameter(f"{' '.join(given) or 'nothing'!r} is not a number of generators: write grpo scale N [RUN]")
+    if len(given) > 2:
+        raise typer.BadParameter(f"{given[2]!r} is too much: write grpo scale N [RUN]")
+    return int(given[0]), "".join(given[1:])

@@ -9,7 +9,7 @@ import msgspec
 
 from services.console.attach import Attached, attach, existing
 from services.console.errors import EXIT_FAILED, EXIT_OK
-from services.console.printable import cell, printable, safe_json
+from services.console.printable import cell, print_json, printable
 from services.operations.awaited import awaited
 from services.operations.observe import Member, fleet
 from services.store import RunState
@@ -113,8 +113,3 @@ def _show_evaluation(evaluation: EvaluationState, last: Mapping[str, float]) -> 
         print(figures.evaluation_line(last))
     if evaluation.abandoned:
         print(f"last evaluation abandoned: {printable(evaluation.abandoned)}")
-
-
-def print_json(value: Any) -> None:
-    """Print a value as JSON that is safe for a terminal."""
-    print(safe_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))

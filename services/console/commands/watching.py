@@ -26,11 +26,12 @@ def logs(
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="A pod or a kind of service; default: all.")] = "",
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines of each log to print first.")] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Print the logs of a run's services."""
     from services.console.commands import folders
 
-    return folders.logs(run, service, lines, follow)
+    return folders.logs(run, service, lines, follow, as_json)
 
 
 def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:

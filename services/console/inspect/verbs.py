@@ -14,10 +14,9 @@ from services.console.commands.audit import as_table
 from services.console.commands.audit import audit as count
 from services.console.commands.control import Target
 from services.console.commands.control import requeue as request_requeue
-from services.console.commands.verbs import print_json
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.inspect import tables
-from services.console.printable import safe_json
+from services.console.printable import print_json, safe_json
 from services.operations.inspection import Answer, deadletters
 from services.operations.inspection.buffer import inspect_buffer
 from services.operations.inspection.group import inspect_group

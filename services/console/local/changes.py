@@ -30,9 +30,12 @@ def in_words(found: Changes) -> str:
     return ", ".join(f"{key} from {before!r} to {now!r}" for key, (before, now) in found.items())
 
 
-def record(file: Path, step: int, found: Changes) -> None:
-    """Append the changes to the run's history: they hold from `step` on."""
-    line = {"step": step, "time_s": time.time(), "changes": {key: list(values) for key, values in found.items()}}
+def record(file: Path, step: int, found: Mapping[str, tuple[Any, Any]], forked_from: str = "") -> None:
+    """Append the changes to the run's history: they hold from `step` on. `forked_from`: folder of the run that it came from."""
+    line: dict[str, Any] = {"step": step, "time_s": time.time()}
+    if forked_from:
+        line["forked_from"] = forked_from
+    line["changes"] = {key: list(values) for key, values in found.items()}
     with file.open("ab") as lines:
         lines.write(msgspec.json.encode(line) + b"\n")
 

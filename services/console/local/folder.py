@@ -120,11 +120,27 @@ class RunFolder:
         if (held := self.held()) is None:
             return False
         if digest(held) != digest(config):
-            raise ConsoleError(self._refusal(f"a run with another configuration: {_differences(held, config)}"), EXIT_CONFIG)
+            what = f"a run with another configuration: {_differences(held, config)}"
+            raise ConsoleError(self._refusal(f"{what}. These keys say what is trained, and stay as they began"), EXIT_CONFIG)
         return True
 
+    def holds(self, config: RunConfig) -> bool:
+        """Return whether the folder holds the run of this configuration."""
+        try:
+            held = load_resolved(self.config)
+            return digest(held) == digest(config)
+        except ConfigError:
+            return False
+
+    @property
+    def untrained(self) -> bool:
+        """Whether no step of a run here is known to its files: it has neither metrics nor checkpoints."""
+        metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return not metrics and not any(self.checkpoints.glob("step-*"))
+
     def _refusal(self, what: str) -> str:
-        return f"{self.path} holds {what}; choose another run.name, or delete it with --fresh"
+        remedy = "choose another run.name, continue from a checkpoint with grpo fork, or delete it with --fresh"
+        return f"{self.path} holds {what}; {remedy}"
 
     def clear(self) -> None:
         """Delete the run, except for the lock. Refuse a folder that holds anything but a run."""

@@ -14,34 +14,38 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from services.config import ConfigError, RunConfig, digest
-from services.config.load import load_with_places
-from services.config.reading.places import KeyPlaces
+from services.config import RunConfig, digest, load
 from services.console.display.plain import PlainDisplay
-from services.console.doctor import Finding
-from services.console.doctor.preflight import Check, check_again, faults_of, preflight
+from services.console.doctor.preflight import Check, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import conditions, summary
 from services.console.local.changes import Changes, changes, in_words, record
-from services.console.local.code import with_kept_code
-from services.console.local.folder import RunFolder, check_redis, resolve, split_password
+from services.console.local.folder import RunFolder, resolve
 from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.mirror import EVALUATED, Mirror
 from services.console.local.plan import common_environment, forced_backend, most_generators, plan_units, visible_gpus
 from services.console.local.redis_server import RedisServer, start_server
 from services.console.local.secrets import write_secret
+from services.console.printable import print_json
+from services.console.start.checked import (
+    Options,
+    checked,
+    fresh_or_asked,
+    judged_as_before,
+    placed_error,
+    redis_of,
+    resumed_step,
+)
 from services.operations.condition import Condition
-from services.operations.inspection.checkpoints import restorable
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
-from services.runtime.checkpoints import CheckpointError, CheckpointFolder
 from services.runtime.http.credentials import api_tokens, redis_password
 from services.runtime.process_tools import free_port
 from services.runtime.processes.child_processes import ServicePlan
@@ -53,31 +57,28 @@ ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit; after 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command-line options of `grpo run`."""
-
-    file: Path
-    overrides: Sequence[str] = ()
-    redis_url: str = ""
-    screen: bool = True
-    fresh: bool = False
-    resume: str = ""  # `latest`, or the step of a checkpoint
-    web: bool = False  # serve the web console
-
-
 def run(options: Options, planner: Planner = plan_units, check: Check | None = None) -> int:
     """Run until finished or stopped, and return the exit code. `check`: what a new run is checked with, before it is started."""
+    if not options.as_json:
+        return _run(options, planner, check)
+    with contextlib.redirect_stdout(sys.stderr):
+        code = _run(replace(options, screen=False), planner, check)
+    print_json(summary.read(RunFolder.of(load(options.file, options.overrides)).summary))
+    return code
+
+
+def _run(options: Options, planner: Planner, check: Check | None) -> int:
     gpus = visible_gpus(os.environ)
-    config, places = _checked(options, check or (lambda config: preflight(config, gpus, os.environ, own=True)))
-    url, password = _url(options, config)
+    config, places = checked(options, check or (lambda config: preflight(config, gpus, os.environ, own=True)))
+    url, password = redis_of(options, config)
     folder = RunFolder.of(config)
     backend = forced_backend(config, gpus)
     try:
         with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
             config = resolve(config, folder, backend=backend, web_port=config.web.port or (free_port() if options.web else 0))
+            options = fresh_or_asked(options, config, folder, lambda: asyncio.run(_trained(folder, config, url, password)))
             if not options.fresh:
-                config = _judged_as_before(config, folder)
+                config = judged_as_before(config, folder)
             held = not options.fresh and folder.check(config)
             before = folder.held() if held else None
             step = resumed_step(options, folder, held)
@@ -85,7 +86,7 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
                 try:
                     asyncio.run(_claim_name(config, url, _administrator(config, password), options.fresh))
                 except StoreError as error:
-                    raise _placed(error, options, url, places) from None
+                    raise placed_error(error, options, url, places) from None
             if options.fresh:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):
@@ -100,73 +101,27 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
         return EXIT_STOPPED
 
 
-def _url(options: Options, config: RunConfig) -> tuple[str, str]:
-    """Return the address of the run's Redis, empty for a server of its own, and its password."""
-    return split_password(options.redis_url or config.redis.url)
-
-
-def _placed(error: StoreError, options: Options, url: str, places: KeyPlaces) -> StoreError:
-    """Return an error about Redis with the key that says where it is, unless that is an option of the command."""
-    if options.redis_url:
-        return error
-    said = str(error)
-    return StoreError(places.told(said if said.startswith("redis.url = ") else f"redis.url = {url!r}: {said}"))
-
-
-def _checked(options: Options, check: Check) -> tuple[RunConfig, KeyPlaces]:
-    """Load the configuration and check everything that the run needs. Return it, and where its keys are set.
-
-    Raises `ConfigError` with all faults.
-
-    A run that has begun resumes with the data and functions that it began with, which its services compare.
-    """
-
-    def begun(config: RunConfig) -> RunConfig | None:
-        return None if options.fresh else RunFolder.of(config).held()
-
-    def needed(config: RunConfig) -> list[Finding]:
-        redis = check_redis(config, _url(options, config)[0])
-        return [*redis, *(check_again(config) if begun(config) else check(config))]
-
-    loaded, found = faults_of(lambda before: load_with_places(options.file, options.overrides, before=before), needed, begun)
-    faults = [one.line for one in found if one.state == "fault"]
-    if faults or loaded is None:
-        raise ConfigError(*faults)
-    return loaded
-
-
-def _judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """Return the configuration with the code that the run in the folder is judged by, and say if it has changed since."""
-    if (held := folder.held()) is None:
-        return config
-    config, changed = with_kept_code(config, held)
-    for path in changed:
-        _say(f"{path} has changed since the run began; it continues with the copy in {folder.code}")
-    return config
-
-
-def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
-    """Return the step of the checkpoint that --resume requests; None: resume from the current state. Raise `ConsoleError`."""
-    asked = options.resume
-    if not asked:
-        return None
-    if options.fresh:
-        raise ConsoleError(f"--resume {asked} and --fresh are mutually exclusive: remove one", EXIT_CONFIG)
-    if not held:
-        raise ConsoleError(f"--resume {asked}: {folder.path} holds no run yet; remove --resume to start one", EXIT_CONFIG)
-    if asked == "latest":
-        return None
-    if not asked.isdecimal():
-        raise ConsoleError(f"--resume {asked}: give `latest` or the step of a checkpoint (grpo checkpoints)", EXIT_CONFIG)
-    try:
-        return restorable(CheckpointFolder(folder.path / "checkpoints"), int(asked)).step
-    except CheckpointError as error:
-        raise ConsoleError(f"--resume {asked}: {error}", EXIT_CONFIG) from None
-
-
 def _administrator(config: RunConfig, password: str = "") -> Login:
     """Return the login that loads the functions and deletes old data, which none of the run's own users may do."""
     return Login(password or redis_password(config) or "", ca_file=config.redis.ca_file)
+
+
+async def _trained(folder: RunFolder, config: RunConfig, url: str, password: str) -> int:
+    """Return how many steps the run of this name has trained, by its Redis."""
+    server = None if url or not (folder.redis / "password").exists() else start_server(folder, config.redis.appendfsync)
+    try:
+        if server is None and not url:
+            return 0
+        login = Login(server.password) if server else _administrator(config, password)
+        store = await Store.connect(server.url if server else url, config.run.name, login)
+        try:
+            state = await store.run.state()
+        finally:
+            await store.close()
+    finally:
+        if server is not None:
+            server.stop()
+    return state.committed_step + 1 if state else 0
 
 
 async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) -> None:
@@ -290,8 +245,9 @@ class _Job:
                 )
             else:
                 display = stack.enter_context(PlainDisplay(config.run.steps))
-            new = observer.last.state is None
-            where = "new" if new else f"resuming at {observer.last.committed_step + 1} of {config.run.steps} steps"
+            where = f"resuming at {observer.last.committed_step + 1} of {config.run.steps} steps"
+            if observer.last.state is None:
+                where = "from its checkpoint" if any(self.folder.checkpoints.glob("step-*")) else "new"
             display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
             if observer.last.state is not None and observer.last.state.paused:
                 display.event(f"it is paused and trains nothing until it is resumed: grpo resume {self.folder.path}")

@@ -10,7 +10,7 @@ from services.config import ConfigError, RunConfig, digest, load, load_resolved
 from services.console.errors import ConsoleError
 from services.console.local.code import with_kept_code
 from services.console.local.folder import RunFolder
-from services.console.local.run import _judged_as_before
+from services.console.start.checked import judged_as_before
 from tests.support.harness import small_config
 
 ONE, OTHER = "def score(completion):\n    return 1\n", "def score(completion):\n    return 2\n"
@@ -49,12 +49,12 @@ def test_a_run_goes_on_with_the_code_that_it_began_with(
     assert copy.is_relative_to(folder.code.absolute())
     assert copy.read_text() == ONE
     assert digest(written) == digest(config) == digest(load_resolved(folder.config)), "the folder does not count"
-    assert _judged_as_before(config, folder) == written
+    assert judged_as_before(config, folder) == written
     assert capsys.readouterr().err == ""
 
     (tmp_path / "rewards.py").write_text(OTHER)
     assert digest(config) != digest(written), "the content does"
-    again = _judged_as_before(config, folder)
+    again = judged_as_before(config, folder)
     assert again == written
     assert folder.check(again)
     assert "rewards.py has changed since the run began; it continues with the copy in" in capsys.readouterr().err
@@ -75,7 +75,7 @@ def test_another_function_is_another_run(config: RunConfig, tmp_path: Path) -> N
         update={"verifiers": [config.verifiers[0].model_copy(update={"function": f"{tmp_path}/rewards.py:other"})]}
     )
     with pytest.raises(ConsoleError, match="a run with another configuration: verifiers"):
-        folder.check(_judged_as_before(changed, folder))
+        folder.check(judged_as_before(changed, folder))
 
 
 def test_a_file_that_is_not_there_is_named(config: RunConfig, tmp_path: Path) -> None:

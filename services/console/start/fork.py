@@ -1,0 +1,150 @@
+"""Implements `grpo fork`: another run from a checkpoint of a run, with other settings.
+
+Guarantees: the old run is only read; a folder that has a configuration has the complete checkpoint; a setting that the checkpoint
+cannot continue with is refused with the reason. Groups that were not trained on are generated again, under the new settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from services.config import ConfigError, RunConfig, digest, to_toml
+from services.config.load import NOT_DEFINING, load_with_places
+from services.config.reading.places import COMMAND_LINE
+from services.config.root import Api, Redis, Web
+from services.config.verifiers import needs_answer, needs_row
+from services.console.attach import existing_folder
+from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
+from services.console.local.changes import flat, record
+from services.console.local.folder import RunFolder
+from services.console.printable import print_json
+from services.operations.history import EVALUATED, STEP
+from services.operations.inspection.checkpoints import restorable
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FileRecord, FolderError, FolderManifest
+from services.runtime.checkpoints import SNAPSHOT, CheckpointError, CheckpointFolder, Saved
+from services.store.snapshot_format import Snapshot, SnapshotError, Writer
+
+FIXED = {
+    "run.seed": "the order of prompts, which the checkpoint continues, follows from it",
+    "data": "the checkpoint continues the order of the prompts that the run began with",
+    "model": "the checkpoint has the weights and the optimizer state of the run's model",
+    "lora": "the checkpoint has the weights and the optimizer state of the run's adapters",
+    "reference": "the checkpoint has the reference policy",
+    "replay": "the checkpoint has the clocks and counters of the replay table",
+    "redis.payload_shards": "it is part of what a run is in Redis",
+}
+"""Keys and sections that a fork keeps -> why."""
+
+
+def fork(run: str, at: int | None, overrides: Sequence[str], as_json: bool) -> int:
+    """Make the folder of the new run, and a configuration file to start it with, in the working folder."""
+    old = existing_folder(run)
+    held = old.held()
+    assert held is not None
+    saved = _checkpoint(old, at)
+    config = _configured(old, held, saved.step, overrides)
+    new, file = RunFolder.of(config), Path(f"{config.run.name}.toml")
+    for path in (new.config, file):
+        if path.exists():
+            raise ConsoleError(f"{path} already exists: give the new run another name with run.name=NAME", EXIT_CONFIG)
+    try:
+        copied = _copy(saved, new, config)
+    except (FolderError, SnapshotError, OSError) as error:
+        raise ConsoleError(f"{new.path} cannot be written: {error}", EXIT_CONFIG) from None
+    for name, key, last in (("metrics", STEP, saved.step), ("evaluations", EVALUATED, saved.step + 1)):
+        _history(getattr(old, name), getattr(new, name), key, last)
+    changed = {key: values for key, values in _differences(held, config).items() if key != "run.name"}
+    record(new.changes, saved.step + 1, changed, forked_from=str(old.path))
+    file.write_text(f"# Forked from {old.path} at step {saved.step}.\n{to_toml(config)}", encoding="utf-8")
+    new.write(config)  # last: a folder with a configuration is a run
+    if as_json:
+        told = {"run": config.run.name, "folder": str(new.path), "file": str(file), "step": saved.step, "checkpoint": str(copied)}
+        print_json({**told, "changes": {key: list(values) for key, values in changed.items()}})
+    else:
+        print(f"forked {old.path} at step {saved.step} into {new.path}; start it with `grpo run {file}`")
+    return EXIT_OK
+
+
+def _checkpoint(old: RunFolder, at: int | None) -> Saved:
+    folder = CheckpointFolder(old.checkpoints)
+    try:
+        if at is None and (latest := folder.latest()) is None:
+            raise CheckpointError(f"{old.checkpoints} has no checkpoint: write one with grpo checkpoint")
+        return restorable(folder, latest.step if at is None else at)
+    except CheckpointError as error:
+        raise ConsoleError(f"--at {'' if at is None else at}: {error}", EXIT_CONFIG) from None
+
+
+def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[str]) -> RunConfig:
+    """Return the new run's configuration. Raise `ConfigError` for settings that the checkpoint cannot go on with."""
+    named = [f"run.name={held.run.name}-at-{step}", f"run.dir={old.path.parent}"]
+    config, places = load_with_places(old.config, [*named, *overrides], environ={}, before=lambda _: held)
+    faults = [
+        f"{places.of(key) or COMMAND_LINE}: {key} = {now!r} cannot differ from {before!r} in a fork, since {why}: leave it "
+        "out, or start a new run from the export"
+        for key, (before, now) in _differences(held, config).items()
+        for fixed, why in FIXED.items()
+        if key == fixed or key.startswith(f"{fixed}.")
+    ]
+    faults += [
+        f"{COMMAND_LINE}: verifiers = {[verifier.kind for verifier in config.verifiers]} need other fields of the rows of source "
+        f"{source.name!r}, which are part of the data that the run began with: keep their kinds, or start a new run"
+        for source in config.data.sources
+        for asks in (needs_answer, needs_row)
+        if asks(held.verifiers, source.name) != asks(config.verifiers, source.name)
+    ]
+    if faults:
+        raise ConfigError(*faults)
+    away = {"api": Api(host=config.api.host), "web": Web(host=config.web.host)}  # they belong to the old run
+    if (old.redis / "password").exists():
+        away["redis"] = Redis(appendfsync=config.redis.appendfsync, max_memory_mib=config.redis.max_memory_mib)
+    return config.model_copy(update=away)
+
+
+def _differences(held: RunConfig, config: RunConfig) -> dict[str, tuple[object, object]]:
+    """Return which keys differ, but for those that only say where the run is executed."""
+    carried = {name: keys for name, keys in NOT_DEFINING.items() if name in ("api", "web", "redis")}
+    carried["run"] = {"dir"}
+    before, now = (flat(each.model_dump(mode="json", exclude=carried)) for each in (held, config))
+    return {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)}
+
+
+def _copy(saved: Saved, new: RunFolder, config: RunConfig) -> Path:
+    """Write the checkpoint into the new run's folder, as one of that run; files that stay the same are links where possible."""
+    final = new.checkpoints / saved.folder.name
+    partial = atomic_folders.begin(final)
+    for name in saved.manifest.files:
+        if name != SNAPSHOT:
+            target = partial / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(saved.folder / name, target)
+            except OSError:  # another file system
+                shutil.copyfile(saved.folder / name, target)
+    snapshot = Snapshot(saved.folder / SNAPSHOT)
+    writer = Writer(partial / SNAPSHOT)
+    run = {**snapshot.head.run, "config": digest(config), "steps": str(config.run.steps)}
+    writer.add(msgspec.structs.replace(snapshot.head, run=run, whole=False))
+    for piece in snapshot.pieces():
+        writer.add(piece)
+    writer.close()
+    body = (partial / SNAPSHOT).read_bytes()
+    files = {**saved.manifest.files, SNAPSHOT: FileRecord(len(body), hashlib.sha256(body).hexdigest())}
+    facts = {**saved.manifest.facts, "run": config.run.name}
+    atomic_folders.finish(partial, final, FolderManifest(files, facts))
+    atomic_folders.replace(new.checkpoints / "latest", final.name.encode())
+    return final
+
+
+def _history(old: Path, new: Path, key: str, last: int) -> None:
+    """Copy the records up to that of the checkpoint, so that the new run's curve begins where the old one's did."""
+    if old.exists():
+        lines = [line for line in old.read_bytes().splitlines() if line.strip()]
+        new.write_bytes(b"".join(line + b"\n" for line in lines if msgspec.json.decode(line)[key] <= last))

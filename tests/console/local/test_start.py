@@ -1,0 +1,105 @@
+"""Which folder `grpo run` may have: a run that trained nothing is replaced, and one that did is deleted only if that is meant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from services.config import RunConfig, digest
+from services.console import options as shared
+from services.console.local.folder import RunFolder
+from services.console.local.run import start_server
+from services.console.start.checked import Options, fresh_or_asked
+from services.store import Store
+from tests.support.console import config_file, grpo, steps
+from tests.support.harness import small_config
+
+FILE = Path("run.toml")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that somebody is there, who answers no; return the questions."""
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(shared.typer, "confirm", lambda question, err: asked.append(question) or False)
+    return asked
+
+
+def held(folder: Path, trained: bool) -> tuple[RunConfig, RunFolder]:
+    config = small_config(folder)
+    run = RunFolder.of(config)
+    run.write(config)
+    if trained:
+        run.metrics.write_text(json.dumps({"step": 0}) + "\n")
+    return config, run
+
+
+def test_a_run_that_trained_nothing_is_replaced_without_ceremony(tmp_path: Path) -> None:
+    file, run = config_file(tmp_path), tmp_path / "small"
+    held(tmp_path, trained=False)
+    done = grpo("run", file, "run.seed=7", "run.steps=2")
+    assert done.returncode == 0, done.stderr
+    assert "had another configuration and no step trained: it is replaced" in done.stdout
+    assert steps(run) == [0, 1]
+    done = grpo("run", file, "run.seed=8", "run.steps=2")
+    assert (done.returncode, steps(run)) == (2, [0, 1])
+    assert "run.seed is 7 there and 8 here" in done.stderr
+    assert "continue from a checkpoint with grpo fork, or delete it with --fresh" in done.stderr
+
+
+def test_what_only_redis_knows_of_a_run_counts(tmp_path: Path) -> None:
+    """Its console was killed before it wrote the first step's record."""
+    config, run = held(tmp_path, trained=False)
+    server = start_server(run, "everysec")
+
+    async def train() -> None:
+        store = await Store.connect(server.url, config.run.name, server.password)
+        await store.run.create(digest(config), "data", 4, config.slots)
+        await store.client.hset(store.keys.run, "committed_step", 0)
+        await store.close()
+
+    try:
+        asyncio.run(train())
+    finally:
+        server.stop()
+    done = grpo("run", config_file(tmp_path), "run.seed=7")
+    assert done.returncode == 2
+    assert "run.seed is 0 there and 7 here" in done.stderr
+
+
+@pytest.mark.parametrize(("trained", "yes", "asks"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_fresh_asks_on_a_terminal_before_it_deletes_what_was_trained(
+    tmp_path: Path, terminal: list[str], trained: bool, yes: bool, asks: bool
+) -> None:
+    config, run = held(tmp_path, trained)
+    options = Options(FILE, fresh=True, yes=yes)
+    if asks:
+        with pytest.raises(typer.Exit) as ended:
+            fresh_or_asked(options, config, run, lambda: 1)
+        assert ended.value.exit_code == 130
+        assert terminal == [f"Delete run small in {run.path}, which has trained, and start over?"]
+    else:
+        assert fresh_or_asked(options, config, run, lambda: 0) == options
+        assert terminal == []
+
+
+def test_a_run_that_is_resumed_is_neither_replaced_nor_asked_about(tmp_path: Path, terminal: list[str]) -> None:
+    config, run = held(tmp_path, trained=False)
+    assert not fresh_or_asked(Options(FILE), config, run, lambda: 0).fresh
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 9})})
+    assert fresh_or_asked(Options(FILE), other, run, lambda: 0).fresh
+    assert terminal == []
+
+
+def test_the_summary_is_json_and_everything_else_is_on_standard_error(tmp_path: Path) -> None:
+    done = grpo("run", config_file(tmp_path), "run.steps=2", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["status"], told["steps"], told["lost"]) == ("finished", 2, 0)
+    assert "step 2/2" in done.stderr

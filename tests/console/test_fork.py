@@ -1,0 +1,117 @@
+"""`grpo fork` makes another run from a checkpoint: what it copies, what it changes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.config import RunConfig, digest, load, load_resolved
+from services.console.__main__ import main
+from services.console.local.folder import RunFolder
+from services.runtime import atomic_folders
+from services.runtime.atomic_folders import FolderManifest
+from services.runtime.checkpoints import LAYOUT, SNAPSHOT, CheckpointFolder
+from services.store.snapshot_format import LAYOUT as SNAPSHOT_LAYOUT
+from services.store.snapshot_format import Groups, Head, Snapshot, SnapshotGroup, Writer
+from tests.support.harness import small_config
+
+GROUP = Groups([SnapshotGroup("0-7", 7, {"header": b"h"}, b"tokens", 1.0)])
+
+
+def checkpoint(config: RunConfig, step: int) -> None:
+    """Write a checkpoint as the trainer does, with a group that was saved with its tokens."""
+    final = RunFolder.of(config).checkpoints / f"step-{step:08d}"
+    partial = atomic_folders.begin(final)
+    (partial / "trainer").mkdir()
+    atomic_folders.write(partial / "trainer" / "state-0.pt", b"weights")
+    run = {"config": digest(config), "dataset": "d", "steps": "4", "cursor": "9"}
+    writer = Writer(partial / SNAPSHOT)
+    writer.add(
+        Head(
+            layout=SNAPSHOT_LAYOUT, step=step, run=run, ledger={}, outstanding={"0-8": 8}, requeued=[], evaluating=False,
+            order={}, table={}, gaps={}, trained={}, plans={}, departed=[], whole=True,
+        )
+    )  # fmt: skip
+    writer.add(GROUP)
+    writer.close()
+    facts = {"step": step, "layout": LAYOUT, "ranks": 1, "zero_stage": 0, "time_s": 1e9 + step, "run": config.run.name}
+    atomic_folders.finish(partial, final, FolderManifest(atomic_folders.digests(partial, 0, 1), facts))
+    atomic_folders.replace(final.parent / "latest", final.name.encode())
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """Return the folder of a run with the checkpoints of steps 1 and 3 and the records of five steps."""
+    monkeypatch.chdir(tmp_path)
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    config = folder.write(config)
+    for step in (1, 3):
+        checkpoint(config, step)
+    folder.metrics.write_text("".join(json.dumps({"step": step, "kl": 0.5}) + "\n" for step in range(5)))
+    return folder
+
+
+def forked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["fork", "small", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let names of runs be looked up in the working folder, where `small_config` has them."""
+    monkeypatch.setattr("services.console.attach.RUNS", Path("."))
+
+
+def test_the_new_run_has_the_checkpoint_as_its_own(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    told = forked(capsys, "--at", "1", "run.name=other", "optimizer.learning_rate=3e-5", "sampling.group_size=2")
+    new = RunFolder(Path(told["folder"]))
+    config = load_resolved(new.config)
+    assert (config.run.name, config.optimizer.learning_rate, config.sampling.group_size) == ("other", 3e-5, 2)
+    assert new.holds(load(told["file"], environ={})), "grpo run of the file goes on with the folder"
+    saved = CheckpointFolder(new.checkpoints).latest()
+    assert saved is not None
+    assert (saved.step, saved.manifest.facts["run"], saved.read("trainer/state-0.pt")) == (1, "other", b"weights")
+    snapshot = Snapshot(saved.folder / SNAPSHOT)
+    assert snapshot.head.run == {"config": digest(config), "dataset": "d", "steps": "4", "cursor": "9"}
+    assert (snapshot.head.outstanding, list(snapshot.pieces())) == ({"0-8": 8}, [GROUP])
+    assert not snapshot.head.whole, "groups of the old settings are generated again"
+    assert [msgspec.json.decode(line)["step"] for line in new.metrics.read_bytes().splitlines()] == [0, 1]
+    (line,) = map(msgspec.json.decode, new.changes.read_bytes().splitlines())
+    assert (line["step"], line["forked_from"]) == (2, "small")
+    assert line["changes"] == {"optimizer.learning_rate": [1e-6, 3e-5], "sampling.group_size": [4, 2]}
+
+
+def test_by_default_it_is_the_latest_checkpoint(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    told = forked(capsys)
+    assert (told["run"], told["step"], told["file"]) == ("small-at-3", 3, "small-at-3.toml")
+    assert main(["fork", "small"]) == 2
+    assert "already exists: give the new run another name with run.name=NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.dtype=bfloat16"], "command line: model.dtype = 'bfloat16' cannot differ from 'float32' in a fork, since"),
+        (
+            ["data.shuffle=false"],
+            "data.shuffle = False cannot differ from True in a fork, since the checkpoint continues the order",
+        ),
+        (["run.seed=3"], "run.seed = 3 cannot differ from 0 in a fork"),
+        (["replay.capacity=50"], "replay.capacity = 50 cannot differ from 100000 in a fork"),
+        (['verifiers=[{kind="python", function="m:f"}]'], "need other fields of the rows of source 'main'"),
+        (["--at", "2"], "--at 2: the checkpoint of step 2 in"),
+        (["run.stepz=2"], "run.stepz = 2 is not a known key; did you mean 'steps'?"),
+    ],
+)
+def test_what_a_checkpoint_cannot_continue_with_is_refused(
+    old: RunFolder, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(old.path.parent.iterdir())
+    assert main(["fork", "small", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(old.path.parent.iterdir()) == before, "nothing is left"
