@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
 from services.config.base import Section
 from services.config.data import Capture, FileSource, Source, pattern_of
@@ -256,7 +256,7 @@ VerifierConfig = Annotated[
     Field(discriminator="kind"),
 ]
 
-VERIFIER: TypeAdapter[VerifierConfig] = TypeAdapter(VerifierConfig)
+VERIFIER: TypeAdapter[VerifierConfig] = TypeAdapter(VerifierConfig, config=ConfigDict(defer_build=True))
 """Validates one entry of `verifiers`."""
 
 GOLD = ("math", "exact", "reasoning_gym")

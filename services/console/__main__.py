@@ -7,6 +7,7 @@ never prints a traceback.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 
@@ -59,6 +60,7 @@ for command in (  # in the order of --help
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them takes longer than most commands
     usage_error = typer.BadParameter.__base__  # from the click that typer bundles, which has no public name
     assert usage_error is not None
     try:

@@ -12,10 +12,10 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from services.config import RunConfig, load_resolved
 from services.config.generation import Fleet
+from services.console import paths
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.local import conditions
 from services.console.local.folder import RunFolder, split_password
@@ -23,11 +23,9 @@ from services.console.local.lock import LockHolder, holder
 from services.console.reading.shared_server import owns_server, reading
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
-from services.runtime.http.credentials import CONFIG_ENV, REDIS_PASSWORD_ENV, redis_login
+from services.runtime.http.credentials import REDIS_PASSWORD_ENV, redis_login
 from services.store import RunState, Store
 from services.store.connection.client import Login
-
-RUNS = Path("runs")  # default of run.dir
 
 
 @dataclass(frozen=True)
@@ -96,27 +94,14 @@ def later(attached: Attached) -> str:
 
 def find(run: str) -> RunFolder | None:
     """Return the folder of a run, by path or name. For an empty name: that of the run this pod belongs to, or the newest."""
-    if not run and (given := os.environ.get(CONFIG_ENV)):
-        return RunFolder(RunFolder.of(load_resolved(given)).path, Path(given))
-    if not run:
-        configs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.stat().st_mtime)
-        return RunFolder(configs[-1].parent) if configs else None
-    candidates = [RunFolder(Path(run)), RunFolder(RUNS / run)]
-    return next((folder for folder in candidates if folder.config.is_file()), None)
+    found = paths.find(run)
+    return RunFolder(found.path, found.given) if found else None
 
 
 def existing_folder(run: str) -> RunFolder:
     """Do the same as `find`, but raise `ConsoleError` when there is no such folder."""
-    folder = find(run)
-    if folder is None:
-        raise ConsoleError(_unknown(run), EXIT_CONFIG)
-    return folder
-
-
-def _unknown(run: str) -> str:
-    known = ", ".join(sorted(path.parent.name for path in RUNS.glob("*/config.toml"))) or "none"
-    what = f"no run {run!r}" if run else "no run"
-    return f"{what} found: give a run folder, or a name under {RUNS}/ (existing: {known})"
+    found = paths.existing(run)
+    return RunFolder(found.path, found.given)
 
 
 @contextlib.asynccontextmanager

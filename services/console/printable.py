@@ -6,9 +6,11 @@ Guarantees: the output contains no control or invisible characters, except line 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\e"}
 
@@ -20,7 +22,23 @@ def printable(text: object, keep_lines: bool = False) -> str:
 
 def cell(text: object, style: str = "", keep_lines: bool = False) -> Text:
     """Return printable text for a rich table, without interpreting it as markup."""
+    from rich.text import Text
+
     return Text(printable(text, keep_lines), style)
+
+
+def columns(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> str:
+    """Return rows of printable text as aligned columns; those numbered in `right` to the right. Nothing is cut off."""
+    texts = [[printable(text) for text in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = (
+        "  ".join(
+            f"{text:>{width}}" if i in right else f"{text:{width}}"
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in texts
+    )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def safe_json(text: str) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from services.store import RunState
-from services.store.records import ROLES
+if TYPE_CHECKING:
+    from services.store import RunState
 
 Word = Literal["running", "paused", "stopped", "finished", "failed"]
 
@@ -57,6 +57,8 @@ def _paused(state: RunState | None) -> str:
 
 
 def _all_of(roles: list[str]) -> str:
+    from services.store.records import ROLES  # the store takes long to import, and not all who read a condition need it
+
     return "all services" if set(roles) == set(ROLES) else ", ".join(roles)
 
 

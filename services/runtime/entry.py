@@ -23,8 +23,9 @@ from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreErro
 from services.protocol.messages import PodStatus
 from services.runtime import logs
 from services.runtime.http.api import serve
-from services.runtime.http.credentials import CONFIG_ENV, api_tokens, redis_login
+from services.runtime.http.credentials import api_tokens, redis_login
 from services.runtime.loops import FATAL, Broken
+from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.processes.causes import ERROR_PREFIX, one_line
 from services.runtime.service import Service
 from services.store import Store

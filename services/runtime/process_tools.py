@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent."""
+"""What processes of a run know of each other: the variable that names their configuration, free ports, the death of a parent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import signal
 import socket
 
+CONFIG_ENV = "GRPO_CONFIG"
+"""Variable with the path of the configuration of the run that a process belongs to."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -64,7 +64,7 @@ def forked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 @pytest.fixture(autouse=True)
 def runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let names of runs be looked up in the working folder, where `small_config` has them."""
-    monkeypatch.setattr("services.console.attach.RUNS", Path("."))
+    monkeypatch.setattr("services.console.paths.RUNS", Path("."))
 
 
 def test_the_new_run_has_the_checkpoint_as_its_own(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

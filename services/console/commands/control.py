@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.config import RunConfig, load_resolved
 from services.console.attach import attach, existing, find, later
@@ -20,11 +21,12 @@ from services.console.printable import print_json
 from services.operations.control import Control, InvalidRequest, Refused, RunControl, modes_of
 from services.operations.inspection.deadletters import RequeueAnswer
 from services.protocol.errors import NotFound
-from services.runtime.http.client import ApiError, Client
-from services.runtime.http.control import HttpControl
 from services.runtime.http.credentials import API_TOKEN_ENV, api_tokens
 from services.store import RunState
 from services.store.records import ROLES, PauseMode, Role
+
+if TYPE_CHECKING:
+    from services.runtime.http.client import Client
 
 LONGEST_WRITE_S = 3600.0  # to wait for a checkpoint, whose time limit is the trainer's
 
@@ -62,6 +64,8 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
     try:
         if target.api:
             with client_of(target.api, target.token_file, target.ca_file, target.run) as client:
+                from services.runtime.http.control import HttpControl
+
                 yield Reached(HttpControl(client))
             return
         async with attach(target.run, target.redis_url) as attached:
@@ -72,18 +76,21 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
             yield Reached(control, name, later(attached), state, attached.live)
     except (InvalidRequest, NotFound, Refused) as error:
         raise ConsoleError(f"{name}{error}", EXIT_CONFIG) from None
-    except ApiError as error:
-        raise ConsoleError(str(error), EXIT_CONFIG if 0 < error.status < 500 else EXIT_FAILED) from None
 
 
 @contextlib.contextmanager
 def client_of(url: str, token_file: str = "", ca_file: str = "", run: str = "") -> Iterator[Client]:
     """Open a client with the run's token: from `--token-file`, the environment, or the run's folder."""
+    from services.runtime.http.client import ApiError, Client  # its HTTP library takes long to import
+
     folder = find(run)
     config = load_resolved(folder.config) if folder else None
     trusted = ca_file or (config.api.ca_file if config else "")
-    with Client(url, _token(token_file, config), trusted, config.api.server_name if config else "") as client:
-        yield client
+    try:
+        with Client(url, _token(token_file, config), trusted, config.api.server_name if config else "") as client:
+            yield client
+    except ApiError as error:
+        raise ConsoleError(str(error), EXIT_CONFIG if 0 < error.status < 500 else EXIT_FAILED) from None
 
 
 def _token(path: str, config: RunConfig | None) -> str:
@@ -164,11 +171,8 @@ async def drain(target: Target, pod: str, wait_s: float) -> int:
         raise ConsoleError(
             f"run {attached.name} has no generator {pod!r}; existing: {', '.join(sorted(pods)) or 'none'}", EXIT_CONFIG
         )
-    try:
-        with client_of(pods[pod].url, target.token_file, target.ca_file, target.run) as client:
-            left = client.drain(wait_s).rollouts
-    except ApiError as error:
-        raise ConsoleError(str(error), EXIT_CONFIG if 0 < error.status < 500 else EXIT_FAILED) from None
+    with client_of(pods[pod].url, target.token_file, target.ca_file, target.run) as client:
+        left = client.drain(wait_s).rollouts
     return concluded(
         target, f"{pod} is draining: it claims no more tickets", [f"{left} tickets of {pod}"] if left else [], wait_s
     )

@@ -6,20 +6,17 @@ Guarantees: no server is started and no lock is kept; text of logs cannot move t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
-
-from services.config import load_resolved
-from services.console.attach import existing_folder
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.local import conditions
-from services.console.local.folder import RunFolder
-from services.console.printable import cell, print_json, printable, safe_json
+from services.console.paths import RunPaths, existing
+from services.console.printable import columns, print_json, printable, safe_json
 from services.operations import figures
 
 POLL_S = 0.2  # between looks at logs that are followed
@@ -57,7 +54,7 @@ def ls(folder: Path, as_json: bool) -> int:
 
 def logs(run: str, service: str, lines: int, follow: bool, as_json: bool = False) -> int:
     """Print the last lines of a run's logs, and then what is added."""
-    folder = existing_folder(run)
+    folder = existing(run)
     files = _files(folder, service)
     width = -1 if as_json else max(len(file.stem) for file in files)
     ends: dict[Path, int] = {}
@@ -73,21 +70,21 @@ def logs(run: str, service: str, lines: int, follow: bool, as_json: bool = False
 
 
 def _listed(path: Path) -> Listed:
-    folder = RunFolder(path)
-    config = load_resolved(folder.config)
+    folder = RunPaths(path)
+    said = folder.told("run")
     last = _last_record(folder.metrics)
     changed = max(file.stat().st_mtime for file in (folder.config, folder.metrics, folder.summary) if file.exists())
     reward = last.get(figures.REWARD)
     return Listed(
-        config.run.name, conditions.of(folder).word, int(last.get("step", -1)) + 1, config.run.steps, reward, changed, str(path)
+        said["name"], conditions.of(folder).word, int(last.get("step", -1)) + 1, said["steps"], reward, changed, str(path)
     )
 
 
 def _last_record(file: Path) -> dict[str, float]:
     """Return the last whole line of a file of records; {} without one."""
     for line in reversed(_tail_bytes(file).splitlines()):
-        with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(line, type=dict[str, float])
+        with contextlib.suppress(ValueError):
+            return json.loads(line)
     return {}
 
 
@@ -100,7 +97,7 @@ def _tail_bytes(file: Path) -> bytes:
         return b""
 
 
-def _files(folder: RunFolder, service: str) -> list[Path]:
+def _files(folder: RunPaths, service: str) -> list[Path]:
     """Return the logs of the services whose name begins with `service`. Raise `ConsoleError` if there are none."""
     files = sorted(folder.logs.glob("*.log"))
     chosen = [file for file in files if file.stem.startswith(service)]
@@ -136,7 +133,7 @@ def _added(file: Path, start: int) -> tuple[bytes, int]:
 def _say(file: Path, text: bytes, width: int, named: bool) -> None:
     for line in _lines(text):
         if width < 0:
-            print(safe_json(msgspec.json.encode({"service": file.stem, "line": line}).decode()), flush=True)
+            print(safe_json(json.dumps({"service": file.stem, "line": line}, ensure_ascii=False)), flush=True)
             continue
         print(f"{file.stem:<{width}}  {line}" if named else line, flush=True)
 
@@ -147,14 +144,9 @@ def _lines(text: bytes) -> Iterator[str]:
 
 
 def _show(found: Sequence[Listed]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "state", "steps", "reward", "changed", "folder"):
-        table.add_column(name, justify="right" if name in ("steps", "reward") else "left")
+    rows = [("run", "state", "steps", "reward", "changed", "folder")]
     for run in found:
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed_s))
         reward = "–" if run.reward is None else f"{run.reward:.3f}"
-        table.add_row(cell(run.run), run.state, f"{run.steps}/{run.of}", reward, changed, cell(run.folder))
-    Console().print(table)
+        rows.append((run.run, run.state, f"{run.steps}/{run.of}", reward, changed, run.folder))
+    print(columns(rows, right=(2, 3)))

@@ -22,7 +22,7 @@ from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleEr
 from services.console.local.folder import split_password
 from services.console.local.plan import visible_gpus
 from services.console.printable import printable, safe_json
-from services.runtime.http.credentials import CONFIG_ENV
+from services.runtime.process_tools import CONFIG_ENV
 
 
 async def doctor(file: Path | None, overrides: Sequence[str], redis_url: str, as_json: bool, cluster: bool = False) -> int:

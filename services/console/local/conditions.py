@@ -7,12 +7,12 @@ says.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 
-from services.console.local import summary
-from services.console.local.folder import RunFolder
 from services.console.local.lock import holder
+from services.console.paths import RunPaths
 from services.operations.condition import Condition
 
 
@@ -22,14 +22,14 @@ class _Noted(msgspec.Struct):
     """Unix seconds."""
 
 
-def note(folder: RunFolder, condition: Condition) -> None:
+def note(folder: RunPaths, condition: Condition) -> None:
     """Write what the run is doing, atomically."""
     temporary = folder.condition.with_suffix(".new")
     temporary.write_bytes(msgspec.json.encode(_Noted(condition, time.time())) + b"\n")
     temporary.replace(folder.condition)
 
 
-def of(folder: RunFolder) -> Condition:
+def of(folder: RunPaths) -> Condition:
     """Return what the run is doing."""
     found, noted = holder(folder.path), _read(folder)
     if found is not None and not found.readers:
@@ -37,7 +37,7 @@ def of(folder: RunFolder) -> Condition:
     return left(folder) or Condition("stopped")
 
 
-def left(folder: RunFolder) -> Condition | None:
+def left(folder: RunPaths) -> Condition | None:
     """Return how the last start of the run ended; None: it never was started."""
     if (noted := _read(folder)) is None:
         return _of_summary(folder)
@@ -46,14 +46,17 @@ def left(folder: RunFolder) -> Condition | None:
     return noted.condition
 
 
-def _read(folder: RunFolder) -> _Noted | None:
+def _read(folder: RunPaths) -> _Noted | None:
     try:
         return msgspec.json.decode(folder.condition.read_bytes(), type=_Noted)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def _of_summary(folder: RunFolder) -> Condition | None:
+def _of_summary(folder: RunPaths) -> Condition | None:
     """Return how a run ended that an earlier version ran."""
-    status = summary.read(folder.summary).get("status")
+    try:
+        status = msgspec.json.decode(folder.summary.read_bytes(), type=dict[str, Any]).get("status")
+    except (OSError, msgspec.MsgspecError):
+        return None
     return next((Condition(word) for word in ("stopped", "finished", "failed") if word == status), None)

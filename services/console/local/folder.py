@@ -20,91 +20,19 @@ from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.changes import flat
 from services.console.local.code import keep_code
 from services.console.local.secrets import kept_secret
+from services.console.paths import RunPaths
 
 SHOWN = 4  # differing keys that a message names
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """Paths under `run.dir/run.name`."""
-
-    path: Path
-    given: Path | None = None  # path of the configuration, if it is not in the folder
+class RunFolder(RunPaths):
+    """The folder `run.dir/run.name` of a run."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFolder:
         """Return the folder of a run."""
         return cls(Path(config.run.dir) / config.run.name)
-
-    @property
-    def config(self) -> Path:
-        """Path of the resolved configuration that services read."""
-        return self.given or self.path / "config.toml"
-
-    @property
-    def changes(self) -> Path:
-        """File with one line for each time that the run was resumed with other settings."""
-        return self.path / "changes.jsonl"
-
-    @property
-    def code(self) -> Path:
-        """Folder of the files that hold the verifiers' functions."""
-        return self.path / "code"
-
-    @property
-    def redis(self) -> Path:
-        """Data folder of the run's own Redis server."""
-        return self.path / "redis"
-
-    @property
-    def token(self) -> Path:
-        """File with the bearer token for full access to the REST endpoints."""
-        return self.path / "api-token"
-
-    @property
-    def read_token(self) -> Path:
-        """File with the bearer token for read-only access to the REST endpoints."""
-        return self.path / "api-read-token"
-
-    @property
-    def redis_password(self) -> Path:
-        """File with the password that was part of the Redis address."""
-        return self.path / "redis-password"
-
-    @property
-    def logs(self) -> Path:
-        """Folder with one log file per pod."""
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        """File with one line per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """File with one line per evaluation round."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints that the trainer resumes from."""
-        return self.path / "checkpoints"
-
-    @property
-    def summary(self) -> Path:
-        """File with the results of the run."""
-        return self.path / "summary.json"
-
-    @property
-    def condition(self) -> Path:
-        """File that says what the run is doing."""
-        return self.path / "condition.json"
-
-    @property
-    def report(self) -> Path:
-        """Image with charts of the run."""
-        return self.path / "report.png"
 
     def held(self) -> RunConfig | None:
         """Return the configuration of the run in the folder, if any. Raise `ConsoleError` if this version cannot read it."""
@@ -131,12 +59,6 @@ class RunFolder:
             return digest(held) == digest(config)
         except ConfigError:
             return False
-
-    @property
-    def untrained(self) -> bool:
-        """Whether no step of a run here is known to its files: it has neither metrics nor checkpoints."""
-        metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return not metrics and not any(self.checkpoints.glob("step-*"))
 
     def _refusal(self, what: str) -> str:
         remedy = "choose another run.name, continue from a checkpoint with grpo fork, or delete it with --fresh"

@@ -6,8 +6,6 @@ import os
 import secrets
 from pathlib import Path
 
-from services.store.acl import GRANTS
-
 
 def write_secret(path: Path, secret: str) -> None:
     """Write a file that only its owner can read."""
@@ -25,4 +23,6 @@ def kept_secret(path: Path) -> str:
 
 def user_passwords(folder: Path) -> dict[str, str]:
     """Return the password of each kind of service, from its file in `folder` (redis.users_dir). Create missing ones."""
+    from services.store.acl import GRANTS  # the store takes long to import
+
     return {kind: kept_secret(folder / kind) for kind in GRANTS}

@@ -10,7 +10,6 @@ from services.config import ConfigError, RunConfig
 from services.store.acl import user_name
 from services.store.connection.client import Login
 
-CONFIG_ENV = "GRPO_CONFIG"  # path of the configuration of the run that this process belongs to
 API_TOKEN_ENV = "GRPO_API_TOKEN"
 API_READ_TOKEN_ENV = "GRPO_API_READ_TOKEN"
 REDIS_PASSWORD_ENV = "GRPO_REDIS_PASSWORD"

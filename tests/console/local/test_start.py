@@ -12,7 +12,7 @@ import typer
 from services.config import RunConfig, digest
 from services.console import options as shared
 from services.console.local.folder import RunFolder
-from services.console.local.run import start_server
+from services.console.local.redis_server import start_server
 from services.console.start.checked import Options, fresh_or_asked
 from services.store import Store
 from tests.support.console import config_file, grpo, steps
@@ -56,7 +56,7 @@ def test_a_run_that_trained_nothing_is_replaced_without_ceremony(tmp_path: Path)
 def test_what_only_redis_knows_of_a_run_counts(tmp_path: Path) -> None:
     """Its console was killed before it wrote the first step's record."""
     config, run = held(tmp_path, trained=False)
-    server = start_server(run, "everysec")
+    server = start_server(run.redis, "everysec", config.run.name)
 
     async def train() -> None:
         store = await Store.connect(server.url, config.run.name, server.password)
