@@ -108,11 +108,8 @@ def _administrator(config: RunConfig, password: str = "") -> Login:
 
 async def _trained(folder: RunFolder, config: RunConfig, url: str, password: str) -> int:
     """Return how many steps the run of this name has trained, by its Redis."""
-    server = (
-        None
-        if url or not (folder.redis / "password").exists()
-        else start_server(folder.redis, config.redis.appendfsync, folder.path.name)
-    )
+    own = not url and (folder.redis / "password").exists()
+    server = start_server(folder.redis, config.redis.appendfsync, folder.path.name) if own else None
     try:
         if server is None and not url:
             return 0
