@@ -18,7 +18,7 @@ from services.console.doctor.rows import data
 from services.console.doctor.server import Asked, judge
 from services.console.local.redis_server import RedisServer, find_server
 from services.protocol.messages import PodStatus
-from services.runtime.http.credentials import CONFIG_ENV
+from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store
 from services.store.acl import GRANTS
 from tests.newcomer.world import make_model

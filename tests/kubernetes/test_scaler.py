@@ -16,7 +16,8 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.messages import PodStatus
 from services.runtime.entry import open_service
 from services.runtime.http.api import serve
-from services.runtime.http.credentials import CONFIG_ENV, ApiTokens
+from services.runtime.http.credentials import ApiTokens
+from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
 from services.scaler.__main__ import follow
 from services.scaler.deployment import ClusterError, Deployment, DeploymentChanged, Replicas
