@@ -1,0 +1,119 @@
+"""CPU time of the commands of `grpo` that need no torch, each in a process of its own.
+
+    python -m benchmarks.cli --json
+
+Every verb is called several times beside a run whose Redis answers, and once where none has to be. What counts is the CPU of the
+process and of those that it started and waited for; `cpu_ms_p90` is the 90th percentile over verbs, the median of all rounds.
+`run` and `web` go on until they are stopped, and `doctor` starts torch: they are left out. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+if __name__ == "__main__":  # `python benchmarks/cli.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.common import arguments, report
+from services.config import digest
+from services.console.local.folder import RunFolder, resolve
+from services.console.local.redis_server import RedisServer
+from services.protocol.messages import PodStatus
+from services.store import Store
+from tests.newcomer.world import make_model
+from tests.support.harness import small_config
+
+ROOT = Path(__file__).parent.parent
+STAYS_S = 3600.0
+VERBS = {
+    "help": "--help",
+    "run --help": "run --help",
+    "version": "version",
+    "init": "init fresh-{n}.toml --model model --data data.jsonl",
+    "ls": "ls .",
+    "logs": "logs small",
+    "status": "status small",
+    "audit": "audit small",
+    "pause": "pause small",
+    "resume": "resume small",
+    "scale": "scale 2 small",
+    "checkpoint": "checkpoint small",
+    "checkpoints": "checkpoints small",
+    "inspect buffer": "inspect buffer small",
+    "inspect ledger": "inspect ledger small",
+    "inspect deadletter": "inspect deadletter small",
+    "config": "config run.toml",
+    "config --explain": "config --explain",
+    "score": "score run.toml",
+    "acl": "acl small --users users",
+    "stop": "stop small --yes",
+}
+"""What is measured, in an order in which each can be done after the others."""
+
+
+async def begin(folder: Path, server: RedisServer) -> None:
+    """Create a run with a pod and a step in its Redis, and its folder."""
+    make_model(folder / "model")
+    config = small_config(folder, server, f"fleet.ttl_s={STAYS_S}")
+    run = RunFolder.of(config)
+    config = resolve(config, run, server.url, str(folder / "password"))
+    run.write(config)
+    run.metrics.write_text('{"step": 0, "reward/train/mean": 0.5}\n')
+    (run.logs / "trainer-0.log").write_text("a line\n" * 100)
+    store = await Store.connect(server.url, config.run.name, server.password)
+    await store.run.create(digest(config), "data", config.run.steps, config.slots)
+    await store.fleet.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), STAYS_S)
+    await store.monitor.record({"step": 0.0, "reward/train/mean": 0.5})
+    await store.close()
+
+
+def cpu_ms(words: str, folder: Path) -> float:
+    """Return the CPU time of a command. Raises `RuntimeError` if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "services.console", *words.split()], cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise RuntimeError(f"grpo {words} ended with {done.returncode}: {done.stderr.strip()}")
+    return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def main() -> int:
+    """Measure every verb."""
+    parser = arguments(__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="calls of each verb")
+    options = parser.parse_args()
+    taken: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="grpo-cli-") as place:
+        folder = Path(place)
+        server = RedisServer(folder / "redis")
+        server.start()
+        try:
+            asyncio.run(begin(folder, server))
+            (folder / "runs").symlink_to(".")  # where names of runs are looked up
+            for verb, words in VERBS.items():
+                taken[verb] = [cpu_ms(words.format(n=n), folder) for n in range(1 if verb == "stop" else options.repeats)]
+                if not options.json:
+                    print(f"{verb:20} {statistics.median(taken[verb]):6.0f} ms", flush=True)
+        finally:
+            server.stop()
+    calls = [sorted(values[min(n, len(values) - 1)] for values in taken.values()) for n in range(options.repeats)]
+    over = {
+        "cpu_ms_p90": [statistics.quantiles(each, n=10, method="inclusive")[-1] for each in calls],
+        "cpu_ms_p50": [statistics.median(each) for each in calls],
+    }
+    report({"benchmark": "cli", "verbs": len(taken)}, over | {f"{verb}_ms": values for verb, values in taken.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
