@@ -47,14 +47,16 @@ class ScriptedPolicy:
     asked: list[Asked] = field(default_factory=list)
     version: int = 0
 
-    def sample(self, tokens: list[int], tools: bool) -> Generated:
+    def sample(self, tokens: list[int], tools: bool, cut: bool = False) -> Generated:
         """Return what the policy samples after `tokens`."""
         scripted = bool(self.said)
         body = self.said.pop(0) if scripted else self._text(tools, self.family.name == "deepseek")
         ids = self._tokens(body)
-        cut = not scripted and self.rng.random() < 0.15
         end = self.rng.choice(self.family.ends)
-        ids = ids[: self.rng.randrange(1, len(ids) + 1)] if cut else [*ids, *self._tokens(end, whole=True)]
+        if not scripted and self.rng.random() < 0.15:
+            ids, cut = ids[: self.rng.randrange(1, len(ids) + 1)], True
+        elif not cut:
+            ids = [*ids, *self._tokens(end, whole=True)]
         self.asked.append(Asked(list(tokens), ids))
         self.version += self.rng.random() < 0.3
         middle = self.rng.randrange(len(ids))

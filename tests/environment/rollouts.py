@@ -32,6 +32,8 @@ class ScriptedRollout:
     """Texts that the policy is to say first, in order."""
     sampling: SamplingParameters = field(default_factory=lambda: SamplingParameters(4096))
     broken: bool = False
+    cut: bool = False
+    """Whether what the policy is to say ends by its length."""
 
     def __post_init__(self) -> None:
         self.policy = ScriptedPolicy(self.family, random.Random(self.seed), self.said)
@@ -58,7 +60,7 @@ class ScriptedRollout:
         if self.broken:
             raise GenerationFailed("the engine is gone")
         await asyncio.sleep(0)
-        generated = self.policy.sample(call.tokens, tools)
+        generated = self.policy.sample(call.tokens, tools, cut=self.cut)
         message = self.recorder.record(call, generated, overrides.stop)
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
 

@@ -6,6 +6,7 @@ in the form that the API's own clients read. A 5xx means that the policy failed,
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from services.environment.chat.messages import BadMessages
-from services.environment.door import chat_completions
+from services.environment.door import anthropic_messages, chat_completions, responses, text_completions
 from services.environment.door.fields import overruled
 from services.environment.door.rollouts import OpenRollout, Question, RequestRefused, Rollouts, TurnReply
 from services.rollouts.generated import GenerationFailed
@@ -48,6 +49,9 @@ class Dialect:
 
 DIALECTS = {
     "/v1/chat/completions": Dialect("chatcmpl-", chat_completions.read, chat_completions.reply, chat_completions.chunks),
+    "/v1/completions": Dialect("cmpl-", text_completions.read, text_completions.reply, text_completions.chunks),
+    "/v1/responses": Dialect("resp_", responses.read, responses.reply, responses.events, done=b""),
+    "/v1/messages": Dialect("msg_", anthropic_messages.read, anthropic_messages.reply, anthropic_messages.events, done=b""),
 }
 
 
@@ -104,7 +108,7 @@ async def _completed(rollout: OpenRollout, question: Question) -> TurnReply:
 
 async def _stream(dialect: Dialect, question: Question, reply: dict[str, Any]) -> AsyncIterator[bytes]:
     for name, data in dialect.events(question, reply):
-        yield (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+        yield (f"event: {name}\n".encode() if name else b"") + b"data: " + _bytes(data) + b"\n\n"
     if dialect.done:
         yield dialect.done
 
@@ -140,7 +144,12 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
+    return Response(_bytes(body), status, headers, "application/json")
+
+
+def _bytes(value: object) -> bytes:
+    """Return JSON of what a model or a client said: lone surrogates and integers of any length, too, which msgspec refuses."""
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _error(request: Request, status: int, code: str, message: str) -> Response:

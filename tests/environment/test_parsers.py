@@ -1,0 +1,178 @@
+"""Tool calls of every family: as their models write them, cut off, and garbled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config import ConfigError
+from services.environment.chat.format import message_of
+from services.environment.chat.parsers.calls import MalformedCall
+from services.environment.chat.parsers.families import PARSERS, family_of
+from tests.environment.conversations import TOOL
+from tests.environment.templates import FAMILIES, chat_of
+
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+WRITTEN = {
+    "hermes": ('<tool_call>\n{"name": "add", "arguments": {"a": 2, "note": "x"}}\n</tool_call>',),
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=note>\nx\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "llama3_json": (
+        '{"name": "add", "parameters": {"a": 2, "note": "x"}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 2, "note": "x"}}',
+        '{"type": "function", "function": {"name": "add", "parameters": {"a": 2, "note": "x"}}}',
+    ),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "note": "x"}, "id": "012345678"}]',
+        '[TOOL_CALLS]add{"a": 2, "note": "x"}',
+        '[TOOL_CALLS]add[CALL_ID]012345678[ARGS]{"a": 2, "note": "x"}',
+    ),
+    "deepseek": (
+        DEEPSEEK.format('function<｜tool▁sep｜>add\n```json\n{"a": 2, "note": "x"}\n```'),
+        DEEPSEEK.format('add<｜tool▁sep｜>{"a": 2, "note": "x"}'),
+    ),
+    "pythonic": ('[add(a=2, note="x")]',),
+    "glm4": (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>note</arg_key><arg_value>x</arg_value></tool_call>",
+        '<tool_call>add\n{"a": 2, "note": "x"}\n</tool_call>',
+    ),
+}
+CASES = [(family, text) for family, texts in WRITTEN.items() for text in texts]
+MALFORMED = {
+    "hermes": (
+        "<tool_call>{}</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": "add", "arguments": NaN}</tool_call>',
+    ),
+    "qwen3_coder": ("<tool_call><function=add>a</function></tool_call>", "<tool_call>add</tool_call>"),
+    "llama3_json": ('{"name": "add", "parameters": [1]}', "<|python_tag|>"),
+    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "add"}] and', "[TOOL_CALLS]add", "[TOOL_CALLS][1]"),
+    "deepseek": ("<｜tool▁calls▁begin｜>", DEEPSEEK.format("add"), DEEPSEEK.format("<｜tool▁sep｜>{}")),
+    "pythonic": ("[add(2)]", "[add(a=open)]", "[add(a=1)", "[add(a=1), 2]", "[add(a={1})]", "[add(a=1e999)]", "[f(a=1)(b=2)]"),
+    "glm4": ("<tool_call></tool_call>", "<tool_call>add 2</tool_call>", '<tool_call>add {"a"</tool_call>'),
+}
+
+
+def test_every_family_has_cases() -> None:
+    assert set(WRITTEN) == set(MALFORMED) == set(PARSERS)
+
+
+@pytest.mark.parametrize(("family", "text"), CASES)
+def test_a_call_is_found(family: str, text: str) -> None:
+    (call,) = PARSERS[family](text, [TOOL]).calls
+    assert call == ("add", {"a": 2, "note": "x"})
+
+
+@pytest.mark.parametrize(("family", "text"), [(family, text) for family, texts in MALFORMED.items() for text in texts])
+def test_a_malformed_call_says_what_is_wrong(family: str, text: str) -> None:
+    with pytest.raises(MalformedCall) as caught:
+        PARSERS[family](text, [TOOL])
+    assert str(caught.value)
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_plain_text_has_no_calls(family: str) -> None:
+    for text in ("", "four", "[1] is a list", "{curly}", "a < b > c", "[TOOL", "f(a=1)"):
+        assert PARSERS[family](text, [TOOL]) == (text, [])
+
+
+def test_several_calls_and_what_is_said_besides() -> None:
+    call = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    found = PARSERS["hermes"](f"First.{call}\n{call}", [TOOL])
+    assert [each.arguments for each in found.calls] == [{"a": 1}] * 2
+    assert found.content.strip() == "First."
+    found = PARSERS["llama3_json"]('{"name": "add", "parameters": {}}; {"name": "add"}', [TOOL])
+    assert [each.arguments for each in found.calls] == [{}, {}]
+    found = PARSERS["pythonic"]("[add(a=1), math.add(a=[1, {'b': None}])]", [TOOL])
+    assert [each.name for each in found.calls] == ["add", "math.add"]
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=add>",
+    "</function>",
+    "<parameter=a>",
+    "</parameter>",
+    "<arg_key>",
+    "</arg_key>",
+]
+PIECES += [
+    "<arg_value>",
+    "</arg_value>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "[add(",
+    "a=",
+    ")]",
+    "f",
+]
+PIECES += [
+    '{"name": ',
+    '"add"',
+    ', "arguments": ',
+    "{}",
+    "}",
+    "[",
+    "]",
+    "{",
+    "\n",
+    "add",
+    "\\ud800",
+    '"',
+    "9" * 5000,
+    "-",
+    "(" * 300,
+]
+PIECES += [
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "```json",
+    "NaN",
+    "\x00",
+    "[" * 3000,
+]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join), st.sampled_from(sorted(PARSERS)))
+def test_anything_is_calls_text_or_malformed(text: str, family: str) -> None:
+    try:
+        found = PARSERS[family](text, [TOOL])
+    except MalformedCall:
+        return
+    for call in found.calls:
+        assert call.name
+        json.dumps(call.arguments, allow_nan=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_notation_is_recognised_by_the_template(family) -> None:
+    assert chat_of(family).family == family.notation
+
+
+def test_the_notation_may_be_named() -> None:
+    assert family_of("<tool_call>", "pythonic") == "pythonic"
+    with pytest.raises(ConfigError, match="tool_format = 'other' is unknown: choose from hermes"):
+        family_of("", "other")
+
+
+def test_reasoning_is_apart_from_what_is_said() -> None:
+    chat = chat_of(FAMILIES[1])
+    assert chat.thinks
+    assert chat.parse("<think>\nhm\n</think>\n\nfour")[:2] == ("four", "hm")
+    assert chat.parse("hm</think>four", thinking=True)[:2] == ("four", "hm")
+    assert chat.parse("<think>cut off")[:2] == ("", "cut off")
+    assert chat_of(FAMILIES[0]).parse("<think>hm</think>four")[:2] == ("<think>hm</think>four", "")
+    cut = chat.parse('<think>a</think><tool_call>{"name"', [TOOL])
+    assert message_of(cut, []) == {
+        "role": "assistant", "content": '<tool_call>{"name"', "reasoning_content": "a", "error": "a tool call has no </tool_call>"
+    }  # fmt: skip
