@@ -14,7 +14,8 @@ SCOPE = 'run=~"$run"'
 UNITS = {"bytes": "bytes", "ratio": "percentunit", "seconds": "s"}
 WIDTH, HEIGHT, COLUMNS = 8, 7, 24
 TITLES = {
-    "run": "The run", "dataprep": "Dataprep", "generator": "Generators", "trainer": "Trainer", "tracker": "Trackers",
+    "run": "The run", "dataprep": "Dataprep", "generator": "Generators", "environment": "Environments",
+    "trainer": "Trainer", "tracker": "Trackers",
     "pod": "All pods",
 }  # fmt: skip
 

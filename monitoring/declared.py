@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
+from services.environment.metrics import EnvironmentMetrics
 from services.generator.metrics import GeneratorMetrics
 from services.runtime.metrics.declarations import Declared, Metrics, declarations
 from services.runtime.metrics.pod import PodMetrics
@@ -16,6 +17,7 @@ ROOMS: dict[str, tuple[type[Metrics], ...]] = {
     "run": (RunMetrics,),
     "dataprep": (DataprepMetrics, EvaluationMetrics),
     "generator": (GeneratorMetrics,),
+    "environment": (EnvironmentMetrics,),
     "trainer": (TrainerMetrics,),
     "tracker": (TrackerMetrics,),
     "pod": (PodMetrics,),

@@ -18,10 +18,10 @@ LAYERS = ("protocol", "config", "chat", "algorithm", "store", "runtime", "operat
 """Each may import those before it, and itself. `http` is what runs the endpoints: services/runtime/http and runtime/entry.py."""
 SERVICE_LAYERS = {
     "generator": LAYERS,
+    "environment": LAYERS,
     "dataprep": LAYERS,
     "trainer": LAYERS,
     "console": (*LAYERS, "web", "dataprep", "generator"),  # `grpo web` is a page; data and verifiers are tried before a run
-    "environment": LAYERS,
     "tracker": LAYERS,
     "scaler": LAYERS,
     "web": LAYERS,

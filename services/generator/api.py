@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from services.generator.loop import RolloutLoop
-from services.generator.serving import REQUEST_BYTES, Refused
+from services.generator.serving import REQUEST_BYTES, NotServed
 from services.operations.waiting import until_none
 from services.runtime.http.endpoints.parameters import WaitS
 from services.runtime.http.models import Draining
@@ -43,7 +43,7 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
         body = await request.body()
         try:
             reply = await rollouts.serving.generate(body, lambda: asyncio.ensure_future(_disconnected(request)))
-        except Refused as refusal:
+        except NotServed as refusal:
             raise HTTPException(refusal.status, str(refusal)) from None
         return Response(reply, media_type="application/msgpack")
 

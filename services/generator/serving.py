@@ -26,7 +26,7 @@ REQUEST_BYTES = 16 << 20
 QUEUE_TIMES = 4  # as many completions may be in progress as the engine runs at a time, this many times over
 
 
-class Refused(Exception):
+class NotServed(Exception):
     """The pod does not serve the request. `status` is that of HTTP: 503, ask another pod or later; 422, never."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -49,15 +49,15 @@ class Serving:
         return len(self._running)
 
     async def generate(self, body: bytes, gone: Callable[[], asyncio.Future[None]]) -> bytes:
-        """Complete an encoded `GenerationRequest` and return the encoded `Partial`. Raises `Refused`.
+        """Complete an encoded `GenerationRequest` and return the encoded `Partial`. Raises `NotServed`.
 
         `gone` returns a future that completes when nobody waits for the reply any more.
         """
         request, prefix = self._read(body)
         if why := self._obstacle():
-            raise Refused(503, why)
+            raise NotServed(503, why)
         if len(self._running) >= QUEUE_TIMES * self._config.generator.max_num_seqs:
-            raise Refused(503, f"{len(self._running)} completions are in progress, as many as this pod takes")
+            raise NotServed(503, f"{len(self._running)} completions are in progress, as many as this pod takes")
         if held := self._running.pop(request.id, None):  # its caller sent it again: the first reply was lost
             held.cancel()
         sampling = replace(self._sampling, max_tokens=request.max_tokens)
@@ -69,14 +69,14 @@ class Serving:
         try:
             await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise Refused(503, "the caller is gone")
+                raise NotServed(503, "the caller is gone")
             return pack_partial([await task])
         except asyncio.CancelledError:
-            raise Refused(503, "another request of the same id took its place") from None
+            raise NotServed(503, "another request of the same id took its place") from None
         except GenerationFailed as error:
-            raise Refused(422, str(error)) from None
+            raise NotServed(422, str(error)) from None
         except EngineDead as error:
-            raise Refused(503, f"the engine has died: {error}") from None
+            raise NotServed(503, f"the engine has died: {error}") from None
         finally:
             left.cancel()
             task.cancel()
@@ -94,14 +94,14 @@ class Serving:
         try:
             request = codec.decode(body, GenerationRequest)
         except codec.CorruptMessage as error:
-            raise Refused(422, str(error)) from None
+            raise NotServed(422, str(error)) from None
         prompt, most = request.prompt, self._config.model.max_tokens
         if prompt.ndim != 1 or prompt.dtype.kind != "i" or not 0 < len(prompt) <= most - request.max_tokens:
-            raise Refused(
+            raise NotServed(
                 422, f"a context of shape {prompt.shape} and {request.max_tokens} tokens after it do not fit into {most}"
             )
         if prompt.min() < 0 or prompt.max() >= self._vocabulary or request.max_tokens < 1:
-            raise Refused(422, f"token ids must be in 0..{self._vocabulary - 1}, and max_tokens at least 1")
+            raise NotServed(422, f"token ids must be in 0..{self._vocabulary - 1}, and max_tokens at least 1")
         if not request.prefix:
             return request, None
         [prefix] = unpack_partial(request.prefix, _as_ticket(request), request.max_tokens)

@@ -15,6 +15,10 @@ class GenerationFailed(Exception):
     """One completion failed; the engine still works."""
 
 
+class RolloutFailed(Exception):
+    """So many rollouts of a group have failed for good that it cannot be trained on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generated:
     """Tokens of one completion, T of them."""

@@ -17,7 +17,7 @@ from prometheus_client import Counter, Histogram
 
 from services.protocol.errors import StoreError
 from services.protocol.messages import Ticket
-from services.rollouts.generated import GenerationFailed
+from services.rollouts.generated import GenerationFailed, RolloutFailed
 from services.runtime.loops import Broken, Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Claim
@@ -124,6 +124,9 @@ class TicketHolder(Generic[Held]):
         except GenerationFailed as failure:
             self._counted.failures["generation"].inc()
             await self._fail(rollout, str(failure), self.config.generator.max_attempts)
+        except RolloutFailed as failure:
+            self._counted.failures["generation"].inc()
+            await self._fail(rollout, str(failure), 1)
         except EngineDead as error:
             self._fault = error  # the holder's loop ends the process
         except StoreError as error:  # not the ticket's fault: its lease expires, and it is claimed again

@@ -46,12 +46,14 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
         pod("generator", f"generator-{i}", visible(ranks + i * tensor_parallel, tensor_parallel))
         for i in range(config.generator.count)
     ]
+    environments = [pod("environment", "environment-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.environments else []
     trackers = [pod("tracker", "tracker-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.tracking.trackers else []
     webs = [pod("web", "web-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.web.port else []
     return [
         ServicePlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),
         ServicePlan(TRAINER, tuple(trainers), collective=True, stop_s=TRAINER_STOP_S),
         *(ServicePlan(pod.name, (pod,), stop_s=config.generator.drain_s + STOP_S) for pod in generators),
+        *(ServicePlan(each.name, (each,), stop_s=config.generator.drain_s + STOP_S) for each in environments),
         *(ServicePlan(tracker.name, (tracker,), essential=False) for tracker in trackers),
         *(ServicePlan(web.name, (web,), essential=False, stays=True) for web in webs),
     ]

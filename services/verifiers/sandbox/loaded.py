@@ -94,18 +94,24 @@ class LoadedVerifier:
 
 def load(config: PythonConfig) -> Callable[..., Any]:
     """Return the function that `config` names, with its options, or an instance of the class. Raises `Unusable`."""
-    place, _, name = config.function.rpartition(":")
-    found: Any = _from_file(Path(place)) if config.file else importlib.import_module(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise Unusable(f"function = {config.function!r}: {place} has no {part!r}")
-        found = getattr(found, part)
+    found: Any = imported(config.function)
     if inspect.isclass(found):
         found = found(**config.options)
         return found.score if hasattr(found, "score") else found
     if not callable(found):
         raise Unusable(f"function = {config.function!r} is not a function or class but {type(found).__name__}")
     return partial(found, **config.options) if config.options else found
+
+
+def imported(function: str) -> Any:
+    """Return what `module:name` or `path.py:name` names. Raises `Unusable`, and what the import raises."""
+    place, _, name = function.rpartition(":")
+    found: Any = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise Unusable(f"function = {function!r}: {place} has no {part!r}")
+        found = getattr(found, part)
+    return found
 
 
 @cache

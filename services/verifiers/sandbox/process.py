@@ -163,18 +163,23 @@ class WorkerProcess:
 def _spawn(
     descriptor: int, scratch: str, prints: bool, kept: Collection[str], withheld: Collection[str] = ()
 ) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
-    single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    secret = {name for name in os.environ if name in withheld or _SECRET.search(name)} - {*kept}
-    inherited = {name: value for name, value in os.environ.items() if name not in secret}
     return subprocess.Popen(
         [sys.executable, "-m", "services.verifiers.sandbox.worker", str(descriptor), scratch],
-        env={**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"},
+        env=worker_environment(scratch, kept, withheld),
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         stdout=None if prints else subprocess.DEVNULL,
         process_group=0,  # keeps Ctrl-C at the terminal from reaching it
     )
+
+
+def worker_environment(scratch: str, kept: Collection[str], withheld: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment variables of a process that runs code which is not ours: no secrets except those in `kept`."""
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+    single_threaded = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    secret = {name for name in os.environ if name in withheld or _SECRET.search(name)} - {*kept}
+    inherited = {name: value for name, value in os.environ.items() if name not in secret}
+    return {**inherited, **single_threaded, "PYTHONPATH": path, "TMPDIR": scratch, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:

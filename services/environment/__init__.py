@@ -1,0 +1,1 @@
+"""Environments: rollouts of several turns, whose tokens generators sample (docs/environments.md)."""

@@ -1,0 +1,92 @@
+"""Drives a rollout whose environment is an agent: a program that asks the policy through the door until it returns a reward.
+
+Waits for: the program. Unblocked by: its end, or its own time limit, in which the policy's time does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from services.environment.door.app import make_door
+from services.environment.door.rollouts import RolloutOver
+from services.environment.programs.frames import StepDone
+from services.environment.programs.pool import ProgramFailed, ProgramProcess
+from services.environment.rollout import FinishedRollout, LiveRollout
+from services.protocol.messages import Row
+
+WATCH_S = 0.5  # between looks at the time that a program has taken
+CLOSED_KEPT = 10_000  # keys of ended rollouts that are told apart from wrong ones
+
+
+@dataclass
+class Door:
+    """The rollouts of this pod by their keys, and the address where programs ask."""
+
+    model: str
+    open: dict[str, LiveRollout] = field(default_factory=dict[str, LiveRollout])
+    closed: dict[str, None] = field(default_factory=dict[str, None])
+    url: str = ""
+
+    def rollout(self, key: str) -> LiveRollout | None:
+        """Return the rollout that a key names. Raises `RolloutOver`."""
+        if key in self.closed:
+            raise RolloutOver("the rollout has ended")
+        return self.open.get(key)
+
+    async def serve(self) -> None:
+        """Serve on the loopback interface until cancelled."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1024)
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            settings = uvicorn.Config(make_door(self), log_level="warning", lifespan="off", access_log=False)
+            await uvicorn.Server(settings)._serve([listener])  # pyright: ignore[reportPrivateUsage] - handles no signals
+
+    def close(self, key: str) -> None:
+        """Refuse further calls of a rollout."""
+        self.open.pop(key, None)
+        self.closed[key] = None
+        if len(self.closed) > CLOSED_KEPT:
+            del self.closed[next(iter(self.closed))]
+
+
+async def run_agent(
+    live: LiveRollout, process: ProgramProcess, row: Row, answer: str, door: Door, limit_s: float
+) -> FinishedRollout:
+    """Run an agent to its end. Raises `ProgramFailed`, `LeaseLost`, `GenerationFailed`."""
+    key = f"rollout-{secrets.token_urlsafe(24)}"
+    door.open[key] = live
+    given = {"url": door.url, "key": key, "row": {**row.columns, "prompt": row.messages, "answer": answer}}
+    began = time.monotonic()
+    running = asyncio.ensure_future(process.do(live.place.name, "run", given))
+    try:
+        while not (await asyncio.wait([running], timeout=WATCH_S))[0]:
+            if time.monotonic() - began - live.policy_s > limit_s:
+                raise ProgramFailed(f"the agent took longer than timeout_s = {limit_s:g}, without the policy's turns")
+        scores = await _scores(running, live)
+        if live.lost:
+            raise live.lost
+        if not live.recorder.turns:
+            raise ProgramFailed("the agent ended without asking the policy")
+        live.environment_s += max(0.0, time.monotonic() - began - live.policy_s)
+        return live.finished(scores)
+    finally:
+        running.cancel()
+        door.close(key)
+        process.drop(live.place.name)
+
+
+async def _scores(running: asyncio.Future[StepDone], live: LiveRollout) -> dict[str, float] | None:
+    """Return the reward of an agent that has ended; one that a limit stopped may have none."""
+    try:
+        return (await running).value
+    except ProgramFailed:
+        if not live.truncated:
+            raise
+        return None

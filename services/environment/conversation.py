@@ -1,0 +1,86 @@
+"""Drives a rollout in an environment that is a class of one's own: its start, its turns, its score."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.environment.door.rollouts import ContextFull, RolloutOver
+from services.environment.programs.pool import ProgramFailed, ProgramProcess
+from services.environment.records import EnvironmentReply, reply_of
+from services.environment.rollout import FinishedRollout, LiveRollout
+from services.protocol.messages import Row
+
+
+def restorable(live: LiveRollout) -> bool:
+    """Return whether a rollout with records can go on from them: its last reply has the environment's state."""
+    replies = [record for record in live.records if isinstance(record, EnvironmentReply)]
+    return bool(replies) and (bool(replies[-1].snapshot) or replies[-1].messages == "null")
+
+
+async def converse(live: LiveRollout, process: ProgramProcess, row: Row, answer: str) -> FinishedRollout:
+    """Run a rollout to its end, from where its records leave off. Raises `ProgramFailed`, `LeaseLost`, `GenerationFailed`."""
+    name = live.place.name
+    try:
+        messages, tools = await _begin(live, process, row, answer)
+        try:
+            while messages is not None:
+                reply = await live.complete(messages, tools)
+                message = reply.message
+                if reply.generated.finish == "length":
+                    live.truncated = True
+                    break
+                added = await _reply(live, process, "turn", message, tools)
+                messages = None if added is None else [*messages, said(message), *added]
+        except (RolloutOver, ContextFull):  # at a limit, which marks it as truncated
+            pass
+        if not live.recorder.turns:
+            raise ProgramFailed(
+                "the rollout ended before the policy's first turn: the prompt leaves no room, or start() ended it"
+            )
+        scores = (await process.do(name, "score")).value
+        return live.finished(scores)
+    finally:
+        process.drop(name)
+
+
+async def _begin(
+    live: LiveRollout, process: ProgramProcess, row: Row, answer: str
+) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
+    """Start the environment, or restore it; return the conversation to continue and the tools."""
+    name, prompt = live.place.name, row.messages
+    if not live.records:
+        given = {**row.columns, "prompt": prompt, "answer": answer}
+        done = await process.do(name, "start", given)
+        messages, tools = done.value["messages"], done.value["tools"]
+        await live.append(reply_of(messages, tools, done.value.get("snapshot"), done.seconds))
+        return [*prompt, *messages], tools
+    conversation: list[dict[str, Any]] | None = list(prompt)
+    tools: list[dict[str, Any]] = []
+    state = ""
+    for record in live.records:
+        if isinstance(record, EnvironmentReply):
+            added, tools, state = json.loads(record.messages), json.loads(record.tools), record.snapshot or state
+            conversation = None if added is None else [*(conversation or []), *added]
+        else:
+            conversation = [*(conversation or []), said(json.loads(record.reply))]
+    await process.do(name, "restore", json.loads(state))
+    last = live.records[-1]
+    if conversation is not None and not isinstance(last, EnvironmentReply):  # its tools may have run
+        added = await _reply(live, process, "unknown", json.loads(last.reply), tools)
+        conversation = None if added is None else [*conversation, *added]
+    return conversation, tools
+
+
+async def _reply(
+    live: LiveRollout, process: ProgramProcess, do: str, message: dict[str, Any], tools: list[dict[str, Any]]
+) -> list[dict[str, Any]] | None:
+    """Return what the environment replies to the policy, committed; None if the rollout has ended."""
+    done = await process.do(live.place.name, do, message)
+    await live.append(reply_of(done.value["messages"], tools, done.value["snapshot"], done.seconds))
+    return done.value["messages"]
+
+
+def said(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the policy's message as part of a conversation."""
+    return {name: value for name, value in message.items() if name != "error"}

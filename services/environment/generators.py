@@ -1,0 +1,159 @@
+"""The policy as environments reach it: completions of whichever generators there are, over HTTP.
+
+Guarantees: a request ends with a completion, or with `GenerationFailed` if no generator would ever serve it; a generator that
+drains, restarts or dies costs a delay: the request goes on elsewhere, from the tokens returned. Turns of one rollout stay with
+one generator while it is there, since it has the rollout's prefix in its cache.
+Waits for: a generator that can sample. Unblocked by: the fleet's heartbeats (`follow`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import Counter
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import structlog
+
+from services.protocol import codec
+from services.protocol.errors import StoreError
+from services.protocol.generation import GenerationRequest
+from services.protocol.messages import PodStatus, Ticket
+from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
+from services.rollouts.records import unpack_partial
+from services.runtime.http.credentials import api_tokens
+from services.runtime.loops import Loop
+from services.runtime.service import Service
+
+log = structlog.get_logger()
+
+GENERATE = "/v1/generate"
+FOLLOW_S = 0.5  # between looks at the fleet
+AVOID_S = 1.0  # for which a generator that refused is not asked again
+WATCH_S = 2.0  # between checks that the generator asked is still in the fleet
+READY = ("ready", "evaluating")
+
+
+class GeneratorFleet:
+    """Samples from the run's generators."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        self._service, self._most = service, config.model.max_tokens
+        verify = ssl.create_default_context(cafile=config.api.ca_file) if config.api.ca_file else True
+        self._extensions = {"sni_hostname": config.api.server_name} if config.api.server_name else {}
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_tokens(config).operate}"}, verify=verify,
+            timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None),
+        )  # fmt: skip
+        self._pods: dict[str, PodStatus] = {}  # by member
+        self._asked: Counter[str] = Counter()  # by member: requests in progress
+        self._avoid: dict[str, float] = {}  # by member: until when
+        self._homes: dict[str, str] = {}  # by rollout: member that served its last turn
+        self._changed = asyncio.Event()
+
+    @property
+    def seats(self) -> int:
+        """Completions that the present generators run at a time."""
+        return len(self._pods) * self._service.config.generator.max_num_seqs
+
+    async def follow(self, loop: Loop) -> None:
+        """Keep the list of generators up to date (a supervised loop)."""
+        while True:
+            try:
+                members = await self._service.store.fleet.members(self._service.config.fleet.ttl_s)
+                self._pods = {
+                    each.member: each for each in members
+                    if each.kind == "generator" and each.phase in READY
+                }  # fmt: skip
+                self._changed.set()
+                self._changed.clear()
+            except StoreError as error:
+                log.warning("the fleet cannot be read", error=str(error))
+            loop.progress()
+            await self._service.notifications.wait("fleet", timeout=FOLLOW_S)
+
+    async def sample(
+        self, request_id: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str = ""
+    ) -> Generated:
+        """Complete `tokens` with at most `sampling.max_tokens` more; `rollout` names the one that it is a turn of.
+
+        Raises `GenerationFailed`.
+        """
+        request = GenerationRequest(request_id, np.asarray(tokens, np.int32), seed, sampling.max_tokens)
+        while True:
+            pod = await self._choose(rollout)
+            self._asked[pod.member] += 1
+            try:
+                reply = await self._ask(pod, codec.encode(request))
+            finally:
+                self._asked[pod.member] -= 1
+            if reply is None or reply.status_code == 503:
+                self._avoid[pod.member] = time.monotonic() + AVOID_S
+                continue
+            if reply.status_code != 200:
+                raise GenerationFailed(f"{pod.name} refused the request: {reply.text[:500]}")
+            ticket = Ticket(request_id, 0, 0, 0, seed, [], "", 1, "")
+            [done] = unpack_partial(reply.content, ticket, sampling.max_tokens)
+            if done is not None and done.finish != "aborted":
+                self._homes[rollout] = pod.member
+                return done
+            if done is not None:
+                request = replace_prefix(request, reply.content)
+            self._avoid[pod.member] = time.monotonic() + AVOID_S
+
+    def forget(self, rollout: str) -> None:
+        """Forget which generator served a rollout that has ended."""
+        self._homes.pop(rollout, None)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def _choose(self, rollout: str) -> PodStatus:
+        """Return the generator that has the rollout's prefix, or otherwise the one with the least to do."""
+        while True:
+            now = time.monotonic()
+            able = [pod for member, pod in self._pods.items() if self._avoid.get(member, 0.0) <= now]
+            home = self._homes.get(rollout)
+            for pod in able:
+                if pod.member == home:
+                    return pod
+            if able:
+                return min(able, key=lambda pod: self._asked[pod.member])
+            await self._service.notifications.wait("fleet", "version", timeout=FOLLOW_S)
+
+    async def _ask(self, pod: PodStatus, body: bytes) -> httpx.Response | None:
+        """Return a generator's answer, or None if it left the fleet or cannot be reached."""
+        post = asyncio.ensure_future(self._http.post(pod.url + GENERATE, content=body, extensions=self._extensions))
+        try:
+            while not (await asyncio.wait([post], timeout=WATCH_S))[0]:
+                if pod.member not in self._pods and await self._gone(pod):
+                    return None
+            return await post
+        except httpx.TransportError as error:
+            log.info("a generator did not answer", pod=pod.name, error=repr(error))
+            return None
+        finally:
+            post.cancel()
+
+    async def _gone(self, pod: PodStatus) -> bool:
+        """Return whether a generator is no longer in the fleet; one that drains still answers."""
+        try:
+            members = await self._service.store.fleet.members(self._service.config.fleet.ttl_s)
+        except StoreError:
+            return False
+        return all(each.member != pod.member for each in members)
+
+
+def replace_prefix(request: GenerationRequest, prefix: bytes) -> GenerationRequest:
+    """Return the request with tokens to continue."""
+    return GenerationRequest(request.id, request.prompt, request.seed, request.max_tokens, prefix)
+
+
+def limited(sampling: SamplingParameters, room: int) -> SamplingParameters:
+    """Return the sampling parameters for at most `room` tokens."""
+    return replace(sampling, max_tokens=min(sampling.max_tokens, room))

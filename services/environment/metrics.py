@@ -1,0 +1,57 @@
+"""Prometheus metrics of an environment pod."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.environment.rollout import FinishedRollout
+from services.rollouts.holding import FAILURES
+from services.runtime.metrics.declarations import Metrics, counter, counters, gauge, histogram
+
+
+class EnvironmentMetrics(Metrics):
+    """The metrics of an environment pod."""
+
+    held: Gauge = gauge("grpo_environment_tickets", "tickets", "Tickets whose rollouts run in this pod.")
+    running: Gauge = gauge("grpo_environment_running_rollouts", "", "Rollouts that run in this pod.")
+    claimed: Counter = counter("grpo_environment_claimed_tickets_total", "tickets", "Tickets claimed.")
+    rollouts: Counter = counter("grpo_environment_rollouts_total", "", "Rollouts finished.")
+    truncated: Counter = counter(
+        "grpo_environment_truncated_rollouts_total", "", "Rollouts that ended at a limit of turns or tokens."
+    )
+    turns: Counter = counter("grpo_environment_turns_total", "", "Turns of finished rollouts.")
+    program_s: Counter = counter(
+        "grpo_environment_program_seconds_total", "seconds", "Time that environments took to reply, in finished rollouts."
+    )
+    restarts: Counter = counter(
+        "grpo_environment_restarted_rollouts_total", "", "Rollouts started again after a failure or a loss."
+    )
+    continued: Counter = counter("grpo_environment_continued_rollouts_total", "", "Rollouts continued from another pod's turns.")
+    left_out: Counter = counter(
+        "grpo_environment_left_out_rollouts_total", "", "Rollouts that failed for good and left their group."
+    )
+    refused: Counter = counter(
+        "grpo_environment_refused_submits_total", "tickets", "Groups refused on submission because their lease was lost."
+    )
+    lost: Counter = counter("grpo_environment_lost_leases_total", "tickets", "Tickets whose lease was lost to another pod.")
+    failures: Mapping[str, Counter] = counters(
+        "grpo_environment_failures_total", "tickets", "Failed tickets, by cause: a verifier, rollouts, Redis, or another.",
+        "reason", FAILURES,
+    )  # fmt: skip
+    given_up: Counter = counter(
+        "grpo_environment_given_up_tickets_total", "tickets", "Tickets moved to the dead letters after their last attempt."
+    )
+    rollout_s: Histogram = histogram(
+        "grpo_environment_group_seconds", "seconds", "Time from the claim to the last turn of a group."
+    )
+    score_s: Histogram = histogram("grpo_environment_score_seconds", "seconds", "Duration of scoring a group by verifiers.")
+    submit_s: Histogram = histogram("grpo_environment_submit_seconds", "seconds", "Duration of submitting a group to Redis.")
+
+    def observe(self, finished: FinishedRollout) -> None:
+        """Count a finished rollout."""
+        self.rollouts.inc()
+        self.truncated.inc(finished.truncated)
+        self.turns.inc(finished.turns)
+        self.program_s.inc(finished.environment_s)

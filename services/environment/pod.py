@@ -1,0 +1,67 @@
+"""Assembles an environment pod and runs its life: load the environments' code, work, leave."""
+
+from __future__ import annotations
+
+from services.chat.tokenizers import tokenizer_folder
+from services.environment.agent import Door
+from services.environment.chat.format import ChatFormat
+from services.environment.generators import GeneratorFleet
+from services.environment.loop import EnvironmentLoop
+from services.environment.metrics import EnvironmentMetrics
+from services.environment.programs.pool import ProgramPool, ProgramUnusable
+from services.runtime.loops import Fatal, Loop
+from services.runtime.service import Service
+from services.verifiers.base import VerifierFailure
+from services.verifiers.scoring import Scoring
+
+LOOP_LIMIT_S = 60.0
+
+
+class EnvironmentPod:
+    """An environment pod with all its parts. `run` runs it."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        self.service, self.fleet = service, GeneratorFleet(service)
+        self.verifiers = Scoring(config, config.data.sources)
+        self.pools = {each.name: ProgramPool(each) for each in config.environments}
+        chat = ChatFormat(tokenizer_folder(config.model.path), config.data)
+        metrics = EnvironmentMetrics(service.registry)
+        self.door = Door(config.model.path)
+        self.rollouts = EnvironmentLoop(service, chat, self.fleet, self.pools, self.verifiers, metrics, self.door)
+        service.ready = self.rollouts.why_idle
+
+    async def run(self) -> None:
+        """Run the pod from start to end."""
+        add, config = self.service.add_loop, self.service.config
+        add("generators", self.fleet.follow, LOOP_LIMIT_S)
+        add("door", self._serve, float("inf"))
+        add("leases", self.rollouts.renew, LOOP_LIMIT_S + config.generator.lease_s)
+        try:
+            await self.service.run(self._work)
+        finally:
+            for pool in self.pools.values():
+                await pool.close()
+            await self.verifiers.close()
+            await self.fleet.close()
+
+    async def _serve(self, _: Loop) -> None:
+        await self.door.serve()
+
+    async def _work(self, loop: Loop) -> None:
+        """Load, then run rollouts until stopped."""
+        self.service.say(phase="loading")
+        loop.limit_s = float("inf")  # loading has no time limit
+        try:
+            await self.verifiers.start()
+            for pool in self.pools.values():
+                await pool.start()
+        except VerifierFailure as error:
+            raise Fatal(f"verifiers cannot start: {error}") from None
+        except ProgramUnusable as error:
+            raise Fatal(str(error)) from None
+        if not await self.service.created():
+            return
+        loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
+        self.service.say(phase="ready")
+        await self.rollouts.work(loop)

@@ -1,0 +1,99 @@
+"""A class of one's own as an environment: one object takes part in each rollout (docs/environments.md).
+
+What the class may define, each of it sync or async: `tools`, a list of its methods' names; `start(row)`, which returns further
+messages or nothing; `turn(message)`, which returns a text, messages, or None to end the rollout; `score()`, a number or a dict of
+numbers; `close()`; `snapshot()` and `restore(state)`, between which there is JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from services.environment.programs.tools import Tool, answered, methods_of
+
+LOST = "The result of this call is unknown: the machine that made it was lost."
+
+
+class BadReply(Exception):
+    """A program returned something that is no reply."""
+
+
+class LoadedProgram:
+    """One object of a class of one's own, in one rollout."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self._tools: dict[str, Tool] = methods_of(made, getattr(made, "tools", ()))
+
+    async def start(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin with a data row; return further messages and the descriptions of the tools."""
+        said = await self._maybe("start", row)
+        return {**await self._reply(_messages(said) or []), "tools": [tool.described for tool in self._tools.values()]}
+
+    async def turn(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Reply to what the policy said; `messages` is None if the rollout has ended."""
+        if error := message.get("error"):
+            return await self._reply([{"role": "user", "content": f"Error: {error}"}])
+        if message.get("tool_calls"):
+            return await self._reply(await answered(message, self._tools))
+        return await self._reply(_messages(await self._maybe("turn", message)))
+
+    async def unknown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Reply to what the policy said when its tools may have run already, with results that are lost."""
+        calls = message.get("tool_calls") or ()
+        if not calls:  # no tool has run
+            return await self.turn(message)
+        said = [{"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": LOST} for call in calls]
+        return await self._reply(said)
+
+    async def score(self, _: Any = None) -> dict[str, float] | None:
+        """Return the score as `score` and its parts, or None if the class scores nothing."""
+        if not hasattr(self._made, "score"):
+            return None
+        return scores_of(await self._maybe("score"))
+
+    async def restore(self, state: Any) -> list[dict[str, Any]]:
+        """Go back to a snapshot; return the descriptions of the tools."""
+        await self._maybe("restore", state)
+        return [tool.described for tool in self._tools.values()]
+
+    async def close(self, _: Any = None) -> None:
+        """End."""
+        await self._maybe("close")
+
+    async def _reply(self, messages: list[dict[str, Any]] | None) -> dict[str, Any]:
+        restorable = hasattr(self._made, "restore")
+        return {"messages": messages, "snapshot": await self._maybe("snapshot") if restorable else None}
+
+    async def _maybe(self, name: str, *given: Any) -> Any:
+        """Call a method of the object, if it has it."""
+        method = getattr(self._made, name, None)
+        if method is None:
+            return None
+        said = method(*given)
+        return await said if inspect.isawaitable(said) else said
+
+
+def scores_of(said: Any) -> dict[str, float] | None:
+    """Return a reward as `score` and its parts; None means that there is none. Raises `BadReply`."""
+    if said is None:
+        return None
+    parts = cast("dict[str, Any]", said) if isinstance(said, dict) else {"score": said}
+    found = {str(name): float(value) for name, value in parts.items() if isinstance(value, int | float)}
+    if found.keys() != parts.keys() or "score" not in found or not all(map(math.isfinite, found.values())):
+        raise BadReply(f"the reward {said!r} is not valid: give a finite number, or a dict of them with the key 'score'")
+    return found
+
+
+def _messages(said: Any) -> list[dict[str, Any]] | None:
+    if said is None:
+        return None
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    listed = cast("list[Any]", [said] if isinstance(said, dict) else said if isinstance(said, list) else [None])
+    if not all(isinstance(each, dict) and "role" in each for each in listed):
+        raise BadReply(f"{said!r} is no reply: return a text, a list of messages with `role` and `content`, or None")
+    return cast("list[dict[str, Any]]", listed)

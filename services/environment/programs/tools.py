@@ -1,0 +1,94 @@
+"""Tools of an environment: methods that the policy may call, described to it by their signatures and docstrings.
+
+Guarantees: whatever a model writes as a call is answered with a text, its fault if there is one; only a tool's own exceptions of
+the kind `Exception` are told to the model, and end nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ValidationError, create_model
+
+ERROR_CHARACTERS = 500
+
+
+class Tool:
+    """A method that the policy may call."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        """Raises TypeError for a method whose parameters cannot be described."""
+        self.name, self._method = method.__name__, method
+        self._arguments = _model(method)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the tool as chat templates take it: a JSON schema in OpenAI's form."""
+        schema = self._arguments.model_json_schema()
+        schema.pop("title", None)
+        for field in schema.get("properties", {}).values():
+            field.pop("title", None)
+        schema.setdefault("properties", {})
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": inspect.getdoc(self._method) or "", "parameters": schema},
+        }
+
+    async def call(self, arguments: object) -> str:
+        """Return what the tool says, or what is wrong with its arguments."""
+        try:
+            given = self._arguments.model_validate(arguments)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "arguments"
+            return f"Error: {where}: {first['msg']}"[:ERROR_CHARACTERS]
+        try:
+            said = self._method(**{name: getattr(given, name) for name in type(given).model_fields})
+            if inspect.isawaitable(said):
+                said = await said
+        except Exception as error:  # the model is told, and may do better
+            return f"Error: {type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+        return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+
+
+async def answered(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    """Call the tools that an assistant's message calls, one after the other; return a message for each call, or none."""
+    replies: list[dict[str, Any]] = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        tool = tools.get(function["name"])
+        if tool is None:
+            said = f"Error: there is no tool {function['name']!r}; the tools are {', '.join(tools)}"
+        else:
+            said = await tool.call(_arguments(function["arguments"]))
+        replies.append({"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": said})
+    return replies
+
+
+def methods_of(program: object, listed: Sequence[Any]) -> dict[str, Tool]:
+    """Return the tools that a program lists, by name: names of its methods, or functions. Raises TypeError or AttributeError."""
+    methods = [getattr(program, each) if isinstance(each, str) else each for each in listed]
+    return {method.__name__: Tool(method) for method in methods}
+
+
+def _arguments(text: object) -> object:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return text
+
+
+def _model(method: Callable[..., Any]) -> type[BaseModel]:
+    hints = get_type_hints(method)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tool {method.__name__!r}: parameter {name!r} must be one that can be given by name")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (hints.get(name, Any), default)
+    return create_model(method.__name__, **fields)

@@ -1,0 +1,49 @@
+"""What has happened in a rollout, as it is committed: turns of the policy, and what the environment replied.
+
+Guarantees: decoding any bytes gives records that a rollout can continue from, or none: then it starts again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.protocol import codec
+from services.protocol.messages import Turn
+
+TURN, REPLY = b"T", b"R"
+RECORD_BYTES = 8 << 20
+"""Most bytes of a record: a snapshot is part of it."""
+
+
+class EnvironmentReply(msgspec.Struct, frozen=True, array_like=True):
+    """What an environment said, at the start or after a turn. Produced by environments, consumed by the ticket's next holder."""
+
+    messages: str  # JSON: list of messages, or null if the rollout has ended
+    tools: str  # JSON: descriptions of the tools
+    snapshot: str  # JSON of the program's state after it; empty: it cannot be restored
+    seconds: float  # that the environment took
+
+
+Record = Turn | EnvironmentReply
+
+
+def pack_record(record: Record) -> bytes:
+    """Encode a record."""
+    return (TURN if isinstance(record, Turn) else REPLY) + codec.encode(record)
+
+
+def unpack_records(data: Sequence[bytes]) -> list[Record]:
+    """Decode the records of a rollout; none if one of them is damaged."""
+    try:
+        return [codec.decode(each[1:], Turn if each[:1] == TURN else EnvironmentReply) for each in data]
+    except codec.CorruptMessage:
+        return []
+
+
+def reply_of(messages: list[dict[str, Any]] | None, tools: list[dict[str, Any]], state: Any, seconds: float) -> EnvironmentReply:
+    """Return the record of a reply. Raises TypeError for a state that is not JSON."""
+    return EnvironmentReply(json.dumps(messages), json.dumps(tools), "" if state is None else json.dumps(state), seconds)

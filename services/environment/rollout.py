@@ -1,0 +1,144 @@
+"""One rollout: the policy's turns and the environment's replies, each committed before the next begins.
+
+Guarantees: a turn is committed before its tools run, and what they replied before the policy reads it, so nothing is sampled
+twice and no tool call is made twice; after the loss of its pod a rollout goes on where it was if its environment can be restored,
+and otherwise starts again, under the same seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from services.config import RunConfig
+from services.environment.chat.format import ChatFormat
+from services.environment.door.rollouts import RUN, ContextFull, Overrides, RolloutOver, TurnReply, Usage
+from services.environment.generators import GeneratorFleet, limited
+from services.environment.recording.recorder import Call, Recorder
+from services.environment.records import EnvironmentReply, Record, pack_record, unpack_records
+from services.protocol.messages import Ticket, Turn
+from services.rollouts.generated import SamplingParameters, Segment
+
+
+class LeaseLost(Exception):
+    """Another pod holds the ticket now."""
+
+
+@dataclass(frozen=True)
+class RolloutPlace:
+    """Which rollout it is."""
+
+    ticket: Ticket
+    sample: int
+    restarts: int
+    name: str  # unique among those of all pods and attempts
+
+    def seed(self, turn: int) -> int:
+        """Return the seed of a turn: the first one has that of a single completion."""
+        own = self.ticket.seed + self.sample
+        if turn == 0:
+            return own
+        return int.from_bytes(hashlib.blake2b(f"{own}.{turn}".encode(), digest_size=4).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class FinishedRollout:
+    """What became of a rollout."""
+
+    segments: list[Segment]
+    answer: str  # what the policy said last
+    scores: dict[str, float] | None  # `score` and its parts; None: the environment does not score
+    truncated: bool
+    turns: int
+    environment_s: float  # that the environment took
+
+
+class LiveRollout:
+    """A rollout that is running: what it has recorded, and how it asks the policy."""
+
+    def __init__(
+        self, place: RolloutPlace, config: RunConfig, chat: ChatFormat, prompt: list[dict[str, Any]], fleet: GeneratorFleet,
+        records: list[Record], max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]],
+    ) -> None:  # fmt: skip
+        """`commit` appends a record at a place and returns False if another pod holds the ticket."""
+        self.place, self._fleet, self._commit, self._max_turns = place, fleet, commit, max_turns
+        self._records = records
+        self.chat, self.sampling = chat, SamplingParameters.training(config)
+        self._room = min(config.model.max_tokens, config.trainer.row_tokens)
+        self.recorder = Recorder.restored(
+            chat, place.ticket.prompt, prompt, [record for record in records if isinstance(record, Turn)]
+        )
+        self.truncated = False
+        self.lost: LeaseLost | None = None
+        self._asked = len(self.recorder.turns)  # turns begun
+        self._committing = asyncio.Lock()
+        self.policy_s = 0.0  # that turns took, those of several calls at a time added up
+        self.environment_s = sum(record.seconds for record in records if isinstance(record, EnvironmentReply))
+
+    @property
+    def records(self) -> list[Record]:
+        """What has happened so far."""
+        return self._records
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], overrides: Overrides = RUN
+    ) -> TurnReply:
+        """Return what the policy says to a conversation, committed.
+
+        Raises `BadMessages`, `RolloutOver`, `ContextFull`, `LeaseLost`, `GenerationFailed`.
+        """
+        return await self._turn(self.recorder.plan(messages, tools), overrides)
+
+    async def complete_text(self, prompt: str | list[int], overrides: Overrides = RUN) -> TurnReply:
+        """Return what follows a text or token ids, committed. Raises like `complete`."""
+        return await self._turn(self.recorder.plan_text(prompt), overrides)
+
+    async def _turn(self, call: Call, overrides: Overrides) -> TurnReply:
+        turn = self._asked
+        if turn >= self._max_turns:
+            self.truncated = True
+            raise RolloutOver(f"the rollout has had {turn} turns, the most that max_turns allows")
+        room = self._room - len(call.tokens)
+        if room < 1:
+            self.truncated = True
+            raise ContextFull(f"{len(call.tokens)} tokens leave no room for more within {self._room}")
+        self._asked += 1
+        sampling = limited(self.sampling, min(room, overrides.max_tokens or room))
+        began = time.monotonic()
+        generated = await self._fleet.sample(
+            f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name
+        )
+        self.policy_s += time.monotonic() - began
+        async with self._committing:
+            message = self.recorder.record(call, generated, (*self.sampling.stop, *overrides.stop))
+            await self.append(self.recorder.turns[-1])
+        if generated.finish == "length" and len(generated.tokens) >= room:
+            self.truncated = True
+        return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
+
+    async def append(self, record: Record) -> None:
+        """Commit a record. Raises `LeaseLost`."""
+        if not await self._commit(len(self._records), pack_record(record)):
+            self.lost = LeaseLost()
+            raise self.lost
+        self._records.append(record)
+        if isinstance(record, EnvironmentReply):
+            self.environment_s += record.seconds
+
+    def finished(self, scores: dict[str, float] | None) -> FinishedRollout:
+        """Return what became of it."""
+        reply = json.loads(self.recorder.turns[-1].reply)
+        return FinishedRollout(
+            self.recorder.segments(), reply.get("content") or "", scores, self.truncated, len(self.recorder.turns),
+            self.environment_s,
+        )  # fmt: skip
+
+
+def records_of(data: list[bytes]) -> list[Record]:
+    """Return the records that a rollout continues from."""
+    return unpack_records(data)

@@ -1,0 +1,71 @@
+"""Programs that the tests run in environments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Echo:
+    """Replies a few times and scores by how often; it can be restored."""
+
+    tools = ["add"]
+
+    def __init__(self, turns: int = 3, log: str = "") -> None:
+        self.turns, self.log, self.seen = turns, log, 0
+
+    def start(self, row: dict[str, Any]) -> str:
+        self._note(f"start {row['answer']}")
+        return "begin"
+
+    def turn(self, message: dict[str, Any]) -> str | None:
+        self.seen += 1
+        self._note(f"turn {self.seen}")
+        return f"again {self.seen}" if self.seen < self.turns else None
+
+    def add(self, a: int, b: int = 1) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def score(self) -> dict[str, float]:
+        return {"score": self.seen / self.turns, "turns": float(self.seen)}
+
+    def snapshot(self) -> int:
+        return self.seen
+
+    def restore(self, state: int) -> None:
+        self.seen = state
+        self._note(f"restore {state}")
+
+    def _note(self, text: str) -> None:
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(text + "\n")
+
+
+class Fragile:
+    """Raises in its second rollout of a row, dies in its third, and hangs in none; it cannot be restored."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def turn(self, message: dict[str, Any]) -> None:
+        count = len(list(self.folder.iterdir()))
+        (self.folder / str(count)).touch()
+        if count == 1:
+            raise ValueError("on purpose")
+        if count == 2:
+            os._exit(3)
+
+    def score(self) -> float:
+        return 1.0
+
+
+async def agent(client: Any, row: dict[str, Any], questions: int = 2) -> float:
+    """Ask the policy a few times, each in a conversation of its own."""
+    said = [
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": f"{row['answer']} {i}"}])
+        for i in range(questions)
+    ]
+    return float(len(said))

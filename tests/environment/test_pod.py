@@ -1,0 +1,165 @@
+"""Environment pods on a real Redis, with real worker processes and a generator over HTTP whose engine is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.config import RunConfig
+from services.console.local.redis_server import RedisServer
+from services.environment.pod import EnvironmentPod
+from services.generator.api import add_routes
+from services.protocol import codec
+from services.protocol.messages import Header, Payload, Row, Ticket
+from services.runtime.entry import open_service
+from services.runtime.loops import Fatal, end_tasks
+from services.runtime.service import Service
+from services.store import Store
+from tests.environment.templates import FAMILIES, save_family
+from tests.generator.test_loop import generator
+from tests.support.harness import buried, ticket, wait_until
+from tests.support.scripted import ScriptedEngine
+
+PROGRAMS = Path(__file__).parent / "programs.py"
+N = 2
+
+
+def overrides(folder: Path, kind: str, name: str, **keys: Any) -> list[str]:
+    given = {"name": "world", "kind": kind, "function": f"{PROGRAMS}:{name}", **keys}
+    shown = ", ".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in given.items() if key != "options")
+    options = ", ".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in keys.get("options", {}).items())
+    return [
+        f'data.sources=[{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "world"}}]', "verifiers=[]",
+        f"environments=[{{{shown}, options = {{{options}}}}}]", "data.chat_template=true", "model.max_tokens=4096",
+        "trainer.row_tokens=4096", "sampling.max_tokens=12", "generator.lease_s=0.5", "generator.drain_s=0",
+    ]  # fmt: skip
+
+
+@asynccontextmanager
+async def fleet(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[Service, ScriptedEngine]]:
+    """A generator that serves environments, in a run with published weights."""
+    (folder / "model").mkdir()
+    save_family(FAMILIES[0], folder / "model")
+    async with generator(folder, server, *given) as (service, loop, engine):
+        add_routes(service, loop)
+        loop.serving._vocabulary = 1000  # of the tokenizer above
+        await service.view.refresh()
+        await service.store.fleet.beat(service.status, 60)
+        follow = asyncio.create_task(_beat(service))
+        try:
+            yield service, engine
+        finally:
+            await end_tasks([follow])
+
+
+async def _beat(service: Service) -> None:
+    while True:
+        await service.view.refresh()
+        await service.store.fleet.beat(service.status, 60)
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def environment(config: RunConfig, name: str = "environment-0") -> AsyncIterator[EnvironmentPod]:
+    """A running environment pod; at the end it is killed: nothing is handed back."""
+    async with open_service("environment", config, name) as service:
+        pod = EnvironmentPod(service)
+        running = asyncio.create_task(pod.run())
+        try:
+            yield pod
+        finally:
+            for held in list(pod.rollouts.rollouts.values()):
+                await pod.rollouts.cancel(held)
+            await end_tasks([running])
+
+
+async def issue(store: Store, *rows: int) -> None:
+    fence = await store.run.lead("test", 60_000)
+    tickets = [_ticket(row) for row in rows]
+    assert await store.tickets.issue(fence, rows[0], tickets, b"order", {}, 0, {"main"}) == len(rows)
+
+
+def _ticket(row: int) -> Ticket:
+    said = msgspec.json.encode(Row([{"role": "user", "content": f"say {row}"}], {"difficulty": row})).decode()
+    return ticket(row, row=said, group_size=N)
+
+
+async def groups(store: Store, count: int) -> list[tuple[Header, Payload]]:
+    """Wait for submitted groups and return them."""
+
+    async def there() -> bool:
+        return await store.client.xlen(store.keys.headers) == count
+
+    await wait_until(there, 20.0)
+    entries = await store.client.xrange(store.keys.headers)
+    headers = [codec.decode(fields[b"body"], Header) for _, fields in entries]
+    payloads = [codec.unseal(await store.client.get(store.keys.payload(header.payload)) or b"") for header in headers]
+    return [(header, codec.decode(data, Payload)) for header, data in zip(headers, payloads, strict=True)]
+
+
+async def test_a_class_of_ones_own_takes_part_in_every_rollout(tmp_path: Path, server: RedisServer) -> None:
+    given = [*overrides(tmp_path, "python", "Echo"), f"sampling.group_size={N}"]
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
+        await issue(service.store, 0, 1)
+        for header, payload in await groups(service.store, 2):
+            assert header.rewards == [1.0] * N
+            assert header.scores == {"world": [1.0] * N, "world.turns": [3.0] * N}
+            assert (header.turns, header.truncated) == ([3] * N, [False] * N)
+            sampled = sum(header.lengths) - sum(header.tool_tokens)
+            assert 3 * N <= sampled < len(payload.tokens)
+
+
+async def test_rollouts_go_on_where_they_were_when_their_pod_is_killed(tmp_path: Path, server: RedisServer) -> None:
+    log = tmp_path / "log"
+    given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
+    async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, engine):
+        engine._token_s = 0.01
+        async with environment(service.config):
+            await issue(service.store, 0)
+            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") == N, 20.0)
+        async with environment(service.config, "environment-1"):
+            [(header, _)] = await groups(service.store, 1)
+        assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
+        lines = Counter(log.read_text().split("\n"))
+        assert lines["start 0"] == N
+        assert sum(count for line, count in lines.items() if line.startswith("restore")) == N
+        assert await service.store.client.exists(service.store.keys.turns("0-0")) == 0
+
+
+async def test_a_program_that_raises_or_dies_costs_its_own_rollout_another_try(tmp_path: Path, server: RedisServer) -> None:
+    (tmp_path / "calls").mkdir()
+    given = overrides(tmp_path, "python", "Fragile", options={"folder": str(tmp_path / "calls")})
+    async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, _), environment(service.config):
+        await issue(service.store, 0)
+        [(header, _)] = await groups(service.store, 1)
+        assert (header.rewards, header.turns) == ([1.0] * N, [1] * N)
+        assert await buried(service.store) == []
+
+
+async def test_an_agent_asks_through_a_client_of_openai(tmp_path: Path, server: RedisServer) -> None:
+    given = [*overrides(tmp_path, "agent", "agent", options={"questions": 3}), f"sampling.group_size={N}"]
+    async with fleet(tmp_path, server, *given) as (service, _), environment(service.config):
+        await issue(service.store, 0)
+        [(header, payload)] = await groups(service.store, 1)
+        assert (header.rewards, header.turns) == ([3.0] * N, [3] * N)
+        assert header.rollout == [0, 0, 0, 1, 1, 1]  # each conversation is a segment
+        assert len(header.context_tokens) == len(payload.context_lengths) == 6
+
+
+@pytest.mark.parametrize(("name", "why"), [("Absent", "has no 'Absent'"), ("agent", "is not a class")])
+async def test_code_that_cannot_be_used_ends_the_pod_with_the_reason(
+    name: str, why: str, tmp_path: Path, server: RedisServer
+) -> None:
+    async with (
+        fleet(tmp_path, server, *overrides(tmp_path, "python", name)) as (service, _),
+        open_service("environment", service.config, "environment-0") as opened,
+    ):
+        with pytest.raises(Fatal, match=why):
+            await EnvironmentPod(opened).run()
