@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -29,7 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
+if __name__ == "__main__":  # `python benchmarks/architectures.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from benchmarks import tiny_models
+from benchmarks.common import report
 from benchmarks.models_page import write
 from services.config.root import Model
 from services.protocol.messages import Payload, RankPlan, Sample
@@ -40,6 +43,8 @@ from services.trainer.step import batches
 
 LARGEST_GAP = 1e-4
 """Nats: float32 gives 1e-6 to 1e-5 here, and the smallest mistake found was 1e-2."""
+COUNTS = ("types", "built", "proven", "refused", "silent", "crashes", "worst_proven_gap")
+"""Figures of a sweep that are numbers."""
 LIMIT_S = 60  # for a type; the slowest takes 5 s
 
 
@@ -188,8 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = summary(verdicts)
     if given.page:
         write(figures)
-    print(json.dumps(figures if given.json else {key: value for key, value in figures.items() if key != "verdicts"}))
-    return 1 if figures["silent"] or figures["crashes"] else 0
+    if not given.json:
+        del figures["verdicts"]
+    counts = {name: [float(figures.pop(name))] for name in COUNTS}
+    report({"benchmark": "architectures", **figures}, counts)
+    return 1 if counts["silent"][0] or counts["crashes"][0] else 0
 
 
 if __name__ == "__main__":

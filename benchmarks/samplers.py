@@ -13,7 +13,6 @@ the distribution was. The last line is one JSON object.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import numpy as np
 if __name__ == "__main__":  # `python benchmarks/samplers.py` from the repository's root
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, machine
+from benchmarks.common import arguments, report
 from services.config import ConfigError
 from services.config.generation import Sampling, check_sampling
 from services.rollouts.generated import Generated, SamplingParameters
@@ -114,19 +113,8 @@ def main() -> int:
             print("  ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()))
     taken = [row["gap"] for row in rows if not row["refused"]]
     others = [row["response_ratio"] for row in rows if row["refused"]]
-    print(
-        json.dumps(
-            {
-                "benchmark": "samplers",
-                "machine": machine(),
-                "worst_gap": max(taken),
-                "taken": len(taken),
-                "refused": len(others),
-                "worst_refused_response_ratio": min(others),
-                "samplers": rows,
-            }
-        )
-    )
+    figures = {"worst_gap": max(taken), "taken": len(taken), "refused": len(others), "worst_refused_response_ratio": min(others)}
+    report({"benchmark": "samplers", "samplers": rows}, {name: [float(value)] for name, value in figures.items()})
     return 0 if max(taken) <= 1e-4 else 1
 
 
