@@ -96,6 +96,7 @@ def resolve(
     users_dir: str = "",
     backend: str = "",
     web_port: int = 0,
+    memory_share: float | None = None,
 ) -> RunConfig:
     """Return the configuration that services receive, with Redis, the secrets and the trainer's host on this machine."""
     redis = {
@@ -107,11 +108,13 @@ def resolve(
         "token_file": config.api.token_file or str(folder.token.resolve()),
         "read_token_file": config.api.read_token_file or str(folder.read_token.resolve()),
     }
+    options = config.generator.engine_options | ({} if memory_share is None else {"gpu_memory_utilization": memory_share})
     sync = {"host": config.sync.host or "127.0.0.1", "backend": backend or config.sync.backend}
     return config.model_copy(
         update={
             "redis": config.redis.model_copy(update=redis),
             "api": config.api.model_copy(update=tokens),
+            "generator": config.generator.model_copy(update={"engine_options": options}),
             "sync": config.sync.model_copy(update=sync),
             "web": config.web.model_copy(update={"port": web_port or config.web.port}),
         }

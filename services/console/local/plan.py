@@ -17,6 +17,7 @@ from services.runtime.processes.child_processes import STOP_S, ProcessPlan, Serv
 from services.store.records import RunState
 
 TRAINER = "trainer"  # name of the ranks together
+USED_SHARE = 0.9  # of a GPU's memory, as vLLM takes by default; the rest is for the driver and for fragments
 TRAINER_STOP_S = 30.0  # time for a stopping trainer to finish its step and save
 
 
@@ -105,6 +106,19 @@ def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:
 def forced_backend(config: RunConfig, gpus: Sequence[str]) -> str:
     """Return `gloo` if generators share GPUs and sync.backend is `auto`, which would choose NCCL; else empty."""
     return "gloo" if sharing(config, gpus) and config.sync.backend == "auto" else ""
+
+
+def memory_share(config: RunConfig, gpus: Sequence[str]) -> float | None:
+    """Return the share of a GPU's memory for an engine that shares its GPU; None: it has one to itself, or the run says how much.
+
+    All processes on the fullest GPU get the same.
+    """
+    if config.generator.engine != "vllm" or "gpu_memory_utilization" in config.generator.engine_options:
+        return None
+    if not sharing(config, gpus):
+        return None
+    processes = config.trainer.ranks + config.generator.count * config.generator.tensor_parallel
+    return round(USED_SHARE / -(-processes // len(gpus)), 2)
 
 
 def common_environment(environ: Mapping[str, str], config: RunConfig, gpus: Sequence[str]) -> dict[str, str]:

@@ -30,7 +30,14 @@ from services.console.local.folder import RunFolder, resolve
 from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.mirror import EVALUATED, Mirror
-from services.console.local.plan import common_environment, forced_backend, most_generators, plan_units, visible_gpus
+from services.console.local.plan import (
+    common_environment,
+    forced_backend,
+    memory_share,
+    most_generators,
+    plan_units,
+    visible_gpus,
+)
 from services.console.local.redis_server import RedisServer, start_server
 from services.console.local.secrets import write_secret
 from services.console.printable import print_json
@@ -75,7 +82,8 @@ def _run(options: Options, planner: Planner, check: Check | None) -> int:
     backend = forced_backend(config, gpus)
     try:
         with FolderLock(folder.path, ORPHANS_S, say=_say) as lock:
-            config = resolve(config, folder, backend=backend, web_port=config.web.port or (free_port() if options.web else 0))
+            web_port = config.web.port or (free_port() if options.web else 0)
+            config = resolve(config, folder, backend=backend, web_port=web_port, memory_share=memory_share(config, gpus))
             options = fresh_or_asked(options, config, folder, lambda: asyncio.run(_trained(folder, config, url, password)))
             if not options.fresh:
                 config = judged_as_before(config, folder)

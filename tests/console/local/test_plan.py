@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from services.config import RunConfig
+from services.config import RunConfig, digest
 from services.console.errors import ConsoleError
+from services.console.local.folder import RunFolder, resolve
 from services.console.local.plan import (
     common_environment,
     forced_backend,
+    memory_share,
     most_generators,
     plan_units,
     sharing,
@@ -128,3 +130,16 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monk
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert visible_gpus({}) == ["0", "1"]
+
+
+def test_engines_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
+    pair = config(tmp_path, "generator.engine=vllm", "generator.count=1")
+    assert memory_share(pair, ["0"]) == 0.45
+    assert memory_share(config(tmp_path, "generator.engine=vllm", "generator.count=3"), ["0", "1"]) == 0.45
+    assert [memory_share(pair, gpus) for gpus in ([], ["0", "1"])] == [None, None], "it has one to itself"
+    said = config(tmp_path, "generator.engine=vllm", "generator.engine_options.gpu_memory_utilization=0.3")
+    assert memory_share(said, ["0"]) is None
+    assert memory_share(config(tmp_path), ["0"]) is None, "an engine of one's own has options of its own"
+    shared = resolve(pair, RunFolder.of(pair), memory_share=0.45)
+    assert shared.generator.engine_options == {"gpu_memory_utilization": 0.45}
+    assert digest(shared) == digest(pair)
