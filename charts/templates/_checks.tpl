@@ -18,6 +18,9 @@
 {{- if and $shards (not $v.redis.external.cluster) }}
 {{- fail (printf "config.redis.payload_shards = %d needs a Redis Cluster: set redis.external.cluster = true if redis.external.url is one, or remove it" $shards) }}
 {{- end }}
+{{- with $v.config.environments }}
+{{- fail "config.environments: this chart has no environment pods, so nobody would run their rollouts; use `grpo run` on one machine, or remove it" }}
+{{- end }}
 {{- range $key := ternary (list "externalRedis" "externalRedisPorts") (list "redisFrom") $v.redis.enabled }}
 {{- with index $v.networkPolicy $key }}
 {{- fail (printf "networkPolicy.%s = %s has no effect with redis.enabled = %t: set redis.enabled = %t, or remove it" $key (toJson .) $v.redis.enabled (not $v.redis.enabled)) }}

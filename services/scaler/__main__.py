@@ -7,7 +7,6 @@ Waits for: the requested number of generators, the Deployment's replicas. Unbloc
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -59,7 +58,6 @@ async def keep(given: Arguments) -> None:
     if not name:
         raise ConfigError(f"the environment variable {DEPLOYMENT_ENV} is not set: set it to the generators' Deployment")
     deployment = Deployment.in_cluster(name, os.environ)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log a line for each poll
     try:
         async with open_service("scaler", given.config, given.name) as service:
 

@@ -53,6 +53,15 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"redis": {"external": {"url": "redis://host:6379/0"}}}, "redis.external.url"),
     ({"redis": {"external": {"cluster": True}}}, "redis.external.cluster"),
     ({"config": {"redis": {"payload_shards": 3}}}, "config.redis.payload_shards = 3"),
+    (
+        {
+            "config": {
+                "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
+                "data": {"sources": [{"kind": "jsonl", "path": "/data/x.jsonl", "environment": "e"}]},
+            }
+        },
+        "config.environments",
+    ),
     ({"redis": {"external": {"caSecret": "ca"}}}, "redis.external.caSecret"),
     (
         {"redis": {"enabled": False, "usersSecret": "a", "external": {"url": "redis://host:6379/0", "existingSecret": "b"}}},
