@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class ScriptedRollout:
         self.policy = ScriptedPolicy(self.family, random.Random(self.seed), self.said)
         self.recorder = Recorder(self.chat, [], [])
         self.overrides: list[Overrides] = []
+        self.sampling_s = self.sampling_cpu_s = 0.0  # that the policy took
 
     @property
     def chat(self) -> ChatFormat:
@@ -60,7 +62,10 @@ class ScriptedRollout:
         if self.broken:
             raise GenerationFailed("the engine is gone")
         await asyncio.sleep(0)
+        begun, cpu_begun = time.perf_counter(), time.thread_time()
         generated = self.policy.sample(call.tokens, tools, cut=self.cut)
+        self.sampling_s += time.perf_counter() - begun
+        self.sampling_cpu_s += time.thread_time() - cpu_begun
         message = self.recorder.record(call, generated, overrides.stop)
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from services.environment.recording.recorder import Recorder
 from services.protocol import codec
-from services.protocol.messages import Turn
+from services.protocol.messages import Span, Turn
+from services.rollouts.generated import Generated, GenerationFailed
 from tests.environment.conversations import Program, exact_turns
-from tests.environment.templates import FAMILIES, Family
+from tests.environment.templates import FAMILIES, Family, chat_of
 
 TURNS = 100
 
@@ -31,5 +34,92 @@ def test_trained_ids_are_sampled_ids(family: Family):
         )
         assert restored.plan(program.messages, program.tools) == recorder.plan(program.messages, program.tools)
         assert codec.encode(restored.turns) == codec.encode(recorder.turns)
-    print(family.name, extended / turns)
     assert exact == turns == TURNS
+    rewrites_every_reply = family.name in ("deepseek", "qwen3_no_thinking")
+    assert (extended == 0) == rewrites_every_reply
+
+
+CHATML, QWEN3 = FAMILIES[:2]
+ASKED = [{"role": "user", "content": "How many?"}]
+MORE = {"role": "user", "content": "And now?"}
+
+
+def said(family: Family, text: str, finish: str = "stop", version: int = 0) -> Generated:
+    """Return a sampled text."""
+    ids = np.array(chat_of(family).encode(text), np.int32)
+    return Generated(
+        ids, np.full(len(ids), -1, np.float32), [Span(version, 0, len(ids))], "length" if finish == "length" else "stop"
+    )
+
+
+def recorder_of(family: Family, prompt: list[dict[str, Any]]) -> Recorder:
+    chat = chat_of(family)
+    return Recorder(chat, chat.encode(chat.render(prompt)), prompt)
+
+
+def test_a_first_call_with_the_prompt_of_the_group_has_no_context_of_its_own():
+    recorder = recorder_of(CHATML, ASKED)
+    recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
+    recorder.record(recorder.plan([*ASKED, MORE]), said(CHATML, "Five.<|im_end|>"))
+    first, second = recorder.segments()
+    assert len(first.context) == 0
+    assert second.context.tolist() == chat_of(CHATML).encode(chat_of(CHATML).render([*ASKED, MORE]))
+
+
+def test_what_is_read_between_two_turns_is_marked_and_counts_to_the_version_that_sampled_next():
+    recorder = recorder_of(CHATML, ASKED)
+    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>", version=3))
+    recorder.record(recorder.plan([*ASKED, reply, MORE]), said(CHATML, "Five.<|im_end|>", version=4))
+    (segment,) = recorder.segments()
+    ((start, end),) = segment.completion.tool_spans
+    chat = chat_of(CHATML)
+    assert chat.decode(segment.completion.tokens[:start].tolist()) == "Four.<|im_end|>"
+    assert chat.decode(segment.completion.tokens[start:end].tolist()) == (
+        "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert segment.completion.spans == [Span(3, 0, start), Span(4, start, len(segment.completion.tokens))]
+    assert not segment.completion.logprobs[start:end].any()
+
+
+def test_a_reply_that_was_cut_off_is_closed_by_the_rendering():
+    recorder = recorder_of(CHATML, ASKED)
+    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Fo", "length"))
+    call = recorder.plan([*ASKED, reply, MORE])
+    assert chat_of(CHATML).decode(call.tokens[call.kept :]).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_a_branch_keeps_the_tokens_up_to_where_it_leaves():
+    recorder = recorder_of(CHATML, ASKED)
+    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
+    recorder.record(recorder.plan([*ASKED, reply, MORE]), said(CHATML, "Five.<|im_end|>"))
+    branch = recorder.plan([*ASKED, reply, {"role": "user", "content": "Another?"}])
+    assert branch.segment == 1
+    assert branch.tokens[: branch.kept] == recorder.plan(ASKED).tokens + recorder.turns[0].tokens.tolist()
+
+
+def test_two_calls_at_once_do_not_share_a_segment():
+    recorder = recorder_of(CHATML, ASKED)
+    reply = recorder.record(recorder.plan(ASKED), said(CHATML, "Four.<|im_end|>"))
+    calls = [recorder.plan([*ASKED, reply, {"role": "user", "content": text}]) for text in ("a", "b")]
+    assert [call.segment for call in calls] == [0, 0]
+    for call in calls:
+        recorder.record(call, said(CHATML, "So.<|im_end|>"))
+    assert [turn.segment for turn in recorder.turns] == [0, 0, 1]
+    assert recorder.segments()[1].context.tolist() == calls[1].tokens
+
+
+def test_reasoning_that_the_template_drops_opens_a_segment():
+    recorder = recorder_of(QWEN3, ASKED)
+    reply = recorder.record(recorder.plan(ASKED), said(QWEN3, "<think>\nhm\n</think>\n\nFour.<|im_end|>"))
+    assert recorder.plan([*ASKED, reply, {"role": "tool", "content": "4"}]).segment == 0
+    call = recorder.plan([*ASKED, reply, MORE])
+    assert call.segment == 1
+    assert "hm" not in chat_of(QWEN3).decode(call.tokens)
+
+
+def test_no_tokens_are_no_turn():
+    recorder = recorder_of(CHATML, ASKED)
+    empty = Generated(np.zeros(0, np.int32), np.zeros(0, np.float32), [], "length")
+    with pytest.raises(GenerationFailed, match="sampled no tokens"):
+        recorder.record(recorder.plan(ASKED), empty)
+    assert recorder.turns == []

@@ -89,13 +89,13 @@ class ChatFormat:
         """
         anchor = self._special.get(last)
         if anchor is None:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        ids = self._tokenizer.encode(anchor + text, add_special_tokens=False).ids
-        return ids[1:] if ids and ids[0] == last else self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._encoded(text, False)
+        ids = self._encoded(anchor + text, False)
+        return ids[1:] if ids[:1] == [last] else self._encoded(text, False)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the tokens of text that no template made, with those that the tokenizer adds to any text."""
-        return self._tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=True).ids
+        return self._encoded(text.encode("utf-8", "replace").decode(), True)
 
     def has_tokens(self, ids: Sequence[int]) -> bool:
         """Return whether all ids are tokens of the model's tokenizer."""
@@ -137,7 +137,10 @@ class ChatFormat:
         return before.strip().removeprefix("<think>").strip(), after.lstrip("\n")
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=self._template is None).ids)
+        return tuple(self._encoded(text, self._template is None))
+
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids  # fast: without offsets
 
 
 def message_of(parsed: Parsed, identifiers: Sequence[str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def make_door(rollouts: Rollouts) -> FastAPI:
     """Return the application that serves these rollouts."""
     app = FastAPI(title="grpo door", openapi_url=None)
     for path, dialect in DIALECTS.items():
-        app.add_api_route(path, _endpoint(rollouts, dialect), methods=["POST"])
+        app.add_route(path, _endpoint(rollouts, dialect), methods=["POST"])  # bare: nothing for FastAPI to validate
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction] - registered by its decorator

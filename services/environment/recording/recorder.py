@@ -88,7 +88,8 @@ class Recorder:
                 base = recorder._marks[turn.base]
                 history, tools = [*base.history, base.reply.message, *new], base.tools
             text = chat.render(history, tools)
-            recorder._append(turn, history, tools, text, _chain(history, tools)[-1])
+            sampled = recorder._sampled(turn.tokens.tolist(), turn.finish, text)
+            recorder._append(turn, history, tools, text, _chain(history, tools)[-1], sampled)
         return recorder
 
     def plan(self, messages: object, tools: object = None) -> Call:
@@ -161,10 +162,10 @@ class Recorder:
         context = call.tokens[call.kept :] if extends else call.tokens
         if not extends and context == self._prompt:
             context = []
-        body, _, thinking = self._sampled(generated.tokens.tolist(), generated.finish, call.text)
-        text = _before(body, stop)
+        sampled = self._sampled(generated.tokens.tolist(), generated.finish, call.text)
+        said = _before(sampled.body, stop)
         plain = call.history[0]["role"] == PROMPT
-        parsed = Parsed(text, "", [], "") if plain else self._chat.parse(text, call.tools, thinking=thinking)
+        parsed = Parsed(said, "", [], "") if plain else self._chat.parse(said, call.tools, thinking=sampled.thinking)
         number = len(self.turns)
         message = message_of(parsed, [_identifier(number, i) for i in range(len(parsed.calls))])
         turn = Turn(
@@ -179,14 +180,16 @@ class Recorder:
             tools="" if call.base >= 0 else json.dumps(call.tools),
             reply=json.dumps(message),
         )
-        self._append(turn, call.history, call.tools, call.text, call.chain)
+        self._append(turn, call.history, call.tools, call.text, call.chain, sampled)
         return message
 
     def segments(self) -> list[Segment]:
         """Return the segments, in the order in which they were opened."""
         return [segment_of([self.turns[number] for number in numbers]) for numbers in self._by_segment]
 
-    def _append(self, turn: Turn, history: list[dict[str, Any]], tools: list[dict[str, Any]], text: str, chain: bytes) -> None:
+    def _append(
+        self, turn: Turn, history: list[dict[str, Any]], tools: list[dict[str, Any]], text: str, chain: bytes, sampled: Reply
+    ) -> None:
         number = len(self.turns)
         if turn.segment == len(self._ids):
             self._ids.append([])
@@ -196,7 +199,7 @@ class Recorder:
         ids = self._ids[turn.segment]
         ids += (turn.context.tolist() or ([] if ids else self._prompt)) + turn.tokens.tolist()
         message = normalised([json.loads(turn.reply)])[0]
-        reply = Reply(message, *self._sampled(turn.tokens.tolist(), turn.finish, text))
+        reply = sampled._replace(message=message)
         self.turns.append(turn)
         self._by_segment[turn.segment].append(number)
         self._marks.append(_Mark(turn.segment, len(ids), history, tools, len(text), reply))
@@ -216,10 +219,10 @@ class Recorder:
         """Return whether a turn is the last of its segment."""
         return self._by_segment[self._marks[turn].segment][-1] == turn
 
-    def _sampled(self, ids: list[int], finish: str, text: str) -> tuple[str, str, bool]:
-        """Return the body, end and thinking of a `Reply` that was sampled after `text`."""
+    def _sampled(self, ids: list[int], finish: str, text: str) -> Reply:
+        """Return the reply that was sampled after `text`, without its message."""
         end = self._chat.end_text(ids, finish)
-        return self._chat.decode(ids[:-1] if end else ids), end, self._chat.opens_thinking(text)
+        return Reply({}, self._chat.decode(ids[:-1] if end else ids), end, self._chat.opens_thinking(text))
 
 
 def _chain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
