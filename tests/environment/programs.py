@@ -69,3 +69,23 @@ async def agent(client: Any, row: dict[str, Any], questions: int = 2) -> float:
         for i in range(questions)
     ]
     return float(len(said))
+
+
+class Digits:
+    """Rewards digits in what the policy says, in two turns; it can be restored."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def turn(self, message: dict[str, Any]) -> str | None:
+        self.said.append(message["content"])
+        return "more" if len(self.said) < 2 else None
+
+    def score(self) -> float:
+        return sum(any(digit in text for digit in "0123") for text in self.said) / 2
+
+    def snapshot(self) -> list[str]:
+        return self.said
+
+    def restore(self, state: list[str]) -> None:
+        self.said = state
