@@ -27,7 +27,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Ite
     source = inspect.getsource(Client)
     for _, app in found.values():
         for route in app.routes:
-            if isinstance(route, APIRoute) and route.include_in_schema and not route.path.startswith("/v1/console/"):  # of the page
+            if (
+                isinstance(route, APIRoute) and route.include_in_schema and not route.path.startswith("/v1/console/")
+            ):  # of the page
                 assert f'"{route.path.partition("{")[0]}' in source, f"the client has no method for {route.path}"
     yield {kind: url for kind, (url, _) in found.items()}
     portal.call(world.__aexit__(None, None, None))
