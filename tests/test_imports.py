@@ -21,7 +21,8 @@ SERVICE_LAYERS = {
     "environment": LAYERS,
     "dataprep": LAYERS,
     "trainer": LAYERS,
-    "console": (*LAYERS, "web", "dataprep", "generator"),  # `grpo web` is a page; data and verifiers are tried before a run
+    # `grpo web` is a page; data, verifiers and environments are tried before a run
+    "console": (*LAYERS, "web", "dataprep", "environment", "generator"),
     "tracker": LAYERS,
     "scaler": LAYERS,
     "web": LAYERS,

@@ -17,8 +17,8 @@ from services.environment.door.app import make_door
 from services.environment.door.rollouts import RolloutOver
 from services.environment.programs.frames import StepDone
 from services.environment.programs.pool import ProgramFailed, ProgramProcess
+from services.environment.programs.rows import row_for
 from services.environment.rollout import FinishedRollout, LiveRollout
-from services.protocol.messages import Row
 
 WATCH_S = 0.5  # between looks at the time that a program has taken
 CLOSED_KEPT = 10_000  # keys of ended rollouts that are told apart from wrong ones
@@ -56,13 +56,11 @@ class Door:
             del self.closed[next(iter(self.closed))]
 
 
-async def run_agent(
-    live: LiveRollout, process: ProgramProcess, row: Row, answer: str, door: Door, limit_s: float
-) -> FinishedRollout:
+async def run_agent(live: LiveRollout, process: ProgramProcess, door: Door, limit_s: float) -> FinishedRollout:
     """Run an agent to its end. Raises `ProgramFailed`, `LeaseLost`, `GenerationFailed`."""
     key = f"rollout-{secrets.token_urlsafe(24)}"
     door.open[key] = live
-    given = {"url": door.url, "key": key, "row": {**row.columns, "prompt": row.messages, "answer": answer}}
+    given = {"url": door.url, "key": key, "row": row_for(live.place.ticket.row, live.place.ticket.answer)}
     began = time.monotonic()
     running = asyncio.ensure_future(process.do(live.place.name, "run", given))
     try:

@@ -7,22 +7,22 @@ from typing import Any
 
 from services.environment.door.rollouts import ContextFull, RolloutOver
 from services.environment.programs.pool import ProgramFailed, ProgramProcess
+from services.environment.programs.rows import row_for
 from services.environment.records import EnvironmentReply, reply_of
 from services.environment.rollout import FinishedRollout, LiveRollout
-from services.protocol.messages import Row
 
 
 def restorable(live: LiveRollout) -> bool:
     """Return whether a rollout with records can go on from them: its last reply has the environment's state."""
     replies = [record for record in live.records if isinstance(record, EnvironmentReply)]
-    return bool(replies) and (bool(replies[-1].snapshot) or replies[-1].messages == "null")
+    return bool(replies) and bool(replies[-1].snapshot)
 
 
-async def converse(live: LiveRollout, process: ProgramProcess, row: Row, answer: str) -> FinishedRollout:
+async def converse(live: LiveRollout, process: ProgramProcess, prompt: list[dict[str, Any]]) -> FinishedRollout:
     """Run a rollout to its end, from where its records leave off. Raises `ProgramFailed`, `LeaseLost`, `GenerationFailed`."""
     name = live.place.name
     try:
-        messages, tools = await _begin(live, process, row, answer)
+        messages, tools = await _begin(live, process, prompt)
         try:
             while messages is not None:
                 reply = await live.complete(messages, tools)
@@ -45,13 +45,12 @@ async def converse(live: LiveRollout, process: ProgramProcess, row: Row, answer:
 
 
 async def _begin(
-    live: LiveRollout, process: ProgramProcess, row: Row, answer: str
+    live: LiveRollout, process: ProgramProcess, prompt: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
     """Start the environment, or restore it; return the conversation to continue and the tools."""
-    name, prompt = live.place.name, row.messages
+    name = live.place.name
     if not live.records:
-        given = {**row.columns, "prompt": prompt, "answer": answer}
-        done = await process.do(name, "start", given)
+        done = await process.do(name, "start", row_for(live.place.ticket.row, live.place.ticket.answer))
         messages, tools = done.value["messages"], done.value["tools"]
         await live.append(reply_of(messages, tools, done.value.get("snapshot"), done.seconds))
         return [*prompt, *messages], tools

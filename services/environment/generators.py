@@ -34,7 +34,6 @@ GENERATE = "/v1/generate"
 FOLLOW_S = 0.5  # between looks at the fleet
 AVOID_S = 1.0  # for which a generator that refused is not asked again
 WATCH_S = 2.0  # between checks that the generator asked is still in the fleet
-READY = ("ready", "evaluating")
 
 
 class GeneratorFleet:
@@ -67,7 +66,7 @@ class GeneratorFleet:
                 members = await self._service.store.fleet.members(self._service.config.fleet.ttl_s)
                 self._pods = {
                     each.member: each for each in members
-                    if each.kind == "generator" and each.phase in READY
+                    if each.kind == "generator" and each.phase == "ready"
                 }  # fmt: skip
                 self._changed.set()
                 self._changed.clear()

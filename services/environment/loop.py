@@ -218,11 +218,11 @@ class EnvironmentLoop(TicketHolder[HeldGroup]):
             try:
                 async with self._pools[environment.name].process() as process:
                     try:
-                        group.finished[sample] = await self._drive(live, process, environment, row, group.ticket.answer)
+                        group.finished[sample] = await self._drive(live, process, environment, row)
                     finally:
                         lost = not process.alive
                 return
-            except (ProgramFailed, GenerationFailed) as error:
+            except (ProgramFailed, GenerationFailed, ValueError, TypeError) as error:  # the latter two: of what it replied
                 log.warning("rollout failed", ticket=group.ticket.id, sample=sample, attempt=attempt, error=str(error))
                 group.failed[sample], records = str(error), list(live.records) if lost else []
             finally:
@@ -230,11 +230,11 @@ class EnvironmentLoop(TicketHolder[HeldGroup]):
         self._metrics.left_out.inc()
 
     async def _drive(
-        self, live: LiveRollout, process: ProgramProcess, environment: EnvironmentConfig, row: Row, answer: str
+        self, live: LiveRollout, process: ProgramProcess, environment: EnvironmentConfig, row: Row
     ) -> FinishedRollout:
         if environment.kind == "agent":
-            return await run_agent(live, process, row, answer, self._door, environment.timeout_s)
-        return await converse(live, process, row, answer)
+            return await run_agent(live, process, self._door, environment.timeout_s)
+        return await converse(live, process, row.messages)
 
     def _live(
         self, group: HeldGroup, environment: EnvironmentConfig, sample: int, restarts: int, records: list[Record], row: Row

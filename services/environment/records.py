@@ -32,8 +32,11 @@ Record = Turn | EnvironmentReply
 
 
 def pack_record(record: Record) -> bytes:
-    """Encode a record."""
-    return (TURN if isinstance(record, Turn) else REPLY) + codec.encode(record)
+    """Encode a record. Raises ValueError for one that is too large."""
+    data = (TURN if isinstance(record, Turn) else REPLY) + codec.encode(record)
+    if len(data) > RECORD_BYTES:
+        raise ValueError(f"a turn or a reply has {len(data)} bytes with its snapshot, more than {RECORD_BYTES}")
+    return data
 
 
 def unpack_records(data: Sequence[bytes]) -> list[Record]:

@@ -8,10 +8,11 @@ and otherwise starts again, under the same seed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +78,30 @@ class LiveRollout:
         self.lost: LeaseLost | None = None
         self._asked = len(self.recorder.turns)  # turns begun
         self._committing = asyncio.Lock()
-        self.policy_s = 0.0  # that turns took, those of several calls at a time added up
+        self._calls, self._calls_began, self._policy_s = 0, 0.0, 0.0  # under way, since when any has been, time before that
         self.environment_s = sum(record.seconds for record in records if isinstance(record, EnvironmentReply))
 
     @property
     def records(self) -> list[Record]:
         """What has happened so far."""
         return self._records
+
+    @property
+    def policy_s(self) -> float:
+        """Time for which at least one call has waited for the policy."""
+        return self._policy_s + (time.monotonic() - self._calls_began if self._calls else 0.0)
+
+    @contextlib.contextmanager
+    def _waiting_for_policy(self) -> Generator[None]:
+        if not self._calls:
+            self._calls_began = time.monotonic()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            if self._calls == 1:
+                self._policy_s = self.policy_s
+            self._calls -= 1
 
     async def complete(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], overrides: Overrides = RUN
@@ -109,11 +127,10 @@ class LiveRollout:
             raise ContextFull(f"{len(call.tokens)} tokens leave no room for more within {self._room}")
         self._asked += 1
         sampling = limited(self.sampling, min(room, overrides.max_tokens or room))
-        began = time.monotonic()
-        generated = await self._fleet.sample(
-            f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name
-        )
-        self.policy_s += time.monotonic() - began
+        with self._waiting_for_policy():
+            generated = await self._fleet.sample(
+                f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name
+            )
         async with self._committing:
             message = self.recorder.record(call, generated, (*self.sampling.stop, *overrides.stop))
             await self.append(self.recorder.turns[-1])

@@ -33,7 +33,7 @@ def test_every_endpoint_of_a_run_is_guarded_and_its_answers_are_described(tmp_pa
                 for url, app in found.values():
                     for method, path in _routes(app):
                         _guarded(http, url, method, path)
-                        if path.startswith("/v1/"):
+                        if path.startswith("/v1/") and path != "/v1/generate":  # between services, and not of the API
                             _described(app.openapi()["paths"][path][method.lower()])
         finally:
             portal.call(served.__aexit__(None, None, None))

@@ -25,7 +25,10 @@ PATTERNS = (
     r"run|answers|answers:order|order|ledger|tickets|tickets:rollouts|headers|outstanding|claims|claimed|attempts|expiries|deadletter|departed|requeued|requeued:letters|requeued:letters:order|reissue|drops|drops:order|replay:(order|version|clock:\d|idle|weight|state|gaps)",
     r"trained:\d+|step:\d+|group:\d+-\d+|partial:\d+-\d+|payload:\d+-\d+\.\d+",
 )
-LEFT_AT_THE_END = r"run|answers|answers:order|claimed|order|ledger|drops|drops:order|replay:(state|gaps)|tickets|tickets:rollouts|headers|deadletter|trained:\d+"
+LEFT_AT_THE_END = (
+    r"run|answers|answers:order|claimed|order|ledger|drops|drops:order|replay:(state|gaps)|"
+    r"tickets|tickets:rollouts|headers|deadletter|trained:\d+"
+)
 
 
 class Walk:

@@ -55,7 +55,7 @@ def _imported(key: str, name: str) -> Finding:
 def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
     """Call the verifiers on the first row of each prompt source. `remote`: also services; else only their keys are tried."""
     try:
-        with copied(config) as tried:
+        with copied(config.model_copy(update={"environments": []})) as tried:
             yield from asyncio.run(_called(config, tried, remote))
     except ConfigError as error:  # a file of code that is not there
         index, verifier = next(

@@ -14,6 +14,7 @@ from services.config.load import Before
 from services.config.model_files import check_model
 from services.config.reading.places import KeyPlaces
 from services.console.doctor import Finding, functions, gathered, of_configuration, placed, resources, secrets, told
+from services.console.doctor.environments import environments
 from services.console.doctor.model import model
 from services.console.doctor.packages import packages, there
 from services.console.doctor.rows import data
@@ -41,6 +42,7 @@ def preflight(
     if there("tokenizers") and there("jinja2"):
         looks += [("model", lambda: model(config))]
         slow += [("data", lambda: data(config)), ("verifiers", lambda: functions.verifiers(config, remote))]
+        slow += [("environments", lambda: environments(config))]
     with ThreadPoolExecutor(len(slow)) as pool:  # they wait for processes that they start
         waiting = [pool.submit(gathered, [look]) for look in slow]
         found = gathered(looks)

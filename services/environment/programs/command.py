@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.environment.programs.loaded import BadReply
+from services.runtime.process_tools import die_with_parent
 
 OUTPUT_BYTES = 1 << 20
 
@@ -29,7 +30,7 @@ async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
     }  # fmt: skip
     process = await asyncio.create_subprocess_exec(
         *command, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE, limit=OUTPUT_BYTES, start_new_session=True,
+        stderr=asyncio.subprocess.PIPE, limit=OUTPUT_BYTES, start_new_session=True, preexec_fn=die_with_parent,
     )  # fmt: skip
     try:
         output, errors = await process.communicate()

@@ -19,6 +19,7 @@ import msgspec
 
 from services.config.environments import EnvironmentConfig
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
+from services.runtime.process_tools import die_with_parent
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 from services.verifiers.sandbox.process import worker_environment
 from services.verifiers.sandbox.scratch import Scratch
@@ -74,7 +75,8 @@ class ProgramProcess:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - returns once the process is forked
                 [sys.executable, "-m", "services.environment.programs.worker", str(theirs.fileno()), str(self._scratch.path)],
                 env=worker_environment(str(self._scratch.path), self._environment.variables), pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0,  # keeps Ctrl-C from reaching it
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent,
+                process_group=0,  # keeps Ctrl-C from reaching it
             )  # fmt: skip
         reader, self._writer = await asyncio.open_connection(sock=ours)
         try:

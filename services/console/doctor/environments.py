@@ -1,0 +1,58 @@
+"""Checks of environments: each is loaded as a run's worker loads it, and a class is started with the first row of a source."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from services.config import ConfigError, RunConfig
+from services.config.environments import EnvironmentConfig, environment_file
+from services.console.doctor import Finding, fault, note, ok, told
+from services.console.local.code import copied
+
+
+def environments(config: RunConfig) -> Iterator[Finding]:
+    """Load every environment of the configuration, from a copy of its file as a run makes it."""
+    only = config.model_copy(update={"verifiers": []})
+    if not config.environments:
+        return
+    try:
+        with copied(only) as tried:
+            yield from asyncio.run(_loaded(config, tried))
+    except ConfigError as error:  # a file of code that is not there
+        index, environment = next(
+            (index, each) for index, each in enumerate(config.environments) if (environment_file(each) or "-") in str(error)
+        )
+        yield told("environments", ConfigError(f"environments.{index}.function = {environment.function!r}: {error}"))
+
+
+async def _loaded(config: RunConfig, tried: RunConfig) -> list[Finding]:
+    pairs = zip(config.environments, tried.environments, strict=True)
+    return await asyncio.gather(*(_tried(tried, index, *pair) for index, pair in enumerate(pairs)))
+
+
+async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried: EnvironmentConfig) -> Finding:
+    from services.console.offline import Offline
+    from services.environment.programs.pool import ProgramFailed, ProgramPool, ProgramUnusable
+    from services.environment.programs.rows import row_for
+
+    what = f"environment {given.name}"
+    named = f"environments.{index}.{'function' if given.function else 'command'} = {given.function or given.options!r}"
+    pool, began = ProgramPool(tried.model_copy(update={"processes": 1})), time.monotonic()
+    try:
+        await pool.start()
+        if given.kind == "agent":
+            return ok(what, f"loaded, in {time.monotonic() - began:.2f} s")
+        source = next(source for source in config.data.sources if source.environment == given.name)
+        job = Offline(config).first_answer(source)
+        async with pool.process() as process:
+            tools = (await process.do("doctor", "start", row_for(job.row, job.answer))).value["tools"]
+    except (ProgramUnusable, ProgramFailed) as error:
+        return fault(what, f"{named}: {error}", "fix what the message names")
+    except ConfigError as error:
+        return note(what, f"not started, since a row cannot be read: {error}", "fix the data first")
+    finally:
+        await pool.close()
+    names = ", ".join(tool["function"]["name"] for tool in tools) or "none"
+    return ok(what, f"started with the first row, tools: {names}, in {time.monotonic() - began:.2f} s")
