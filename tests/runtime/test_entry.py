@@ -24,7 +24,8 @@ import subprocess, sys, time
 def load(*_):
     subprocess.Popen(["sleep", "300"])
     print("loading", flush=True)
-    time.sleep(300)
+    while True:
+        time.sleep(0.1)  # a signal may reach another thread, and does not end the main thread's sleep then
 """
 GENERATOR = "from services.generator import __main__ as generator, pod\nfrom tests.support.scripted import ScriptedEngine\n"
 PROGRAMS = {

@@ -322,15 +322,15 @@ async def test_a_claim_whose_reply_was_lost_gets_the_same_tickets_and_a_late_one
     team = await start(any_store)
     await issue(any_store, team, 6)
     args = ("g", 0, team.trainer, 60_000, 2, "0-0", 0, 16, "boot")
-    first = await any_store.connection.call("claim", *args, 1)
+    first = await any_store.connection.call("claim", *args, 1, 0)
     assert len(first) == 9
-    assert await any_store.connection.call("claim", *args, 1) == first
-    second = await any_store.connection.call("claim", *args, 2)
+    assert await any_store.connection.call("claim", *args, 1, 0) == first
+    second = await any_store.connection.call("claim", *args, 2, 0)
     assert second[1] != first[1]
-    assert await any_store.connection.call("claim", *args, 1) == [b"0-0"], "what came after it holds"
+    assert await any_store.connection.call("claim", *args, 1, 0) == [b"0-0"], "what came after it holds"
     await any_store.connection.call("release", "g", second[1], second[2], 0)
-    assert await any_store.connection.call("claim", *args, 2) == [second[0], *second[5:]], "what is still held"
-    assert len(await any_store.connection.call("claim", *args[:-1], "another boot", 1)) == 9
+    assert await any_store.connection.call("claim", *args, 2, 0) == [second[0], *second[5:]], "what is still held"
+    assert len(await any_store.connection.call("claim", *args[:-1], "another boot", 1, 0)) == 9
 
 
 async def test_requests_take_effect_once_even_if_they_arrive_again_after_others(any_store: Store) -> None:

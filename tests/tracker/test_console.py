@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from services.console.local.plan import plan_units
@@ -33,7 +36,9 @@ def test_a_tracker_that_cannot_run_does_not_end_the_run(tmp_path: Path) -> None:
 def test_a_missing_package_ends_the_command_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "shadow" / "wandb").mkdir(parents=True)  # a folder of that name is no package
     file = config_file(tmp_path)
-    done = grpo("run", file, "tracking.wandb=project", HOME=str(tmp_path), WANDB_MODE="online", WANDB_API_KEY="")
+    command = [sys.executable, "-m", "services.console", "run", str(file), "tracking.wandb=project"]
+    environ = {**os.environ, "HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": ""}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "WANDB_MODE = online needs a key" in done.stderr
     assert not (tmp_path / "small" / "redis").exists()

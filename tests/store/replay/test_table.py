@@ -29,7 +29,7 @@ from tests.store.replay.tables import Entry
 from tests.support import flow
 
 KEYS = (
-    r"run|answers|answers:order|claimed|order|ledger|drops|drops:order|departed|tickets|headers|outstanding|replay:(order|version|clock:\d|idle|weight|state|gaps)|"
+    r"run|answers|answers:order|claimed|order|ledger|drops|drops:order|departed|tickets|tickets:rollouts|headers|outstanding|replay:(order|version|clock:\d|idle|weight|state|gaps)|"
     r"trained:0|step:\d+|(group|payload):0-\d+(\.\d+)?"
 )
 weights = st.sampled_from([0.0, 0.0, 1e-9, 0.25, 1.0, 1.0, 3.7, 1e9]) | st.floats(1e-9, 1e9)
