@@ -9,6 +9,7 @@ Waits for: a generator that can sample. Unblocked by: the fleet's heartbeats (`f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import ssl
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ log = structlog.get_logger()
 GENERATE = "/v1/generate"
 FOLLOW_S = 0.5  # between looks at the fleet
 AVOID_S = 1.0  # for which a generator that refused is not asked again
+CLIENTS = 32  # each looks at all of its connections for every request, which 500 at a time in one client make slow
 WATCH_S = 2.0  # between checks that the generator asked is still in the fleet
 
 
@@ -42,11 +44,16 @@ class GeneratorFleet:
     def __init__(self, service: Service) -> None:
         config = service.config
         self._service, self._most = service, config.model.max_tokens
-        verify = ssl.create_default_context(cafile=config.api.ca_file) if config.api.ca_file else True
+        verify = ssl.create_default_context(cafile=config.api.ca_file or None)
         self._extensions = {"sni_hostname": config.api.server_name} if config.api.server_name else {}
-        self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_tokens(config).operate}"}, verify=verify,
-            timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None),
+        self._clients = itertools.cycle(
+            [
+                httpx.AsyncClient(
+                    headers={"Authorization": f"Bearer {api_tokens(config).operate}"}, verify=verify,
+                    timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None),
+                )
+                for _ in range(CLIENTS)
+            ]
         )  # fmt: skip
         self._pods: dict[str, PodStatus] = {}  # by member
         self._asked: Counter[str] = Counter()  # by member: requests in progress
@@ -110,7 +117,8 @@ class GeneratorFleet:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        for _ in range(CLIENTS):
+            await next(self._clients).aclose()
 
     async def _choose(self, rollout: str) -> PodStatus:
         """Return the generator that has the rollout's prefix, or otherwise the one with the least to do."""
@@ -127,7 +135,7 @@ class GeneratorFleet:
 
     async def _ask(self, pod: PodStatus, body: bytes) -> httpx.Response | None:
         """Return a generator's answer, or None if it left the fleet or cannot be reached."""
-        post = asyncio.ensure_future(self._http.post(pod.url + GENERATE, content=body, extensions=self._extensions))
+        post = asyncio.ensure_future(next(self._clients).post(pod.url + GENERATE, content=body, extensions=self._extensions))
         try:
             while not (await asyncio.wait([post], timeout=WATCH_S))[0]:
                 if pod.member not in self._pods and await self._gone(pod):
