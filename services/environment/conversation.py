@@ -30,7 +30,7 @@ async def converse(live: LiveRollout, process: ProgramProcess, prompt: list[dict
                 if reply.generated.finish == "length":
                     live.truncated = True
                     break
-                added = await _reply(live, process, "turn", message, tools)
+                added = await _reply(live, process, "turn", message)
                 messages = None if added is None else [*messages, said(message), *added]
         except (RolloutOver, ContextFull):  # at a limit, which marks it as truncated
             pass
@@ -52,31 +52,30 @@ async def _begin(
     if not live.records:
         done = await process.do(name, "start", row_for(live.place.ticket.row, live.place.ticket.answer))
         messages, tools = done.value["messages"], done.value["tools"]
-        await live.append(reply_of(messages, tools, done.value.get("snapshot"), done.seconds))
+        await live.append(reply_of(messages, done.value.get("snapshot"), done.seconds, tools))
         return [*prompt, *messages], tools
     conversation: list[dict[str, Any]] | None = list(prompt)
     tools: list[dict[str, Any]] = []
     state = ""
     for record in live.records:
         if isinstance(record, EnvironmentReply):
-            added, tools, state = json.loads(record.messages), json.loads(record.tools), record.snapshot or state
+            added, state = json.loads(record.messages), record.snapshot or state
+            tools = json.loads(record.tools) if record.tools else tools
             conversation = None if added is None else [*(conversation or []), *added]
         else:
             conversation = [*(conversation or []), said(json.loads(record.reply))]
     await process.do(name, "restore", json.loads(state))
     last = live.records[-1]
     if conversation is not None and not isinstance(last, EnvironmentReply):  # its tools may have run
-        added = await _reply(live, process, "unknown", json.loads(last.reply), tools)
+        added = await _reply(live, process, "unknown", json.loads(last.reply))
         conversation = None if added is None else [*conversation, *added]
     return conversation, tools
 
 
-async def _reply(
-    live: LiveRollout, process: ProgramProcess, do: str, message: dict[str, Any], tools: list[dict[str, Any]]
-) -> list[dict[str, Any]] | None:
+async def _reply(live: LiveRollout, process: ProgramProcess, do: str, message: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return what the environment replies to the policy, committed; None if the rollout has ended."""
     done = await process.do(live.place.name, do, message)
-    await live.append(reply_of(done.value["messages"], tools, done.value["snapshot"], done.seconds))
+    await live.append(reply_of(done.value["messages"], done.value["snapshot"], done.seconds))
     return done.value["messages"]
 
 

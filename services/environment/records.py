@@ -23,7 +23,7 @@ class EnvironmentReply(msgspec.Struct, frozen=True, array_like=True):
     """What an environment said, at the start or after a turn. Produced by environments, consumed by the ticket's next holder."""
 
     messages: str  # JSON: list of messages, or null if the rollout has ended
-    tools: str  # JSON: descriptions of the tools
+    tools: str  # JSON: descriptions of the tools; empty: those of the record before
     snapshot: str  # JSON of the program's state after it; empty: it cannot be restored
     seconds: float  # that the environment took
 
@@ -47,6 +47,12 @@ def unpack_records(data: Sequence[bytes]) -> list[Record]:
         return []
 
 
-def reply_of(messages: list[dict[str, Any]] | None, tools: list[dict[str, Any]], state: Any, seconds: float) -> EnvironmentReply:
-    """Return the record of a reply. Raises TypeError for a state that is not JSON."""
-    return EnvironmentReply(json.dumps(messages), json.dumps(tools), "" if state is None else json.dumps(state), seconds)
+def reply_of(
+    messages: list[dict[str, Any]] | None, state: Any, seconds: float, tools: list[dict[str, Any]] | None = None
+) -> EnvironmentReply:
+    """Return the record of a reply; without `tools`, they are those of the reply before.
+
+    Raises TypeError for a state that is not JSON.
+    """
+    described = "" if tools is None else json.dumps(tools)
+    return EnvironmentReply(json.dumps(messages), described, "" if state is None else json.dumps(state), seconds)

@@ -89,3 +89,44 @@ class Digits:
 
     def restore(self, state: list[str]) -> None:
         self.said = state
+
+
+class Adder:
+    """Offers a tool in every rollout, and more of them for rows that say so; begins without messages."""
+
+    tools = ["add"]
+
+    def start(self, row: dict[str, Any]) -> None:
+        if row.get("more"):
+            self.tools = ["add", "negate"]
+
+    def add(self, a: int, note: str = "x") -> int:
+        """Add to a number what only this object knows: "é" > 'e' & <tool_call>."""
+        return a + len(note)
+
+    def negate(self, a: int) -> int:
+        """Turn the sign of a number."""
+        return -a
+
+    def turn(self, message: dict[str, Any]) -> None:
+        return None
+
+    def score(self) -> float:
+        return 1.0
+
+
+class Unlisted:
+    """Has tools that only its objects know."""
+
+    @property
+    def tools(self) -> list[str]:
+        return ["add"]
+
+    def add(self, a: int) -> int:
+        return a
+
+
+class Missing:
+    """Lists a tool that it does not have."""
+
+    tools = ["absent"]

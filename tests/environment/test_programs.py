@@ -92,11 +92,11 @@ def test_a_reward_that_is_none_is_refused(said: Any) -> None:
 
 
 def test_records_are_whole_or_none() -> None:
-    reply = reply_of([{"role": "user", "content": "x"}], [], {"state": 1}, 0.5)
+    reply = reply_of([{"role": "user", "content": "x"}], {"state": 1}, 0.5, [])
     assert unpack_records([pack_record(reply)]) == [reply]
     assert unpack_records([pack_record(reply), b"Rgarbage"]) == []
     with pytest.raises(ValueError, match="bytes with its snapshot"):
-        pack_record(reply_of([], [], "x" * RECORD_BYTES, 0.0))
+        pack_record(reply_of([], "x" * RECORD_BYTES, 0.0))
 
 
 async def test_a_program_that_hangs_costs_its_process_and_the_next_one_works(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from services.dataprep.prompts.errors import DataError
 from services.dataprep.prompts.order import SourceSpan
 from services.dataprep.prompts.rows import Needs, PromptRow, read_rows
 from services.dataprep.prompts.tokenizer import PromptTokenizer, messages_of
+from services.dataprep.prompts.tools import tools_of
 from services.protocol.messages import Row
 
 log = structlog.get_logger()
@@ -54,7 +55,10 @@ class PromptSource:
         spans: list[SourceSpan] = []
         for source in config.data.sources if sources is None else sources:
             first = len(columns.token_ends)
-            columns.read(source, tokenizer, config.data, Needs.of(config.verifiers, source))
+            tools = tools_of(next((each for each in config.environments if each.name == source.environment), None))
+            if tools and not tokenizer.shows(tools):
+                log.warning("the chat template does not show tools to the model", source=source.name, tools=len(tools))
+            columns.read(source, tokenizer, config.data, Needs.of(config.verifiers, source), tools)
             spans.append(SourceSpan(source.name, source.weight, first, len(columns.token_ends) - first))
         self.spans = tuple(spans)
         """The rows of each source."""
@@ -100,12 +104,14 @@ class _Columns:
         self.tokens, self.token_ends = array("i"), array("q")
         self.answers, self.rows = _TextBuilder(), _TextBuilder()
 
-    def read(self, source: Source, tokenizer: PromptTokenizer, data: Data, needs: Needs) -> None:
-        """Add all rows of a source."""
+    def read(
+        self, source: Source, tokenizer: PromptTokenizer, data: Data, needs: Needs, tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Add all rows of a source, whose prompts show `tools`."""
         first, too_long = len(self.token_ends), _TooLong(data.max_prompt_tokens)
         rows = read_rows(source, needs)
         while chunk := list(islice(rows, CHUNK_ROWS)):
-            for row, ids in zip(chunk, tokenizer.encode(chunk), strict=True):
+            for row, ids in zip(chunk, tokenizer.encode(chunk, tools), strict=True):
                 if not ids:
                     raise DataError(f"{row.where}: the prompt has no tokens: fill in or remove the row")
                 if len(ids) > data.max_prompt_tokens:

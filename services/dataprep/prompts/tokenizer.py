@@ -5,7 +5,7 @@ Guarantees: the ids equal those of the model's own tokenizer for the same messag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,28 @@ class PromptTokenizer:
         self._tokenizer = load_tokenizer(folder)
         self._template = ChatTemplate(folder, data.chat_template_options) if data.chat_template else None
 
-    def encode(self, rows: Sequence[PromptRow]) -> list[list[int]]:
-        """Encode each row's prompt. Plain text gets the tokenizer's special tokens; templates bring their own."""
-        texts = [self._text(row) for row in rows]
+    def encode(self, rows: Sequence[PromptRow], tools: Sequence[Mapping[str, Any]] = ()) -> list[list[int]]:
+        """Encode prompts, which show `tools`. Plain text gets the tokenizer's special tokens; templates bring their own."""
+        texts = [self._text(row, tools) for row in rows]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)]
 
-    def _text(self, row: PromptRow) -> str:
+    def shows(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether prompts tell the model of tools: not without a chat template, or with one that ignores them."""
+        if self._template is None:
+            return False
+        asked = [{"role": "user", "content": ""}]
+        try:
+            return self._template.render(asked, tools) != self._template.render(asked)
+        except TemplateRejection:  # of these messages; rows are rejected with their reason
+            return True
+
+    def _text(self, row: PromptRow, tools: Sequence[Mapping[str, Any]]) -> str:
         if self._template is None:
             if not isinstance(row.prompt, str):
                 raise DataError(f"{row.where}: a list of messages needs data.chat_template = true: set it, or use a string")
             return self._data.user_template.replace(PLACEHOLDER, row.prompt)
         try:
-            return self._template.render(messages_of(row, self._data))
+            return self._template.render(messages_of(row, self._data), tools)
         except TemplateRejection as error:
             raise DataError(f"{row.where}: the chat template rejects the prompt: {error}") from None
 

@@ -1,8 +1,9 @@
 """A class of one's own as an environment: one object takes part in each rollout (docs/environments.md).
 
-What the class may define, each of it sync or async: `tools`, a list of its methods' names; `start(row)`, which returns further
-messages or nothing; `turn(message)`, which returns a text, messages, or None to end the rollout; `score()`, a number or a dict of
-numbers; `close()`; `snapshot()` and `restore(state)`, between which there is JSON.
+What the class may define, each of it sync or async: `tools`, a list of its methods' names, which an object may set anew in
+`__init__`, `start` or `restore`; `start(row)`, which returns further messages or nothing; `turn(message)`, which returns a text,
+messages, or None to end the rollout; `score()`, a number or a dict of numbers; `close()`; `snapshot()` and `restore(state)`,
+between which there is JSON.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class LoadedProgram:
 
     def __init__(self, made: Any) -> None:
         self._made = made
-        self._tools: dict[str, Tool] = methods_of(made, getattr(made, "tools", ()))
+        self._tools: dict[str, Tool] = {}
 
     async def start(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Begin with a data row; return further messages and the descriptions of the tools."""
         said = await self._maybe("start", row)
-        return {**await self._reply(_messages(said) or []), "tools": [tool.described for tool in self._tools.values()]}
+        return {**await self._reply(_messages(said) or []), "tools": self._found_tools()}
 
     async def turn(self, message: dict[str, Any]) -> dict[str, Any]:
         """Reply to what the policy said; `messages` is None if the rollout has ended."""
@@ -58,11 +59,16 @@ class LoadedProgram:
     async def restore(self, state: Any) -> list[dict[str, Any]]:
         """Go back to a snapshot; return the descriptions of the tools."""
         await self._maybe("restore", state)
-        return [tool.described for tool in self._tools.values()]
+        return self._found_tools()
 
     async def close(self, _: Any = None) -> None:
         """End."""
         await self._maybe("close")
+
+    def _found_tools(self) -> list[dict[str, Any]]:
+        """Take the object's tools as they are from now on, and return their descriptions."""
+        self._tools = methods_of(self._made, getattr(self._made, "tools", ()))
+        return [tool.described for tool in self._tools.values()]
 
     async def _reply(self, messages: list[dict[str, Any]] | None) -> dict[str, Any]:
         restorable = hasattr(self._made, "restore")

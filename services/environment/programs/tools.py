@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError, create_model
@@ -22,19 +23,14 @@ class Tool:
     def __init__(self, method: Callable[..., Any]) -> None:
         """Raises TypeError for a method whose parameters cannot be described."""
         self.name, self._method = method.__name__, method
-        self._arguments = _model(method)
+        self._arguments, self._schema = _arguments_of(getattr(method, "__func__", method), hasattr(method, "__func__"))
 
     @property
     def described(self) -> dict[str, Any]:
         """Return the tool as chat templates take it: a JSON schema in OpenAI's form."""
-        schema = self._arguments.model_json_schema()
-        schema.pop("title", None)
-        for field in schema.get("properties", {}).values():
-            field.pop("title", None)
-        schema.setdefault("properties", {})
         return {
             "type": "function",
-            "function": {"name": self.name, "description": inspect.getdoc(self._method) or "", "parameters": schema},
+            "function": {"name": self.name, "description": inspect.getdoc(self._method) or "", "parameters": self._schema},
         }
 
     async def call(self, arguments: object) -> str:
@@ -83,12 +79,20 @@ def _arguments(text: object) -> object:
         return text
 
 
-def _model(method: Callable[..., Any]) -> type[BaseModel]:
-    hints = get_type_hints(method)
+@lru_cache(maxsize=1024)
+def _arguments_of(function: Callable[..., Any], bound: bool) -> tuple[type[BaseModel], dict[str, Any]]:
+    """Return the arguments of a function as a model and as a JSON schema, made once; `bound`: its first parameter is given."""
+    hints = get_type_hints(function)
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(method).parameters.items():
+    for name, parameter in list(inspect.signature(function).parameters.items())[bound:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(f"tool {method.__name__!r}: parameter {name!r} must be one that can be given by name")
+            raise TypeError(f"tool {function.__name__!r}: parameter {name!r} must be one that can be given by name")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (hints.get(name, Any), default)
-    return create_model(method.__name__, **fields)
+    model = create_model(function.__name__, **fields)
+    schema = model.model_json_schema()
+    schema.pop("title", None)
+    for field in schema.get("properties", {}).values():
+        field.pop("title", None)
+    schema.setdefault("properties", {})
+    return model, schema

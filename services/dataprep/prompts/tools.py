@@ -1,0 +1,45 @@
+"""The tools that prompts show to the model: those that a source's environment offers in all of its rollouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+from services.config.environments import EnvironmentConfig
+from services.dataprep.prompts.errors import DataError
+from services.runtime.process_tools import die_with_parent
+from services.verifiers.sandbox.process import START_LIMIT_S, worker_environment
+from services.verifiers.sandbox.scratch import Scratch
+
+ASKED = "services.environment.programs.shared_tools"  # the environment's code runs there, without secrets
+
+
+def tools_of(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
+    """Return the tools that prompts of sources with this environment show, in OpenAI's form. Raises `DataError`."""
+    if environment is None or environment.kind == "agent":  # an agent names its tools in each call
+        return []
+    return json.loads(_asked(environment.name, environment.model_dump_json(), tuple(environment.variables)))
+
+
+@cache
+def _asked(name: str, environment: str, variables: tuple[str, ...]) -> str:
+    """Return the tools as JSON; training and evaluation ask for the same ones."""
+    scratch = Scratch()
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", ASKED], input=environment, stdout=subprocess.PIPE, text=True, check=True,
+            timeout=START_LIMIT_S, cwd=scratch.path,
+            env=worker_environment(str(scratch.path), variables), preexec_fn=die_with_parent,
+            process_group=0,  # keeps Ctrl-C from reaching it
+        ).stdout  # fmt: skip
+        found = json.loads(answer)
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        raise DataError(f"environment {name!r} cannot be asked for its tools: {error}; see its output above") from None
+    finally:
+        scratch.remove()
+    if found.get("error"):
+        raise DataError(f"environment {name!r} cannot be used: {found['error']}")
+    return json.dumps(found["tools"])
