@@ -23,7 +23,7 @@ def broken(config: RunConfig) -> Iterator[str]:
         lambda: check_sync(config.sync),
         lambda: check_sampling(config.sampling),
         lambda: check_verifiers(config.verifiers, sources),
-        lambda: check_environments(config.environments, config.verifiers, config.data.sources, evaluation.sources),
+        lambda: check_environments(config.environments, config.verifiers, sources),
         lambda: check_evaluation(evaluation, config.sampling, *room, generators),
     ):
         try:
@@ -132,7 +132,10 @@ def _tls(config: RunConfig) -> Iterator[str]:
 
 def _rewards(config: RunConfig) -> Iterator[str]:
     """Check that completions can be solved where pass rates are needed."""
-    remedy = "give one of its verifiers a positive weight and `solved_at` (or a `range`, whose top it then is)"
+    remedy = (
+        "give one of its verifiers a positive weight and `solved_at` (or a `range`, whose top it then is), or its environment "
+        "`solved_at`"
+    )
     if excluded := config.filters.exclude_pass_rate:
         for source in config.data.sources:
             if not config.thresholds(source.name):

@@ -83,9 +83,8 @@ def environment_file(environment: EnvironmentConfig) -> str:
 
 
 def check_environments(
-    environments: Sequence[EnvironmentConfig], verifiers: Sequence[VerifierConfig], sources: Sequence[Source],
-    evaluated: Sequence[Source],
-) -> None:  # fmt: skip
+    environments: Sequence[EnvironmentConfig], verifiers: Sequence[VerifierConfig], sources: Sequence[Source]
+) -> None:
     """Raise ValueError unless environments have names of their own, and sources name environments that exist."""
     names: list[str] = []
     for index, environment in enumerate(environments):
@@ -104,9 +103,4 @@ def check_environments(
             raise ValueError(
                 f'environments.{index} ("{environment.name}") has no effect: no prompt source names it; set `environment` '
                 "of one, or remove it"
-            )
-    for index, source in enumerate(evaluated):
-        if source.environment:
-            raise ValueError(
-                f'evaluation.sources.{index}.environment = "{source.environment}": evaluation rounds have single turns; remove it'
             )

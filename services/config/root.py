@@ -197,13 +197,14 @@ class RunConfig(Section):
 
     def environment_of(self, source: str) -> EnvironmentConfig | None:
         """Return the environment of the prompt source of that name, or None if its rollouts are single completions."""
-        names = [each.environment for each in self.data.sources if each.name == source]
+        names = [each.environment for each in (*self.data.sources, *self.evaluation.sources) if each.name == source]
         return next((each for each in self.environments if each.name in names), None)
 
     @property
     def sources_with_environment(self) -> frozenset[str]:
-        """Names of the prompt sources whose rollouts run in an environment."""
-        return frozenset(source.name for source in self.data.sources if source.environment)
+        """Names of the prompt sources, trained on or evaluated, whose rollouts run in an environment."""
+        sources = (*self.data.sources, *self.evaluation.sources)
+        return frozenset(source.name for source in sources if source.environment)
 
     def thresholds(self, source: str) -> dict[str, float]:
         """Return verifier -> the score from which a completion of that source counts as solved. Empty: none can tell."""

@@ -18,6 +18,7 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import structlog
+from msgspec import structs
 
 from services.protocol import codec
 from services.protocol.errors import StoreError
@@ -55,7 +56,8 @@ class GeneratorFleet:
                 for _ in range(CLIENTS)
             ]
         )  # fmt: skip
-        self._pods: dict[str, PodStatus] = {}  # by member
+        self._pods: dict[str, PodStatus] = {}  # by member: those that generate for training
+        self._evaluating: dict[str, PodStatus] = {}  # by member: those that are kept on a version
         self._asked: Counter[str] = Counter()  # by member: requests in progress
         self._avoid: dict[str, float] = {}  # by member: until when
         self._homes: dict[str, str] = {}  # by rollout: member that served its last turn
@@ -66,15 +68,24 @@ class GeneratorFleet:
         """Completions that the present generators run at a time."""
         return len(self._pods) * self._service.config.generator.max_num_seqs
 
+    @property
+    def evaluation_seats(self) -> int:
+        """Completions that the generators that evaluate run at a time."""
+        return len(self._evaluating) * self._service.config.generator.max_num_seqs
+
+    @property
+    def evaluating(self) -> frozenset[int]:
+        """Policy versions that generators are kept on, for evaluation."""
+        return frozenset(pod.version for pod in self._evaluating.values())
+
     async def follow(self, loop: Loop) -> None:
         """Keep the list of generators up to date (a supervised loop)."""
         while True:
             try:
                 members = await self._service.store.fleet.members(self._service.config.fleet.ttl_s)
-                self._pods = {
-                    each.member: each for each in members
-                    if each.kind == "generator" and each.phase == "ready"
-                }  # fmt: skip
+                generators = [each for each in members if each.kind == "generator"]
+                self._pods = {each.member: each for each in generators if each.phase == "ready"}
+                self._evaluating = {each.member: each for each in generators if each.phase == "evaluating"}
                 self._changed.set()
                 self._changed.clear()
             except StoreError as error:
@@ -83,15 +94,16 @@ class GeneratorFleet:
             await self._service.notifications.wait("fleet", timeout=FOLLOW_S)
 
     async def sample(
-        self, request_id: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str = ""
-    ) -> Generated:
+        self, request_id: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str = "",
+        version: int | None = None,
+    ) -> Generated:  # fmt: skip
         """Complete `tokens` with at most `sampling.max_tokens` more; `rollout` names the one that it is a turn of.
 
-        Raises `GenerationFailed`.
+        `version` is the policy version that is evaluated; None: for training. Raises `GenerationFailed`.
         """
-        request = GenerationRequest(request_id, np.asarray(tokens, np.int32), seed, sampling.max_tokens)
+        request = GenerationRequest(request_id, np.asarray(tokens, np.int32), seed, sampling.max_tokens, version=version)
         while True:
-            pod = await self._choose(rollout)
+            pod = await self._choose(rollout, version)
             self._asked[pod.member] += 1
             try:
                 reply = await self._ask(pod, codec.encode(request))
@@ -108,7 +120,7 @@ class GeneratorFleet:
                 self._homes[rollout] = pod.member
                 return done
             if done is not None:
-                request = replace_prefix(request, reply.content)
+                request = structs.replace(request, prefix=reply.content)
             self._avoid[pod.member] = time.monotonic() + AVOID_S
 
     def forget(self, rollout: str) -> None:
@@ -120,11 +132,12 @@ class GeneratorFleet:
         for _ in range(CLIENTS):
             await next(self._clients).aclose()
 
-    async def _choose(self, rollout: str) -> PodStatus:
+    async def _choose(self, rollout: str, version: int | None) -> PodStatus:
         """Return the generator that has the rollout's prefix, or otherwise the one with the least to do."""
         while True:
             now = time.monotonic()
-            able = [pod for member, pod in self._pods.items() if self._avoid.get(member, 0.0) <= now]
+            pods = self._pods if version is None else {m: pod for m, pod in self._evaluating.items() if pod.version == version}
+            able = [pod for member, pod in pods.items() if self._avoid.get(member, 0.0) <= now]
             home = self._homes.get(rollout)
             for pod in able:
                 if pod.member == home:
@@ -138,7 +151,7 @@ class GeneratorFleet:
         post = asyncio.ensure_future(next(self._clients).post(pod.url + GENERATE, content=body, extensions=self._extensions))
         try:
             while not (await asyncio.wait([post], timeout=WATCH_S))[0]:
-                if pod.member not in self._pods and await self._gone(pod):
+                if pod.member not in self._pods and pod.member not in self._evaluating and await self._gone(pod):
                     return None
             return await post
         except httpx.TransportError as error:
@@ -154,11 +167,6 @@ class GeneratorFleet:
         except StoreError:
             return False
         return all(each.member != pod.member for each in members)
-
-
-def replace_prefix(request: GenerationRequest, prefix: bytes) -> GenerationRequest:
-    """Return the request with tokens to continue."""
-    return GenerationRequest(request.id, request.prompt, request.seed, request.max_tokens, prefix)
 
 
 def limited(sampling: SamplingParameters, room: int) -> SamplingParameters:

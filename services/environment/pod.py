@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from services.chat.tokenizers import tokenizer_folder
 from services.environment.agent import Door
 from services.environment.chat.format import ChatFormat
+from services.environment.evaluation import EvaluationLoop
 from services.environment.generators import GeneratorFleet
+from services.environment.group import GroupRunner
 from services.environment.loop import EnvironmentLoop
 from services.environment.metrics import EnvironmentMetrics
 from services.environment.programs.pool import ProgramPool, ProgramUnusable
-from services.runtime.loops import Fatal, Loop
+from services.runtime.loops import Fatal, Loop, after
 from services.runtime.service import Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
@@ -23,12 +27,16 @@ class EnvironmentPod:
     def __init__(self, service: Service) -> None:
         config = service.config
         self.service, self.fleet = service, GeneratorFleet(service)
-        self.verifiers = Scoring(config, config.data.sources)
+        self.verifiers = Scoring(config, [*config.data.sources, *config.evaluation.sources])
         self.pools = {each.name: ProgramPool(each) for each in config.environments}
         chat = ChatFormat(tokenizer_folder(config.model.path), config.data)
         metrics = EnvironmentMetrics(service.registry)
+        metrics.running.set_function(lambda: sum(pod.rollouts for pool in self.pools.values() for pod in pool.processes))
         self.door = Door(config.model.path)
-        self.rollouts = EnvironmentLoop(service, chat, self.fleet, self.pools, self.verifiers, metrics, self.door)
+        groups = GroupRunner(config, chat, self.fleet, self.pools, self.verifiers, metrics, self.door)
+        self.rollouts = EnvironmentLoop(service, groups, metrics)
+        self.evaluation = EvaluationLoop(service, groups, metrics)
+        self._loaded = asyncio.Event()
         service.ready = self.rollouts.why_idle
 
     async def run(self) -> None:
@@ -36,6 +44,8 @@ class EnvironmentPod:
         add, config = self.service.add_loop, self.service.config
         add("generators", self.fleet.follow, LOOP_LIMIT_S)
         add("door", self._serve, float("inf"))
+        add("evaluation", after(self._loaded, self.evaluation.work))
+        add("evaluation leases", self.evaluation.renew, LOOP_LIMIT_S + config.generator.lease_s)
         add("leases", self.rollouts.renew, LOOP_LIMIT_S + config.generator.lease_s)
         try:
             await self.service.run(self._work)
@@ -64,4 +74,6 @@ class EnvironmentPod:
             return
         loop.limit_s = LOOP_LIMIT_S + self.service.config.generator.drain_s
         self.service.say(phase="ready")
+        self._loaded.set()
         await self.rollouts.work(loop)
+        await self.evaluation.drain()

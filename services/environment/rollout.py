@@ -59,18 +59,39 @@ class FinishedRollout:
     environment_s: float  # that the environment took
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a rollout asks the policy."""
+
+    sampling: SamplingParameters
+    context: int
+    """Most tokens of a conversation with the completion that ends it."""
+    version: int | None = None
+    """The policy version that is evaluated; None: the published one, whichever that is at the time."""
+
+    @classmethod
+    def training(cls, config: RunConfig) -> Manner:
+        """Return how a rollout asks that is trained on: its segments fit into rows."""
+        return cls(SamplingParameters.training(config), min(config.model.max_tokens, config.trainer.row_tokens))
+
+    @classmethod
+    def evaluation(cls, config: RunConfig, version: int) -> Manner:
+        """Return how a rollout asks that evaluates `version`."""
+        return cls(SamplingParameters.evaluation(config), config.model.max_tokens, version)
+
+
 class LiveRollout:
     """A rollout that is running: what it has recorded, and how it asks the policy."""
 
     def __init__(
-        self, place: RolloutPlace, config: RunConfig, chat: ChatFormat, prompt: list[dict[str, Any]], fleet: GeneratorFleet,
+        self, place: RolloutPlace, manner: Manner, chat: ChatFormat, prompt: list[dict[str, Any]], fleet: GeneratorFleet,
         records: list[Record], max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]],
     ) -> None:  # fmt: skip
         """`commit` appends a record at a place and returns False if another pod holds the ticket."""
         self.place, self._fleet, self._commit, self._max_turns = place, fleet, commit, max_turns
         self._records = records
-        self.chat, self.sampling = chat, SamplingParameters.training(config)
-        self._room = min(config.model.max_tokens, config.trainer.row_tokens)
+        self.chat, self.sampling = chat, manner.sampling
+        self._context, self._version = manner.context, manner.version
         self.recorder = Recorder.restored(
             chat, place.ticket.prompt, prompt, [record for record in records if isinstance(record, Turn)]
         )
@@ -121,16 +142,17 @@ class LiveRollout:
         if turn >= self._max_turns:
             self.truncated = True
             raise RolloutOver(f"the rollout has had {turn} turns, the most that max_turns allows")
-        room = self._room - len(call.tokens)
+        room = self._context - len(call.tokens)
         if room < 1:
             self.truncated = True
-            raise ContextFull(f"{len(call.tokens)} tokens leave no room for more within {self._room}")
+            raise ContextFull(f"{len(call.tokens)} tokens leave no room for more within {self._context}")
         self._asked += 1
         sampling = limited(self.sampling, min(room, overrides.max_tokens or room))
         with self._waiting_for_policy():
             generated = await self._fleet.sample(
-                f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name
-            )
+                f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name,
+                self._version,
+            )  # fmt: skip
         async with self._committing:
             message = self.recorder.record(call, generated, (*self.sampling.stop, *overrides.stop))
             await self.append(self.recorder.turns[-1])

@@ -40,9 +40,8 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
 
         503: ask another generator, or later; the response says why.
         """
-        body = await request.body()
         try:
-            reply = await rollouts.serving.generate(body, lambda: asyncio.ensure_future(_disconnected(request)))
+            reply = await rollouts.serve(await request.body(), lambda: asyncio.ensure_future(_disconnected(request)))
         except NotServed as refusal:
             raise HTTPException(refusal.status, str(refusal)) from None
         return Response(reply, media_type="application/msgpack")

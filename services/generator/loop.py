@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ from services.generator.rollouts.concurrency import POLL_S, Bounds, Limit, adjus
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.generator.rollouts.in_flight import InFlight
 from services.generator.rollouts.worker import Rollout, RolloutWorker
-from services.generator.serving import Serving
+from services.generator.serving import Serving, read_request
 from services.protocol.errors import StoreError
+from services.protocol.generation import GenerationRequest
 from services.rollouts.generated import Generated, SamplingParameters, Segment
 from services.rollouts.holding import MAX_EXPIRIES
 from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
@@ -62,9 +63,9 @@ class RolloutLoop(RolloutWorker):
     ) -> None:
         """`evaluation` is the pod's other worker; while it holds a round, no training ticket is claimed."""
         super().__init__(service, engine, tokenizer, verifiers, metrics, SamplingParameters.training(service.config))
-        self._evaluation = evaluation
+        self.evaluation = evaluation
         self.in_flight = InFlight(self.config, engine, metrics)
-        self.serving = Serving(self.config, engine, self.in_flight, self._unable, len(tokenizer))
+        self.serving = Serving(self.config, engine, self.in_flight, self.sampling, self._unable, len(tokenizer))
         self.draining = asyncio.Event()
         self.limit = Limit(Bounds.of(self.config).runnable)
         self._spare_from = 0.0
@@ -82,19 +83,27 @@ class RolloutLoop(RolloutWorker):
     @property
     def evaluating(self) -> bool:
         """Whether the pod is kept on its weights for an evaluation round."""
-        return self._evaluation is not None and self._evaluation.version is not None
+        return self.evaluation is not None and self.evaluation.version is not None
 
     @property
     def busy(self) -> bool:
         """Whether anything is in progress: tickets, or completions for environments."""
         return bool(self.rollouts or len(self.serving))
 
+    async def serve(self, body: bytes, gone: Callable[[], asyncio.Future[None]]) -> bytes:
+        """Complete an encoded `GenerationRequest` of training or evaluation (`Serving.generate`). Raises `NotServed`."""
+        request = read_request(body)
+        serving = self.evaluation.serving if self.evaluation and request.version is not None else self.serving
+        return await serving.generate(request, gone)
+
     def why_idle(self) -> str:
         """Return why this pod would start no work now, or hardly any, or "" if it would or is evaluating."""
         return self._obstacle() or ("" if self.evaluating else self.verifiers.waiting)
 
-    def _unable(self) -> str:
-        """Return why this pod can sample nothing for others now, or ""."""
+    def _unable(self, request: GenerationRequest) -> str:
+        """Return why this pod cannot complete a request of training now, or ""."""
+        if request.version is not None:
+            return "does not evaluate"
         return self._obstacle() or ("evaluating" if self.evaluating else "")
 
     def _obstacle(self) -> str:
@@ -289,9 +298,9 @@ class RolloutLoop(RolloutWorker):
         """Finish what can be finished within `generator.drain_s`, in both workers; hand back the rest with its tokens so far."""
         self.draining.set()
         workers: list[RolloutWorker] = [self]
-        if self._evaluation is not None:
-            self._evaluation.close()
-            workers.append(self._evaluation)
+        if self.evaluation is not None:
+            self.evaluation.close()
+            workers.append(self.evaluation)
         self.service.say(phase="draining")
         tasks = [rollout.task for worker in workers for rollout in worker.rollouts.values() if rollout.task]
         if tasks and not self.service.view.ended:

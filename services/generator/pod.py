@@ -6,7 +6,6 @@ Guarantees: no loop that uses the engine begins before it is loaded; engine and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from services.generator.api import add_routes
 from services.generator.engines.base import make_engine
@@ -16,7 +15,7 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.pausing import Pausing
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.runtime.entry import leaving_at_once
-from services.runtime.loops import Broken, Fatal, Loop
+from services.runtime.loops import Broken, Fatal, Loop, after
 from services.runtime.service import Service
 from services.verifiers.base import VerifierFailure
 from services.verifiers.scoring import Scoring
@@ -58,26 +57,14 @@ class GeneratorPod:
         """Add the loops that run alongside the main loop."""
         add, config = self.service.add_loop, self.service.config
         lease_limit_s = LOOP_LIMIT_S + config.generator.lease_s
-        add("weights", self._after_loading(self.weights.follow))
-        add("pause", self._after_loading(self.pausing.follow), LOOP_LIMIT_S)
-        add("leases", self._after_loading(self.rollouts.renew), lease_limit_s)
-        add("partials", self._after_loading(self.rollouts.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
-        add("evaluation", self._after_loading(self.evaluation.work))
-        add("evaluation leases", self._after_loading(self.evaluation.renew), lease_limit_s)
-        add("concurrency", self._after_loading(self.rollouts.adapt))
-        add("gauges", self._after_loading(self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
-
-    def _after_loading(self, body: Callable[[Loop], Awaitable[None]]) -> Callable[[Loop], Awaitable[None]]:
-        """Return a loop that begins when the engine is loaded; until then it has no progress to report."""
-
-        async def run(loop: Loop) -> None:
-            limit_s, loop.limit_s = loop.limit_s, float("inf")
-            await self._loaded.wait()
-            loop.progress()
-            loop.limit_s = limit_s
-            await body(loop)
-
-        return run
+        add("weights", after(self._loaded, self.weights.follow))
+        add("pause", after(self._loaded, self.pausing.follow), LOOP_LIMIT_S)
+        add("leases", after(self._loaded, self.rollouts.renew), lease_limit_s)
+        add("partials", after(self._loaded, self.rollouts.save_partials), LOOP_LIMIT_S + PARTIAL_EVERY_S)
+        add("evaluation", after(self._loaded, self.evaluation.work))
+        add("evaluation leases", after(self._loaded, self.evaluation.renew), lease_limit_s)
+        add("concurrency", after(self._loaded, self.rollouts.adapt))
+        add("gauges", after(self._loaded, self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
 
     async def _work(self, loop: Loop) -> None:
         """Load, claim and complete tickets until stopped, then leave without delaying a sync round."""

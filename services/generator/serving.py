@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from services.config import RunConfig
 from services.generator.engines.base import Engine
-from services.generator.rollouts.in_flight import InFlight
 from services.protocol import codec
 from services.protocol.generation import GenerationRequest
 from services.protocol.messages import Ticket
@@ -34,27 +34,46 @@ class NotServed(Exception):
         self.status = status
 
 
+class Sampler(Protocol):
+    """What completes a prompt: an engine, or what stands in front of it."""
+
+    async def generate(
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
+    ) -> Generated:
+        """Do as `Engine.generate`."""
+        ...
+
+
+def read_request(body: bytes) -> GenerationRequest:
+    """Decode a request. Raises `NotServed`."""
+    try:
+        return codec.decode(body, GenerationRequest)
+    except codec.CorruptMessage as error:
+        raise NotServed(422, str(error)) from None
+
+
 class Serving:
     """Completions that environments wait for."""
 
     def __init__(
-        self, config: RunConfig, engine: Engine, in_flight: InFlight, obstacle: Callable[[], str], vocabulary: int
-    ) -> None:
-        """`obstacle` returns why the pod can sample nothing now, or "". `vocabulary`: number of token ids."""
-        self._config, self._engine, self._in_flight, self._obstacle = config, engine, in_flight, obstacle
-        self._vocabulary, self._sampling = vocabulary, SamplingParameters.training(config)
+        self, config: RunConfig, engine: Engine, sampler: Sampler, sampling: SamplingParameters,
+        obstacle: Callable[[GenerationRequest], str], vocabulary: int,
+    ) -> None:  # fmt: skip
+        """`obstacle` returns why the pod cannot serve a request now, or "". `vocabulary`: number of token ids."""
+        self._config, self._engine, self._sampler, self._obstacle = config, engine, sampler, obstacle
+        self._vocabulary, self._sampling = vocabulary, sampling
         self._running: dict[str, asyncio.Task[Generated]] = {}
 
     def __len__(self) -> int:
         return len(self._running)
 
-    async def generate(self, body: bytes, gone: Callable[[], asyncio.Future[None]]) -> bytes:
-        """Complete an encoded `GenerationRequest` and return the encoded `Partial`. Raises `NotServed`.
+    async def generate(self, request: GenerationRequest, gone: Callable[[], asyncio.Future[None]]) -> bytes:
+        """Complete a request and return the encoded `Partial`. Raises `NotServed`.
 
         `gone` returns a future that completes when nobody waits for the reply any more.
         """
-        request, prefix = self._read(body)
-        if why := self._obstacle():
+        prefix = self._prefix(request)
+        if why := self._obstacle(request):
             raise NotServed(503, why)
         if len(self._running) >= QUEUE_TIMES * self._config.generator.max_num_seqs:
             raise NotServed(503, f"{len(self._running)} completions are in progress, as many as this pod takes")
@@ -62,7 +81,7 @@ class Serving:
             held.cancel()
         sampling = replace(self._sampling, max_tokens=request.max_tokens)
         task = asyncio.create_task(
-            self._in_flight.generate(request.id, request.prompt.tolist(), request.seed, sampling, prefix), name=request.id
+            self._sampler.generate(request.id, request.prompt.tolist(), request.seed, sampling, prefix), name=request.id
         )
         self._running[request.id] = task
         left = gone()
@@ -90,11 +109,8 @@ class Serving:
             await asyncio.wait(list(self._running.values()), timeout=1.0)
             await asyncio.sleep(0)  # lets those that have ended leave
 
-    def _read(self, body: bytes) -> tuple[GenerationRequest, Generated | None]:
-        try:
-            request = codec.decode(body, GenerationRequest)
-        except codec.CorruptMessage as error:
-            raise NotServed(422, str(error)) from None
+    def _prefix(self, request: GenerationRequest) -> Generated | None:
+        """Return the tokens that a fit request continues."""
         prompt, most = request.prompt, self._config.model.max_tokens
         if prompt.ndim != 1 or prompt.dtype.kind != "i" or not 0 < len(prompt) <= most - request.max_tokens:
             raise NotServed(
@@ -103,9 +119,9 @@ class Serving:
         if prompt.min() < 0 or prompt.max() >= self._vocabulary or request.max_tokens < 1:
             raise NotServed(422, f"token ids must be in 0..{self._vocabulary - 1}, and max_tokens at least 1")
         if not request.prefix:
-            return request, None
+            return None
         [prefix] = unpack_partial(request.prefix, _as_ticket(request), request.max_tokens)
-        return request, prefix
+        return prefix
 
 
 def _as_ticket(request: GenerationRequest) -> Ticket:

@@ -14,3 +14,4 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     max_tokens: int  # most tokens to sample, with those of `prefix`
     prefix: bytes = b""  # `Partial` of one completion, to continue; empty: none
+    version: int | None = None  # policy version that is evaluated; None: the published one

@@ -82,6 +82,12 @@ def make_header(
     )  # fmt: skip
 
 
+def mixed(header: Header, version: int) -> str:
+    """Return why a result is not entirely of `version`, or "" if it is."""
+    held = sorted({*header.oldest, *header.newest})
+    return "" if held == [version] else f"sampled by policy versions {held}, but the round is of version {version}"
+
+
 def number_contexts(prompt: np.ndarray, contexts: Sequence[np.ndarray]) -> list[int]:
     """Return the number of each context [s]: 0 if it is empty or equals the prompt, otherwise from 1 as contexts first occur."""
     numbers = {b"": 0, _key(prompt): 0}

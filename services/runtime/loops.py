@@ -78,6 +78,19 @@ class Loop:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+def after(ready: asyncio.Event, body: Callable[[Loop], Awaitable[None]]) -> Callable[[Loop], Awaitable[None]]:
+    """Return a loop that begins when `ready` is set; until then it has no progress to report."""
+
+    async def run(loop: Loop) -> None:
+        limit_s, loop.limit_s = loop.limit_s, float("inf")
+        await ready.wait()
+        loop.progress()
+        loop.limit_s = limit_s
+        await body(loop)
+
+    return run
+
+
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Cancel tasks and wait until they are done, repeating the cancellation.
 

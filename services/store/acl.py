@@ -60,7 +60,10 @@ GRANTS: dict[str, Grant] = {
         ("hgetall", "get", "set", "zadd"), reads=(":run",), writes=(":payload:*", ":partial:*"), shards="writes",
     ),
     "environment": Grant(
-        ("claim", "renew", "release", "fail", "submit", "commit_turn", "restart_rollout"),
+        (
+            "claim", "renew", "release", "fail", "submit", "commit_turn", "restart_rollout", "eval_resign", "eval_claim",
+            "eval_renew", "eval_submit", "eval_fail",
+        ),
         ("hgetall", "get", "set", "zadd"), reads=(":run", ":turns:*"), writes=(":payload:*",), shards="writes",
     ),
     "dataprep": Grant(

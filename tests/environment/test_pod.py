@@ -14,12 +14,15 @@ import pytest
 
 from services.config import RunConfig
 from services.console.local.redis_server import RedisServer
+from services.dataprep.evaluation.report import read_results
 from services.environment.pod import EnvironmentPod
 from services.generator.api import add_routes
+from services.generator.loop import RolloutLoop
 from services.protocol import codec
 from services.protocol.messages import Header, Payload, Row, Ticket
+from services.rollouts.generated import Generated, SamplingParameters
 from services.runtime.entry import open_service
-from services.runtime.loops import Fatal, end_tasks
+from services.runtime.loops import Fatal, Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Store
 from tests.environment.templates import FAMILIES, save_family
@@ -45,16 +48,25 @@ def overrides(folder: Path, kind: str, name: str, **keys: Any) -> list[str]:
 @asynccontextmanager
 async def fleet(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[Service, ScriptedEngine]]:
     """A generator that serves environments, in a run with published weights."""
+    async with serving(folder, server, *given) as (loop, engine):
+        yield loop.service, engine
+
+
+@asynccontextmanager
+async def serving(folder: Path, server: RedisServer, *given: str) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine]]:
+    """The same, with the generator's loop."""
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")
     async with generator(folder, server, *given) as (service, loop, engine):
         add_routes(service, loop)
-        loop.serving._vocabulary = 1000  # of the tokenizer above
+        assert loop.evaluation is not None
+        for each in (loop.serving, loop.evaluation.serving):
+            each._vocabulary = 1000  # of the tokenizer above
         await service.view.refresh()
         await service.store.fleet.beat(service.status, 60)
         follow = asyncio.create_task(_beat(service))
         try:
-            yield service, engine
+            yield loop, engine
         finally:
             await end_tasks([follow])
 
@@ -131,6 +143,47 @@ async def test_rollouts_go_on_where_they_were_when_their_pod_is_killed(tmp_path:
         assert lines["start 0"] == N
         assert sum(count for line, count in lines.items() if line.startswith("restore")) == N
         assert await service.store.client.exists(service.store.keys.turns("0-0")) == 0
+
+
+async def test_environments_evaluate_a_version_that_a_generator_is_kept_on(tmp_path: Path, server: RedisServer) -> None:
+    given = [
+        *overrides(tmp_path, "python", "Echo", solved_at=1.0), "evaluation.every_steps=10", "evaluation.samples=2",
+        "evaluation.min_training_generators=0", "evaluation.temperature=0.5",
+        f'evaluation.sources=[{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", name = "held_out", environment = "world"}}]',
+    ]  # fmt: skip
+    async with serving(tmp_path, server, *given) as (loop, engine), environment(loop.config) as pod:
+        store, worker, said = loop.store, loop.evaluation, Row([{"role": "user", "content": "say it"}], {})
+        assert worker is not None
+        asked: list[SamplingParameters] = []
+        generate = engine.generate
+
+        async def generated(*args: Any) -> Generated:
+            asked.append(args[3])
+            return await generate(*args)
+
+        engine.generate = generated
+        row = msgspec.json.encode(said).decode()
+        tickets = [ticket(i, id=f"held_out:{i}", epoch=0, source="held_out", row=row, group_size=2) for i in range(3)]
+        fence = await store.run.lead("test", 60_000) or 0
+        assert await store.evaluation.open(fence, 0, tickets, loop.config.sources_with_environment)
+        evaluating = asyncio.create_task(worker.work(Loop("evaluation", worker.work, 60)))
+        await worker.offer()
+        assert (worker.version, loop.service.status.phase) == (0, "evaluating")
+
+        async def answered() -> bool:
+            found = (await store.evaluation.state(60)).round
+            return found is not None and found.done == len(tickets)
+
+        await wait_until(answered, 20.0)
+        await wait_until(lambda: worker.version is None, 20.0)
+        assert loop.service.status.phase == "ready"
+        results = read_results(tickets, await store.evaluation.results(), {"held_out": loop.config.model.max_tokens})
+        for result in results:  # one that ended by its length had fewer turns
+            assert [reward == 1.0 for reward in result.rewards] == [not cut for cut in result.truncated]
+            assert result.correct == result.rewards.count(1.0)
+        assert {sampling.temperature for sampling in asked} == {0.5}
+        assert not pod.evaluation.rollouts
+        await end_tasks([evaluating])
 
 
 async def test_a_program_that_raises_or_dies_costs_its_own_rollout_another_try(tmp_path: Path, server: RedisServer) -> None:

@@ -13,6 +13,7 @@ import pytest
 from services.console.local.redis_server import RedisServer
 from services.generator.loop import RolloutLoop
 from services.generator.metrics import GeneratorMetrics
+from services.generator.rollouts.evaluation import EvaluationWorker
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.messages import Header
@@ -52,7 +53,8 @@ async def generator(
         engine = ScriptedEngine()
         await engine.start(config)
         engine.version = 0
-        loop = RolloutLoop(service, engine, PlainTokenizer(), CountingVerifier(), GeneratorMetrics(service.registry))  # type: ignore[arg-type]
+        parts = service, engine, PlainTokenizer(), CountingVerifier(), GeneratorMetrics(service.registry)
+        loop = RolloutLoop(*parts, EvaluationWorker(*parts))  # type: ignore[arg-type]
         service.add_loop("leases", loop.renew)
         service.add_loop("partials", loop.save_partials)
         try:

@@ -250,7 +250,7 @@ class WholeRun:
         if version not in (1, 2):
             await self._led(lambda: rounds.skip(self.leads, version, 1))
             return
-        await self._led(lambda: rounds.open(self.leads, version, [ticket(900), ticket(901)]))
+        await self._led(lambda: rounds.open(self.leads, version, [ticket(900), ticket(901, source=ENVIRONMENT)], {ENVIRONMENT}))
         await self.stores["g1"].fleet.beat(_pod("g1"), TTL_S)
         if version == 2:
             await self.stores["g0"].evaluation.volunteer(member, version, self.trains, TTL_S, 1, 0)
@@ -263,7 +263,13 @@ class WholeRun:
 
         async def done() -> bool:
             nonlocal failed
-            for claim in await mine.claim(member, version, LEASE_S, 1, 10_000) or []:
+            taken = [
+                claim
+                for rollouts in (False, True)
+                if (found := await mine.claim(member, version, LEASE_S, 1, 10_000, rollouts))
+                for claim in found.claims
+            ]
+            for claim in taken:
                 await mine.renew(member, [claim], LEASE_S)
                 if not failed:
                     failed = True

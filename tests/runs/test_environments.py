@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,27 @@ STEPS = 5
 
 
 def write(folder: Path, name: str) -> Path:  # noqa: F811
-    source = f'{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "digits"}}'
+    source = f'kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "digits"'
     return write_run(
-        folder, name, f"data.sources=[{source}]", "verifiers=[]", "filters.exclude_pass_rate=0", "data.chat_template=true",
-        f'environments=[{{name = "digits", kind = "python", function = "{PROGRAMS}:Digits"}}]', f"run.steps={STEPS}",
-        "sampling.max_tokens=12",
+        folder, name, f"data.sources=[{{{source}}}]", "verifiers=[]", "filters.exclude_pass_rate=0", "data.chat_template=true",
+        f'environments=[{{name = "digits", kind = "python", function = "{PROGRAMS}:Digits", solved_at = 0.5}}]', f"run.steps={STEPS}",
+        "sampling.max_tokens=12", "evaluation.every_steps=2", "evaluation.samples=2", "evaluation.prompts=3",
+        "evaluation.min_training_generators=0", f'evaluation.sources=[{{{source}, name = "held_out"}}]',
     )  # fmt: skip
+
+
+def evaluated(folder: Path, name: str) -> dict[float, dict[str, float]]:  # noqa: F811
+    """What the rounds of a run found, by version."""
+    lines = (folder / name / "evaluations.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["eval/version"]: {k: v for k, v in record.items() if k.startswith("eval/held_out/")} for record in records}
 
 
 def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: Path) -> None:  # noqa: F811
     finish(start(write(folder, "turns")))
     check_whole(folder, "turns", STEPS)
+    calm = evaluated(folder, "turns")
+    assert sorted(calm) == [0, 2, 4, STEPS]
     process = start(write(folder, "killed-turns"))
     wait_for(lambda: steps_done(folder, "killed-turns") >= 1, process)
     kill(folder, "killed-turns", "environment-0")
@@ -32,3 +43,6 @@ def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: 
     finish(process)
     check_whole(folder, "killed-turns", STEPS)
     assert weights(folder, "turns") == weights(folder, "killed-turns")
+    found = evaluated(folder, "killed-turns")
+    assert STEPS in found
+    assert found == {version: calm[version] for version in found}, "a policy version is worth what it was"

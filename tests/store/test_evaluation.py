@@ -31,7 +31,8 @@ async def volunteer(store: Store, number: int, version: int = 0, most: int = 1, 
 
 
 async def claim(store: Store, number: int, count: int = 10, version: int = 0, lease_s: float = LEASE_S) -> list[Claim] | None:
-    return await store.evaluation.claim(member(number), version, lease_s, count, max_expiries=3)
+    found = await store.evaluation.claim(member(number), version, lease_s, count, max_expiries=3)
+    return None if found is None else found.claims
 
 
 async def open_round(store: Store, team: Team, version: int = 0, prompts: int = 3) -> list[str]:
@@ -178,6 +179,48 @@ async def test_a_renewed_lease_holds_and_what_is_handed_back_is_claimed_at_once(
     assert await claim(store, 0) is None
     (returned,) = await claim(store, 1) or []
     assert returned.ticket_id == first.ticket_id, "one that another had taken over was handed back for it"
+
+
+async def test_environments_claim_their_tickets_and_volunteers_stay_until_they_have_results(store: Store) -> None:
+    team = await start(store)
+    names = ["held_out:0", "agents:0", "agents:1"]
+    tickets = [ticket(i, id=name, epoch=0, source=name.split(":")[0]) for i, name in enumerate(names)]
+    assert await store.evaluation.open(team.leader, 0, tickets, {"agents"})
+    pod, other = "environment-0:boot", "environment-1:boot"
+
+    async def ask(name: str, lease_s: float = LEASE_S) -> list[Claim]:
+        found = await store.evaluation.claim(name, 0, lease_s, 1, 3, rollouts=True)
+        assert found is not None
+        return found.claims
+
+    assert await volunteer(store, 0)
+    served = await store.evaluation.claim(member(0), 0, LEASE_S, 10, 3)
+    assert served is not None
+    assert ([one.ticket_id for one in served.claims], served.environments) == (["held_out:0"], True)
+    assert await store.evaluation.submit(member(0), served.claims[0], result(served.claims[0]))
+    (expired,) = await ask(pod, lease_s=0.0)
+    (second,) = await ask(pod)
+    (again,) = await ask(other)
+    assert (expired.ticket_id, second.ticket_id, again.ticket_id) == ("agents:0", "agents:1", "agents:0")
+    assert not await store.evaluation.submit(pod, expired, result(expired)), "its lease had expired"
+    assert await store.evaluation.renew(other, [again], LEASE_S) == set()
+    assert await ask(pod) == []
+    await store.evaluation.resign(pod, [second])
+    (second,) = await ask(pod)
+    assert await store.evaluation.submit(other, again, result(again))
+    still = await store.evaluation.claim(member(0), 0, LEASE_S, 10, 3)
+    assert still is not None
+    assert still.environments, "one of them has no result yet"
+    await store.evaluation.resign(member(0))
+    assert await volunteer(store, 0), "environments need somebody to ask"
+    assert await store.evaluation.submit(pod, second, result(second))
+    ended = await store.evaluation.claim(member(0), 0, LEASE_S, 10, 3)
+    assert ended is not None
+    assert (ended.claims, ended.environments) == ([], False)
+    assert await store.evaluation.claim(pod, 1, LEASE_S, 1, 3, rollouts=True) is None, "no round of that version is open"
+    assert sorted(await store.evaluation.results()) == sorted(names)
+    assert await store.evaluation.report(team.leader, 0, {})
+    assert await round_keys(store) == []
 
 
 async def test_a_ticket_that_keeps_failing_ends_the_round_with_its_reason(store: Store) -> None:

@@ -87,9 +87,12 @@ def report(results: Sequence[Result], ks: Sequence[int]) -> dict[str, float]:
     return record
 
 
-def read_results(tickets: Sequence[Ticket], bodies: Mapping[str, bytes], longest: int) -> list[Result]:
-    """Decode the results of all tickets. Raises `Unfit` if one is missing or unfit."""
+def read_results(tickets: Sequence[Ticket], bodies: Mapping[str, bytes], longest: Mapping[str, int]) -> list[Result]:
+    """Decode the results of all tickets, whose segments have at most `longest` tokens, by source.
+
+    Raises `Unfit` if one is missing or unfit.
+    """
     missing = [ticket.id for ticket in tickets if ticket.id not in bodies]
     if missing or len(bodies) != len(tickets):
         raise Unfit(f"{len(bodies)} results for {len(tickets)} tickets; missing: {', '.join(missing[:3]) or 'none'}")
-    return [read_result(ticket, bodies[ticket.id], longest) for ticket in tickets]
+    return [read_result(ticket, bodies[ticket.id], longest[ticket.source]) for ticket in tickets]

@@ -93,7 +93,7 @@ class EvaluationRounds:
         assert due is not None
         trace, began = self.tracing.begin(always=True), time.monotonic()
         tickets = self.tickets(due, trace)
-        opened = await self.store.evaluation.open(fence, due, tickets)
+        opened = await self.store.evaluation.open(fence, due, tickets, self.config.sources_with_environment)
         self.tracing.issued([trace], done=opened)
         if opened:
             self._traces = {due: (trace, began)}
@@ -103,7 +103,8 @@ class EvaluationRounds:
 
     async def _close(self, fence: int, found: EvaluationRound, incarnation: int) -> None:
         tickets = self.tickets(found.version)
-        longest = self.given.max_tokens or self.config.sampling.max_tokens
+        single = self.given.max_tokens or self.config.sampling.max_tokens
+        longest = {each.name: self.config.model.max_tokens if each.environment else single for each in self.given.sources}
         try:
             results = read_results(tickets, await self.store.evaluation.results(), longest)
         except Unfit as fault:

@@ -1,7 +1,8 @@
 """The evaluation worker of a generator: stay on one policy version, complete the round's tickets, then return to training.
 
 Guarantees: while a round holds this pod, its weights do not change (it declines sync rounds). Every token of a result was
-sampled by the round's version; otherwise the ticket fails. When no ticket is left for this pod, it returns to training.
+sampled by the round's version; otherwise the ticket fails. Environments, which hold tickets of their own, are served by
+the same version. When no ticket is left for this pod or an environment, it returns to training.
 Waits for: an open round of the version that it holds, tickets of that round. Unblocked by: dataprep and other volunteers
 (`evaluation`), the weight follower, which offers the pod between sync rounds, its own finished tickets (`evaluated`).
 """
@@ -19,11 +20,12 @@ from services.generator.engines.base import Engine
 from services.generator.metrics import GeneratorMetrics
 from services.generator.rollouts.concurrency import Bounds
 from services.generator.rollouts.worker import Rollout, RolloutWorker
+from services.generator.serving import Serving
 from services.protocol.errors import StoreError
-from services.protocol.messages import Header
+from services.protocol.generation import GenerationRequest
 from services.rollouts.generated import GenerationFailed, SamplingParameters, Segment
 from services.rollouts.holding import MAX_EXPIRIES
-from services.rollouts.records import make_header
+from services.rollouts.records import make_header, mixed
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.store import Claim
@@ -46,8 +48,20 @@ class EvaluationWorker(RolloutWorker):
         self._member = service.status.member
         training = Bounds.of(self.config).runnable * self.config.sampling.group_size
         self._most = max(1, training // self.config.evaluation.samples)  # tickets, for as many completions as in training
-        self._closed = False
+        self._closed = self._leaving = False
+        self.serving = Serving(self.config, engine, engine, self.sampling, self._unable, len(tokenizer))
         self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in progress: tickets, or completions for environments."""
+        return bool(self.rollouts or len(self.serving))
+
+    def _unable(self, request: GenerationRequest) -> str:
+        """Return why this pod cannot complete a request of an evaluation now, or ""."""
+        if self.version != request.version or self._leaving or self._closed:
+            return f"does not evaluate policy version {request.version}"
+        return "paused" if self.service.view.paused else ""
 
     async def offer(self) -> None:
         """Volunteer for an open round of the version held. Called only by the weight follower, never inside a sync round."""
@@ -66,7 +80,7 @@ class EvaluationWorker(RolloutWorker):
             return
         if admitted:
             log.info("evaluating", version=version)
-            self.version = version
+            self.version, self._leaving = version, False
             self.service.say(phase="evaluating", world=0)
             self.notifications.notify(self.room)
 
@@ -85,12 +99,12 @@ class EvaluationWorker(RolloutWorker):
         room = self._most - len(self.rollouts)
         if room <= 0:
             return
-        claims = await self.store.evaluation.claim(self._member, version, self.config.generator.lease_s, room, MAX_EXPIRIES)
-        for rollout in list(self.rollouts.values()) if claims is None else ():
+        found = await self.store.evaluation.claim(self._member, version, self.config.generator.lease_s, room, MAX_EXPIRIES)
+        for rollout in list(self.rollouts.values()) if found is None else ():
             await self.cancel(rollout)
-        for claim in claims or ():
+        for claim in found.claims if found else ():
             await self.start(claim)
-        if not self.rollouts:
+        if not self.rollouts and not (found and found.environments):
             await self._hand_back()
 
     async def abort(self) -> None:
@@ -104,6 +118,8 @@ class EvaluationWorker(RolloutWorker):
         for rollout in held:
             await self.cancel(rollout)
         if self.version is not None:
+            self._leaving = True
+            await self.serving.abort()  # environments continue them on another volunteer
             await self.store.evaluation.resign(self._member, [rollout.claim for rollout in held])
             log.info("returning to training", version=self.version)
             self.version = None
@@ -140,9 +156,3 @@ class EvaluationWorker(RolloutWorker):
         if fault := mixed(header, ticket.epoch):
             raise GenerationFailed(fault)
         return await self.submit_with_retry(rollout, lambda: self.store.evaluation.submit(self._member, rollout.claim, header))
-
-
-def mixed(header: Header, version: int) -> str:
-    """Return why a result is not entirely of `version`, or "" if it is."""
-    held = sorted({*header.oldest, *header.newest})
-    return "" if held == [version] else f"sampled by policy versions {held}, but the round is of version {version}"

@@ -29,7 +29,7 @@ class InFlight:
         self._anew: set[str] = set()  # stopped, and to be restarted
 
     async def generate(
-        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None
+        self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
     ) -> Generated:
         """Do as `Engine.generate`; discard a `prefix` of other weights if completions must have a single version."""
         if self._mode == "keep":

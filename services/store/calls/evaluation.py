@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +44,28 @@ class EvaluationState:
     round: EvaluationRound | None
 
 
+@dataclass(frozen=True)
+class EvaluationClaims:
+    """What a claim took."""
+
+    claims: list[Claim]
+    environments: bool
+    """Whether tickets whose rollouts run in environments have no result yet, so that volunteers stay to serve them."""
+
+
 class EvaluationCalls(Facet):
     """Calls of the leader, which opens and closes rounds, and of volunteers, which claim and submit. A member is
     `PodStatus.member`.
     """
 
-    async def open(self, fence: int, version: int, tickets: Sequence[Ticket]) -> bool:
-        """Open the round of `version`. Returns False if another is open, or this version was handled before."""
-        args = [part for ticket in tickets for part in (ticket.id, codec.encode(ticket))]
+    async def open(self, fence: int, version: int, tickets: Sequence[Ticket], environments: Collection[str] = ()) -> bool:
+        """Open the round of `version`. `environments` are the sources whose rollouts run in environments.
+
+        Returns False if another is open, or this version was handled before.
+        """
+        args = [
+            part for ticket in tickets for part in (ticket.id, codec.encode(ticket), int(ticket.source in environments))
+        ]  # fmt: skip
         return bool(await self._redis.call("eval_open", fence, version, *args))
 
     async def skip(self, fence: int, version: int, rounds: int) -> bool:
@@ -83,12 +97,20 @@ class EvaluationCalls(Facet):
         """Hand `claims` back and stop staying on the version."""
         await self._redis.call("eval_resign", member, *_pairs(claims))
 
-    async def claim(self, member: str, version: int, lease_s: float, count: int, max_expiries: int) -> list[Claim] | None:
-        """Claim up to `count` tickets of the round of `version`. Returns None if the member no longer takes part in it."""
-        still, *reply = await self._redis.call("eval_claim", member, version, int(lease_s * 1000), count, max_expiries, ordinal())
-        if not still:
+    async def claim(
+        self, member: str, version: int, lease_s: float, count: int, max_expiries: int, rollouts: bool = False
+    ) -> EvaluationClaims | None:
+        """Claim up to `count` tickets of the round of `version`; `rollouts`: of those whose rollouts run in an environment.
+
+        Returns None if the member does not, or no longer, take part in it.
+        """
+        found, *reply = await self._redis.call(
+            "eval_claim", member, version, int(lease_s * 1000), count, max_expiries, ordinal(), int(rollouts)
+        )
+        if not found:
             return None
-        return [read_claim(reply[i], reply[i + 1], reply[i], reply[i + 2]) for i in range(0, len(reply), 3)]
+        claims = [read_claim(reply[i], reply[i + 1], reply[i], reply[i + 2]) for i in range(0, len(reply), 3)]
+        return EvaluationClaims(claims, int(found) == 2)
 
     async def renew(self, member: str, claims: Sequence[Claim], lease_s: float) -> set[str]:
         """Renew leases. Returns the tickets that are lost."""

@@ -4,6 +4,7 @@
 --   eval:round      hash  version; total; opened_ms; started_ms, finished_ms: first volunteer, last result; fault
 --   eval:tickets    hash  ticket -> body
 --   eval:queue      zset  ticket without a result -> when it may be claimed, ms; below the clock of any server: now
+--   eval:queue:rollouts zset  the same of tickets whose rollouts run in environments
 --   eval:claims     hash  ticket -> "<member>|<fence>", the one that may submit
 --   eval:claimed    hash  member -> "- <ordinal> <ticket> …", its last claim, to answer a repeated call
 --   eval:failures   hash  ticket -> failures reported
@@ -12,6 +13,8 @@
 --   eval:results    hash  ticket -> header
 -- A set of tickets that is known from the start needs no stream: a queue by time gives the order of claims, their leases and the
 -- remaining tickets, and leaves no consumers behind.
+
+local QUEUES = {'queue', 'queue:rollouts'} -- of generators and of environments
 
 local function part(prefix, name)
   return prefix .. ':eval:' .. name
@@ -26,8 +29,17 @@ local function alive(prefix, member, since)
   return heard and tonumber(heard) >= since
 end
 
+-- Set when a ticket that has no result may be claimed, in whichever queue it is.
+local function defer(prefix, ticket, until_ms)
+  for _, queue in ipairs(QUEUES) do redis.call('ZADD', part(prefix, queue), 'XX', until_ms, ticket) end
+end
+
+local function queued(prefix, ticket)
+  return redis.call('ZSCORE', part(prefix, QUEUES[1]), ticket) or redis.call('ZSCORE', part(prefix, QUEUES[2]), ticket)
+end
+
 local function hand_back(prefix, ticket)
-  redis.call('ZADD', part(prefix, 'queue'), 'XX', 0, ticket)
+  defer(prefix, ticket, 0)
   redis.call('HDEL', part(prefix, 'claims'), ticket)
   notify(prefix, 'evaluation')
 end
@@ -53,20 +65,21 @@ local function trainers_left(prefix, member, since)
   return left
 end
 
--- args: leader fence, version, then ticket id and body of each. Returns 1 if the round of `version` is open, now or by an earlier
+-- args: leader fence, version, then of each ticket its id, its body, and 1 if its rollouts run in an environment, else 0. Returns 1 if the round of `version` is open, now or by an earlier
 -- call; 0 if another is, or the version was handled before.
-register_leader('eval_open', {'version', INTEGER, EACH, 'ticket', TEXT, 'body', TEXT}, function(prefix, args)
+register_leader('eval_open', {'version', INTEGER, EACH, 'ticket', TEXT, 'body', TEXT, 'rollouts', NATURAL}, function(prefix, args)
   local version = redis.call('HGET', part(prefix, 'round'), 'version')
   if version then return version == args[2] and 1 or 0 end
   if tonumber(args[2]) <= (number(prefix, 'evaluated_version') or -1) then return 0 end
-  local queue, bodies = {}, {}
-  for i = 3, #args, 2 do
+  local queues, bodies = {{}, {}}, {}
+  for i = 3, #args, 3 do
+    local queue = queues[args[i + 2] == '1' and 2 or 1]
     queue[#queue + 1], queue[#queue + 2] = i, args[i]
     bodies[#bodies + 1], bodies[#bodies + 2] = args[i], args[i + 1]
   end
-  call_over(queue, 'ZADD', part(prefix, 'queue'))
+  for i, queue in ipairs(queues) do call_over(queue, 'ZADD', part(prefix, QUEUES[i])) end
   call_over(bodies, 'HSET', part(prefix, 'tickets'))
-  redis.call('HSET', part(prefix, 'round'), 'version', args[2], 'total', #queue / 2, 'opened_ms', run_ms(prefix))
+  redis.call('HSET', part(prefix, 'round'), 'version', args[2], 'total', #bodies / 2, 'opened_ms', run_ms(prefix))
   redis.call('HSET', prefix .. ':run', 'evaluated_version', args[2])
   notify(prefix, 'evaluation')
   return 1
@@ -95,7 +108,8 @@ register('eval_volunteer', {
   end
   if redis.call('ZSCORE', volunteers, member) then return 1 end
   local hopeless = redis.call('HEXISTS', part(prefix, 'round'), 'fault') == 1
-  if hopeless or redis.call('ZCOUNT', part(prefix, 'queue'), '-inf', now) == 0 then return 0 end
+  local served = redis.call('ZCARD', part(prefix, 'queue:rollouts')) -- whoever holds these asks a volunteer
+  if hopeless or redis.call('ZCOUNT', part(prefix, 'queue'), '-inf', now) + served == 0 then return 0 end
   if version ~= run[1] then -- after the last version there is nothing left to train
     local evaluating = 0
     for _, other in ipairs(redis.call('ZRANGE', volunteers, 0, -1)) do
@@ -108,40 +122,46 @@ register('eval_volunteer', {
   return 1
 end)
 
+-- Return the first element of a claim's reply: 2 if environments still hold or await tickets, otherwise 1.
+local function still(prefix)
+  return redis.call('ZCARD', part(prefix, 'queue:rollouts')) > 0 and 2 or 1
+end
+
 -- Return the reply to a claim whose first reply was lost: the tickets that it took, as far as they are still held.
 local function claimed_again(prefix, member, tickets)
-  local reply = {1}
+  local reply = {still(prefix)}
   for _, ticket in ipairs(tickets) do
     local holder, fence = string.match(redis.call('HGET', part(prefix, 'claims'), ticket) or '', '^(.*)|(%d+)$')
-    if holder == member and redis.call('ZSCORE', part(prefix, 'queue'), ticket) then
+    if holder == member and queued(prefix, ticket) then
       for _, each in ipairs({ticket, fence, redis.call('HGET', part(prefix, 'tickets'), ticket)}) do reply[#reply + 1] = each end
     end
   end
   return reply
 end
 
--- args: member, version, lease ms, count, max expiries, ordinal of the member's call. Returns {1, ticket, fence, body, …}, or {0} if
--- this member has no part in an open round of the version; to a repeated call the same claims. A call that comes after a later one
--- claims nothing.
+-- args: member, version, lease ms, count, max expiries, ordinal of the member's call, and 1 for tickets whose rollouts run in an
+-- environment, which need no volunteer. Returns {1, ticket, fence, body, …}, with 2 in place of 1 while such tickets have no result,
+-- so that volunteers stay; or {0} if this member has no part in an open round of the version; to a repeated call the same claims. A
+-- call that comes after a later one claims nothing.
 register('eval_claim', {
   'member', TEXT, 'version', INTEGER, 'lease ms', NATURAL, 'wanted', AMOUNT, 'max expiries', NATURAL,
-  'ordinal', NATURAL,
+  'ordinal', NATURAL, 'rollouts', NATURAL,
 }, function(prefix, args)
-  local member, now = args[1], run_ms(prefix)
+  local member, now, queue = args[1], run_ms(prefix), part(prefix, QUEUES[args[7] == '1' and 2 or 1])
   local round = redis.call('HMGET', part(prefix, 'round'), 'version', 'fault')
   local run = redis.call('HMGET', prefix .. ':run', 'paused:generator', 'stopping', 'finished')
   if round[1] ~= args[2] or round[2] or run[2] or run[3] then return {0} end
-  if not redis.call('ZSCORE', part(prefix, 'volunteers'), member) then return {0} end
-  if run[1] then return {1} end
+  if args[7] ~= '1' and not redis.call('ZSCORE', part(prefix, 'volunteers'), member) then return {0} end
+  if run[1] then return {still(prefix)} end
   local before = taken_before(part(prefix, 'claimed'), member, '-', args[6])
   if before then return claimed_again(prefix, member, before) end
-  local found = redis.call('ZRANGE', part(prefix, 'queue'), '-inf', now, 'BYSCORE', 'LIMIT', 0, args[4])
-  local reply, fences = {1}, next_fences(prefix, 'claim_fence', #found)
+  local found = redis.call('ZRANGE', queue, '-inf', now, 'BYSCORE', 'LIMIT', 0, args[4])
+  local reply, fences = {still(prefix)}, next_fences(prefix, 'claim_fence', #found)
   for i, ticket in ipairs(found) do
     local held = redis.call('HEXISTS', part(prefix, 'claims'), ticket) == 1
     local reason = 'its lease expired ' .. args[5] .. ' times: it may crash its generator'
     if held and fails(prefix, 'expiries', ticket, args[5], reason) then return {0} end
-    redis.call('ZADD', part(prefix, 'queue'), now + tonumber(args[3]), ticket)
+    redis.call('ZADD', queue, now + tonumber(args[3]), ticket)
     redis.call('HSET', part(prefix, 'claims'), ticket, member .. '|' .. fences[i])
     reply[#reply + 1] = ticket
     reply[#reply + 1] = fences[i]
@@ -156,7 +176,7 @@ register('eval_renew', {'member', TEXT, 'lease ms', NATURAL, EACH, 'ticket', TEX
   local until_ms, lost = run_ms(prefix) + tonumber(args[2]), {}
   for i = 3, #args, 2 do
     if owns(prefix, args[1], args[i], args[i + 1]) then
-      redis.call('ZADD', part(prefix, 'queue'), 'XX', until_ms, args[i])
+      defer(prefix, args[i], until_ms)
     else
       lost[#lost + 1] = args[i]
     end
@@ -170,7 +190,7 @@ register('eval_submit', {'member', TEXT, 'ticket', TEXT, 'fence', NATURAL, 'head
   local member, ticket, fence, header = unpack(args)
   if not owns(prefix, member, ticket, fence) then return 0 end
   if redis.call('HSETNX', part(prefix, 'results'), ticket, header) == 1 then
-    redis.call('ZREM', part(prefix, 'queue'), ticket)
+    for _, queue in ipairs(QUEUES) do redis.call('ZREM', part(prefix, queue), ticket) end
     redis.call('HSET', part(prefix, 'round'), 'finished_ms', run_ms(prefix))
     notify(prefix, 'evaluation')
   end

@@ -195,4 +195,6 @@ local function bury(prefix, ticket, reason, body)
 end
 
 -- Keys of an open evaluation round, `eval:<part>`: evaluation.lua owns them, a restore deletes them.
-local EVALUATION_PARTS = {'round', 'tickets', 'queue', 'claims', 'claimed', 'failures', 'expiries', 'volunteers', 'results'}
+local EVALUATION_PARTS = {
+  'round', 'tickets', 'queue', 'queue:rollouts', 'claims', 'claimed', 'failures', 'expiries', 'volunteers', 'results',
+}

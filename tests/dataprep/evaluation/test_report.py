@@ -15,6 +15,7 @@ from services.protocol.messages import Header, Ticket
 from tests.support.harness import ticket
 
 VERSION = 6
+LONGEST = {"held_out": 16}
 
 
 def asked(index: int = 0, source: str = "held_out") -> Ticket:
@@ -62,7 +63,7 @@ def test_a_report_has_each_source_and_all_of_them_together() -> None:
 def test_a_completion_is_correct_if_it_is_solved_whatever_its_reward() -> None:
     one = asked()
     body = answered(one, rewards=[-0.1, 0.3, 7.0, 0.0], solved=[True, False, False, True])
-    (result,) = read_results([one], {one.id: body}, 16)
+    (result,) = read_results([one], {one.id: body}, LONGEST)
     assert result.correct == 2
 
 
@@ -83,21 +84,21 @@ def test_a_completion_is_correct_if_it_is_solved_whatever_its_reward() -> None:
 def test_a_result_that_is_not_the_rounds_is_refused(fields: dict[str, object], why: str) -> None:
     one = asked()
     with pytest.raises(Unfit, match=why):
-        read_results([one], {one.id: answered(one, **fields)}, 16)
+        read_results([one], {one.id: answered(one, **fields)}, LONGEST)
 
 
 def test_a_rollout_of_several_segments_is_as_long_as_they_are_together() -> None:
     one, owners = asked(), [0, 1, 1, 2, 3, 3]
     columns = {"lengths": [2, 4, 6, 8, 1, 2], "oldest": [VERSION] * 6, "newest": [VERSION] * 6, "tool_tokens": [0] * 6}
-    (result,) = read_results([one], {one.id: answered(one, rollout=owners, **columns)}, 16)
+    (result,) = read_results([one], {one.id: answered(one, rollout=owners, **columns)}, LONGEST)
     assert (result.lengths, result.rewards) == ([2, 10, 8, 3], [1.0, 0.0, 1.0, 0.5])
     with pytest.raises(Unfit, match="must ascend from 0 to 3"):
-        read_results([one], {one.id: answered(one, rollout=owners[::-1], **columns)}, 16)
+        read_results([one], {one.id: answered(one, rollout=owners[::-1], **columns)}, LONGEST)
 
 
 def test_foreign_bytes_and_missing_results_are_refused() -> None:
     one, other = asked(0), asked(1)
     with pytest.raises(Unfit, match="corrupt"):
-        read_results([one], {one.id: b"\xff"}, 16)
+        read_results([one], {one.id: b"\xff"}, LONGEST)
     with pytest.raises(Unfit, match="missing: held_out:1"):
-        read_results([one, other], {one.id: answered(one)}, 16)
+        read_results([one, other], {one.id: answered(one)}, LONGEST)

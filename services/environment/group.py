@@ -1,0 +1,215 @@
+"""Runs and scores the rollouts of one ticket, whether they are trained on or evaluate a version.
+
+Guarantees: a rollout that fails starts again by itself; the others of its group are kept. What fails for good leaves its group,
+and is never a reward.
+Waits for: the rollouts' environments and the policy. Unblocked by: their replies, or their time limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from services.config import RunConfig
+from services.config.environments import EnvironmentConfig
+from services.environment.agent import Door, run_agent
+from services.environment.chat.format import ChatFormat
+from services.environment.conversation import converse, restorable
+from services.environment.generators import GeneratorFleet
+from services.environment.metrics import EnvironmentMetrics
+from services.environment.programs.pool import ProgramFailed, ProgramPool, ProgramProcess
+from services.environment.records import Record
+from services.environment.rollout import FinishedRollout, LeaseLost, LiveRollout, Manner, RolloutPlace, records_of
+from services.protocol.messages import Header, Row, Ticket
+from services.rollouts.generated import GenerationFailed, RolloutFailed
+from services.rollouts.holding import HeldTicket
+from services.rollouts.records import make_header
+from services.verifiers.base import Job, Scores, combine, solved
+from services.verifiers.scoring import Scoring
+
+log = structlog.get_logger()
+
+
+@dataclass
+class HeldGroup(HeldTicket):
+    """A ticket whose rollouts run."""
+
+    finished: dict[int, FinishedRollout] = field(default_factory=dict[int, FinishedRollout])  # by sample
+    failed: dict[int, str] = field(default_factory=dict[int, str])  # by sample: why it failed for good
+
+
+class TurnLog(Protocol):
+    """Where the turns of one ticket are kept."""
+
+    async def commit(self, sample: int, restarts: int, at: int, record: bytes) -> bool:
+        """Append a record of a rollout at a place. Returns False if another pod holds the ticket."""
+        ...
+
+    async def restart(self, sample: int, restarts: int) -> bool:
+        """Forget a rollout's turns. Returns False if another pod holds the ticket."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """The finished rollouts of a group, by sample, and what they are worth."""
+
+    rollouts: list[FinishedRollout]
+    scores: Scores
+    rewards: list[float]
+
+
+class GroupRunner:
+    """Runs the rollouts of tickets. Shared by all tickets of a pod."""
+
+    def __init__(
+        self, config: RunConfig, chat: ChatFormat, fleet: GeneratorFleet, pools: Mapping[str, ProgramPool], verifiers: Scoring,
+        metrics: EnvironmentMetrics, door: Door,
+    ) -> None:  # fmt: skip
+        """`pools` are the environments' processes, by name."""
+        self._config, self._chat, self._fleet, self._pools = config, chat, fleet, pools
+        self._verifiers, self._metrics, self._door = verifiers, metrics, door
+
+    @property
+    def waiting(self) -> str:
+        """Which service that scores is away, or ""."""
+        return self._verifiers.waiting
+
+    @property
+    def seats(self) -> int:
+        """Completions that the present generators run at a time."""
+        return self._fleet.seats
+
+    @property
+    def evaluating(self) -> frozenset[int]:
+        """Policy versions that generators are kept on, for evaluation."""
+        return self._fleet.evaluating
+
+    @property
+    def evaluation_seats(self) -> int:
+        """Completions that the generators that evaluate run at a time."""
+        return self._fleet.evaluation_seats
+
+    def unfit(self, ticket: Ticket) -> str:
+        """Return why the rollouts of a ticket cannot be run, or ""."""
+        environment = self._config.environment_of(ticket.source)
+        if environment is None or environment.name not in self._pools:
+            return f"the prompt source {ticket.source!r} has no environment"
+        try:
+            msgspec.json.decode(ticket.row, type=Row)
+        except msgspec.DecodeError as error:
+            return f"the ticket carries no row: {error}"
+        return ""
+
+    async def run(
+        self, group: HeldGroup, manner: Manner, turns: TurnLog, begun: Mapping[int, tuple[int, list[bytes]]], least: int
+    ) -> list[FinishedRollout]:
+        """Run the rollouts of a fit ticket to their end, and return those that finished, by sample.
+
+        `begun` holds, by sample, the restarts and the records of rollouts that another pod began. Raises `RolloutFailed` if
+        fewer than `least` finish, and `LeaseLost`.
+        """
+        environment, ticket = self._config.environment_of(group.ticket.source), group.ticket
+        assert environment is not None, "the ticket was found fit"
+        tasks = [
+            asyncio.ensure_future(self._rollout(group, environment, manner, turns, sample, *begun.get(sample, (0, []))))
+            for sample in range(ticket.group_size)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # if one has failed, the others are still running
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if len(group.finished) < least:
+            reasons = "; ".join(f"rollout {sample}: {why}" for sample, why in sorted(group.failed.items()))
+            raise RolloutFailed(f"{len(group.finished)} of {ticket.group_size} rollouts finished, fewer than {least}: {reasons}")
+        return [done for _, done in sorted(group.finished.items())]
+
+    async def score(self, ticket: Ticket, done: list[FinishedRollout]) -> ScoredGroup:
+        """Return the environment's scores with those of the source's verifiers, and the rewards that they sum to."""
+        environment = self._config.environment_of(ticket.source)
+        assert environment is not None, "the ticket was found fit"
+        scores: dict[str, list[float]] = {}
+        notes: list[str] = []
+        if any(verifier.scores(ticket.source) for verifier in self._config.verifiers):
+            finish = ["length" if each.truncated else "stop" for each in done]
+            job = Job(ticket.source, [each.answer for each in done], ticket.answer, ticket.row, finish)
+            found = await self._verifiers.score(job)
+            scores, notes = dict(found.scores), found.notes
+        own = [each.scores for each in done]
+        for name in sorted({name for each in own if each for name in each}):
+            key = environment.name if name == "score" else f"{environment.name}.{name}"
+            scores[key] = [(each or {}).get(name, 0.0) for each in own]
+        given = scores.get(environment.name, [0.0] * len(done))
+        others = combine(scores, self._config.verifiers) or [0.0] * len(done)
+        return ScoredGroup(done, Scores(scores, notes), [mine + other for mine, other in zip(given, others, strict=True)])
+
+    def header(self, group: HeldGroup, found: ScoredGroup, generator: str, generated: float, payload: int = 0) -> Header:
+        """Return the header of a group whose last rollout ended at the monotonic time `generated`; `payload`: its bytes."""
+        ticket, done = group.ticket, found.rollouts
+        return make_header(
+            ticket, [each.segments for each in done], found.scores.scores, found.rewards,
+            solved(found.scores.scores, self._config.thresholds(ticket.source)),
+            payload=group.claim.payload if payload else "", payload_bytes=payload, generator=generator,
+            generate_s=generated - group.started, score_s=time.monotonic() - generated,
+            truncated=[each.truncated for each in done], turns=[each.turns for each in done],
+            tool_s=[each.environment_s for each in done],
+        )  # fmt: skip
+
+    async def _rollout(
+        self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
+        data: list[bytes],
+    ) -> None:  # fmt: skip
+        """Run one rollout to its end, starting it again when it fails."""
+        row, records = msgspec.json.decode(group.ticket.row, type=Row), records_of(data)
+        begun = bool(data)
+        for attempt in range(self._config.generator.max_attempts):
+            live = self._live(group, environment, manner, turns, sample, restarts, records, row)
+            if begun and restorable(live):
+                self._metrics.continued.inc()
+            elif begun:
+                restarts += 1
+                if not await turns.restart(sample, restarts):
+                    raise LeaseLost
+                self._metrics.restarts.inc()
+                live = self._live(group, environment, manner, turns, sample, restarts, [], row)
+            begun = True
+            lost = False  # whether its process died, perhaps because of another rollout
+            try:
+                async with self._pools[environment.name].process() as process:
+                    try:
+                        group.finished[sample] = await self._drive(live, process, environment, row)
+                    finally:
+                        lost = not process.alive
+                return
+            except (ProgramFailed, GenerationFailed, ValueError, TypeError) as error:  # the latter two: of what it replied
+                log.warning("rollout failed", ticket=group.ticket.id, sample=sample, attempt=attempt, error=str(error))
+                group.failed[sample], records = str(error), list(live.records) if lost else []
+            finally:
+                self._fleet.forget(live.place.name)
+        self._metrics.left_out.inc()
+
+    async def _drive(
+        self, live: LiveRollout, process: ProgramProcess, environment: EnvironmentConfig, row: Row
+    ) -> FinishedRollout:
+        if environment.kind == "agent":
+            return await run_agent(live, process, self._door, environment.timeout_s)
+        return await converse(live, process, row.messages)
+
+    def _live(
+        self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
+        records: list[Record], row: Row,
+    ) -> LiveRollout:  # fmt: skip
+        place = RolloutPlace(group.ticket, sample, restarts, f"{group.claim.payload}.{sample}.{restarts}")
+
+        async def commit(at: int, record: bytes) -> bool:
+            return await turns.commit(sample, restarts, at, record)
+
+        return LiveRollout(place, manner, self._chat, row.messages, self._fleet, list(records), environment.max_turns, commit)
