@@ -20,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--only", default="", help="only guards whose name contains this")
+    parser.add_argument("--skip", type=int, default=0, help="guards to leave out at the start: those of an earlier campaign")
     parser.add_argument("--workers", type=int, default=2, help="guards tried at the same time")
     options = parser.parse_args()
     started = time.monotonic()
@@ -27,7 +28,7 @@ def main() -> int:
     def tell(text: str) -> None:
         print(f"{time.monotonic() - started:7.1f} {text}", file=sys.stderr, flush=True)
 
-    chosen = [guard for guard in guards() if options.only in guard.name]
+    chosen = [guard for guard in guards() if options.only in guard.name][options.skip :]
     found = campaign(chosen, options.workers, tell)
     stale = sorted(EXPLAINED.keys() - {guard.name for guard in guards()})
     result = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -20,7 +21,9 @@ from tests.mutants.explained import EXPLAINED
 from tests.mutants.guards import Guard
 from tests.mutants.killers import Killer, killers, survives
 
-MUTANT_LIMIT_S = 180.0  # without a guard, a function may not end
+MUTANT_LIMIT_S = 1800.0  # a test may wait for what never comes
+SERVER_LIMITS = {resource.RLIMIT_CPU: 60, resource.RLIMIT_AS: 2 << 30}
+"""Seconds and bytes of the server: without a guard, a function may not end, and what it collects would take all memory."""
 LIBRARY = ("services.store.connection.base.library", "tests.store.replay.tables.library", "tests.repeats.repeater.library",
            "tests.store.replay.draws.library")  # fmt: skip
 
@@ -82,6 +85,8 @@ def _try(guard: Guard, order: Sequence[Killer], answer: Connection) -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder))
         server.start()
+        for what, limit in SERVER_LIMITS.items():
+            resource.prlimit(server.pid, what, (limit, limit))
         removed = guard.removed()
         for place in LIBRARY:
             mock.patch(place, return_value=removed).start()
