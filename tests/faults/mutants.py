@@ -27,6 +27,16 @@ MUTANTS = {
         "  return redis.call('HGET', prefix .. ':claims', entry) == consumer .. '|' .. fence\n",
         "  return true\n",
     ),
+    "commit_turn": (
+        "services/store/functions/tickets.lua",
+        "      if (before[1] or '0') ~= args[i + 5] then\n",
+        "      if false then\n",
+    ),
+    "restart_rollout": (
+        "services/store/functions/tickets.lua",
+        "  if before >= now then return before == now and 1 or 0 end\n",
+        "",
+    ),
 }
 """Name -> file, the guard, and what stands in its place."""
 

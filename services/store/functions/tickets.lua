@@ -298,22 +298,31 @@ register('save_partial', {
   return 1
 end, true)
 
--- args: consumer, entry, fence, ticket, sample, how often its rollout has started again, place, expiry s, record. Appends to what has
--- happened in a rollout: a turn before its tools run, or what the environment replied. Returns 1, also to a repeated call; 0 if the
--- ticket was no longer held or the rollout has started again since.
+-- args: expiry s, then consumer, entry, fence, ticket, sample, how often its rollout has started again, place and record of each.
+-- Appends to what has happened in rollouts: a turn before its tools run, or what the environment replied. Returns of each: 1, also
+-- to a repeated call; 0 if the ticket was no longer held or the rollout has started again since; -1 if there is no record before it.
 register('commit_turn', {
-  'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'sample', NATURAL, 'restarts', NATURAL, 'place', NATURAL,
-  'expiry s', POSITIVE, 'record', TEXT,
+  'expiry s', POSITIVE, EACH, 'consumer', TEXT, 'entry', ENTRY, 'fence', NATURAL, 'ticket', TEXT, 'sample', NATURAL,
+  'restarts', NATURAL, 'place', NATURAL, 'record', TEXT,
 }, function(prefix, args)
-  if not owns(prefix, args[1], args[2], args[3]) then return 0 end
-  local key, sample, place = prefix .. ':turns:' .. args[4], args[5], tonumber(args[7])
-  if (redis.call('HGET', key, sample) or '0') ~= args[6] then return 0 end
-  if place > 0 and redis.call('HEXISTS', key, sample .. ':' .. place - 1) == 0 then
-    return redis.error_reply('OUTOFORDER turn ' .. place .. ' of sample ' .. sample .. ' of ticket ' .. args[4] .. ' has none before it')
+  local answers = {}
+  for i = 2, #args, 8 do
+    local key, sample, place, answer = prefix .. ':turns:' .. args[i + 3], args[i + 4], tonumber(args[i + 6]), 0
+    if owns(prefix, args[i], args[i + 1], args[i + 2]) then
+      local before = redis.call('HMGET', key, sample, sample .. ':' .. place - 1)
+      if (before[1] or '0') ~= args[i + 5] then
+        answer = 0
+      elseif place > 0 and not before[2] then
+        answer = -1
+      else
+        redis.call('HSETNX', key, sample .. ':' .. place, args[i + 7])
+        if place % 16 == 0 then redis.call('EXPIRE', key, args[1]) end -- every record would make this a third of the time
+        answer = 1
+      end
+    end
+    answers[#answers + 1] = answer
   end
-  redis.call('HSETNX', key, sample .. ':' .. place, args[9])
-  redis.call('EXPIRE', key, args[8])
-  return 1
+  return answers
 end, true)
 
 -- args: consumer, entry, fence, ticket, sample, how often its rollout has started again with this time, expiry s. Forgets what has

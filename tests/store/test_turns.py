@@ -1,0 +1,85 @@
+"""Turns of rollouts: each is kept once, in order, and only of who holds the ticket now."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from services.protocol.errors import OutOfOrder
+from services.store import Claim, Store
+from services.store.calls.tickets import TurnPlace
+from tests.support.flow import claim, start
+from tests.support.harness import ticket
+
+POD = "environment-0"
+TTL_S = 60
+
+
+async def held(store: Store, count: int = 1, lease_s: float = 60.0) -> list[Claim]:
+    """Issue tickets for environments and claim them."""
+    team = await start(store)
+    assert await store.tickets.issue(team.leader, 0, [ticket(row) for row in range(count)], b"", {}, 0, {"main"}) == count
+    return await claim(store, POD, count, lease_s=lease_s, rollouts=True)
+
+
+async def commit(store: Store, one: Claim, sample: int, restarts: int, place: int, record: bytes, pod: str = POD) -> bool:
+    return await store.tickets.commit_turn(pod, one, TurnPlace(sample, restarts, place), record, TTL_S)
+
+
+async def test_turns_that_are_committed_together_are_answered_each_by_itself(any_store: Store) -> None:
+    first, second = await held(any_store, 2)
+    stranger = replace(second, fence=second.fence + 1)
+    answers = await asyncio.gather(
+        commit(any_store, first, 0, 0, 0, b"a"),
+        commit(any_store, first, 0, 0, 1, b"b"),
+        commit(any_store, first, 1, 0, 1, b"no turn before it"),
+        commit(any_store, stranger, 0, 0, 0, b"late"),
+        commit(any_store, second, 0, 1, 0, b"of a start that has not happened"),
+        commit(any_store, second, 3, 0, 0, b"c"),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[2], OutOfOrder)
+    assert [answer for answer in answers if not isinstance(answer, Exception)] == [True, True, False, False, True]
+    assert await any_store.tickets.turns("0-0") == {0: (0, [b"a", b"b"])}
+    assert await any_store.tickets.turns("0-1") == {3: (0, [b"c"])}
+
+
+async def test_a_turn_is_kept_as_it_was_committed_first(any_store: Store) -> None:
+    (one,) = await held(any_store)
+    assert await commit(any_store, one, 0, 0, 0, b"first")
+    assert await commit(any_store, one, 0, 0, 0, b"again")
+    assert await any_store.tickets.turns("0-0") == {0: (0, [b"first"])}
+    assert 0 < await any_store.client.ttl(any_store.keys.turns("0-0")) <= TTL_S
+
+
+async def test_who_lost_the_ticket_neither_commits_nor_starts_again(any_store: Store) -> None:
+    (one,) = await held(any_store, lease_s=0.0)
+    assert await commit(any_store, one, 0, 0, 0, b"mine")
+    (other,) = await claim(any_store, "environment-1", lease_s=0.0, rollouts=True)
+    assert not await commit(any_store, one, 0, 0, 1, b"late")
+    assert not await any_store.tickets.restart_rollout(POD, one, 0, 1, TTL_S)
+    assert await commit(any_store, other, 0, 0, 1, b"theirs", "environment-1")
+    assert await any_store.tickets.turns("0-0") == {0: (0, [b"mine", b"theirs"])}
+
+
+async def test_a_rollout_that_starts_again_forgets_its_turns_and_takes_none_of_before(any_store: Store) -> None:
+    (one,) = await held(any_store)
+    for place in range(3):
+        assert await commit(any_store, one, 0, 0, place, b"before")
+        assert await commit(any_store, one, 1, 0, place, b"another's")
+    for _ in range(2):  # a repeat is harmless
+        assert await any_store.tickets.restart_rollout(POD, one, 0, 1, TTL_S)
+    assert not await commit(any_store, one, 0, 0, 3, b"late")
+    assert await commit(any_store, one, 0, 1, 0, b"after")
+    assert await any_store.tickets.restart_rollout(POD, one, 0, 2, TTL_S)
+    assert not await any_store.tickets.restart_rollout(POD, one, 0, 1, TTL_S), "it comes late"
+    assert await commit(any_store, one, 0, 2, 0, b"after")
+    assert await any_store.tickets.turns("0-0") == {0: (2, [b"after"]), 1: (0, [b"another's"] * 3)}
+
+
+async def test_many_turns_take_few_requests(any_store: Store) -> None:
+    claims = await held(any_store, 8)
+    calls = (await any_store.client.info("commandstats")).get("cmdstat_fcall", {}).get("calls", 0)
+    committed = await asyncio.gather(*(commit(any_store, claims[i % 8], i // 8, 0, 0, b"turn") for i in range(200)))
+    assert all(committed)
+    assert (await any_store.client.info("commandstats"))["cmdstat_fcall"]["calls"] - calls <= 5
