@@ -1,4 +1,4 @@
-# The commands of this repository: make demo, make test, make test-fast, make check, make docs, make bench, make bench-check, make clean.
+# The commands of this repository: make demo, make demo-tools, make test, make test-fast, make check, make docs, make bench, make bench-check, make clean.
 # Everything is installed into .venv by the first of them that runs. On machines whose package index has no CPU build of
 # torch under its plain version, name one:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -14,12 +14,17 @@ DEBIAN := $(if $(shell command -v redis-server),,redis-server) $(if $(shell comm
 	$(if $(shell command -v chromium),,chromium) $(if $(wildcard /usr/lib/*/faketime/libfaketime.so.1),,libfaketime)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-fast check docs bench bench-check clean install debian
+.PHONY: demo demo-tools test test-fast check docs bench bench-check clean install debian
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## warm-start the tiny model, train it by GRPO, leave runs/demo/
 	$(BIN)/python -m examples.arithmetic.warmstart --out build/arithmetic
 	$(BIN)/grpo run examples/arithmetic/config.toml --fresh
+
+demo-tools: $(INSTALLED)  ## warm-start a tiny model that knows how tools are called, have it learn what for, print its curve
+	$(BIN)/python -m examples.tools.warmstart --out build/tools
+	$(BIN)/grpo run examples/tools/config.toml --fresh --yes
+	$(BIN)/python -m examples.tools.curve runs/tools
 
 # Hundreds of tests kill, stop and time real processes; those wait more than they compute, so there are more workers than cores.
 # `make test-fast`, about a minute, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ def teach(config: RunConfig, source: ReasoningGymSource, folder: Path, options: 
     shuffle = random.Random(options.seed)
     both_ways = round(options.steps * BOTH_WAYS_SHARE)
     print("step by step:", flush=True)
-    _learn(model, _batches(_lessons(tokenizer, worked, 1.0, shuffle), shuffle), options.steps - both_ways, LEARNING_RATE, judge)
+    learn(model, batches(_lessons(tokenizer, worked, 1.0, shuffle), shuffle), options.steps - both_ways, LEARNING_RATE, judge)
     print("both ways, mostly at a glance:", flush=True)
     lessons = _lessons(tokenizer, worked, STEP_BY_STEP_SHARE, shuffle)
-    _learn(model, _batches(lessons, shuffle), both_ways, BOTH_WAYS_LEARNING_RATE, judge)
+    learn(model, batches(lessons, shuffle), both_ways, BOTH_WAYS_LEARNING_RATE, judge)
     measured = {"reward_temperature_1": judge(model), "reward_greedy": judge(model, greedy=True)}
     print(f"held-out mean reward {measured['reward_temperature_1']:.3f} at temperature 1, {measured['reward_greedy']:.3f} greedy")
     save_model(model, folder)
@@ -110,13 +110,16 @@ def _lessons(tokenizer: Tokenizer, examples: Sequence[Example], share: float, sh
     ]
 
 
-def _learn(model: Qwen3ForCausalLM, batches: Iterator[list[Lesson]], steps: int, learning_rate: float, judge: Judge) -> None:
+def learn(
+    model: Qwen3ForCausalLM, given: Iterator[list[Lesson]], steps: int, learning_rate: float,
+    judge: Callable[[Qwen3ForCausalLM], float],
+) -> None:  # fmt: skip
     """Train with AdamW for `steps` steps: linear warm-up, constant, linear decay."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, step / WARMUP_STEPS, (steps - step + 1) / (DECAY_SHARE * steps))
-        loss = _loss(model, next(batches))
+        loss = _loss(model, next(given))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -125,17 +128,17 @@ def _learn(model: Qwen3ForCausalLM, batches: Iterator[list[Lesson]], steps: int,
             print(f"  step {step:4d}  loss {loss.item():.3f}  held-out mean reward {judge(model):.3f}", flush=True)
 
 
-def _batches(lessons: Sequence[Lesson], shuffle: random.Random) -> Iterator[list[Lesson]]:
+def batches(lessons: Sequence[Lesson], shuffle: random.Random) -> Iterator[list[Lesson]]:
     """Yield batches endlessly, each of prompts of similar length to limit padding; both ways to answer stay mixed."""
     while True:
         order = list(lessons)
         shuffle.shuffle(order)
-        batches = []
+        found = []
         for start in range(0, len(order), 20 * BATCH):
             near = sorted(order[start : start + 20 * BATCH], key=lambda lesson: len(lesson.prompt))
-            batches += [near[i : i + BATCH] for i in range(0, len(near), BATCH)]
-        shuffle.shuffle(batches)
-        yield from batches
+            found += [near[i : i + BATCH] for i in range(0, len(near), BATCH)]
+        shuffle.shuffle(found)
+        yield from found
 
 
 def _loss(model: Qwen3ForCausalLM, batch: Sequence[Lesson]) -> torch.Tensor:

@@ -7,7 +7,7 @@ transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], special: Sequence[str] = SPECIAL, vocabulary: int = VOCABULARY) -> Tokenizer:
     """Train byte-level BPE. Digits stay single, so the text between them (`Calculate `, ` - `, ` = `) becomes the merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
@@ -30,8 +30,8 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        vocab_size=vocabulary,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -39,7 +39,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, template: str = CHAT_TEMPLATE) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja for transformers. `longest` is in tokens."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -49,10 +49,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> None:
         "eos_token": END,
         "additional_special_tokens": [SYSTEM, USER, ASSISTANT],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def render(question: str) -> str:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import os
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.arithmetic.model_folder import make_folder
 from services.config import ConfigError, RunConfig, load
 from services.config.data import ReasoningGymSource
 
 HERE = Path(__file__).parent
-STAMP = "warmstart.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,11 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = load(options.config)
-        stamp = _stamp(options, config)
-        if _made(options.out, stamp):
-            print(f"{options.out} is already made with these arguments")
-            return 0
-        _make(options, config, stamp)
+        _make(options, config)
     except (ConfigError, ValueError) as error:
         print(f"warmstart: {error}", file=sys.stderr)
         return 2
@@ -71,45 +63,18 @@ def _stamp(options: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _made(folder: Path, stamp: dict[str, Any]) -> bool:
-    """Return whether `folder` was made from `stamp`. Raises `ValueError` if it holds something that must not be replaced."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    try:
-        return json.loads((folder / STAMP).read_text(encoding="utf-8"))["made_from"] == stamp
-    except (OSError, ValueError, KeyError):
-        raise ValueError(f"--out = {folder} contains files that this command did not make: choose another folder") from None
-
-
-def _make(options: argparse.Namespace, config: RunConfig, stamp: dict[str, Any]) -> None:
+def _make(options: argparse.Namespace, config: RunConfig) -> None:
     source = config.data.sources[0]
     if not isinstance(source, ReasoningGymSource):
         raise ValueError(f'{options.config}: data.sources.0.kind = "{source.kind}" has no worked examples: use "reasoning_gym"')
-    started = time.monotonic()
-    # Imported late, so that --help and an already made folder respond at once.
-    from examples.arithmetic.teaching import teach
 
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = options.out.with_name(f".{options.out.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        measured = teach(config, source, temporary, options)
-        seconds = round(time.monotonic() - started, 1)
-        (temporary / STAMP).write_text(json.dumps({"made_from": stamp, "measured": measured}, indent=2) + "\n", encoding="utf-8")
-        _swap(temporary, options.out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    print(f"{options.out}: ready in {seconds:g} s")
+    def fill(folder: Path) -> dict[str, float]:
+        # Imported late, so that --help and an already made folder respond at once.
+        from examples.arithmetic.teaching import teach
 
+        return teach(config, source, folder, options)
 
-def _swap(new: Path, folder: Path) -> None:
-    """Replace `folder` with `new`. For a moment neither exists, but never half of one."""
-    old = new.with_name(f"{new.name}.old")
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    make_folder(options.out, _stamp(options, config), fill)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,8 @@ def test_what_is_said_of_endpoints_is_read_where_somebody_else_ends_their_tls(tm
     assert (api.ca_file, api.server_name) == ("ca.pem", "pods")
 
 
-@pytest.mark.parametrize("path", ["examples/arithmetic/config.toml", "docker/compose.toml"])
+@pytest.mark.parametrize(
+    "path", [*sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/config.toml")), "docker/compose.toml"]
+)
 def test_the_examples_set_nothing_in_vain(path: str) -> None:
     assert load(ROOT / path, environ={}).run.name == tomllib.loads((ROOT / path).read_text())["run"]["name"]

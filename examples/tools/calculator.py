@@ -1,0 +1,29 @@
+"""An environment with tools: whoever asks the calculator for the product and reports its result is right."""
+
+from typing import Any
+
+
+class Calculator:
+    tools = ["add", "multiply", "subtract"]
+
+    def start(self, row: dict[str, Any]) -> None:
+        self.answer = row["answer"]
+        self.said = ""
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+    def subtract(self, a: int, b: int) -> int:
+        """Subtract the second number from the first."""
+        return a - b
+
+    def turn(self, message: dict[str, Any]) -> None:
+        self.said = message["content"]  # a reply without tool calls ends the rollout
+
+    def score(self) -> float:
+        return float(self.said == f"= {self.answer}")
