@@ -88,6 +88,8 @@ class _Groups:
     def __init__(self) -> None:
         self.groups = self.constant = self.rollouts = self.segments = self.tokens = self.tool_tokens = self.truncated = 0
         self.shortest, self.longest = math.inf, 0
+        self.turned = self.turns = self.most_turns = 0  # rollouts that ran in environments, and their turns
+        self.environment_s = 0.0
         self.judged = 0  # groups of which a verifier says what is solved
         self.solve_rates = [0] * len(SOLVE_RATES)
         self.scores: dict[str, float] = {}  # of verifiers that every group has: a generator reports which it has
@@ -110,6 +112,11 @@ class _Groups:
         self.truncated += sum(header.truncated)
         self.shortest = min(self.shortest, *header.lengths)
         self.longest = max(self.longest, *header.lengths)
+        if header.turns:
+            self.turned += len(header.turns)
+            self.turns += sum(header.turns)
+            self.most_turns = max(self.most_turns, *header.turns)
+            self.environment_s += sum(header.tool_s)
         self.scores = {name: total + sum(header.scores[name]) for name, total in self.scores.items() if name in header.scores}
         if header.solved:
             solved = sum(header.solved)
@@ -136,4 +143,16 @@ class _Groups:
             f"length/{scope}/max": float(self.longest),
             f"length/{scope}/stop_share": 1.0 - self.truncated / self.rollouts,
             f"tokens/{scope}/tool_share": self.tool_tokens / self.tokens,
+            **self._environment_metrics(scope),
+        }
+
+    def _environment_metrics(self, scope: str) -> dict[str, float]:
+        """Return metrics of rollouts that ran in environments, none without one."""
+        if not self.turned:
+            return {}
+        return {
+            f"turns/{scope}/mean": self.turns / self.turned,
+            f"turns/{scope}/max": float(self.most_turns),
+            f"environment_s/{scope}/mean": self.environment_s / self.turned,
+            f"segments/{scope}/mean": self.segments / self.rollouts,
         }

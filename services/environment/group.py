@@ -30,6 +30,7 @@ from services.protocol.messages import Header, Row, Ticket
 from services.rollouts.generated import GenerationFailed, RolloutFailed
 from services.rollouts.holding import HeldTicket
 from services.rollouts.records import make_header
+from services.runtime.tracing import TraceRecorder
 from services.verifiers.base import Job, Scores, combine, solved
 from services.verifiers.scoring import Scoring
 
@@ -70,11 +71,11 @@ class GroupRunner:
 
     def __init__(
         self, config: RunConfig, chat: ChatFormat, fleet: GeneratorFleet, pools: Mapping[str, ProgramPool], verifiers: Scoring,
-        metrics: EnvironmentMetrics, door: Door,
+        metrics: EnvironmentMetrics, door: Door, tracing: TraceRecorder,
     ) -> None:  # fmt: skip
         """`pools` are the environments' processes, by name."""
         self._config, self._chat, self._fleet, self._pools = config, chat, fleet, pools
-        self._verifiers, self._metrics, self._door = verifiers, metrics, door
+        self._verifiers, self._metrics, self._door, self._tracing = verifiers, metrics, door, tracing
 
     @property
     def waiting(self) -> str:
@@ -212,4 +213,6 @@ class GroupRunner:
         async def commit(at: int, record: bytes) -> bool:
             return await turns.commit(sample, restarts, at, record)
 
-        return LiveRollout(place, manner, self._chat, row.messages, self._fleet, list(records), environment.max_turns, commit)
+        return LiveRollout(
+            place, manner, self._chat, row.messages, self._fleet, list(records), environment.max_turns, commit, self._tracing
+        )

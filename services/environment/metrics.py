@@ -25,6 +25,15 @@ class EnvironmentMetrics(Metrics):
     program_s: Counter = counter(
         "grpo_environment_program_seconds_total", "seconds", "Time that environments took to reply, in finished rollouts."
     )
+    policy_s: Counter = counter(
+        "grpo_environment_policy_seconds_total", "seconds", "Time that turns waited for the policy, in finished rollouts."
+    )
+    tool_calls: Counter = counter("grpo_environment_tool_calls_total", "", "Tool calls of finished rollouts.")
+    malformed_calls: Counter = counter(
+        "grpo_environment_malformed_calls_total",
+        "",
+        "Replies whose tool calls could not be read and were answered with the reason.",
+    )
     restarts: Counter = counter(
         "grpo_environment_restarted_rollouts_total", "", "Rollouts started again after a failure or a loss."
     )
@@ -55,3 +64,6 @@ class EnvironmentMetrics(Metrics):
         self.truncated.inc(finished.truncated)
         self.turns.inc(finished.turns)
         self.program_s.inc(finished.environment_s)
+        self.policy_s.inc(finished.policy_s)
+        self.tool_calls.inc(finished.tool_calls)
+        self.malformed_calls.inc(finished.malformed_calls)

@@ -33,7 +33,7 @@ class EnvironmentPod:
         metrics = EnvironmentMetrics(service.registry)
         metrics.running.set_function(lambda: sum(pod.rollouts for pool in self.pools.values() for pod in pool.processes))
         self.door = Door(config.model.path)
-        groups = GroupRunner(config, chat, self.fleet, self.pools, self.verifiers, metrics, self.door)
+        groups = GroupRunner(config, chat, self.fleet, self.pools, self.verifiers, metrics, self.door, service.tracing)
         self.rollouts = EnvironmentLoop(service, groups, metrics)
         self.evaluation = EvaluationLoop(service, groups, metrics)
         self._loaded = asyncio.Event()

@@ -24,6 +24,7 @@ from services.environment.recording.recorder import Call, Recorder
 from services.environment.records import EnvironmentReply, Record, pack_record, unpack_records
 from services.protocol.messages import Ticket, Turn
 from services.rollouts.generated import SamplingParameters, Segment
+from services.runtime.tracing import TraceRecorder
 
 
 class LeaseLost(Exception):
@@ -57,6 +58,9 @@ class FinishedRollout:
     truncated: bool
     turns: int
     environment_s: float  # that the environment took
+    policy_s: float  # for which it waited for the policy
+    tool_calls: int
+    malformed_calls: int  # that could not be read, and were answered with why
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class LiveRollout:
 
     def __init__(
         self, place: RolloutPlace, manner: Manner, chat: ChatFormat, prompt: list[dict[str, Any]], fleet: GeneratorFleet,
-        records: list[Record], max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]],
+        records: list[Record], max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]], tracing: TraceRecorder,
     ) -> None:  # fmt: skip
         """`commit` appends a record at a place and returns False if another pod holds the ticket."""
         self.place, self._fleet, self._commit, self._max_turns = place, fleet, commit, max_turns
@@ -100,6 +104,7 @@ class LiveRollout:
         self._asked = len(self.recorder.turns)  # turns begun
         self._committing = asyncio.Lock()
         self._calls, self._calls_began, self._policy_s = 0, 0.0, 0.0  # under way, since when any has been, time before that
+        self._tracing, self._idle_since = tracing, time.monotonic()  # since when no call has been under way
         self.environment_s = sum(record.seconds for record in records if isinstance(record, EnvironmentReply))
 
     @property
@@ -121,7 +126,7 @@ class LiveRollout:
             yield
         finally:
             if self._calls == 1:
-                self._policy_s = self.policy_s
+                self._policy_s, self._idle_since = self.policy_s, time.monotonic()
             self._calls -= 1
 
     async def complete(
@@ -148,14 +153,19 @@ class LiveRollout:
             raise ContextFull(f"{len(call.tokens)} tokens leave no room for more within {self._context}")
         self._asked += 1
         sampling = limited(self.sampling, min(room, overrides.max_tokens or room))
+        began = time.monotonic()
+        waited_s = 0.0 if self._calls else began - self._idle_since
         with self._waiting_for_policy():
             generated = await self._fleet.sample(
                 f"{self.place.name}.{turn}", call.tokens, self.place.seed(turn), sampling, self.place.name,
                 self._version,
             )  # fmt: skip
         async with self._committing:
-            message = self.recorder.record(call, generated, (*self.sampling.stop, *overrides.stop))
+            message = self.recorder.record(
+                call, generated, (*self.sampling.stop, *overrides.stop), waited_s, time.monotonic() - began
+            )
             await self.append(self.recorder.turns[-1])
+        self._trace("turn", began, read=len(call.tokens), sampled=len(generated.tokens), finish=generated.finish)
         if generated.finish == "length" and len(generated.tokens) >= room:
             self.truncated = True
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
@@ -168,13 +178,20 @@ class LiveRollout:
         self._records.append(record)
         if isinstance(record, EnvironmentReply):
             self.environment_s += record.seconds
+            self._trace("environment", time.monotonic() - record.seconds)
+
+    def _trace(self, name: str, began: float, **attributes: str | int | float) -> None:
+        """Record a span of the group's trace."""
+        place = self.place
+        self._tracing.record(name, place.ticket.trace, began, None, sample=place.sample, restarts=place.restarts, **attributes)
 
     def finished(self, scores: dict[str, float] | None) -> FinishedRollout:
         """Return what became of it."""
-        reply = json.loads(self.recorder.turns[-1].reply)
+        said = [json.loads(turn.reply) for turn in self.recorder.turns]
         return FinishedRollout(
-            self.recorder.segments(), reply.get("content") or "", scores, self.truncated, len(self.recorder.turns),
-            self.environment_s,
+            self.recorder.segments(), said[-1].get("content") or "", scores, self.truncated, len(said), self.environment_s,
+            sum(turn.sampled_s for turn in self.recorder.turns), sum(len(each.get("tool_calls") or ()) for each in said),
+            sum("error" in each for each in said),
         )  # fmt: skip
 
 

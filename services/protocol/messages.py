@@ -116,6 +116,8 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     context_lengths: np.ndarray = msgspec.field(default_factory=_no_tokens)
     # [s] int32: tokens of its own context, 0: it follows the prompt; empty: all do
     context: np.ndarray = msgspec.field(default_factory=_no_tokens)  # [sum context_lengths] int32, never trained
+    turns: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 4), np.float32))
+    # [t, 4] float32: segment, first token after the turn, seconds that the policy waited before it, seconds that it took
 
     @property
     def owners(self) -> np.ndarray:
@@ -244,3 +246,5 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     messages: str  # JSON: the messages that the call adds to those of `base`
     tools: str  # JSON: the tools of the call if it has no base, otherwise empty: they are those of `base`
     reply: str  # JSON: the assistant's message
+    waited_s: float = 0.0  # since the rollout's turn before, or since it began
+    sampled_s: float = 0.0  # until the policy had replied

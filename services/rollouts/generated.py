@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,14 @@ class Generated:
     them, but they are never trained on; their logprobs are meaningless."""
 
 
+class TurnTime(NamedTuple):
+    """When a turn of a rollout ended, and what it took."""
+
+    end: int  # first token of the segment's completion after it
+    waited_s: float  # since the rollout's turn before, or since the rollout began: what the environment took
+    sampled_s: float  # until the policy had replied
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A token sequence that only ever grew: a context and what was generated after it. A rollout has one or several."""
@@ -39,6 +47,8 @@ class Segment:
     completion: Generated
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """[C] int32, the segment's own context tokens, which are never trained on; empty: the prompt of its group."""
+    turns: tuple[TurnTime, ...] = ()
+    """Its turns in an environment, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ def pack_payload(ticket: Ticket, rollouts: Sequence[Sequence[Segment]], notes: S
         own = [segment.context if number else segment.context[:0] for number, segment in zip(numbers, segments, strict=True)]
         columns["context_lengths"] = np.array([len(context) for context in own], np.int32)
         columns["context"] = np.concatenate(own).astype(np.int32)
+    if any(segment.turns for segment in segments):
+        rows = [(place, *turn) for place, segment in enumerate(segments) for turn in segment.turns]
+        columns["turns"] = np.array(rows, np.float32)
     return codec.encode(Payload(prompt, *_columns(completions), notes=list(notes), **columns))
 
 

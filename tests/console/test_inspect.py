@@ -27,7 +27,7 @@ from services.operations.inspection.text import TextReader
 from services.protocol import codec
 from services.protocol.errors import NotFound
 from services.protocol.messages import Payload, RankPlan, Sample, Span, StepPlan
-from services.rollouts.generated import Generated, Segment
+from services.rollouts.generated import Generated, Segment, TurnTime
 from services.rollouts.records import make_header, pack_payload
 from services.store import Claim, Settlement, Store
 from services.store.records import TableRules
@@ -195,14 +195,14 @@ async def test_a_group_is_shown_as_text_with_scores_advantages_and_versions(stor
     found = await tell(show, verbs.group, "0-0", 0, 16)
     assert (found["place"], found["prompt"]["text"], found["uses"], found["size"]) == ("replay", "say 5", 0, 4)
     first = found["completions"][0]
-    assert (first["segments"][0]["passage"]["text"], first["reward"], first["truncated"]) == ("5!", 1.0, False)
+    assert (first["segments"][0]["parts"][0]["passage"]["text"], first["reward"], first["truncated"]) == ("5!", 1.0, False)
     assert first["scores"] == {"exact": 0.0}
     assert first["advantage"] == pytest.approx(0.75 / np.sqrt(3 / 16))  # (1 - 1/4) over the population std of 1, 0, 0, 0
     assert first["segments"][0]["spans"] == [
         {"version": 0, "start": 0, "end": 1},
         {"version": 1, "start": 1, "end": first["length"]},
     ]
-    assert [one["segments"][0]["passage"]["text"] for one in found["completions"]][3] == f"{NASTY}!"
+    assert [one["segments"][0]["parts"][0]["passage"]["text"] for one in found["completions"]][3] == f"{NASTY}!"
     _, text = await show(verbs.group, "0-0", 0, 16)
     for expected in (
         "in the replay table",
@@ -233,12 +233,39 @@ async def test_a_rollout_is_shown_with_its_segments_below(store: Store, run: Pat
     assert (found["size"], first["turns"], first["tool_s"], first["truncated"]) == (4, 3, 1.5, True)
     assert first["length"] == sum(len(tokens(run, text)) for text, _ in texts[0])
     assert [segment["index"] for segment in first["segments"] + third["segments"]] == [0, 1, 3]
-    assert [segment["passage"]["text"] for segment in first["segments"]] == ["5", "6!"]
+    assert [segment["parts"][0]["passage"]["text"] for segment in first["segments"]] == ["5", "6!"]
     assert [segment["context"] and segment["context"]["text"] for segment in first["segments"]] == [None, "say six"]
     _, text = await show(verbs.group, "0-0", 0, 16)
     for expected in ("3 turns, 1.5 s in its environment, truncated", "0, segment 1: context", "say six", "0, segment 1: "):
         assert expected in text
     assert [one["index"] for one in (await tell(show, verbs.group, "0-0", 1, 1))["completions"]] == [1]
+
+
+async def test_a_conversation_is_shown_turn_by_turn_with_what_each_took(store: Store, run: Path, show: Show) -> None:
+    team = await start(store)
+    await issue(store, team, 1)
+    (claimed,) = await claim(store, "e")
+    assert claimed.ticket is not None
+    pieces = [tokens(run, text) for text in ("5", "say six", "five!", "6!")]
+    ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+    ids = np.array([token for piece in pieces for token in piece], np.int32)
+    generated = Generated(ids, np.zeros(len(ids), np.float32), [Span(0, 0, len(ids))], "stop", ((ends[0], ends[1]),))
+    times = (TurnTime(ends[0], 0.5, 1.0), TurnTime(ends[2], 2.0, 3.0), TurnTime(ends[3], 0.0, 4.0))
+    rollouts = [[Segment(generated, np.zeros(0, np.int32), times)]] * 4
+    body = pack_payload(claimed.ticket, rollouts)
+    made = make_header(
+        claimed.ticket, rollouts, {}, [1.0, 0.0, 0.0, 0.0], [], payload=claimed.payload, payload_bytes=len(body), generator="e",
+        generate_s=1.0, score_s=0.0, turns=[3] * 4, tool_s=[2.5] * 4,
+    )  # fmt: skip
+    assert await store.tickets.submit("e", claimed, made, body, 60)
+    await settle(store, team)
+    [segment] = (await tell(show, verbs.group, "0-0", 0, 1))["completions"][0]["segments"]
+    parts = [(part["sampled"], part["passage"]["text"], part["waited_s"], part["sampled_s"]) for part in segment["parts"]]
+    said = [(True, "5", 0.5, 1.0), (False, "say six", None, None), (True, "five!", 2.0, 3.0), (True, "6!", 0.0, 4.0)]
+    assert parts == said
+    _, text = await show(verbs.group, "0-0", 0, 1)
+    for expected in ("policy, 1 token, 1.0 s after 0.5 s", "environment, ", "say six", "3.0 s after 2.0 s"):
+        assert expected in text, text
 
 
 def said(run: Path, text: str, context: str) -> Segment:
@@ -284,7 +311,7 @@ async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show
         assert all(c.isprintable() or c == "\n" for c in text), text
     assert "\\e[2J" in shown[1][1]
     assert "[bold red]5[/]" in shown[1][1], "markup is shown, not followed"
-    assert json.loads(shown[6][1])["completions"][0]["segments"][0]["passage"]["text"] == NASTY
+    assert json.loads(shown[6][1])["completions"][0]["segments"][0]["parts"][0]["passage"]["text"] == NASTY
 
 
 def test_escapes_are_those_of_python_and_json() -> None:
@@ -318,7 +345,7 @@ async def test_a_run_whose_folder_is_elsewhere_shows_what_redis_has(
     assert await verbs.group(store.keys.name, server.url, "0-0", 0, 1, True) == EXIT_OK
     found = json.loads(capsys.readouterr().out)
     assert (found["completions"][0]["advantage"], found["completions"][0]["reward"]) == (None, 1.0)
-    assert found["completions"][0]["segments"][0]["passage"]["token_ids"] == tokens(run, "5!")
+    assert found["completions"][0]["segments"][0]["parts"][0]["passage"]["token_ids"] == tokens(run, "5!")
     assert len(found["notes"]) == 2
 
 

@@ -18,7 +18,8 @@ def write(folder: Path, name: str) -> Path:  # noqa: F811
     source = f'kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "digits"'
     return write_run(
         folder, name, f"data.sources=[{{{source}}}]", "verifiers=[]", "filters.exclude_pass_rate=0", "data.chat_template=true",
-        f'environments=[{{name = "digits", kind = "python", function = "{PROGRAMS}:Digits", solved_at = 0.5}}]', f"run.steps={STEPS}",
+        f'environments=[{{name = "digits", kind = "python", function = "{PROGRAMS}:Digits", solved_at = 0.5}}]',
+        f"run.steps={STEPS}",
         "sampling.max_tokens=12", "evaluation.every_steps=2", "evaluation.samples=2", "evaluation.prompts=3",
         "evaluation.min_training_generators=0", f'evaluation.sources=[{{{source}, name = "held_out"}}]',
     )  # fmt: skip

@@ -15,10 +15,12 @@ from rich.text import Text
 from services.console.printable import cell, printable
 from services.operations.figures import NOTHING, duration
 from services.operations.inspection.buffer import Buffer, BufferGroup
-from services.operations.inspection.completions import Completion, CompletionSegment, Passage
+from services.operations.inspection.completions import Completion, CompletionSegment
 from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
 from services.operations.inspection.group import Group
+from services.operations.inspection.parts import CompletionPart
 from services.operations.inspection.step import Plan, Spread, Step
+from services.operations.inspection.text import Passage
 
 ROUNDING = 1e-12  # smaller numbers are rounding errors and are shown as 0
 HEX_SHOWN = 512  # digits of a body that cannot be decoded; --json shows all
@@ -99,10 +101,10 @@ def group_tables(found: Group) -> RenderableType:
 
 
 def _completion(found: Completion) -> Iterable[RenderableType]:
-    """Format a completion with its tokens below; with several segments, each has a panel of its own."""
-    if len(found.segments) == 1 and found.segments[0].context is None:
-        segment = found.segments[0]
-        yield _panel(f"{_line(found)}  versions {_versions(segment)}", segment.passage)
+    """Format a completion with its tokens below: a conversation turn by turn, in segments if it has several."""
+    segment = found.segments[0] if len(found.segments) == 1 else None
+    if segment is not None and segment.context is None and (segment.parts is None or len(segment.parts) == 1):
+        yield _panel(f"{_line(found)}  versions {_versions(segment)}", segment.parts[0].passage if segment.parts else None)
         return
     yield cell(f"{_line(found)}  versions {_range(found.oldest, found.newest)}")
     for segment in found.segments:
@@ -110,7 +112,21 @@ def _completion(found: Completion) -> Iterable[RenderableType]:
         if segment.context is not None:
             yield _panel(f"{found.index}, segment {segment.index}: context, {segment.context.tokens} tokens", segment.context)
         line = f"{found.index}, segment {segment.index}: {_or_dash(segment.length)} tokens{tools}  versions {_versions(segment)}"
-        yield _panel(line, segment.passage)
+        yield cell(line)
+        yield from _parts(segment.parts or [])
+
+
+def _parts(parts: Sequence[CompletionPart]) -> Iterable[RenderableType]:
+    """Format a conversation: what the policy said in panels, and what it read in between dimmed."""
+    for part in parts:
+        tokens = "1 token" if part.passage.tokens == 1 else f"{part.passage.tokens} tokens"
+        if part.sampled:
+            took = "" if part.sampled_s is None else f", {duration(part.sampled_s)} after {duration(part.waited_s or 0.0)}"
+            yield _panel(f"policy, {tokens}{took}", part.passage)
+        else:
+            text = part.passage.text if part.passage.text is not None else str(part.passage.token_ids)
+            yield cell(f"environment, {tokens}:", "dim")
+            yield Text(printable(text, keep_lines=True), "dim")
 
 
 def _versions(found: CompletionSegment) -> str:

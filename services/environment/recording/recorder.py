@@ -149,7 +149,9 @@ class Recorder:
         only_text = not reply.end and reply.message["content"] == reply.body
         return only_text and prompt.startswith(before) and prompt.startswith(reply.body, len(before))
 
-    def record(self, call: Call, generated: Generated, stop: Sequence[str] = ()) -> dict[str, Any]:
+    def record(
+        self, call: Call, generated: Generated, stop: Sequence[str] = (), waited_s: float = 0.0, sampled_s: float = 0.0
+    ) -> dict[str, Any]:
         """Append what the policy sampled for a call and return it as the assistant's message, which ends before a `stop` string.
 
         If its tool calls are malformed, the message has an `error`, to answer the model with. If another call has extended the
@@ -179,6 +181,8 @@ class Recorder:
             messages=json.dumps(call.history[len(call.history) - call.new :]),
             tools="" if call.base >= 0 else json.dumps(call.tools),
             reply=json.dumps(message),
+            waited_s=waited_s,
+            sampled_s=sampled_s,
         )
         self._append(turn, call.history, call.tools, call.text, call.chain, sampled)
         return message

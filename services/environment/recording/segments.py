@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.protocol.messages import Span, Turn
-from services.rollouts.generated import Generated, Segment
+from services.rollouts.generated import Generated, Segment, TurnTime
 
 
 def spans_of(turn: Turn) -> list[Span]:
@@ -38,6 +38,7 @@ def segment_of(turns: Sequence[Turn]) -> Segment:
     logprobs: list[np.ndarray] = []
     spans: list[Span] = []
     read: list[tuple[int, int]] = []
+    times: list[TurnTime] = []
     length = 0
     for number, turn in enumerate(turns):
         between = turn.context if number else turn.context[:0]
@@ -52,6 +53,7 @@ def segment_of(turns: Sequence[Turn]) -> Segment:
                 start = spans.pop().start
             spans.append(Span(span.version, start, sampled_from + span.end))
         length = sampled_from + len(turn.tokens)
+        times.append(TurnTime(length, turn.waited_s, turn.sampled_s))
     completion = Generated(
         np.concatenate(tokens).astype(np.int32, copy=False),
         np.concatenate(logprobs).astype(np.float32, copy=False),
@@ -59,4 +61,4 @@ def segment_of(turns: Sequence[Turn]) -> Segment:
         "length" if turns[-1].finish == "length" else "stop",
         tuple(read),
     )
-    return Segment(completion, np.asarray(turns[0].context, np.int32))
+    return Segment(completion, np.asarray(turns[0].context, np.int32), tuple(times))

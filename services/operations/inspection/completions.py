@@ -14,23 +14,13 @@ import numpy as np
 
 from services.algorithm.advantages import Kind, advantages
 from services.operations.inspection import Answer
-from services.operations.inspection.text import TextReader
+from services.operations.inspection.parts import CompletionPart, read_parts
+from services.operations.inspection.text import Passage, TextReader, notes_on_text, read_passage
 from services.protocol.messages import Header, Payload
 
 MAX_COMPLETIONS = 64  # per answer
 
 T = TypeVar("T")
-
-
-class Passage(Answer):
-    """Tokens, as text if the tokenizer is available."""
-
-    tokens: int
-    """Number of tokens."""
-    text: str | None
-    """The decoded text, including special tokens."""
-    token_ids: list[int] | None
-    """The token ids, if there is no text."""
 
 
 class VersionSpan(Answer):
@@ -60,8 +50,8 @@ class CompletionSegment(Answer):
     """Policy versions that sampled its tokens."""
     context: Passage | None
     """Its own context; null when it follows the prompt, or its tokens are deleted."""
-    passage: Passage | None
-    """Its tokens; null when they are deleted."""
+    parts: list[CompletionPart] | None
+    """Its tokens, divided into what the policy said and what it read in between; null when they are deleted."""
 
 
 class Completion(Answer):
@@ -138,17 +128,18 @@ class _Held:
 
 
 def _segment(header: Header, held: _Held | None, reader: TextReader, place: int) -> CompletionSegment:
-    passage = context = None
+    context = parts = None
     spans: list[VersionSpan] = []
     if held is not None:
-        passage = read_passage(held.payload.tokens[held.ends[place] : held.ends[place + 1]].tolist(), reader)
+        tokens = held.payload.tokens[held.ends[place] : held.ends[place + 1]].tolist()
+        parts = read_parts(held.payload, place, tokens, reader)
         if len(held.contexts[place]):
             context = read_passage(held.contexts[place].tolist(), reader)
         rows = held.payload.spans[held.payload.spans[:, 0] == place].tolist()
         spans = [VersionSpan(version=version, start=start, end=end) for _, version, start, end in rows]
     return CompletionSegment(
         index=place, length=_at(header.lengths, place), oldest=_at(header.oldest, place), newest=_at(header.newest, place),
-        tool_tokens=_at(header.tool_tokens, place), spans=spans, context=context, passage=passage,
+        tool_tokens=_at(header.tool_tokens, place), spans=spans, context=context, parts=parts,
     )  # fmt: skip
 
 
@@ -165,17 +156,6 @@ def _note(payload: Payload | None, i: int) -> dict[str, Any] | None:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         return None
-
-
-def read_passage(tokens: list[int], reader: TextReader) -> Passage:
-    """Return tokens as text or, without a tokenizer, as ids."""
-    text = reader.text(tokens)
-    return Passage(tokens=len(tokens), text=text, token_ids=tokens if text is None else None)
-
-
-def notes_on_text(reader: TextReader) -> list[str]:
-    """Return why there is no text; empty if there is."""
-    return [f"token ids instead of text: {reader.why_not}"] if reader.why_not else []
 
 
 def _held(payload: Payload, header: Header) -> _Held | None:

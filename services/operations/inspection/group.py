@@ -17,13 +17,10 @@ from services.operations.inspection.buffer import probability
 from services.operations.inspection.completions import (
     MAX_COMPLETIONS,
     Completion,
-    Passage,
     completions_of,
-    notes_on_text,
     read_completions,
-    read_passage,
 )
-from services.operations.inspection.text import TextReader
+from services.operations.inspection.text import Passage, TextReader, notes_on_text, read_passage
 from services.protocol.errors import NotFound
 from services.protocol.messages import Header, Payload, Ticket
 from services.store import Store

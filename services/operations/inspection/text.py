@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from services.operations.inspection import Answer
+
 
 class TextReader:
     """Decodes tokens with the tokenizer of `model.path`; None: the run's configuration is not available."""
@@ -44,6 +46,28 @@ class TextReader:
             return Tokenizer.from_file(str(file)), ""
         except Exception as error:  # the library raises bare Exception for any problem with the file
             return None, f"{file} is not a valid tokenizer: {error}"
+
+
+class Passage(Answer):
+    """Tokens, as text if the tokenizer is available."""
+
+    tokens: int
+    """Number of tokens."""
+    text: str | None
+    """The decoded text, including special tokens."""
+    token_ids: list[int] | None
+    """The token ids, if there is no text."""
+
+
+def read_passage(tokens: list[int], reader: TextReader) -> Passage:
+    """Return tokens as text or, without a tokenizer, as ids."""
+    text = reader.text(tokens)
+    return Passage(tokens=len(tokens), text=text, token_ids=tokens if text is None else None)
+
+
+def notes_on_text(reader: TextReader) -> list[str]:
+    """Return why there is no text; empty if there is."""
+    return [f"token ids instead of text: {reader.why_not}"] if reader.why_not else []
 
 
 def _file(model_path: str) -> Path | None:

@@ -32,13 +32,24 @@ function Advantage({ value, most }) {
   return html`<span class="advantage"><span class="balance" aria-hidden="true"><i class=${value < 0 ? "loss" : "gain"} style=${{ width: `${50 * share}%` }}></i></span>${signed(value)}</span>`;
 }
 
+// What the policy said, or what it read in between, which is folded.
+function Part({ part, name, label, alone }) {
+  const passage = html`<${Tokens} passage=${part.passage} label=${label} />`;
+  const tokens = `${count(part.passage.tokens)} tokens`;
+  if (!part.sampled) return html`<details class="read"><summary>Environment, ${tokens}</summary>${passage}</details>`;
+  if (alone) return passage;
+  const took = part.sampled_s !== null && html`, in ${duration(part.sampled_s)} after ${duration(part.waited_s)}`;
+  return html`<section class="said" aria-label=${name}><p class="note">Policy, ${tokens}${took}</p>${passage}</section>`;
+}
+
 // A segment: its own context, if it does not follow the prompt, and its tokens.
 const Segment = ({ segment, name, titled }) =>
   html`<section class="segment" aria-label=${name}>
     ${titled && html`<h4>${name} <span class="note">${count(segment.length)} tokens${segment.tool_tokens > 0 && `, ${count(segment.tool_tokens)} from tools`}</span></h4>`}
     <${Spans} segment=${segment} />
     ${segment.context && html`<details><summary>Context, ${count(segment.context.tokens)} tokens</summary><${Tokens} passage=${segment.context} label=${`Context of ${name}`} /></details>`}
-    <${Tokens} passage=${segment.passage} label=${`Text of ${name}`} />
+    ${segment.parts === null && html`<${Tokens} passage=${null} />`}
+    ${(segment.parts ?? []).map((part, i) => html`<${Part} key=${i} part=${part} name=${`Turn ${i} of ${name}`} label=${`Text of ${name}${i ? `, part ${i}` : ""}`} alone=${segment.parts.length === 1} />`)}
   </section>`;
 
 const Completion = ({ completion, most }) =>
