@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter, HTTPException, Request, Response
+from starlette.requests import ClientDisconnect
 
 from services.generator.loop import RolloutLoop
 from services.generator.serving import REQUEST_BYTES, NotServed
@@ -44,6 +45,8 @@ def add_routes(service: Service, rollouts: RolloutLoop) -> None:
             reply = await rollouts.serve(await request.body(), lambda: asyncio.ensure_future(_disconnected(request)))
         except NotServed as refusal:
             raise HTTPException(refusal.status, str(refusal)) from None
+        except ClientDisconnect:  # while it was sending
+            raise HTTPException(503, "the caller is gone") from None
         return Response(reply, media_type="application/msgpack")
 
     service.app.state.body_limits[GENERATE] = REQUEST_BYTES

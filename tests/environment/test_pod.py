@@ -141,7 +141,8 @@ async def test_rollouts_go_on_where_they_were_when_their_pod_is_killed(tmp_path:
         assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
         lines = Counter(log.read_text().split("\n"))
         assert lines["start 0"] == N
-        assert sum(count for line, count in lines.items() if line.startswith("restore")) == N
+        restored = sum(count for line, count in lines.items() if line.startswith("restore"))
+        assert restored >= N, "a lease that expires on a busy machine has a rollout restored once more, and never started again"
         assert await service.store.client.exists(service.store.keys.turns("0-0")) == 0
 
 
