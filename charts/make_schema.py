@@ -30,6 +30,16 @@ AMOUNTS: Schema = {"type": "object", "additionalProperties": QUANTITY}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 SHARE: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%$"}
 
+PROBE: Schema = {
+    "type": "object", "additionalProperties": False,
+    "properties": {
+        name: {"type": "integer", "minimum": least} for name, least in {
+            "periodSeconds": 1, "timeoutSeconds": 1, "failureThreshold": 1, "successThreshold": 1, "initialDelaySeconds": 0,
+            "terminationGracePeriodSeconds": 1,
+        }.items()
+    },
+}  # fmt: skip
+
 COMMON: dict[str, Schema] = {
     "resources": {
         "type": "object", "additionalProperties": False, "properties": {"requests": AMOUNTS, "limits": AMOUNTS},
@@ -43,6 +53,14 @@ COMMON: dict[str, Schema] = {
     "accessMode": {"enum": ["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]},
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+    "files": {
+        "type": "object", "propertyNames": {"pattern": r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"}, "additionalProperties": TEXT,
+    },
+    "egress": ANY_LIST, "extraEnv": ANY_LIST, "extraEnvFrom": ANY_LIST, "extraVolumes": ANY_LIST, "extraVolumeMounts": ANY_LIST,
+    "initContainers": ANY_LIST, "topologySpreadConstraints": ANY_LIST, "parentRefs": ANY_LIST,
+    "strategy": {"type": "object"}, "annotations": TEXTS, "commonLabels": TEXTS, "hostnames": {"type": "array", "items": TEXT},
+    "tmpSize": {"anyOf": [{"const": ""}, QUANTITY]}, "progressDeadlineSeconds": {"type": "integer", "minimum": 0},
+    "startup": PROBE, "liveness": PROBE, "readiness": PROBE,
 }  # fmt: skip
 """Schemas by name of the key, at any path."""
 
@@ -54,19 +72,25 @@ OF_PATH: dict[str, Schema] = {
     "generator.autoscaling.kind": {"enum": ["none", "hpa", "keda"]},
     "generator.autoscaling.minReplicas": {"type": "integer", "minimum": 0},
     "preload.repository": {"type": "string"},
-    "rewards.files": {
-        "type": "object", "propertyNames": {"pattern": r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"}, "additionalProperties": TEXT,
-    },
-    "rewards.egress": ANY_LIST,
     "judge.args": {"type": "array", "items": TEXT},
     "judge.port": {"type": "integer", "minimum": 1024, "maximum": 65535},
     "redis.appendfsync": {"enum": ["always", "everysec"]},
     "redis.maxMemoryMiB": {"type": "integer", "minimum": 64},
     "redis.external.url": {"type": "string", "pattern": "^$|^rediss?://[^@/]+(/[0-9]+)?$"},
     "trainer.masterPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
-    "security.user": {"type": "integer", "minimum": 1},
+    "security.user": {"type": ["integer", "null"], "minimum": 1},
+    "onFinish": {"enum": ["scaleToZero", "keep"]},
+    "image.digests": {
+        "type": "object", "propertyNames": {"enum": ["dataprep", "generator", "tracker", "trainer"]},
+        "additionalProperties": {"type": "string", "pattern": "^sha256:[0-9a-f]{64}$"},
+    },
 }  # fmt: skip
 """Schemas by path, where the default value does not determine them."""
+
+PODS = (
+    "generator", "trainer", "dataprep", "environment", "judge", "tracker", "scaler", "web", "redis", "preload", "check", "smoke",
+)  # fmt: skip
+"""Sections of pods: each may set what podDefaults sets for all."""
 
 
 def of_value(value: Any, path: tuple[str, ...]) -> Schema:
@@ -114,6 +138,8 @@ def _plain(tree: Any) -> Any:
 def make() -> str:
     """Return the file's text."""
     values = yaml.safe_load((HERE / "values.yaml").read_text(encoding="utf-8"))
+    for pod in PODS:
+        values[pod] = {**values["podDefaults"], **values[pod], "probes": values["podDefaults"]["probes"]}
     config, definitions = of_config()
     schema = of_value({key: value for key, value in values.items() if key != "config"}, ())
     schema["properties"]["config"] = config

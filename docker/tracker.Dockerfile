@@ -15,15 +15,18 @@ RUN --mount=type=bind,source=docker/constraints/lean.txt,target=/constraints.txt
     && python lean.py /opt/grpo
 COPY services /src/services
 RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
+# A pod's root is read-only, so without this every start compiles anew. Some packages carry templates that are not valid Python.
+RUN /opt/grpo/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib || true
 
 FROM docker.io/library/python:${PYTHON}
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="grpo-tracker" \
       org.opencontainers.image.description="Experiment trackers of asynchronous GRPO" \
       org.opencontainers.image.version="${VERSION}"
-RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo
+RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo \
+    && { python -m compileall -q -j 0 --invalidation-mode unchecked-hash /usr/local/lib/python3.11 || true; }
 COPY --from=build /opt/grpo /opt/grpo
-ENV PATH=/opt/grpo/bin:$PATH PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache
+ENV PATH=/opt/grpo/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /tmp
 COPY --chmod=0555 docker/health.py /opt/grpo/bin/grpo-health

@@ -31,6 +31,8 @@ RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt 
 FROM build-${VARIANT} AS built
 COPY services /src/services
 RUN python -m pip --python /opt/grpo/bin/python install --no-deps --force-reinstall --no-compile .
+# A pod's root is read-only, so without this every start compiles anew. Some packages carry templates that are not valid Python.
+RUN /opt/grpo/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib || true
 
 FROM base
 ARG VERSION=0.1.0
@@ -38,9 +40,10 @@ ARG VARIANT
 LABEL org.opencontainers.image.title="grpo-trainer" \
       org.opencontainers.image.description="DeepSpeed trainer of asynchronous GRPO (${VARIANT})" \
       org.opencontainers.image.version="${VERSION}"
-RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo
+RUN groupadd --gid 10001 grpo && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp grpo \
+    && { python -m compileall -q -j 0 --invalidation-mode unchecked-hash /usr/local/lib/python3.11 || true; }
 COPY --from=built /opt/grpo /opt/grpo
-ENV PATH=/opt/grpo/bin:$PATH PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/pycache \
+ENV PATH=/opt/grpo/bin:$PATH PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 WORKDIR /tmp

@@ -18,9 +18,6 @@
 {{- if and $shards (not $v.redis.external.cluster) }}
 {{- fail (printf "config.redis.payload_shards = %d needs a Redis Cluster: set redis.external.cluster = true if redis.external.url is one, or remove it" $shards) }}
 {{- end }}
-{{- with $v.config.environments }}
-{{- fail "config.environments: this chart has no environment pods, so nobody would run their rollouts; use `grpo run` on one machine, or remove it" }}
-{{- end }}
 {{- range $key := ternary (list "externalRedis" "externalRedisPorts") (list "redisFrom") $v.redis.enabled }}
 {{- with index $v.networkPolicy $key }}
 {{- fail (printf "networkPolicy.%s = %s has no effect with redis.enabled = %t: set redis.enabled = %t, or remove it" $key (toJson .) $v.redis.enabled (not $v.redis.enabled)) }}
@@ -38,26 +35,8 @@
 {{- if and (gt (int $v.trainer.nodes) 1) (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
 {{- fail (printf "trainer.nodes = %d write checkpoints to one volume: set storage.runs.accessMode = ReadWriteMany, or set storage.runs.existingClaim to one that several nodes can mount" (int $v.trainer.nodes)) }}
 {{- end }}
-{{- if and $v.preload.enabled (not $v.storage.models.enabled) }}
-{{- fail "preload.enabled = true needs a volume for the model: set storage.models.enabled = true" }}
-{{- end }}
-{{- if and $v.preload.enabled (not (hasPrefix "/srv/grpo/models/" $v.config.model.path)) }}
-{{- fail (printf "preload.enabled = true downloads to config.model.path = %q, which is not on the volume: set a folder under /srv/grpo/models/" $v.config.model.path) }}
-{{- end }}
-{{- if and (not $v.networkPolicy.internet) $v.networkPolicy.enabled (or $v.preload.enabled (not (include "grpo.modelFolder" .))) }}
-{{- fail (printf "config.model.path = %q must be downloaded, but networkPolicy.internet = false forbids it: set it to true, or use a folder on a volume" $v.config.model.path) }}
-{{- end }}
 {{- if and $v.interconnect.hostNetwork $v.networkPolicy.enabled (not $v.networkPolicy.nodeCIDRs) }}
 {{- fail "interconnect.hostNetwork = true makes pods use the addresses of their nodes: list these in networkPolicy.nodeCIDRs, or set networkPolicy.enabled = false" }}
-{{- end }}
-{{- if and (eq $v.generator.autoscaling.kind "hpa") (not $v.generator.autoscaling.metrics) }}
-{{- fail "generator.autoscaling.kind = hpa needs generator.autoscaling.metrics: set them, or use keda" }}
-{{- end }}
-{{- if gt (int $v.generator.autoscaling.minReplicas) (int $v.generator.autoscaling.maxReplicas) }}
-{{- fail (printf "generator.autoscaling.minReplicas = %d exceeds generator.autoscaling.maxReplicas = %d: swap them" (int $v.generator.autoscaling.minReplicas) (int $v.generator.autoscaling.maxReplicas)) }}
-{{- end }}
-{{- if and (eq $v.generator.autoscaling.kind "hpa") (lt (int $v.generator.autoscaling.minReplicas) 1) }}
-{{- fail "generator.autoscaling.minReplicas = 0 needs generator.autoscaling.kind = keda: set at least 1" }}
 {{- end }}
 {{- if and (eq $v.accelerator "none") (eq (dig "sync" "backend" "auto" $v.config) "nccl") }}
 {{- fail "config.sync.backend = nccl needs GPUs, but accelerator = none: set gloo or auto" }}
@@ -73,7 +52,11 @@
 {{- if and (include "grpo.tracked" .) (eq (dig "env" "WANDB_MODE" "offline" $v.tracker) "online") (not $v.tracker.wandbSecret) }}
 {{- fail "tracker.env.WANDB_MODE = online needs an API key: set tracker.wandbSecret to a Secret with it" }}
 {{- end }}
+{{- include "grpo.modelChecks" . }}
+{{- include "grpo.numberChecks" . }}
 {{- include "grpo.rewardChecks" . }}
+{{- include "grpo.environmentChecks" . }}
+{{- include "grpo.clusterChecks" . }}
 {{- if and $v.monitoring.rules (not (.Files.Get "files/alerts.yaml")) }}
 {{- fail "monitoring.rules = true, but this chart has no files/alerts.yaml: set it to false" }}
 {{- end }}
@@ -92,14 +75,8 @@
 {{- fail (printf "rewards.image = %q has no effect with generator.image = %q: remove one" $v.rewards.image $v.generator.image) }}
 {{- end }}
 {{- range $i, $verifier := $v.config.verifiers }}
-{{- $function := $verifier.function | default "" }}
-{{- $file := regexFind "^.+\\.py:" $function | trimSuffix ":" }}
-{{- if and $file (not (hasPrefix "/" $file)) }}
-{{- fail (printf "config.verifiers.%d.function = %q: put the file into rewards.files and write %s%s" $i $function $folder $function) }}
-{{- end }}
-{{- if and (hasPrefix $folder $file) (not $v.rewards.existingConfigMap) (not (hasKey $v.rewards.files (trimPrefix $folder $file))) }}
-{{- fail (printf "config.verifiers.%d.function = %q: rewards.files has no %q: add it" $i $function (trimPrefix $folder $file)) }}
-{{- end }}
+{{- include "grpo.fileCheck" (dict "key" (printf "config.verifiers.%d.function" $i) "function" ($verifier.function | default "") "folder" $folder
+    "files" $v.rewards.files "map" $v.rewards.existingConfigMap "value" "rewards.files") }}
 {{- end }}
 {{- if and $v.judge.enabled (not $v.judge.model) }}
 {{- fail "judge.enabled = true needs judge.model: set a name on the hub, or a folder under /srv/grpo/models" }}

@@ -5,6 +5,9 @@
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "grpo.selector" -}}
@@ -102,6 +105,30 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- end }}
 {{- end }}
 
+{{/* The same two for the files of environments. */}}
+{{- define "grpo.environmentsMap" -}}
+{{- if .Values.environment.files -}}
+{{ .Release.Name }}-environments-{{ toJson .Values.environment.files | sha256sum | trunc 8 }}
+{{- else -}}
+{{ .Values.environment.existingConfigMap }}
+{{- end -}}
+{{- end }}
+
+{{- define "grpo.environmentsDigest" -}}
+{{- if .Values.environment.files }}
+{{- toJson .Values.environment.files | sha256sum }}
+{{- else if .Values.environment.existingConfigMap }}
+{{- with dig "data" dict (lookup "v1" "ConfigMap" .Release.Namespace .Values.environment.existingConfigMap) }}
+{{- toJson . | sha256sum }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* True with the scaler, which sets the numbers of generators and trainer pods; otherwise whoever installs. */}}
+{{- define "grpo.scaled" -}}
+{{- if .Values.scaler.enabled }}true{{ end }}
+{{- end }}
+
 {{/* Address of the judge for `url` of a verifier. */}}
 {{- define "grpo.judgeUrl" -}}
 http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.port }}/v1
@@ -126,14 +153,26 @@ http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.
 {{- add (ceil (dig "drain_s" 10 $generator)) 20 -}}
 {{- end }}
 
+{{/*
+Image of a component. Environment pods score with the run's verifiers, which may need what only the generators' image has. Dataprep asks the
+environments for their tools, which may need what environment.image has.
+*/}}
 {{- define "grpo.image" -}}
-{{- $settings := index .root.Values .component }}
+{{- $values := .root.Values }}
+{{- $settings := index $values .component }}
+{{- $kinds := list }}
+{{- range $values.config.verifiers }}{{ $kinds = append $kinds .kind }}{{ end -}}
+{{- $scores := or (eq .component "generator") (and (eq .component "environment") (has "python" $kinds)) -}}
+{{- $kind := ternary "generator" .kind (and (eq .component "environment") (has "math" $kinds)) -}}
 {{- if $settings.image -}}
 {{ $settings.image }}
-{{- else if and (eq .component "generator") .root.Values.rewards.image -}}
-{{ .root.Values.rewards.image }}
+{{- else if and (eq .component "dataprep") $values.config.environments $values.environment.image -}}
+{{ $values.environment.image }}
+{{- else if and $scores $values.rewards.image -}}
+{{ $values.rewards.image }}
 {{- else -}}
-{{- $variant := ternary (ternary "-cuda" "-cpu" (eq .root.Values.accelerator "nvidia")) "" (has .kind (list "generator" "trainer")) -}}
-{{ .root.Values.image.registry }}/grpo-{{ .kind }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}{{ $variant }}
+{{- $variant := ternary (ternary "-cuda" "-cpu" (eq $values.accelerator "nvidia")) "" (has $kind (list "generator" "trainer")) -}}
+{{ $values.image.registry }}/grpo-{{ $kind }}
+{{- with index $values.image.digests $kind }}@{{ . }}{{ else }}:{{ $values.image.tag | default .root.Chart.AppVersion }}{{ $variant }}{{ end -}}
 {{- end -}}
 {{- end }}

@@ -3,21 +3,20 @@ The parts that the pods of all services share.
 
 "grpo.podTemplate" takes root, component (a key of values, and the pod's label), kind (its image), command, and where applicable:
   http       true if it serves /health on apiPort
-  startup    seconds that it may take to start serving
   drain      command of the preStop hook
   grace      seconds from SIGTERM, or from the hook, to SIGKILL
   gpus       number of GPUs
-  runs, models, data, rewards, collective   volumes and settings that it needs
+  runs, models, data, rewards, environments, collective   volumes and settings that it needs
   account    name of its service account, if it calls the cluster's API; its token is then mounted
   logins     kinds of service whose Redis users it may use; default: its component's own
   env        further variables, YAML
-  envSecret  name of a Secret whose keys are variables
+  envSecrets names of Secrets whose keys are variables
 */}}
 
 {{- define "grpo.podTemplate" -}}
 {{- $values := .root.Values }}
-{{- $settings := index $values .component }}
-{{- $scheme := ternary ", scheme: HTTPS" "" (ne (include "grpo.apiTls" .root) "") }}
+{{- include "grpo.settle" . }}
+{{- $settings := .settings }}
 metadata:
   labels:
     {{- include "grpo.labels" . | nindent 4 }}
@@ -29,6 +28,11 @@ metadata:
     {{- if .rewards }}
     {{- with include "grpo.rewardsDigest" .root }}
     checksum/rewards: {{ . }}
+    {{- end }}
+    {{- end }}
+    {{- if .environments }}
+    {{- with include "grpo.environmentsDigest" .root }}
+    checksum/environments: {{ . }}
     {{- end }}
     {{- end }}
     {{- with $settings.podAnnotations }}
@@ -52,8 +56,9 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- if and .models $values.preload.enabled }}
+  {{- if or (and .models $values.preload.enabled) $settings.initContainers }}
   initContainers:
+    {{- if and .models $values.preload.enabled }}
     - name: model
       image: {{ include "grpo.image" . }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
@@ -69,6 +74,10 @@ spec:
         limits: {memory: 64Mi}
       volumeMounts:
         - {name: models, mountPath: /srv/grpo/models, readOnly: true}
+    {{- end }}
+    {{- with $settings.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ .component }}
@@ -78,28 +87,13 @@ spec:
       terminationMessagePolicy: FallbackToLogsOnError
       env:
         {{- include "grpo.environment" . | nindent 8 }}
-      {{- with .envSecret }}
-      envFrom:
-        - secretRef: {name: {{ . }}}
-      {{- end }}
+      {{- include "grpo.environmentFrom" . | nindent 6 }}
       {{- if .http }}
       ports:
         - {name: api, containerPort: {{ $values.apiPort }}}
-      startupProbe:
-        httpGet: {path: /health/live, port: api{{ $scheme }}}
-        periodSeconds: 5
-        timeoutSeconds: 5
-        failureThreshold: {{ ceil (divf (.startup | default 120) 5) }}
-      livenessProbe:
-        httpGet: {path: /health/live, port: api{{ $scheme }}}
-        periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: 3
-      readinessProbe:
-        httpGet: {path: /health/ready, port: api{{ $scheme }}}
-        periodSeconds: 5
-        timeoutSeconds: 5
-        failureThreshold: 1
+      {{- $scheme := ternary "HTTPS" "HTTP" (ne (include "grpo.apiTls" .root) "") }}
+      {{- include "grpo.probes" (dict "settings" $settings "of" "httpGet" "live" (dict "path" "/health/live" "port" "api" "scheme" $scheme)
+          "ready" (dict "path" "/health/ready" "port" "api" "scheme" $scheme)) | nindent 6 }}
       {{- end }}
       {{- with .drain }}
       lifecycle:
@@ -122,13 +116,15 @@ spec:
         - {name: runs, mountPath: /srv/grpo/runs}
         {{- end }}
         {{- include "grpo.inputMounts" . | nindent 8 }}
+        {{- with $settings.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - name: config
       configMap: {name: {{ .root.Release.Name }}-config}
     - name: secrets
       {{- include "grpo.secretVolume" . | nindent 6 }}
-    - name: tmp
-      emptyDir: {}
+    {{- include "grpo.tmp" $settings | nindent 4 }}
     {{- if .collective }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $settings.sharedMemory }}}
@@ -138,42 +134,25 @@ spec:
       persistentVolumeClaim: {claimName: {{ $values.storage.runs.existingClaim | default (printf "%s-runs" .root.Release.Name) }}}
     {{- end }}
     {{- include "grpo.inputVolumes" . | nindent 4 }}
+    {{- with $settings.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end }}
 
-{{/* Inputs of a run that are on volumes: model, data and the files of rewards. */}}
-{{- define "grpo.inputMounts" -}}
-{{- if and .models .root.Values.storage.models.enabled }}
-- {name: models, mountPath: /srv/grpo/models, readOnly: {{ include "grpo.modelFolder" .root | default "false" }}}
+{{- define "grpo.environmentFrom" -}}
+{{- $from := list }}
+{{- range compact (.envSecrets | default list) }}
+{{- $from = append $from (dict "secretRef" (dict "name" .)) }}
 {{- end }}
-{{- if and .data .root.Values.storage.data.existingClaim }}
-- {name: data, mountPath: /srv/grpo/data, readOnly: true}
+{{- with concat $from .settings.extraEnvFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if and .rewards (include "grpo.rewardsMap" .root) }}
-- {name: rewards, mountPath: /srv/grpo/rewards, readOnly: true}
-{{- end }}
-{{- end }}
-
-{{- define "grpo.inputVolumes" -}}
-{{- if and .models .root.Values.storage.models.enabled }}
-- name: models
-  persistentVolumeClaim: {claimName: {{ include "grpo.modelsClaim" .root }}}
-{{- end }}
-{{- if and .data .root.Values.storage.data.existingClaim }}
-- name: data
-  persistentVolumeClaim: {claimName: {{ .root.Values.storage.data.existingClaim }}, readOnly: true}
-{{- end }}
-{{- if and .rewards (include "grpo.rewardsMap" .root) }}
-- name: rewards
-  configMap: {name: {{ include "grpo.rewardsMap" .root }}}
-{{- end }}
-{{- end }}
-
-{{- define "grpo.modelsClaim" -}}
-{{ .Values.storage.models.existingClaim | default (printf "%s-models" .Release.Name) }}
 {{- end }}
 
 {{- define "grpo.environment" -}}
 {{- $values := .root.Values }}
+{{- include "grpo.settle" . -}}
 - {name: GRPO_CONFIG, value: /run/grpo/config/config.toml}
 - name: GRPO_POD
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -181,6 +160,9 @@ spec:
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - {name: HOME, value: /tmp}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
+{{- if .http }}
+- {name: GRPO_START_S, value: {{ include "grpo.patience" .settings | quote }}}
+{{- end }}
 {{- if .models }}
 {{- if include "grpo.modelFolder" .root }}
 - {name: HF_HUB_OFFLINE, value: "1"}
@@ -205,8 +187,16 @@ spec:
 {{- with .env }}
 {{ . }}
 {{- end }}
-{{- range $name, $value := (index $values .component).env }}
+{{- include "grpo.variables" .settings }}
+{{- end }}
+
+{{/* Variables of the values: env and extraEnv. */}}
+{{- define "grpo.variables" -}}
+{{- range $name, $value := .env }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- with .extraEnv }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -217,60 +207,14 @@ spec:
 {{- end }}
 {{- end }}
 
-{{- define "grpo.placement" -}}
-{{- $settings := index .root.Values .component -}}
-{{- with $settings.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
-{{- with $settings.runtimeClassName }}
-runtimeClassName: {{ . }}
-{{- end }}
-{{- with $settings.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $settings.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $settings.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $settings.spreadOver }}
-topologySpreadConstraints:
-  - maxSkew: 1
-    topologyKey: {{ . }}
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- include "grpo.selector" $ | nindent 8 }}
-{{- end }}
-{{- end }}
-
-{{- define "grpo.resources" -}}
-{{- $resources := deepCopy (index .root.Values .component).resources }}
-{{- $devices := dict }}
-{{- if and .gpus (eq .root.Values.accelerator "nvidia") }}
-{{- $_ := set $devices .root.Values.gpuResource .gpus }}
-{{- end }}
-{{- with .root.Values.interconnect.rdma }}
-{{- if and $.collective .resource }}
-{{- $_ := set $devices .resource .count }}
-{{- end }}
-{{- end }}
-{{- if $devices }}
-{{- $_ := set $resources "limits" (merge $devices ($resources.limits | default dict)) }}
-{{- end }}
-{{- toYaml $resources }}
-{{- end }}
-
 {{- define "grpo.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .root.Values.security.user }}
-runAsGroup: {{ .root.Values.security.user }}
-fsGroup: {{ .root.Values.security.user }}
+{{- with .root.Values.security.user }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
 fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
@@ -284,48 +228,6 @@ capabilities:
   {{- end }}
 {{- end }}
 
-{{/* Mounts as files: the tokens, the passwords of the pod's Redis users, the endpoints' certificate, and the CA of Redis'. */}}
-{{- define "grpo.secretVolume" -}}
-{{- $values := .root.Values }}
-projected:
-  defaultMode: 0440
-  sources:
-    - secret:
-        name: {{ include "grpo.secret" .root }}
-        items:
-          - {key: api-token, path: api-token}
-          - {key: api-read-token, path: api-read-token}
-    {{- with include "grpo.users" .root }}
-    - secret:
-        name: {{ . }}
-        items:
-          {{- range $.logins | default (list $.component) }}
-          - {key: {{ . }}, path: users/{{ . }}}
-          {{- end }}
-    {{- else }}
-    {{- with $values.redis.external.existingSecret }}
-    - secret:
-        name: {{ . }}
-        items:
-          - {key: {{ $values.redis.external.passwordKey }}, path: redis-password}
-    {{- end }}
-    {{- end }}
-    {{- with include "grpo.redisAuthority" .root }}
-    - secret:
-        name: {{ . }}
-        items:
-          - {key: ca.crt, path: redis-ca.crt}
-    {{- end }}
-    {{- with include "grpo.apiTls" .root }}
-    - secret:
-        name: {{ . }}
-        items:
-          - {key: tls.crt, path: api.crt}
-          - {key: tls.key, path: api.key}
-          - {key: ca.crt, path: api-ca.crt}
-    {{- end }}
-{{- end }}
-
 {{- define "grpo.disruption" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -337,4 +239,17 @@ spec:
   selector:
     matchLabels:
       {{- include "grpo.selector" . | nindent 6 }}
+{{- end }}
+
+{{/*
+What becomes of a hook's pod. Helm 4 prints its output and the pod goes; Helm 3 prints nothing, so the pod stays to be read. Takes root,
+and `before`, the policy of Helm 3.
+*/}}
+{{- define "grpo.hookPolicy" -}}
+{{- if semverCompare ">=4.0.0-0" .root.Capabilities.HelmVersion.Version -}}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded,hook-failed
+helm.sh/hook-output-log-policy: hook-failed
+{{- else -}}
+helm.sh/hook-delete-policy: {{ .before }}
+{{- end }}
 {{- end }}

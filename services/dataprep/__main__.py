@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from services.config import digest
-from services.runtime.entry import Arguments, main, open_service
+from services.runtime.entry import Arguments, ending, main, open_service
 
 
 async def prepare(given: Arguments) -> None:
@@ -43,4 +43,4 @@ async def prepare(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("dataprep", prepare))
+    sys.exit(ending(main("dataprep", prepare)))

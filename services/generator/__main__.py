@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from services.runtime.entry import Arguments, leaving_at_once, main, open_service
+from services.runtime.entry import Arguments, ending, leaving_at_once, main, open_service
 
 
 async def generate(given: Arguments) -> None:
@@ -18,4 +18,4 @@ async def generate(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("generator", generate))
+    sys.exit(ending(main("generator", generate)))

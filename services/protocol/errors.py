@@ -9,6 +9,10 @@ class StoreError(Exception):
     """Redis cannot be used in its current state; the message says why and how to fix it."""
 
 
+class Unreachable(StoreError):
+    """Redis does not answer, or does not serve the run yet: it may in a moment."""
+
+
 class Fenced(StoreError):
     """A newer leader or trainer has taken over: this process must stop writing."""
 

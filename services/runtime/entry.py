@@ -1,7 +1,8 @@
 """Entry point of a service process: parses the command line, opens and closes the service, turns errors into exit codes.
 
-Guarantees: SIGTERM sets the service's `stopping`; inside `leaving_at_once`, before any work has begun, it ends the process; a
-failure that a retry cannot fix exits with a code and one line (EXIT_* below).
+Guarantees: SIGTERM sets the service's `stopping`; inside `leaving_at_once`, before any work has begun, it ends the process with a
+line that says so; a process that has done its work exits with its own code, whatever signal still arrives; a failure that a retry
+cannot fix exits with a code and one line (EXIT_* below). The first connection to Redis is retried for GRPO_START_S seconds.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from services.config import RunConfig, load_resolved
-from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError
+import structlog
+
+from services.config import ConfigError, RunConfig, load_resolved
+from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError, Unreachable
 from services.protocol.messages import PodStatus
 from services.runtime import logs
 from services.runtime.http.api import serve
@@ -30,24 +34,35 @@ from services.runtime.processes.causes import ERROR_PREFIX, one_line
 from services.runtime.service import Service
 from services.store import Store
 
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
+log = structlog.get_logger()
 
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_REDIS = 0, 1, 2, 3
+EXIT_UNLOADED = 128 + signal.SIGTERM  # told to end before any work had begun
+
+START_ENV = "GRPO_START_S"
+"""Variable with the seconds for which the first connection to Redis is retried; unset: it fails within seconds. On a cluster all
+pods start at once, and those that need Redis often before it."""
+START_POLL_S, START_LOG_S = 1.0, 15.0
 REST_POLL_S = 2.0  # how often a pod whose run is over checks whether it resumed
 
 
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Inside this block, SIGTERM ends the process with 0 as soon as its main thread runs Python: no work has begun yet.
+    """Inside this block, SIGTERM ends the process as soon as its main thread runs Python, with EXIT_UNLOADED and a line that says
+    so: no work has begun yet.
 
     Loading a model takes minutes, and the first process of a container ignores a signal without a handler. Trainer ranks, which
     are never the first process, do not need this: they wait for one another in calls that run no handler.
     """
 
+    began = time.monotonic()
+
     def leave(*_: object) -> None:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, unloaded(time.monotonic() - began).encode())
         if os.getpgrp() == os.getpid():  # true except in a developer's shell: also ends what this process has started
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.killpg(0, signal.SIGTERM)
-        os._exit(EXIT_OK)
+        os._exit(EXIT_UNLOADED)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
@@ -56,11 +71,53 @@ def leaving_at_once() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def unloaded(after_s: float) -> str:
+    """Return the last line of a process that was told to end while it started."""
+    return (
+        f"ended by SIGTERM while starting, after {after_s:.0f} s, before any work had begun; on a cluster the pod was removed, "
+        "or its startup probe failed for too long (startupSeconds)\n"
+    )
+
+
+def ending(code: int) -> int:
+    """Return the exit code of a process whose work is done, which a late SIGTERM does not change any more.
+
+    With its engine's libraries loaded, the interpreter takes seconds to end, and a cluster sends SIGTERM when the drain is over.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return code
+
+
+async def connect(kind: str, config: RunConfig) -> Store:
+    """Connect to the run's Redis. While it cannot be reached, retry for GRPO_START_S seconds. Raises `StoreError`."""
+    login = redis_login(config, kind)
+    began, told = time.monotonic(), float("-inf")
+    while True:
+        try:
+            return await Store.connect(config.redis.url, config.run.name, login)
+        except Unreachable as error:
+            waited_s = time.monotonic() - began
+            if waited_s >= start_limit_s():
+                raise
+            if waited_s >= told + START_LOG_S:
+                told = waited_s
+                log.warning("waiting for Redis", error=str(error), waited_s=round(waited_s), limit_s=start_limit_s())
+        await asyncio.sleep(START_POLL_S)
+
+
+def start_limit_s() -> float:
+    """Return the value of GRPO_START_S, 0 if it is unset. Raises `ConfigError` unless it is a number."""
+    try:
+        return float(os.environ.get(START_ENV) or 0)
+    except ValueError:
+        raise ConfigError(f"{START_ENV} = {os.environ[START_ENV]!r} must be a number of seconds") from None
+
+
 @contextlib.asynccontextmanager
 async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator[Service]:
     """Open a service with its store connected, its REST endpoints up and SIGTERM handled."""
     tokens = api_tokens(config)
-    store = await Store.connect(config.redis.url, config.run.name, redis_login(config, kind))
+    store = await connect(kind, config)
     status = PodStatus(
         kind=kind, name=name, boot=secrets.token_hex(4), host=socket.gethostname(), pid=os.getpid(), url="",
         phase="starting", version=-1, world=0, gauges={},
@@ -77,10 +134,10 @@ async def open_service(kind: str, config: RunConfig, name: str) -> AsyncIterator
             yield service
     finally:
         await asyncio.to_thread(service.tracing.close)
-        for sig, handler in before.items() if handled else ():
+        await store.close()
+        for sig, handler in before.items() if handled else ():  # last: what was begun ends in order
             loop.remove_signal_handler(sig)
             signal.signal(sig, handler)
-        await store.close()
 
 
 @dataclass(frozen=True)
@@ -144,7 +201,7 @@ def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str
 
 
 async def _over(kind: str, config: RunConfig) -> bool:
-    store = await Store.connect(config.redis.url, config.run.name, redis_login(config, kind))
+    store = await connect(kind, config)
     try:
         state = await store.run.state()
     finally:
@@ -155,6 +212,8 @@ async def _over(kind: str, config: RunConfig) -> bool:
 async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitable[None]]) -> None:
     if not await rest(kind, given):
         await work(given)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done: `leaving_at_once` no longer applies
 
 
 def report(error: BaseException) -> int:

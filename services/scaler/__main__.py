@@ -1,74 +1,167 @@
-"""Start the scaler of a cluster, which makes `grpo scale` and `kubectl scale` equivalent.
+"""Start the scaler of a cluster, which makes `grpo scale` and `kubectl scale` equivalent and frees the GPUs of a finished run.
 
-GRPO_DEPLOYMENT names the generators' Deployment.
+The environment says what it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_STATEFUL_SET, GRPO_NODES) and whether a finished run
+keeps its pods (GRPO_ON_FINISH).
 
-Waits for: the requested number of generators, the Deployment's replicas. Unblocked by: `control`, or a poll every `POLL_S`.
+Waits for: the requested number of generators, the replicas of both objects, the end of the run. Unblocked by: `control`, or a
+poll every `POLL_S`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
 
 import structlog
 
 from services.config import ConfigError
-from services.runtime.entry import Arguments, main, open_service
+from services.runtime.entry import Arguments, ending, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
-from services.scaler.deployment import Deployment, DeploymentChanged
-from services.scaler.reconcile import decide
-from services.store.records import Scale
+from services.scaler.reconcile import EMPTYING, FINISHED, UNSET, decide, trainer_replicas
+from services.scaler.workload import KubernetesApi, Workload, WorkloadChanged
+from services.store.records import RunState, Scale
 
 log = structlog.get_logger()
 
 DEPLOYMENT_ENV = "GRPO_DEPLOYMENT"
+STATEFUL_SET_ENV = "GRPO_STATEFUL_SET"
+REPLICAS_ENV = "GRPO_REPLICAS"
+NODES_ENV = "GRPO_NODES"
+ON_FINISH_ENV = "GRPO_ON_FINISH"
+ON_FINISH = ("scaleToZero", "keep")
 POLL_S = 5.0  # delay until `kubectl scale` shows in `grpo status`; a request is followed at once
 LIMIT_S = 120.0  # a cluster's API may be unavailable for longer than a poll
 
 
-async def follow(service: Service, deployment: Deployment, loop: Loop) -> None:
-    """Keep the requested number and the Deployment in agreement until the pod is stopped."""
-    while not service.stopping.is_set():
-        if state := await service.view.refresh():
-            await _follow_once(service, deployment, state.scale)
-        loop.progress()
-        await service.notifications.wait("control", timeout=POLL_S)
+@dataclass(frozen=True)
+class ScalerSettings:
+    """What the chart says of the scaler's objects."""
 
+    deployment: str = ""
+    """The generators' Deployment; empty: an autoscaler sets its number."""
+    replicas: int = UNSET
+    stateful_set: str = ""
+    nodes: int = 1
+    keep: bool = False
 
-async def _follow_once(service: Service, deployment: Deployment, scale: Scale) -> None:
-    replicas = await deployment.replicas()
-    decision = decide(scale, replicas.count)
-    if decision.replicas is not None:
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Self:
+        """Read the environment. Raises `ConfigError` for invalid values."""
+        if not environ.get(DEPLOYMENT_ENV) and not environ.get(STATEFUL_SET_ENV):
+            raise ConfigError(
+                f"neither {DEPLOYMENT_ENV} nor {STATEFUL_SET_ENV} is set: set one to the generators' Deployment or the "
+                "trainer's StatefulSet"
+            )
+        on_finish = environ.get(ON_FINISH_ENV, ON_FINISH[0])
+        if on_finish not in ON_FINISH:
+            raise ConfigError(f"{ON_FINISH_ENV} = {on_finish!r} must be one of {', '.join(ON_FINISH)}")
         try:
-            await deployment.scale(decision.replicas, replicas)
-        except DeploymentChanged:
-            return  # it is read again at the next poll
-        log.info("generators scaled", replicas=decision.replicas, why=scale.why)
-    if decision.wish is not None:
-        await service.store.run.scale_generators(decision.wish, "the Deployment was scaled")
-        log.info("the Deployment was scaled", replicas=decision.wish)
-    if decision.followed is not None:
-        await service.store.run.followed_generators(decision.followed)
+            numbers = int(environ.get(REPLICAS_ENV, UNSET)), int(environ.get(NODES_ENV, 1))
+        except ValueError as error:
+            raise ConfigError(f"{REPLICAS_ENV} and {NODES_ENV} must be numbers: {error}") from None
+        return cls(
+            environ.get(DEPLOYMENT_ENV, ""), numbers[0], environ.get(STATEFUL_SET_ENV, ""), numbers[1], on_finish == "keep"
+        )
+
+
+class ReleaseFollower:
+    """Keeps the objects of a release in agreement with its run."""
+
+    def __init__(self, service: Service, settings: ScalerSettings, cluster: KubernetesApi) -> None:
+        self._service, self._settings = service, settings
+        self._generators = cluster.workload("deployment", settings.deployment) if settings.deployment else None
+        self._trainer = cluster.workload("stateful_set", settings.stateful_set) if settings.stateful_set else None
+        self._begun = False  # the first number has been set, before the run existed
+
+    async def follow(self, loop: Loop) -> None:
+        """Repeat `once` until the pod is stopped."""
+        while not self._service.stopping.is_set():
+            try:
+                await self.once(await self._service.view.refresh())
+            except WorkloadChanged as error:
+                log.info("changed by somebody else, reading it again", error=str(error))
+            loop.progress()
+            await self._service.notifications.wait("control", timeout=POLL_S)
+
+    async def once(self, state: RunState | None) -> None:
+        """Compare once, and set what differs. Raises `WorkloadChanged` if somebody else was faster."""
+        if state is not None and state.finished:
+            if not self._settings.keep and state.scale.object != FINISHED:
+                await self._empty()
+            return
+        await self._size_trainer(state)
+        if self._generators is None:
+            if state is not None and state.scale.object:
+                await self._service.store.run.followed_object("")
+        elif state is not None:
+            await self._agree(self._generators, state.scale)
+        elif not self._begun:
+            await self._begin(self._generators)
+
+    async def _agree(self, generators: Workload, scale: Scale) -> None:
+        seen, run = await generators.replicas(), self._service.store.run
+        decision = decide(scale, seen.count, seen.uid, self._settings.replicas)
+        if decision.replicas is not None:
+            await generators.scale(decision.replicas, seen)
+            log.info("generators scaled", replicas=decision.replicas, why=scale.why)
+        if decision.wish is not None:
+            await run.scale_generators(decision.wish, "the Deployment was scaled")
+            log.info("the Deployment was scaled", replicas=decision.wish)
+        if decision.followed is not None:
+            await run.followed_generators(decision.followed)
+        if decision.object is not None:
+            await run.followed_object(decision.object)
+
+    async def _begin(self, generators: Workload) -> None:
+        """Set the first number while dataprep still reads the prompts, so that generators load meanwhile."""
+        seen = await generators.replicas()
+        if seen.count == UNSET != self._settings.replicas:
+            await generators.scale(self._settings.replicas, seen)
+            log.info("generators scaled", replicas=self._settings.replicas, why="the first number")
+        self._begun = True
+
+    async def _size_trainer(self, state: RunState | None) -> None:
+        if self._trainer is None:
+            return
+        seen = await self._trainer.replicas()
+        emptied = state is not None and state.scale.object in (EMPTYING, FINISHED)
+        if (nodes := trainer_replicas(self._settings.nodes, seen.count, emptied)) is not None:
+            await self._trainer.scale(nodes, seen)
+            log.info("trainer scaled", replicas=nodes, nodes=self._settings.nodes)
+
+    async def _empty(self) -> None:
+        """Free the GPUs of a finished run. Interrupted anywhere, it is repeated, or undone if the run was resumed meanwhile."""
+        await self._service.store.run.followed_object(EMPTYING)
+        if self._generators is not None:
+            await self._service.store.run.followed_generators(0)
+        for workload in (self._generators, self._trainer):
+            if workload is not None and (seen := await workload.replicas()).count:
+                await workload.scale(0, seen)
+                log.info("scaled to zero, since the run has finished", name=workload.name)
+        await self._service.store.run.followed_object(FINISHED)
 
 
 async def keep(given: Arguments) -> None:
     """Run the pod from start to end."""
-    name = os.environ.get(DEPLOYMENT_ENV, "")
-    if not name:
-        raise ConfigError(f"the environment variable {DEPLOYMENT_ENV} is not set: set it to the generators' Deployment")
-    deployment = Deployment.in_cluster(name, os.environ)
+    settings = ScalerSettings.from_environment(os.environ)
+    cluster = KubernetesApi.in_cluster(os.environ)
     try:
         async with open_service("scaler", given.config, given.name) as service:
+            service.stays = True  # what finished may be resumed
+            follower = ReleaseFollower(service, settings, cluster)
 
             async def work(loop: Loop) -> None:
                 service.say(phase="ready")
-                await follow(service, deployment, loop)
+                await follower.follow(loop)
 
             await service.run(work, LIMIT_S)
     finally:
-        await deployment.close()
+        await cluster.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main("scaler", keep))
+    sys.exit(ending(main("scaler", keep)))

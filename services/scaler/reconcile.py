@@ -1,7 +1,8 @@
-"""Decides which of two numbers follows the other: the requested generators, or their Deployment's replicas. Pure.
+"""Decides how many pods there are to be of generators and trainer, and which of two numbers follows the other. Pure.
 
 Guarantees: the last change wins. `grpo scale` and the endpoints change the request, `kubectl scale` changes the replicas. If
-both changed, the request wins. A number that was once followed is never set back.
+both changed, the request wins. A number that was once followed is never set back, neither by an upgrade nor by a rollback: no
+manifest names it. A finished run is scaled to zero once; a pod that an operator starts afterwards stays.
 """
 
 from __future__ import annotations
@@ -9,6 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.store.records import Scale
+
+UNSET = 1
+"""The replicas that a cluster gives an object whose manifest names none."""
+
+EMPTYING, FINISHED = "emptying", "finished"
+"""`Scale.object` of a run whose pods the scaler removes, or has removed, because it was over."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +25,21 @@ class Decision:
     replicas: int | None = None
     wish: int | None = None
     followed: int | None = None
+    object: str | None = None
 
 
-def decide(scale: Scale, replicas: int) -> Decision:
-    """Compare both numbers with `scale.followed`, on which they last agreed."""
+def decide(scale: Scale, replicas: int, object: str = "", initial: int = UNSET) -> Decision:
+    """Compare both numbers with `scale.followed`, on which they last agreed for the Deployment `object`.
+
+    A Deployment that was not followed yet is new, or was emptied at the end of the run. It gets the requested number or, without
+    a request, `initial`; unless somebody has set another number meanwhile, which is then followed.
+    """
+    new = object if object != (scale.object or "") else None
+    if new and replicas in (UNSET, scale.followed):
+        target = initial if scale.wanted is None else scale.wanted
+        return Decision(replicas=target if target != replicas else None, followed=target, object=new)
+    if new:
+        return Decision(wish=replicas if replicas != scale.wanted else None, followed=replicas, object=new)
     if scale.wanted is not None and scale.wanted != scale.followed:
         return Decision(replicas=scale.wanted if scale.wanted != replicas else None, followed=scale.wanted)
     if scale.followed is None:
@@ -29,3 +47,14 @@ def decide(scale: Scale, replicas: int) -> Decision:
     if replicas != scale.followed:
         return Decision(wish=replicas, followed=replicas)
     return Decision()
+
+
+def trainer_replicas(nodes: int, replicas: int, emptied: bool) -> int | None:
+    """Return the number of trainer pods to set, or None to leave `replicas`, for a run that is not over.
+
+    The ranks are distributed over `nodes` pods, so no number works but this one and 0, a pause. `emptied`: the scaler has removed
+    the pods when the run finished, and the run has been resumed since.
+    """
+    if replicas == nodes or (replicas == 0 and not emptied):
+        return None
+    return nodes

@@ -130,6 +130,8 @@ class Scale:
     """The number that the available GPUs allow; None: no bound."""
     followed: int | None = None
     """The number on which the request and a cluster's Deployment last agreed; None: no cluster's scaler has seen the run."""
+    object: str | None = None
+    """Which Deployment `followed` is of, by its uid, or what the scaler does to the pods of a finished run."""
 
     def refusal(self, replicas: int) -> str:
         """Return why `replicas` is not possible and what to do, or an empty string."""
@@ -254,8 +256,9 @@ def _read_scale(raw: dict[str, str]) -> Scale:
     wanted, _, why = raw.get("scale:generator", "").partition(" ")
     most, followed = raw.get("most:generator"), raw.get("followed:generator")
     return Scale(
-        int(wanted) if wanted else None, why, None if most is None else int(most), None if followed is None else int(followed)
-    )
+        int(wanted) if wanted else None, why, None if most is None else int(most), None if followed is None else int(followed),
+        raw.get("object:generator"),
+    )  # fmt: skip
 
 
 def read_claim(entry: bytes, fence: bytes, ticket_id: bytes, body: bytes) -> Claim:

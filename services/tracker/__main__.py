@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 from services.config import ConfigError
-from services.runtime.entry import Arguments, main, open_service
+from services.runtime.entry import Arguments, ending, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.tracking import check_tracking
 
@@ -43,4 +43,4 @@ async def track(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("tracker", track))
+    sys.exit(ending(main("tracker", track)))

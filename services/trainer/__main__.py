@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from services.config import RunConfig
 from services.protocol.errors import StoreError
 from services.runtime import logs
-from services.runtime.entry import EXIT_OK, Arguments, arguments, open_service, report
-from services.runtime.http.credentials import redis_login
+from services.runtime.entry import EXIT_OK, Arguments, arguments, connect, ending, open_service, report
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
@@ -58,7 +57,7 @@ def _follow(given: Arguments, portal: Portal) -> None:
     from services.trainer.rank_commands import RankCommands
 
     config = given.config
-    store = portal.call(Store.connect(config.redis.url, config.run.name, redis_login(config, "trainer")))
+    store = portal.call(connect("trainer", config))
     here = contextlib.AsyncExitStack()
     try:
         if os.environ.get("LOCAL_RANK") == "0":  # first rank of its own node: probes find endpoints there as on rank 0's
@@ -148,4 +147,4 @@ def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending(main()))

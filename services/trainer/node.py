@@ -5,7 +5,7 @@ The environment says which node this is (GRPO_NODE of GRPO_NODES) and where rank
 
 Guarantees: a rank that fails ends the other ranks of its node, and its exit code becomes the node's; the ranks of other nodes
 fail in their next collective, so that all nodes restart and reconnect. No rank outlives this process. If told to stop while ranks
-load, it exits with 0 at once.
+load, it exits at once, with EXIT_UNLOADED and a line that says so.
 Waits for: the ranks, SIGTERM. Unblocked by: a tick of `TICK_S`; once told to stop, by GRPO_STOP_S at the latest.
 """
 
@@ -23,7 +23,18 @@ from dataclasses import dataclass
 from services.config import ConfigError
 from services.protocol.errors import StoreError
 from services.runtime import logs
-from services.runtime.entry import EXIT_FAILED, EXIT_OK, Arguments, arguments, leaving_at_once, report, rest
+from services.runtime.entry import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_UNLOADED,
+    Arguments,
+    arguments,
+    ending,
+    leaving_at_once,
+    report,
+    rest,
+    unloaded,
+)
 from services.runtime.loops import FATAL
 from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 
@@ -109,7 +120,9 @@ def _see_through(child: ChildService) -> int:
     while child.alive and not child.overdue and not any(child.codes):
         time.sleep(TICK_S)
     if child.asked < float("inf") and -signal.SIGTERM in child.codes:
-        return EXIT_OK  # only a rank that has not loaded ends by the signal, and without it the others cannot have trained
+        # Only a rank that has not loaded ends by the signal, and without it the others cannot have trained.
+        print(unloaded(time.monotonic() - child.started), end="", file=sys.stderr, flush=True)
+        return EXIT_UNLOADED
     if child.overdue:
         return EXIT_FAILED
     deadline = time.monotonic() + LAST_WORDS_S
@@ -120,4 +133,4 @@ def _see_through(child: ChildService) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending(main()))

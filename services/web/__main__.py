@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from services.runtime.entry import Arguments, main, open_service
+from services.runtime.entry import Arguments, ending, main, open_service
 from services.runtime.loops import Loop
 
 
@@ -24,4 +24,4 @@ async def show_run(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("web", show_run))
+    sys.exit(ending(main("web", show_run)))

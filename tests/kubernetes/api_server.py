@@ -1,4 +1,4 @@
-"""The one corner of a cluster's API that the chart's pods may call: `/scale` of a Deployment, over TLS, for one account."""
+"""The one corner of a cluster's API that the chart's pods may call: `/scale` of two objects, over TLS, for one account."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 
-class ApiServer:
-    """Serves `replicas` of one Deployment; `calls` are the verbs that came, by path."""
+class ScaledObject:
+    """A Deployment or StatefulSet, as far as its replicas go."""
 
-    def __init__(self, folder: Path, address: str, namespace: str, deployment: str, replicas: int) -> None:
+    def __init__(self, path: str, replicas: int) -> None:
+        self.path, self.replicas, self.version, self.uid = path, replicas, 1, secrets.token_hex(8)
+
+    def set(self, replicas: int) -> None:
+        self.replicas, self.version = replicas, self.version + 1
+
+
+class ApiServer:
+    """Serves the replicas of a Deployment and a StatefulSet; `calls` are the verbs that came, by path."""
+
+    def __init__(
+        self, folder: Path, address: str, namespace: str, deployment: str, replicas: int = 1, trainer: str = "demo-trainer"
+    ) -> None:  # fmt: skip
         """`folder` becomes what is mounted for a service account."""
         folder.mkdir(parents=True)
-        self.replicas, self.version, self.calls, self.lock = replicas, 1, set[tuple[str, str]](), threading.Lock()
-        self.path = f"/apis/apps/v1/namespaces/{namespace}/deployments/{deployment}/scale"
+        self.calls, self.lock = set[tuple[str, str]](), threading.Lock()
+        root = f"/apis/apps/v1/namespaces/{namespace}"
+        self.generators = ScaledObject(f"{root}/deployments/{deployment}/scale", replicas)
+        self.trainer = ScaledObject(f"{root}/statefulsets/{trainer}/scale", 1)
         self.token = secrets.token_urlsafe(16)
         (folder / "token").write_text(self.token)
         (folder / "namespace").write_text(namespace)
@@ -36,25 +50,40 @@ class ApiServer:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.environ = {"KUBERNETES_SERVICE_HOST": address, "KUBERNETES_SERVICE_PORT": str(self.server.server_address[1])}
 
+    @property
+    def replicas(self) -> int:
+        """Of the Deployment."""
+        return self.generators.replicas
+
     def scale(self, replicas: int) -> None:
-        """`kubectl scale`."""
+        """`kubectl scale` of the Deployment."""
         with self.lock:
-            self.replicas, self.version = replicas, self.version + 1
+            self.generators.set(replicas)
+
+    def recreate(self) -> None:
+        """The Deployment is deleted and made again from its manifest, which names no number."""
+        with self.lock:
+            self.generators = ScaledObject(self.generators.path, 1)
 
     def answer(self, method: str, path: str, token: str, body: dict[str, object]) -> tuple[int, dict[str, object]]:
         """What the real one would say."""
-        if token != f"Bearer {self.token}":
+        scheme, _, given = token.partition(" ")
+        if scheme.lower() != "bearer" or given.strip() != self.token:
             return 401, {"message": "Unauthorized"}
-        self.calls.add(({"GET": "get", "PATCH": "patch"}[method], path))
-        if path != self.path:
+        self.calls.add(({"GET": "get", "PATCH": "patch"}[method], path.partition("?")[0]))
+        path, _, query = path.partition("?")
+        found = next((each for each in (self.generators, self.trainer) if each.path == path), None)
+        if found is None:
             return 403, {"message": f"{path} is forbidden"}
         with self.lock:
             if method == "PATCH":
-                if body["metadata"] != {"resourceVersion": str(self.version)}:
+                if body["metadata"] != {"resourceVersion": str(found.version)}:
                     return 409, {"message": "the object has been modified"}
-                self.replicas, self.version = body["spec"]["replicas"], self.version + 1  # type: ignore[index]
-            spec = {"replicas": self.replicas} if self.replicas else {}
-            return 200, {"kind": "Scale", "metadata": {"resourceVersion": str(self.version)}, "spec": spec}
+                assert "fieldManager=grpo-scaler" in query
+                found.set(body["spec"]["replicas"])  # type: ignore[index]
+            spec = {"replicas": found.replicas} if found.replicas else {}
+            meta = {"name": "x", "resourceVersion": str(found.version), "uid": found.uid}
+            return 200, {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": meta, "spec": spec}
 
     def close(self) -> None:
         """Stop serving."""
@@ -70,6 +99,7 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
             status, answer = server.answer(self.command, self.path, self.headers.get("Authorization", ""), body)
             data = json.dumps(answer).encode()
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -18,6 +18,15 @@ Object = dict[str, Any]
 
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 
+BASE: Object = {
+    "config": {
+        "model": {"path": "Qwen/Qwen3-0.6B"},
+        "data": {"sources": [{"kind": "reasoning_gym", "task": "basic_arithmetic"}]},
+        "verifiers": [{"kind": "reasoning_gym"}],
+    }
+}
+"""What every release must say."""
+
 
 def example(name: str) -> Object:
     """The values of an example."""
@@ -27,7 +36,7 @@ def example(name: str) -> Object:
 def documented(heading: str) -> Object:
     """The values that docs/kubernetes.md shows under a heading."""
     page = (ROOT / "docs" / "kubernetes.md").read_text()
-    section = page.split(f"### {heading}\n", 1)[1].split("\n##", 1)[0]
+    section = page.split(f"## {heading}\n", 1)[1].split("\n##", 1)[0]
     return yaml.safe_load(section.split("```yaml\n", 1)[1].split("\n```", 1)[0])
 
 
@@ -42,9 +51,22 @@ def changed(values: Mapping[str, Any], path: str, value: Any) -> Object:
     return result
 
 
-def render(values: Mapping[str, Any] | None = None, name: str = "demo", namespace: str = "ml") -> list[Object]:
-    """Every object of a release; not to be changed. Raises the library's HelmError for values that are refused."""
-    return _render(json.dumps(values or {}, sort_keys=True), name, namespace)
+def completed(values: Mapping[str, Any] | None = None) -> Object:
+    """The values, with those keys of BASE that they leave out."""
+    result = copy.deepcopy(dict(values or {}))
+    config = result["config"] = {**BASE["config"], **result.get("config", {})}
+    config["data"] = {**BASE["config"]["data"], **config["data"]}
+    return result
+
+
+def render(
+    values: Mapping[str, Any] | None = None, name: str = "demo", namespace: str = "ml", bare: bool = False
+) -> list[Object]:
+    """Every object of a release; not to be changed. Raises the library's HelmError for values that are refused.
+
+    `bare`: of these values alone, without BASE.
+    """
+    return _render(json.dumps((values or {}) if bare else completed(values), sort_keys=True), name, namespace)
 
 
 @functools.cache
@@ -62,7 +84,7 @@ def notes(values: Mapping[str, Any] | None = None) -> str:
     from helm_python.chart import Chart
 
     with Chart.load(CHART) as chart:
-        return next(text for path, text in chart.render(dict(values or {}), name="demo").items() if path.endswith("NOTES.txt"))
+        return next(text for path, text in chart.render(completed(values), name="demo").items() if path.endswith("NOTES.txt"))
 
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:

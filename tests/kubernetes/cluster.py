@@ -42,10 +42,7 @@ class Cluster:
         self.pods: dict[str, Pod] = {}
         self.gone: dict[str, int] = {}  # pods that were terminated, with their exit codes
         self.folder = folder
-        deployment = chart.named(objects, "Deployment", f"{release}-generator")
-        self.api = ApiServer(
-            folder / "account", self.network.gateway, namespace, f"{release}-generator", deployment["spec"]["replicas"]
-        )
+        self.api = ApiServer(folder / "account", self.network.gateway, namespace, f"{release}-generator", 1, f"{release}-trainer")
         self.held = Objects.of(objects, folder / "volumes", folder / "account")
         self.held.secrets |= secrets
         self._programs()
@@ -68,13 +65,17 @@ class Cluster:
     def start(self) -> None:
         """Make every pod of the release."""
         for found in chart.of_kind(self.objects, "StatefulSet"):
-            for i in range(found["spec"]["replicas"]):
-                self._add(found, f"{found['metadata']['name']}-{i}", {"apps.kubernetes.io/pod-index": str(i)})
+            if found["metadata"]["name"] != f"{self.release}-trainer":
+                self._member(found, 0)
         for found in chart.of_kind(self.objects, "Deployment"):
             if found["metadata"]["name"] != f"{self.release}-generator":
-                for _ in range(found["spec"]["replicas"]):
+                for _ in range(found["spec"].get("replicas", 1)):
                     self._add(found, f"{found['metadata']['name']}-{secrets.token_hex(3)}", {})
-        self._keeper.start()  # which makes the generators
+        self._keeper.start()  # which makes the generators and the trainer
+
+    def _member(self, owner: chart.Object, index: int) -> None:
+        """Make a pod of a StatefulSet."""
+        self._add(owner, f"{owner['metadata']['name']}-{index}", {"apps.kubernetes.io/pod-index": str(index)})
 
     def run(self, found: chart.Object, limit_s: float = 400.0) -> tuple[int, str]:
         """A pod of its own, as of a hook, to its end: exit code, and what it printed."""
@@ -109,9 +110,16 @@ class Cluster:
         return [pod for pod in self.pods.values() if pod.template["metadata"]["labels"][key] == component and not pod.leaving]
 
     def _keep(self) -> None:
-        """The controllers and the kubelet: as many generators as are wanted, and every container up."""
+        """The controllers and the kubelet: as many generators and trainer pods as are wanted, and every container up."""
         owner = chart.named(self.objects, "Deployment", f"{self.release}-generator")
+        trainer = chart.named(self.objects, "StatefulSet", f"{self.release}-trainer")
         while not self._ending.wait(TICK_S):
+            ranks = self.of("trainer")
+            for index in range(len(ranks), self.api.trainer.replicas):
+                self._member(trainer, index)
+            for pod in ranks[self.api.trainer.replicas :]:
+                pod.leaving = True
+                threading.Thread(target=self._terminate, args=(pod,), daemon=True).start()
             generators = self.of("generator")
             for _ in range(self.api.replicas - len(generators)):
                 self._add(owner, f"{owner['metadata']['name']}-{secrets.token_hex(3)}", {})

@@ -86,6 +86,8 @@ def path_of(found: Object, kinds: Mapping[str, Mapping[str, str]]) -> str:
     """Where an object is."""
     version, meta = found["apiVersion"], found["metadata"]
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    if found["kind"] in CLUSTER_WIDE:
+        return f"{root}/{kinds[version][found['kind']]}/{meta['name']}"
     return f"{root}/namespaces/{meta['namespace']}/{kinds[version][found['kind']]}/{meta['name']}"
 
 

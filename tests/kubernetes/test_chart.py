@@ -19,7 +19,7 @@ pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install
 import kubernetes_validate
 
 VERSIONS = ("1.32", "1.37")
-OPERATORS = {"Certificate", "ScaledObject", "TriggerAuthentication", "PodMonitor", "PrometheusRule"}
+OPERATORS = {"HTTPRoute", "Certificate", "ScaledObject", "TriggerAuthentication", "PodMonitor", "PrometheusRule"}
 """Kinds of others' operators, whose schemas are not Kubernetes' own."""
 
 VARIES = re.compile(
@@ -66,6 +66,25 @@ CHANGES: list[tuple[str, Any]] = [
     ("tls", {"apiSecret": "of-the-pods", "redisSecret": "of-redis"}),
     ("trainer.ranksPerNode", 8),
     ("web.enabled", True),
+    ("onFinish", "keep"),
+    ("security.user", None),
+    ("commonLabels", {"team": "math"}),
+    ("serviceAccount.annotations", {"iam.gke.io/gcp-service-account": "a@b"}),
+    ("image.digests", {"generator": "sha256:" + 64 * "0"}),
+    ("podDefaults", {
+        "extraEnv": [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+        "extraEnvFrom": [{"configMapRef": {"name": "proxy"}}],
+        "extraVolumes": [{"name": "scratch", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+        "initContainers": [{"name": "first", "image": "busybox", "command": ["true"]}],
+        "schedulerName": "volcano", "tmpSize": "2Gi",
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+        ],
+        "probes": {"readiness": {"failureThreshold": 5}}, "revisionHistoryLimit": 2, "progressDeadlineSeconds": 900,
+    }),
+    ("generator.strategy", {"type": "Recreate"}),
+    ("trainer.strategy", {"type": "OnDelete"}),
 ]  # fmt: skip
 
 
@@ -101,7 +120,7 @@ def test_examples_pass_strict_lint_and_render_what_kubernetes_takes(path: Path, 
         found = lint(chart.CHART, values_of(path), strict=True, kube_version=f"v{version}.0")
         assert found["errors"] == []
         assert [message for message in found["messages"] if message["severity"] > 1] == []
-    check(chart.render(values_of(path)), tmp_path)
+    check(chart.render(values_of(path), bare=True), tmp_path)
 
 
 def test_the_chart_by_itself_renders(tmp_path: Path) -> None:
@@ -135,7 +154,7 @@ def test_the_chart_sets_what_it_knows_best(tmp_path: Path) -> None:
     objects = chart.render(chart.example("four-nodes"), name="reason", namespace="team")
     (tmp_path / "config.toml").write_text(chart.named(objects, "ConfigMap", "reason-config")["data"]["config.toml"])
     config = load_resolved(tmp_path / "config.toml")
-    assert (config.run.name, config.trainer.ranks, config.generator.count) == ("reason", 16, 4)
+    assert (config.run.name, config.trainer.ranks, config.generator.count) == ("reason", 16, 1)
     assert config.redis.url == "redis://reason-redis.team.svc.cluster.local:6379/0"
     assert config.sync.host == "reason-trainer-0.reason-trainer.team.svc.cluster.local"
     assert (config.api.host, config.api.port) == ("0.0.0.0", 8080)
@@ -179,9 +198,53 @@ def test_an_autoscaler_owns_the_number_alone() -> None:
     assert "replicas" not in chart.named(objects, "Deployment", "demo-generator")["spec"]
     scaled = chart.named(objects, "ScaledObject", "demo-generator")["spec"]
     assert scaled["triggers"][0]["metadata"]["stream"] == "grpo:{demo}:tickets"
-    assert not [found for found in objects if found["metadata"]["name"] == "demo-scaler"]
     assert '"scaling" = "keda"' in chart.named(objects, "ConfigMap", "demo-config")["data"]["config.toml"]
-    assert chart.named(chart.render(), "Deployment", "demo-generator")["spec"]["replicas"] == 1
+
+
+def test_the_page_is_served_through_an_ingress_or_a_gateway(tmp_path: Path) -> None:
+    gateway = [{"name": "public", "namespace": "gateways"}]
+    objects = chart.render({
+        "web": {
+            "enabled": True,
+            "ingress": {"enabled": True, "host": "grpo.example.com", "className": "nginx", "tlsSecret": "page"},
+            "route": {"enabled": True, "parentRefs": gateway, "hostnames": ["grpo.example.com"]},
+        },
+        "networkPolicy": {"apiFrom": [{"podSelector": {"matchLabels": {"app": "nginx"}}}]},
+    })  # fmt: skip
+    check(objects, tmp_path)
+    (port,) = chart.named(objects, "Service", "demo-web")["spec"]["ports"]
+    (rule,) = chart.named(objects, "Ingress", "demo-web")["spec"]["rules"]
+    assert rule["host"] == "grpo.example.com"
+    assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-web", "port": {"name": port["name"]}}
+    route = chart.named(objects, "HTTPRoute", "demo-web")["spec"]
+    assert route["parentRefs"] == gateway
+    assert route["rules"] == [{"backendRefs": [{"name": "demo-web", "port": port["port"]}]}]
+
+
+def test_what_is_set_for_all_pods_is_on_each_and_a_section_may_differ() -> None:
+    values = {
+        "podDefaults": {
+            "tolerations": [{"key": "gpu"}], "env": {"A": "1", "B": "1"}, "probes": {"readiness": {"failureThreshold": 5}},
+        },
+        "generator": {"env": {"B": "2"}, "probes": {"readiness": {"periodSeconds": 2}}},
+        "web": {"enabled": True}, "judge": {"enabled": True, "model": "a/b"},
+    }  # fmt: skip
+    for label, template in chart.pods(chart.render(values)):
+        assert {"key": "gpu"} in template["spec"]["tolerations"], label
+        (container,) = template["spec"]["containers"]
+        environ = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
+        generator = label == "Deployment/demo-generator"
+        if "check" not in label:
+            assert (environ["A"], environ["B"]) == ("1", "2" if generator else "1"), label
+        if probe := container.get("readinessProbe"):
+            assert (probe["failureThreshold"], probe["periodSeconds"]) == (5, 2 if generator else 5), label
+
+
+def test_a_deployment_may_take_as_long_as_its_pods() -> None:
+    for found in chart.of_kind(chart.render({"web": {"enabled": True}}), "Deployment"):
+        (container,) = found["spec"]["template"]["spec"]["containers"]
+        probe = container["startupProbe"]
+        assert found["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"], found["metadata"]
 
 
 def test_an_external_cluster_is_reached_at_all_its_nodes_and_by_the_autoscaler() -> None:

@@ -172,17 +172,21 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     exported = cluster.held.folder / "demo-runs" / "demo" / "model" / "model.safetensors"
     assert exported.stat().st_size > 0
 
-    # Pods of a run that is over start again, and rest
-    def resting(component: str) -> bool:
-        pod = cluster.of(component)[0]
+    # Pods of a run that is over free their GPUs; dataprep starts again, and rests
+    cluster.wait(lambda: not cluster.of("trainer") and not cluster.of("generator"), "trainer and generators do not go", 200)
+    cluster.wait(lambda: {"demo-trainer-0", "demo-trainer-1"} <= cluster.gone.keys(), "the trainer does not end", 200)
+    assert {code for name, code in cluster.gone.items() if "trainer" in name} <= {0}, cluster.gone
+
+    def resting() -> bool:
+        pod = cluster.of("dataprep")[0]
         return "the run has finished" in pod.probe("readinessProbe") and not pod.probe("livenessProbe")
 
-    for component in ("trainer", "generator", "dataprep"):
-        cluster.wait(lambda component=component: resting(component), f"{component} does not rest", 200)
-    assert cluster.api.calls == {("get", cluster.api.path), ("patch", cluster.api.path)}
+    cluster.wait(resting, "dataprep does not rest", 200)
+    scaled = (cluster.api.generators, cluster.api.trainer)
+    assert cluster.api.calls == {(verb, each.path) for verb in ("get", "patch") for each in scaled}
     token = cluster.held.secrets["demo-auth"]["api-token"].decode()
-    url = f"https://{cluster.of('trainer')[0].address}:8080"
+    url = f"https://{cluster.of('dataprep')[0].address}:8080"
     with Client(url, token, str(cluster.folder / "api" / "ca.pem"), "demo-api.ml.svc.cluster.local") as client:
-        assert client.state().pod.name == "demo-trainer-0"
+        assert client.state().pod.kind == "dataprep"
     with Client(url, token, str(cluster.folder / "api" / "ca.pem")) as client, pytest.raises(ApiError, match="cannot be reached"):
         client.state()

@@ -15,8 +15,9 @@ import yaml
 
 from services.console.__main__ import app as grpo
 from services.console.__main__ import with_waits
+from services.runtime.entry import START_ENV
 from services.runtime.http.api import make_app
-from services.scaler.__main__ import DEPLOYMENT_ENV
+from services.scaler.__main__ import ScalerSettings
 from tests.kubernetes import chart
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
@@ -44,10 +45,10 @@ def releases() -> Iterator[tuple[str, list[chart.Object]]]:
             {"web": {"enabled": True}, "tls": {"issuer": {"name": "ours"}}, "generator": {"autoscaling": {"kind": "keda"}}}
         ),
     )
-    for heading in ("A Python function", "A service", "A model as judge"):
+    for heading in ("A Python function", "A service", "A model as judge", "Environments"):
         yield heading, chart.render(chart.documented(heading))
     for path in chart.EXAMPLES:
-        yield path.stem, chart.render(yaml.safe_load(path.read_text()))
+        yield path.stem, chart.render(yaml.safe_load(path.read_text()), bare=True)
 
 
 RELEASES = pytest.mark.parametrize("objects", [pytest.param(objects, id=name) for name, objects in releases()])
@@ -108,6 +109,8 @@ def test_every_reference_resolves(objects: list[chart.Object]) -> None:
 def references(spec: dict[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
     """ConfigMaps, Secrets and claims that a pod names, with the keys it wants."""
     for volume in spec.get("volumes", []):
+        if volume.get("configMap", {}).get("optional"):
+            continue
         if "configMap" in volume:
             yield "ConfigMap", volume["configMap"]["name"], []
         if "persistentVolumeClaim" in volume:
@@ -225,18 +228,47 @@ def test_services_are_not_the_first_process_of_their_namespace(objects: list[cha
 
 
 def test_the_role_is_the_calls_that_are_made() -> None:
-    objects = chart.render()
-    (role,) = chart.of_kind(objects, "Role")
-    assert role["rules"] == [
-        {
-            "apiGroups": ["apps"],
-            "resources": ["deployments/scale"],
-            "resourceNames": ["demo-generator"],
-            "verbs": ["get", "patch"],
-        }
-    ]  # the calls: tests/kubernetes/test_scaler.py and test_pods.py
-    (container,) = chart.named(objects, "Deployment", "demo-scaler")["spec"]["template"]["spec"]["containers"]
-    assert {"name": DEPLOYMENT_ENV, "value": "demo-generator"} in container["env"]
+    """The calls: tests/kubernetes/test_scaler.py and test_pods.py."""
+    deployment, stateful_set = (
+        {"apiGroups": ["apps"], "resources": [f"{kind}/scale"], "resourceNames": [name], "verbs": ["get", "patch"]}
+        for kind, name in (("deployments", "demo-generator"), ("statefulsets", "demo-trainer"))
+    )
+    for values, rules, settings in (
+        ({"generator": {"replicas": 3}}, [deployment, stateful_set], ScalerSettings("demo-generator", 3, "demo-trainer", 1)),
+        (
+            {"generator": {"autoscaling": {"kind": "keda"}}, "onFinish": "keep"},
+            [stateful_set], ScalerSettings("", 1, "demo-trainer", 1, keep=True),
+        ),
+    ):  # fmt: skip
+        objects = chart.render(values)
+        (role,) = chart.of_kind(objects, "Role")
+        assert role["rules"] == rules
+        (container,) = chart.named(objects, "Deployment", "demo-scaler")["spec"]["template"]["spec"]["containers"]
+        environ = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+        assert ScalerSettings.from_environment(environ) == settings
+    assert not chart.of_kind(chart.render({"scaler": {"enabled": False}}), "Role")
+
+
+def test_pods_wait_for_redis_for_less_time_than_their_startup_probe_does() -> None:
+    objects = chart.render({"web": {"enabled": True}, "generator": {"startupSeconds": 100}})
+    patience: dict[str, float] = {}
+    for label, template in chart.pods(objects):
+        for container in template["spec"]["containers"]:
+            limit = [float(entry["value"]) for entry in container.get("env", []) if entry["name"] == START_ENV]
+            if "api" in {port["name"] for port in container.get("ports", [])}:
+                probe = container["startupProbe"]
+                patience[label] = limit[0]
+                assert 60 < limit[0] < probe["periodSeconds"] * probe["failureThreshold"], label
+    assert patience["Deployment/demo-generator"] == 85
+
+
+def test_the_service_of_the_control_api_is_there_with_or_without_the_page() -> None:
+    for values in ({}, {"web": {"enabled": True}}):
+        objects = chart.render(values)
+        service = chart.named(objects, "Service", "demo-api")["spec"]
+        chosen = [label for label, pod in chart.pods(objects) if service["selector"].items() <= pod["metadata"]["labels"].items()]
+        assert chosen == ["Deployment/demo-dataprep"]
+        assert "service/demo-api" in chart.notes(values)
 
 
 def test_gpus_and_network_of_several_nodes() -> None:

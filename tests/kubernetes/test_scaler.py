@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,58 +21,86 @@ from services.runtime.http.api import serve
 from services.runtime.http.credentials import ApiTokens
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
-from services.scaler.__main__ import follow
-from services.scaler.deployment import ClusterError, Deployment, DeploymentChanged, Replicas
-from services.scaler.reconcile import Decision, decide
+from services.scaler.__main__ import ReleaseFollower, ScalerSettings
+from services.scaler.reconcile import EMPTYING, FINISHED, Decision, decide, trainer_replicas
+from services.scaler.workload import ClusterError, KubernetesApi, WorkloadChanged
 from services.store import Store
 from services.store.records import Scale
 from tests.kubernetes.api_server import ApiServer
 from tests.support.harness import small_config, wait_until
 
+SETTINGS = ScalerSettings("demo-generator", 3, "demo-trainer", 2)
+
 
 @pytest_asyncio.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[tuple[ApiServer, Deployment]]:
-    server = ApiServer(tmp_path / "account", "127.0.0.1", "ml", "demo-generator", 2)
-    deployment = Deployment.in_cluster("demo-generator", server.environ, tmp_path / "account")
-    yield server, deployment
-    await deployment.close()
+async def cluster(tmp_path: Path) -> AsyncIterator[tuple[ApiServer, KubernetesApi]]:
+    server = ApiServer(tmp_path / "account", "127.0.0.1", "ml", "demo-generator")
+    api = KubernetesApi.in_cluster(server.environ, tmp_path / "account")
+    yield server, api
+    await api.close()
     server.close()
 
 
+@contextlib.asynccontextmanager
+async def following(
+    store: Store, server: RedisServer, folder: Path, cluster: KubernetesApi, settings: ScalerSettings = SETTINGS
+) -> AsyncIterator[ReleaseFollower]:
+    """A scaler that is asked for each look."""
+    async with open_service("scaler", small_config(folder, server, f"run.name={store.keys.name}"), "scaler-0") as service:
+        yield ReleaseFollower(service, settings, cluster)
+
+
 def test_the_last_change_is_followed() -> None:
-    assert decide(Scale(), 2) == Decision(followed=2)
-    assert decide(Scale(followed=2), 2) == Decision()
-    assert decide(Scale(followed=2), 5) == Decision(wish=5, followed=5)
-    assert decide(Scale(wanted=4, followed=2), 2) == Decision(replicas=4, followed=4)
-    assert decide(Scale(wanted=4, followed=4), 4) == Decision()
-    assert decide(Scale(wanted=4, followed=4), 0) == Decision(wish=0, followed=0)
-    assert decide(Scale(wanted=3, followed=4), 6) == Decision(replicas=3, followed=3)
-    assert decide(Scale(wanted=4), 4) == Decision(followed=4)
-    assert decide(Scale(wanted=4), 1) == Decision(replicas=4, followed=4)
+    def of(wanted: int | None, followed: int | None) -> Scale:
+        return Scale(wanted=wanted, followed=followed, object="it")
+
+    assert decide(of(None, 2), 2, "it") == Decision()
+    assert decide(of(None, 2), 5, "it") == Decision(wish=5, followed=5)
+    assert decide(of(4, 2), 2, "it") == Decision(replicas=4, followed=4)
+    assert decide(of(4, 4), 4, "it") == Decision()
+    assert decide(of(4, 4), 0, "it") == Decision(wish=0, followed=0)
+    assert decide(of(4, 4), 1, "it") == Decision(wish=1, followed=1)
+    assert decide(of(3, 4), 6, "it") == Decision(replicas=3, followed=3)
+
+
+def test_a_new_deployment_gets_the_first_number_or_the_one_last_asked_for() -> None:
+    """1 is what a cluster makes of a manifest without a number. Whatever else is there, somebody has set."""
+    assert decide(Scale(), 1, "new", 3) == Decision(replicas=3, followed=3, object="new")
+    assert decide(Scale(), 3, "new", 3) == Decision(wish=3, followed=3, object="new")
+    assert decide(Scale(wanted=6, followed=6, object="old"), 1, "new", 3) == Decision(replicas=6, followed=6, object="new")
+    assert decide(Scale(wanted=6, followed=6, object="old"), 4, "new", 3) == Decision(wish=4, followed=4, object="new")
+    # of a version that named the number in the manifest, with a request that it had not followed yet
+    assert decide(Scale(wanted=5, followed=3), 3, "new", 2) == Decision(replicas=5, followed=5, object="new")
+    # emptied when the run finished, and resumed
+    for mark in (EMPTYING, FINISHED):
+        assert decide(Scale(wanted=6, followed=0, object=mark), 0, "it", 3) == Decision(replicas=6, followed=6, object="it")
+        assert decide(Scale(wanted=6, followed=0, object=mark), 2, "it", 3) == Decision(wish=2, followed=2, object="it")
+
+
+def test_the_trainer_has_all_its_nodes_or_none() -> None:
+    assert trainer_replicas(2, 1, emptied=False) == 2
+    assert trainer_replicas(2, 4, emptied=False) == 2
+    assert trainer_replicas(2, 2, emptied=False) is None
+    assert trainer_replicas(2, 0, emptied=False) is None
+    assert trainer_replicas(2, 0, emptied=True) == 2
 
 
 async def test_both_ways_over_tls(
-    cluster: tuple[ApiServer, Deployment], store: Store, server: RedisServer, tmp_path: Path
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
 ) -> None:
-    api, deployment = cluster
+    api, kubernetes = cluster
     config = small_config(tmp_path, server, f"run.name={store.keys.name}")
     await store.run.create("config", "data", 4, 8)
     await store.run.scale_generators(3, "before")
 
-    async def wanted() -> int | None:
+    async def adopted(number: int) -> bool:
         state = await store.run.state()
         assert state is not None
-        return state.scale.wanted
-
-    async def adopted(number: int) -> bool:
-        return await wanted() == number
+        return state.scale.wanted == number
 
     async with open_service("scaler", config, "scaler-0") as service:
-
-        async def work(loop: object) -> None:
-            await follow(service, deployment, loop)  # type: ignore[arg-type]
-
-        running = asyncio.create_task(service.run(work))
+        follower = ReleaseFollower(service, SETTINGS, kubernetes)
+        running = asyncio.create_task(service.run(follower.follow))
         await wait_until(lambda: api.replicas == 3, 60)
         await store.run.scale_generators(0, "grpo scale")
         await wait_until(lambda: api.replicas == 0, 60)
@@ -79,28 +109,123 @@ async def test_both_ways_over_tls(
         assert api.replicas == 5
         service.stop()
         await asyncio.wait_for(running, 60)
-    assert api.calls == {("get", api.path), ("patch", api.path)}
+    assert api.calls == {(verb, each.path) for verb in ("get", "patch") for each in (api.generators, api.trainer)}
 
 
-async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiServer, Deployment]) -> None:
-    api, deployment = cluster
-    seen = await deployment.replicas()
-    assert seen == Replicas(2, "1")
+async def test_the_first_number_is_set_before_there_is_a_run_and_once(
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    api, kubernetes = cluster
+    async with following(store, server, tmp_path, kubernetes) as follower:
+        await follower.once(None)
+        assert (api.replicas, api.trainer.replicas) == (3, 2)
+        api.scale(1)
+        await follower.once(None)
+        assert api.replicas == 1
+        await store.run.create("config", "data", 4, 8)
+        api.scale(4)
+        await follower.once(await store.run.state())
+        state = await store.run.state()
+        assert state is not None
+        assert (api.replicas, state.scale.wanted, state.scale.object) == (4, 4, api.generators.uid)
+
+
+async def test_a_release_that_is_installed_again_has_the_number_of_before(
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    api, kubernetes = cluster
+    await store.run.create("config", "data", 4, 8)
+    async with following(store, server, tmp_path, kubernetes) as follower:
+        await follower.once(await store.run.state())
+        api.scale(6)
+        await follower.once(await store.run.state())
+        api.recreate()
+        assert api.replicas == 1
+        await follower.once(await store.run.state())
+        assert api.replicas == 6
+        await follower.once(await store.run.state())
+        api.scale(1)  # which is what the Deployment began with
+        await follower.once(await store.run.state())
+        state = await store.run.state()
+        assert state is not None
+        assert (api.replicas, state.scale.wanted) == (1, 1)
+
+
+async def test_a_finished_run_frees_its_gpus_once_and_gets_them_back(
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    api, kubernetes = cluster
+    await store.run.create("config", "data", 4, 8)
+    async with following(store, server, tmp_path, kubernetes) as follower:
+        await follower.once(await store.run.state())
+        api.scale(5)
+        await follower.once(await store.run.state())
+        await store.run.finish("4 steps trained")
+        await follower.once(await store.run.state())
+        assert (api.replicas, api.trainer.replicas) == (0, 0)
+        api.trainer.set(1)  # an operator starts a pod, to look at checkpoints
+        await follower.once(await store.run.state())
+        assert api.trainer.replicas == 1
+        api.trainer.set(0)
+        await store.run.request_restore(2)
+        await follower.once(await store.run.state())
+        assert (api.replicas, api.trainer.replicas) == (5, 2)
+        state = await store.run.state()
+        assert state is not None
+        assert (state.scale.wanted, state.scale.object) == (5, api.generators.uid)
+
+
+async def test_pods_stay_if_they_are_to_and_an_autoscaler_keeps_its_number(
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    api, kubernetes = cluster
+    api.scale(4)
+    await store.run.create("config", "data", 4, 8)
+    await store.run.finish("4 steps trained")
+    async with following(store, server, tmp_path, kubernetes, replace(SETTINGS, keep=True)) as follower:
+        await follower.once(await store.run.state())
+        assert (api.replicas, api.trainer.replicas) == (4, 1)
+    async with following(store, server, tmp_path, kubernetes, replace(SETTINGS, deployment="")) as follower:
+        await follower.once(await store.run.state())
+        assert (api.replicas, api.trainer.replicas) == (4, 0)
+        await store.run.request_restore(2)
+        for _ in range(2):
+            await follower.once(await store.run.state())
+        state = await store.run.state()
+        assert state is not None
+        assert (api.trainer.replicas, state.scale.object) == (2, None)
+
+
+async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiServer, KubernetesApi]) -> None:
+    api, kubernetes = cluster
+    generators = kubernetes.workload("deployment", "demo-generator")
+    seen = await generators.replicas()
+    assert (seen.count, seen.version, seen.uid) == (1, "1", api.generators.uid)
     api.scale(7)
-    with pytest.raises(DeploymentChanged):
-        await deployment.scale(4, seen)
+    with pytest.raises(WorkloadChanged):
+        await generators.scale(4, seen)
     assert api.replicas == 7
 
 
-async def test_a_refusal_says_what_was_asked(cluster: tuple[ApiServer, Deployment], tmp_path: Path) -> None:
-    api, deployment = cluster
-    (tmp_path / "account" / "token").write_text("of yesterday")
-    with pytest.raises(ClusterError, match="401 Unauthorized"):
-        await deployment.replicas()
-    (tmp_path / "account" / "token").write_text(api.token)
-    assert (await deployment.replicas()).count == 2
+async def test_a_refusal_says_what_was_asked(cluster: tuple[ApiServer, KubernetesApi], tmp_path: Path) -> None:
+    api, kubernetes = cluster
+    with pytest.raises(ClusterError, match="read_namespaced_deployment_scale another: 403"):
+        await kubernetes.workload("deployment", "another").replicas()
+    api.token = "of tomorrow"
+    with pytest.raises(ClusterError, match="401"):
+        await kubernetes.workload("deployment", "demo-generator").replicas()
     with pytest.raises(ConfigError, match="needs a cluster"):
-        Deployment.in_cluster("demo-generator", {}, tmp_path / "account")
+        KubernetesApi.in_cluster({}, tmp_path / "account")
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [({}, "GRPO_DEPLOYMENT"), ({"GRPO_DEPLOYMENT": "a", "GRPO_REPLICAS": "two"}, "must be numbers"),
+     ({"GRPO_DEPLOYMENT": "a", "GRPO_ON_FINISH": "delete"}, "scaleToZero, keep")],
+)  # fmt: skip
+def test_an_environment_that_is_not_the_charts_is_refused(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ScalerSettings.from_environment(environ)
 
 
 @pytest.mark.parametrize(("scaling", "remedy"), [("keda", "generator.autoscaling.minReplicas"), ("kubectl", "use kubectl scale")])

@@ -31,9 +31,15 @@ OWN = {
     "Deployment/demo-generator": {"generator"}, "Deployment/demo-dataprep": {"dataprep", "console"},
     "StatefulSet/demo-trainer": {"trainer", "console"}, "Deployment/demo-tracker": {"tracker"}, "Deployment/demo-web": {"web"},
     "Deployment/demo-scaler": {"scaler"}, "Pod/demo-smoke": {"console"}, "StatefulSet/demo-redis": set(acl.GRANTS),
-    "Job/demo-check": set(),
+    "Job/demo-check": {"console"}, "Deployment/demo-environment": {"environment"},
 }  # fmt: skip
-WHOLE = {"web": {"enabled": True}, "config": {"tracking": {"tensorboard": True}}}
+WHOLE = {
+    "web": {"enabled": True}, "environment": {"internet": True},
+    "config": {
+        "tracking": {"tensorboard": True}, "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
+        "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl", "environment": "e"}]},
+    },
+}  # fmt: skip
 
 
 def items(template: chart.Object, secret: str) -> dict[str, str]:

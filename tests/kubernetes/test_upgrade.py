@@ -1,4 +1,4 @@
-"""What is live is kept: Helm renders the release against an API that has a scaled Deployment and a Secret of its own."""
+"""What is live is kept: Helm renders against an API that has Secrets of an earlier revision. Missing kinds are refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.kubernetes.lookups import LookupServer
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 
+from helm_python import HelmError
+
 KEPT = {"api-token": "the token of before", "api-read-token": "the one to look with", "redis-password": "the password of before"}
 
 USERS = {"generator": "that of the generators", "trainer": "that of the only trainer"}
@@ -23,11 +25,9 @@ USERS = {"generator": "that of the generators", "trainer": "that of the only tra
 
 @pytest.fixture
 def server() -> Iterator[LookupServer]:
-    """A namespace with the generators scaled to 7, and the Secret of an earlier revision."""
+    """A namespace with the Secrets of an earlier revision."""
     objects = chart.render()
     own = {"meta.helm.sh/release-name": "demo", "meta.helm.sh/release-namespace": "ml"}
-    deployment = chart.named(objects, "Deployment", "demo-generator")
-    deployment = {**deployment, "spec": {**deployment["spec"], "replicas": 7}}
     secrets = [
         {
             **chart.named(objects, "Secret", name),
@@ -35,7 +35,8 @@ def server() -> Iterator[LookupServer]:
         }
         for name, kept in (("demo-auth", KEPT), ("demo-redis-users", USERS))
     ]
-    live = [{**found, "metadata": {**found["metadata"], "annotations": own}} for found in (deployment, *secrets)]
+    live = [{**found, "metadata": {**found["metadata"], "annotations": own}} for found in secrets]
+    live.append({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}})
     made = LookupServer(objects, live)
     yield made
     made.close()
@@ -54,13 +55,12 @@ def rendered(server: LookupServer, values: dict[str, Any]) -> list[chart.Object]
         }
     )  # fmt: skip
     with Config(kubeconfig_content=cluster, namespace="ml") as helm:
-        release = helm.install(str(chart.CHART), "demo", values, namespace="ml", dry_run="server")
+        release = helm.install(str(chart.CHART), "demo", chart.completed(values), namespace="ml", dry_run="server")
     return [found for found in yaml.safe_load_all(release["manifest"]) if found]
 
 
-def test_the_live_number_of_generators_and_the_secrets_are_kept(server: LookupServer) -> None:
-    objects = rendered(server, {"generator": {"replicas": 2}})
-    assert chart.named(objects, "Deployment", "demo-generator")["spec"]["replicas"] == 7
+def test_the_secrets_are_kept(server: LookupServer) -> None:
+    objects = rendered(server, {})
     held = chart.named(objects, "Secret", "demo-auth")["data"]
     assert {key: base64.b64decode(value).decode() for key, value in held.items()} == KEPT
     users = chart.named(objects, "Secret", "demo-redis-users")["data"]
@@ -73,3 +73,18 @@ def test_the_live_number_of_generators_and_the_secrets_are_kept(server: LookupSe
 def test_a_secret_of_somebody_else_is_not_made_again(server: LookupServer) -> None:
     objects = rendered(server, {"auth": {"existingSecret": "mine"}, "redis": {"usersSecret": "theirs"}})
     assert not chart.of_kind(objects, "Secret")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"monitoring": {"podMonitor": True}}, "needs the Prometheus operator, but this cluster has no kind PodMonitor"),
+        ({"tls": {"issuer": {"name": "ours"}}}, "needs cert-manager, but this cluster has no kind Certificate"),
+        ({"generator": {"autoscaling": {"kind": "keda"}}}, "needs KEDA, but this cluster has no kind ScaledObject"),
+    ],
+)  # fmt: skip
+def test_a_kind_that_the_cluster_lacks_is_refused(server: LookupServer, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(HelmError) as refusal:
+        rendered(server, values)
+    assert said in str(refusal.value)
+    assert chart.render(values), "without a cluster nothing is known"

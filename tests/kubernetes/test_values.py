@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes import chart
+from tests.kubernetes.chart import changed
 
 helm_python = pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 
@@ -18,6 +19,12 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("config.optimizer.lr", 1e-5, "lr"),
     ("config.optimiser", {}, "optimiser"),
     # wrong types and values
+    ("generator.startupSeconds", 0, "startupSeconds"),
+    ("podDefaults.probes", {"startup": {"period": 3}}, "period"),
+    ("web.extraVolumes", {}, "extraVolumes"),
+    ("image.digests", {"generator": "latest"}, "digests"),
+    ("image.digests", {"generators": "sha256:" + 64 * "0"}, "generators"),
+    ("onFinish", "delete", "onFinish"),
     ("generator.replicas", "2", "replicas"),
     ("generator.replicas", -1, "replicas"),
     ("trainer.nodes", 0, "nodes"),
@@ -48,19 +55,44 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("config.fleet.scaling", "keda", "scaling"),
 ]
 
+ENVIRONMENT: dict[str, Any] = {
+    "config": {
+        "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
+        "data": {"sources": [{"kind": "jsonl", "path": "/data/x.jsonl", "environment": "e"}]},
+    }
+}
+
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"redis": {"enabled": False}}, "redis.external.url"),
     ({"redis": {"external": {"url": "redis://host:6379/0"}}}, "redis.external.url"),
     ({"redis": {"external": {"cluster": True}}}, "redis.external.cluster"),
     ({"config": {"redis": {"payload_shards": 3}}}, "config.redis.payload_shards = 3"),
+    (ENVIRONMENT, 'environments tokenize with config.model.path = "Qwen/Qwen3-0.6B", which their pods must download'),
     (
-        {
-            "config": {
-                "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
-                "data": {"sources": [{"kind": "jsonl", "path": "/data/x.jsonl", "environment": "e"}]},
-            }
-        },
-        "config.environments",
+        changed(ENVIRONMENT, "config.environments", [{"name": "e", "kind": "python", "function": "e.py:E"}]),
+        "put the file into environment.files and write /srv/grpo/environments/e.py:E",
+    ),
+    (
+        changed(
+            ENVIRONMENT, "config.environments", [{"name": "e", "kind": "python", "function": "/srv/grpo/environments/e.py:E"}]
+        ),
+        'environment.files has no "e.py": add it',
+    ),
+    ({"environment": {"files": {"e.py": ""}}}, "have no effect without config.environments"),
+    ({**ENVIRONMENT, "environment": {"files": {"e.py": ""}, "existingConfigMap": "b"}}, "environment.existingConfigMap"),
+    ({"config": {"model": {"path": ""}}}, "config.model.path is empty"),
+    (
+        {"config": {"model": {"path": "/srv/grpo/models/a"}}},
+        'config.model.path = "/srv/grpo/models/a" is on no volume of the pods',
+    ),
+    ({"config": {"model": {"path": "my model"}}}, "neither a name on the hub"),
+    ({"generator": {"replicas": 3, "autoscaling": {"kind": "keda"}}}, "generator.replicas = 3 has no effect"),
+    ({"generator": {"replicas": 3}, "scaler": {"enabled": False}}, "use kubectl scale after the install"),
+    ({"web": {"ingress": {"enabled": True}}}, "web.enabled = false"),
+    ({"web": {"enabled": True, "ingress": {"enabled": True}}}, "networkPolicy.apiFrom"),
+    (
+        {"web": {"enabled": True, "route": {"enabled": True}}, "networkPolicy": {"apiFrom": [{"podSelector": {}}]}},
+        "web.route.parentRefs",
     ),
     ({"redis": {"external": {"caSecret": "ca"}}}, "redis.external.caSecret"),
     (
@@ -97,6 +129,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
             "judge": {"enabled": True, "model": "a/b"},
             "networkPolicy": {"internet": False},
             "config": {"model": {"path": "/srv/grpo/models/a"}},
+            "storage": {"models": {"enabled": True}},
         },
         'judge.model = "a/b" must be downloaded',
     ),
@@ -128,6 +161,23 @@ def test_impossible_combinations_are_refused_with_a_remedy(values: dict[str, Any
     assert named in str(refusal.value)
 
 
+def test_nothing_that_a_run_must_say_is_filled_in() -> None:
+    with pytest.raises(helm_python.HelmError, match="missing properties 'model', 'data'"):
+        chart.render(bare=True)
+    own = {"config": {"model": {"path": "a/b"}, "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl"}]}}}
+    config = chart.named(chart.render(own, bare=True), "ConfigMap", "demo-config")["data"]["config.toml"]
+    assert "reasoning_gym" not in config
+    assert "verifiers" not in config
+
+
+@pytest.mark.parametrize("value", [None, 10001])
+def test_the_user_is_the_images_or_the_clusters(value: int | None) -> None:
+    for label, template in chart.pods(chart.render({"security": {"user": value}})):
+        given = template["spec"]["securityContext"]
+        assert (given.get("runAsUser"), given.get("fsGroup")) == (value, value), label
+        assert given["runAsNonRoot"]
+
+
 def test_a_release_name_too_long_for_its_pods_is_refused() -> None:
     chart.render(name="r" * 40)
     with pytest.raises(helm_python.HelmError, match="at most 40"):
@@ -141,3 +191,12 @@ def test_the_schema_is_what_the_configuration_says(monkeypatch: pytest.MonkeyPat
     sys.modules.pop("make_schema")
     held = (chart.CHART / "values.schema.json").read_text()
     assert held == make_schema.make(), "python charts/make_schema.py writes it anew"
+
+
+def test_the_readme_says_what_the_values_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(chart.CHART))
+    import make_readme
+
+    sys.modules.pop("make_readme")
+    sys.modules.pop("make_schema", None)
+    assert make_readme.FILE.read_text() == make_readme.make(), "python charts/make_readme.py writes it anew"

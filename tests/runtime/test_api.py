@@ -79,7 +79,9 @@ async def test_the_number_of_generators_is_a_wish_that_reaches_redis(http: httpx
     answer = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
     assert (answer.status_code, answer.json()) == (200, {"replicas": 3, "why": "REST", "waiting_for": ["3 more generators"]})
     await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 0, "why": "night"})
-    assert (await http.get("/v1/state")).json()["state"]["scale"] == {"wanted": 0, "why": "night", "most": None, "followed": None}
+    assert (await http.get("/v1/state")).json()["state"]["scale"] == {
+        "wanted": 0, "why": "night", "most": None, "followed": None, "object": None,
+    }  # fmt: skip
     for wrong in ({"replicas": -1}, {}, {"replicas": "many"}):
         assert is_problem(await http.post("/v1/fleet/generators", headers=TOKEN, json=wrong), 422)
     await store.run.bound_generators(2)

@@ -15,7 +15,7 @@ import pytest
 
 from services.config import ConfigError, RunConfig, to_toml
 from services.console.local.redis_server import RedisServer
-from services.runtime.entry import Arguments
+from services.runtime.entry import EXIT_UNLOADED, Arguments
 from services.runtime.processes.child_processes import ChildService, ProcessPlan, ServicePlan, rank_environment
 from services.store import Store
 from services.trainer.node import TrainerNode, _see_through
@@ -95,7 +95,7 @@ def test_ranks_that_do_not_end_are_not_waited_for_longer_than_told() -> None:
         began = time.monotonic()
         code = _see_through(started)
         assert time.monotonic() - began < 50
-        assert code in (0, 1)
+        assert code in (EXIT_UNLOADED, 1)
     finally:
         started.kill()
 
@@ -118,7 +118,7 @@ async def test_ranks_told_to_end_while_they_load_end_at_once(server: RedisServer
     try:
         await started(ranks, tmp_path, small_config(tmp_path, server, f"run.name={store.keys.name}"))
         ranks.terminate()
-        assert await asyncio.to_thread(_see_through, ranks) == 0
+        assert await asyncio.to_thread(_see_through, ranks) == EXIT_UNLOADED
         await wait_until(lambda: not ranks.alive)
         assert ranks.codes == [-signal.SIGTERM] * 2
     finally:
@@ -154,7 +154,7 @@ def test_a_pod_told_to_end_before_its_ranks_are_there_ends_at_once(tmp_path: Pat
             assert process.stdout is not None
             assert any(line == b"waiting\n" for line in process.stdout)
             process.terminate()
-            assert process.wait(60) == 0
+            assert process.wait(60) == EXIT_UNLOADED
         finally:
             process.kill()
 

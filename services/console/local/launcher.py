@@ -27,6 +27,7 @@ from services.operations import figures
 from services.operations.condition import Condition
 from services.operations.observe import LOOK_EVERY_S, Look, Observer
 from services.protocol.errors import StoreError
+from services.runtime.entry import EXIT_UNLOADED
 from services.runtime.processes.causes import most_telling
 from services.runtime.processes.child_processes import ChildService, ServicePlan
 
@@ -177,7 +178,7 @@ class Launcher:
         self.children.remove(child)
         self._died.pop(child.name, None)
         codes = child.codes
-        drained = all(code == EXIT_OK for code in codes)
+        drained = all(code in (EXIT_OK, EXIT_UNLOADED) for code in codes)
         how = "drained and exited" if drained else f"{supervision.account(codes)} while draining"
         self.display.event(f"{child.name} {how}")
 

@@ -78,6 +78,10 @@ class Runs(Facet):
         """Record, from a cluster's scaler, the replicas on which the request and the Deployment agree."""
         await self._desire("followed:generator", str(replicas))
 
+    async def followed_object(self, object: str) -> None:
+        """Record, from a cluster's scaler, which Deployment it follows (`Scale.object`); an empty string clears the record."""
+        await self._desire("object:generator", object)
+
     async def request_checkpoint(self, why: str) -> None:
         """Request a checkpoint of the current committed step or a later one; the trainer's `checkpointed` clears the request."""
         await self._desire("checkpoint", f"{token()} {why}")

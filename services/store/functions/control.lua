@@ -73,9 +73,10 @@ register('attach_trainer', {'token', TEXT}, function(prefix, args)
   return answered(prefix, args[1]) or record_answer(prefix, args[1], next_fences(prefix, 'trainer_fence', 1)[1])
 end)
 
--- args: token, field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `stopping`, `finished`, …), value
--- (requester and reason) or '' to clear, and optionally the fence of the trainer that calls. Desired state outlives every pod. A
--- run with a requested restore does not end. A repeated call, however late, changes nothing: somebody may have resumed meanwhile.
+-- args: token, field (`paused:<role>`, `scale:generator`, `most:generator`, `followed:generator`, `object:generator`, `stopping`,
+-- `finished`, …), value (requester and reason) or '' to clear, and optionally the fence of the trainer that calls. Desired state
+-- outlives every pod. A run with a requested restore does not end. A repeated call, however late, changes nothing: somebody may
+-- have resumed meanwhile.
 register('desire', {'token', TEXT, 'field', TEXT, 'value', TEXT, MAYBE, 'fence', NATURAL}, function(prefix, args)
   local token, field, value = args[1], args[2], args[3]
   if answered(prefix, token) then return 1 end

@@ -1,0 +1,97 @@
+{{/* What values say of pods: defaults and exceptions, probes, rollouts, placement, resources. */}}
+
+{{/* Sets `settings`: the component's values over podDefaults. */}}
+{{- define "grpo.settle" -}}
+{{- $_ := set . "settings" (mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (index .root.Values .component))) }}
+{{- end }}
+
+{{/* Probes of a container: settings, and the action (`of`) with which it is asked whether it is live and ready. */}}
+{{- define "grpo.probes" -}}
+{{- $probes := .settings.probes }}
+startupProbe:
+  {{ .of }}: {{ toJson .live }}
+  {{- toYaml (mergeOverwrite (dict "failureThreshold" (include "grpo.startupTries" .settings | int)) (deepCopy $probes.startup)) | nindent 2 }}
+livenessProbe:
+  {{ .of }}: {{ toJson .live }}
+  {{- toYaml $probes.liveness | nindent 2 }}
+readinessProbe:
+  {{ .of }}: {{ toJson .ready }}
+  {{- toYaml $probes.readiness | nindent 2 }}
+{{- end }}
+
+{{- define "grpo.startupTries" -}}
+{{ .probes.startup.failureThreshold | default (ceil (divf .startupSeconds .probes.startup.periodSeconds)) | int }}
+{{- end }}
+
+{{/* Seconds until the startup probe fails for good; what a pod says of itself must come before. */}}
+{{- define "grpo.patience" -}}
+{{ max 1 (sub (mul (include "grpo.startupTries" . | int) (int .probes.startup.periodSeconds)) 15) }}
+{{- end }}
+
+{{/* What a Deployment or StatefulSet says beside its pods. */}}
+{{- define "grpo.rollout" -}}
+{{- include "grpo.settle" . }}
+revisionHistoryLimit: {{ .settings.revisionHistoryLimit }}
+{{- if not .stateful }}
+progressDeadlineSeconds: {{ .settings.progressDeadlineSeconds | default (add .settings.startupSeconds 600) }}
+{{- end }}
+{{- with .settings.strategy | default .strategy }}
+{{ ternary "updateStrategy" "strategy" (eq $.stateful true) }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "grpo.placement" -}}
+{{- include "grpo.settle" . -}}
+{{- $settings := .settings -}}
+{{- with $settings.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with $settings.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $settings.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with $settings.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $settings.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $settings.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $selector := dict "matchLabels" (include "grpo.selector" . | fromYaml) }}
+{{- $spread := list }}
+{{- with $settings.spreadOver }}
+{{- $spread = append $spread (dict "maxSkew" 1 "topologyKey" . "whenUnsatisfiable" "ScheduleAnyway" "labelSelector" $selector) }}
+{{- end }}
+{{- range $settings.topologySpreadConstraints }}
+{{- $spread = append $spread (merge (deepCopy .) (dict "labelSelector" $selector)) }}
+{{- end }}
+{{- with $spread }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "grpo.resources" -}}
+{{- $resources := deepCopy (index .root.Values .component).resources }}
+{{- $devices := dict }}
+{{- if and .gpus (eq .root.Values.accelerator "nvidia") }}
+{{- $_ := set $devices .root.Values.gpuResource .gpus }}
+{{- end }}
+{{- with .root.Values.interconnect.rdma }}
+{{- if and $.collective .resource }}
+{{- $_ := set $devices .resource .count }}
+{{- end }}
+{{- end }}
+{{- if $devices }}
+{{- $_ := set $resources "limits" (merge $devices ($resources.limits | default dict)) }}
+{{- end }}
+{{- toYaml $resources }}
+{{- end }}

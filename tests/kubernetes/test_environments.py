@@ -1,0 +1,121 @@
+"""Pods of environments: the values that docs/kubernetes.md shows, rendered, loaded and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.config import load, load_resolved
+from services.environment.programs.pool import ProgramPool
+from tests.kubernetes import chart
+
+pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
+
+VALUES = chart.changed(chart.documented("Environments"), "config.verifiers", [])  # which it does without
+MOUNTED = "/srv/grpo/environments"
+
+
+def template(objects: list[chart.Object], name: str) -> chart.Object:
+    return dict(chart.pods(objects))[f"Deployment/demo-{name}"]
+
+
+async def test_the_class_of_the_values_starts_where_it_is_mounted(tmp_path: Path) -> None:
+    objects = chart.render(VALUES)
+    for name in ("environment", "dataprep"):
+        (container,) = template(objects, name)["spec"]["containers"]
+        assert {"name": "environments", "mountPath": MOUNTED, "readOnly": True} in container["volumeMounts"]
+        (volume,) = [volume for volume in template(objects, name)["spec"]["volumes"] if volume["name"] == "environments"]
+    for name, text in chart.named(objects, "ConfigMap", volume["configMap"]["name"])["data"].items():
+        (tmp_path / name).write_text(text)
+    config = chart.named(objects, "ConfigMap", "demo-config")["data"]["config.toml"]
+    (tmp_path / "config.toml").write_text(config.replace(MOUNTED, str(tmp_path)))
+    pool = ProgramPool(load_resolved(tmp_path / "config.toml").environments[0])
+    await pool.start()
+    await pool.close()
+
+
+def test_pods_roll_when_a_file_changes() -> None:
+    other = chart.changed(VALUES, "environment.files", {"calculator.py": "class Calculator:\n    pass\n"})
+    for name in ("environment", "dataprep"):
+        before, after = (
+            template(chart.render(values), name)["metadata"]["annotations"]["checksum/environments"] for values in (VALUES, other)
+        )
+        assert before != after
+    assert "checksum/environments" not in template(chart.render(VALUES), "generator")["metadata"]["annotations"]
+
+
+def test_the_pod_has_what_it_needs_and_no_number() -> None:
+    values = chart.changed(VALUES, "environment.secretName", "search-key")
+    objects = chart.render(chart.changed(values, "rewards.secretName", "reward-key"))
+    deployment = chart.named(objects, "Deployment", "demo-environment")
+    assert "replicas" not in deployment["spec"], "kubectl scale sets it"
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["command"] == ["python", "-m", "services.environment", "--stay"]
+    assert [source["secretRef"]["name"] for source in container["envFrom"]] == ["search-key", "reward-key"]
+    assert not spec["automountServiceAccountToken"]
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+    budget = chart.named(objects, "PodDisruptionBudget", "demo-environment")["spec"]
+    assert budget["selector"]["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert "deployment/demo-environment --replicas=2" in chart.notes(VALUES)
+    assert not [found for found in chart.render() if found["metadata"]["name"] == "demo-environment"]
+
+
+def test_it_reaches_redis_generators_and_what_the_values_list() -> None:
+    own = {"to": [{"podSelector": {"matchLabels": {"app": "sandbox"}}}], "ports": [{"port": 9000}]}
+    objects = chart.render(chart.changed(VALUES, "environment.egress", [own]))
+    labels = template(objects, "environment")["metadata"]["labels"]
+    reached = [rule for found in chart.of_kind(objects, "NetworkPolicy") if chosen(found, labels)
+               for rule in found["spec"].get("egress", [])]  # fmt: skip
+    dns, generators, redis, sandbox = sorted(reached, key=lambda rule: rule["ports"][0]["port"])[0], *reached[1:]
+    assert [port["port"] for port in dns["ports"]] == [53, 53]
+    assert generators["ports"] == [{"port": 8080}]
+    assert generators["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "generator"
+    assert redis["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
+    assert sandbox == own
+    online = chart.render(chart.changed(VALUES, "environment.internet", True))
+    policy = chart.named(online, "NetworkPolicy", "demo-internet")
+    assert chosen(policy, labels)
+    assert not chosen(chart.named(objects, "NetworkPolicy", "demo-internet"), labels)
+
+
+def test_a_judge_admits_environments_which_score() -> None:
+    objects = chart.render({**VALUES, "judge": {"enabled": True, "model": "a/b"}})
+    labels = template(objects, "environment")["metadata"]["labels"]
+    (ingress,) = chart.named(objects, "NetworkPolicy", "demo-judge")["spec"]["ingress"]
+    assert matches(ingress["from"][0]["podSelector"], labels)
+    assert chosen(chart.named(objects, "NetworkPolicy", "demo-rewards"), labels)
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "image"),
+    [([], "grpo-dataprep:"), ([{"kind": "math"}], "grpo-generator:"), ([{"kind": "python", "function": "m:score"}], "mine:1")],
+)
+def test_its_image_has_what_the_verifiers_need(verifiers: list[object], image: str) -> None:
+    values = chart.changed(chart.changed(VALUES, "config.verifiers", verifiers), "rewards.image", "mine:1")
+    (container,) = template(chart.render(values), "environment")["spec"]["containers"]
+    assert image in container["image"]
+
+
+def test_the_configuration_is_what_the_services_take(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(chart.named(chart.render(VALUES), "ConfigMap", "demo-config")["data"]["config.toml"])
+    assert load(tmp_path / "config.toml", environ={}).environments[0].name == "calculator"
+
+
+def chosen(policy: chart.Object, labels: dict[str, str]) -> bool:
+    return matches(policy["spec"]["podSelector"], labels)
+
+
+def matches(selector: chart.Object, labels: dict[str, str]) -> bool:
+    """Whether a selector chooses a pod; of expressions, `In` is the only one that the chart uses."""
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", [])
+    )
+
+
+def test_dataprep_which_asks_for_tools_has_the_dependencies_of_environments() -> None:
+    objects = chart.render(chart.changed(VALUES, "environment.image", "mine:2"))
+    for name, image in (("environment", "mine:2"), ("dataprep", "mine:2"), ("scaler", "grpo-dataprep:0.1.0")):
+        (container,) = template(objects, name)["spec"]["containers"]
+        assert container["image"].endswith(image)
