@@ -9,17 +9,16 @@ Waits for: a generator that can sample. Unblocked by: the fleet's heartbeats (`f
 from __future__ import annotations
 
 import asyncio
-import itertools
 import ssl
 import time
 from collections import Counter
 from dataclasses import replace
 
-import httpx
 import numpy as np
 import structlog
 from msgspec import structs
 
+from services.environment.posting import Posted, Poster, Unreachable
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.generation import GenerationRequest
@@ -35,7 +34,6 @@ log = structlog.get_logger()
 GENERATE = "/v1/generate"
 FOLLOW_S = 0.5  # between looks at the fleet
 AVOID_S = 1.0  # for which a generator that refused is not asked again
-CLIENTS = 32  # each looks at all of its connections for every request, which 500 at a time in one client make slow
 WATCH_S = 2.0  # between checks that the generator asked is still in the fleet
 
 
@@ -46,16 +44,7 @@ class GeneratorFleet:
         config = service.config
         self._service, self._most = service, config.model.max_tokens
         verify = ssl.create_default_context(cafile=config.api.ca_file or None)
-        self._extensions = {"sni_hostname": config.api.server_name} if config.api.server_name else {}
-        self._clients = itertools.cycle(
-            [
-                httpx.AsyncClient(
-                    headers={"Authorization": f"Bearer {api_tokens(config).operate}"}, verify=verify,
-                    timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None),
-                )
-                for _ in range(CLIENTS)
-            ]
-        )  # fmt: skip
+        self._poster = Poster(api_tokens(config).operate, verify, config.api.server_name)
         self._pods: dict[str, PodStatus] = {}  # by member: those that generate for training
         self._evaluating: dict[str, PodStatus] = {}  # by member: those that are kept on a version
         self._asked: Counter[str] = Counter()  # by member: requests in progress
@@ -109,18 +98,18 @@ class GeneratorFleet:
                 reply = await self._ask(pod, codec.encode(request))
             finally:
                 self._asked[pod.member] -= 1
-            if reply is None or reply.status_code == 503:
+            if reply is None or reply.status == 503:
                 self._avoid[pod.member] = time.monotonic() + AVOID_S
                 continue
-            if reply.status_code != 200:
-                raise GenerationFailed(f"{pod.name} refused the request: {reply.text[:500]}")
+            if reply.status != 200:
+                raise GenerationFailed(f"{pod.name} refused the request: {reply.body[:500].decode(errors='replace')}")
             ticket = Ticket(request_id, 0, 0, 0, seed, [], "", 1, "")
-            [done] = unpack_partial(reply.content, ticket, sampling.max_tokens)
+            [done] = unpack_partial(reply.body, ticket, sampling.max_tokens)
             if done is not None and done.finish != "aborted":
                 self._homes[rollout] = pod.member
                 return done
             if done is not None:
-                request = structs.replace(request, prefix=reply.content)
+                request = structs.replace(request, prefix=reply.body)
             self._avoid[pod.member] = time.monotonic() + AVOID_S
 
     def forget(self, rollout: str) -> None:
@@ -129,8 +118,7 @@ class GeneratorFleet:
 
     async def close(self) -> None:
         """Close all connections."""
-        for _ in range(CLIENTS):
-            await next(self._clients).aclose()
+        self._poster.close()
 
     async def _choose(self, rollout: str, version: int | None) -> PodStatus:
         """Return the generator that has the rollout's prefix, or otherwise the one with the least to do."""
@@ -146,16 +134,16 @@ class GeneratorFleet:
                 return min(able, key=lambda pod: self._asked[pod.member])
             await self._service.notifications.wait("fleet", "version", timeout=FOLLOW_S)
 
-    async def _ask(self, pod: PodStatus, body: bytes) -> httpx.Response | None:
+    async def _ask(self, pod: PodStatus, body: bytes) -> Posted | None:
         """Return a generator's answer, or None if it left the fleet or cannot be reached."""
-        post = asyncio.ensure_future(next(self._clients).post(pod.url + GENERATE, content=body, extensions=self._extensions))
+        post = asyncio.ensure_future(self._poster.post(pod.url, GENERATE, body))
         try:
             while not (await asyncio.wait([post], timeout=WATCH_S))[0]:
                 if pod.member not in self._pods and pod.member not in self._evaluating and await self._gone(pod):
                     return None
             return await post
-        except httpx.TransportError as error:
-            log.info("a generator did not answer", pod=pod.name, error=repr(error))
+        except Unreachable as error:
+            log.info("a generator did not answer", pod=pod.name, error=str(error))
             return None
         finally:
             post.cancel()

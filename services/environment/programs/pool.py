@@ -22,7 +22,7 @@ from services.environment.programs.frames import ProgramSetup, ProgramStep, Star
 from services.runtime.process_tools import die_with_parent
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 from services.verifiers.sandbox.process import worker_environment
-from services.verifiers.sandbox.scratch import Scratch
+from services.verifiers.sandbox.scratch import Scratch, sweep
 
 START_LIMIT_S = 120.0
 
@@ -59,7 +59,7 @@ class ProgramProcess:
     @property
     def alive(self) -> bool:
         """Whether the process runs and is read from."""
-        return self._process is not None and self._process.poll() is None and self._writer is not None
+        return self._process is not None and self._writer is not None  # `_read` sees its end, without a system call each time
 
     async def ensure(self) -> None:
         """Start the process unless it runs. Raises `ProgramUnusable`."""
@@ -160,7 +160,8 @@ class ProgramPool:
         self.processes = [ProgramProcess(environment) for _ in range(environment.processes)]
 
     async def start(self) -> None:
-        """Start all processes. Raises `ProgramUnusable`."""
+        """Start all processes, after deleting what those of killed pods left behind. Raises `ProgramUnusable`."""
+        await asyncio.to_thread(sweep)
         await asyncio.gather(*(process.ensure() for process in self.processes))
 
     @contextlib.asynccontextmanager

@@ -30,6 +30,7 @@ USUAL = ("tests.support.preloading",)
 WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # what execnet starts for pytest-xdist
 STARTERS = (
     "services.console",
+    "services.environment",
     "services.generator",
     "services.trainer.node",
     "tests.console.local.launch",

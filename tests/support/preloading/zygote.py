@@ -33,7 +33,8 @@ LIGHT = (
     "asyncio", "fastapi", "httpx", "msgspec", "numpy", "pydantic", "redis.asyncio", "redis.asyncio.cluster", "rich",
     "typer", "services.console.commands.inspecting", "services.console.commands.running",
     "services.console.commands.steering", "services.console.commands.watching", "services.console.local.run",
-    "services.console.local.report", "services.dataprep.loop", "services.generator.pod",
+    "services.console.local.report", "services.dataprep.loop", "services.environment.pod",
+    "services.environment.programs.worker", "services.generator.pod",
     "services.verifiers.builtin.math", "services.verifiers.sandbox.loaded", "services.operations.observe",
     "services.runtime.entry", "services.runtime.portal", "services.web.serving", "tokenizers", "uvicorn",
 )  # fmt: skip

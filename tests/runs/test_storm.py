@@ -1,0 +1,19 @@
+"""A short storm of kills over environments (tests/storm): nothing is lost, doubled, run or sampled twice, or left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.storm.kills import storm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+async def test_a_storm_of_kills_leaves_everything_in_place(tmp_path: Path) -> None:
+    found = await storm(tmp_path / "storm", kills=20, seed=2)
+    assert found.kills.total() >= 20
+    assert min(found.kills[kind] for kind in ("environment", "generator")) >= 5
+    assert found.turns > 50
+    assert (found.harm, found.faults) == (dict.fromkeys(found.harm, 0), [])
