@@ -11,6 +11,7 @@ import numpy as np
 from services.protocol import codec
 from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan
 from services.store import BufferedGroup, Claim, Settlement, Store
+from services.store.calls.tickets import TurnPlace
 from services.store.records import TableRules
 from tests.support.harness import ticket
 
@@ -66,6 +67,11 @@ def payload_bytes(claim: Claim) -> bytes:
     tokens = np.full(2 * GROUP_SIZE, claim.fence % 1000, np.int32)
     spans = np.array([[i, 0, 0, 2] for i in range(GROUP_SIZE)], np.int32)
     return codec.encode(Payload(np.array([1, 2], np.int32), lengths, tokens, -np.ones(len(tokens), np.float32), spans))
+
+
+def first_turn() -> TurnPlace:
+    """The place of the first record of a ticket's first rollout."""
+    return TurnPlace(0, 0, 0)
 
 
 def header(claim: Claim, oldest: int = 0, **fields: Any) -> Header:

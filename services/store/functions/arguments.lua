@@ -52,7 +52,7 @@ local function invalid(name, expected, args)
     end
     at = at + 2
   end
-  if at <= #expected and at ~= again and expected[at] ~= MAYBE and expected[at] ~= EACH then
+  if at <= #expected and expected[at] ~= MAYBE and expected[at] ~= EACH then
     return redis.error_reply('INVALID ' .. #args .. ' arguments for ' .. name .. ': ' .. expected[at] .. ' is missing')
   end
 end

@@ -30,7 +30,7 @@ register_leader('prepare', {
 }, function(prefix, args)
   local step, plan = tonumber(args[2]), args[7]
   local key, prepared = prefix .. ':step:' .. step, number(prefix, 'prepared_step')
-  if prepared == step and redis.call('HGET', key, 'plan') == plan then return 1 end
+  if redis.call('HGET', key, 'plan') == plan then return 1 end
   if prepared ~= step - 1 then
     return redis.error_reply('OUTOFORDER step ' .. step .. ' does not follow prepared step ' .. prepared)
   end
