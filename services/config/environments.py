@@ -27,22 +27,92 @@ class CommonEnvironment(Section):
     """Number of worker processes in each environment pod. A process runs many rollouts, but one step of its code at a time."""
     variables: list[str] = []
     """Names of environment variables, such as an API key's, that workers inherit although they look like secrets."""
+    interpreter: str = ""
+    """Python of the virtual environment that the workers run in, such as `.venv-agents/bin/python`, relative to the configuration
+    file: for libraries that cannot be installed beside this one. Empty: the one that runs this."""
     solved_at: float | None = None
     """Score from which a rollout counts as solved, for pass rates, exclusion and pass@k. Unset: it is not consulted."""
 
 
-class PythonEnvironment(CommonEnvironment):
+class ToolEnvironment(CommonEnvironment):
+    """The keys of environments that have tools of their own."""
+
+    tools: list[Literal["python"]] = []
+    """Built-in tools that the policy may call besides the environment's own. `python` runs code that the policy writes, without
+    network, in a folder that lasts as long as the rollout."""
+    tool_timeout_s: float = Field(default=30.0, gt=0)
+    """Time limit of a call of a built-in or MCP tool. When it passes, the policy is told so."""
+    memory_mib: int = Field(default=512, ge=64)
+    """Memory limit of the code that the tool `python` runs."""
+
+
+class PythonEnvironment(ToolEnvironment):
     """A Python class, one object of which takes part in each rollout (docs/environments.md)."""
 
     kind: Literal["python"]
     """`python`."""
-    function: str
-    """`module:Class`, or `path.py:Class` relative to the configuration file."""
+    function: str = ""
+    """`module:Class`, or `path.py:Class` relative to the configuration file. Empty, with `tools`: a rollout ends with the first
+    reply that calls no tool, and verifiers score it."""
 
     @field_validator("function")
     @classmethod
     def _names_a_class(cls, text: str) -> str:
-        return _named_in_code(text)
+        return _named_in_code(text) if text else text
+
+    @model_validator(mode="after")
+    def _has_something(self) -> Self:
+        if not self.function and not self.tools:
+            raise ValueError('needs function, a class, or tools = ["python"]: set one of them')
+        return self
+
+
+class McpEnvironment(ToolEnvironment):
+    """The tools of an MCP server (docs/environments.md)."""
+
+    kind: Literal["mcp"]
+    """`mcp`."""
+    command: list[str] = []
+    """Program and arguments of a server that speaks over its standard input and output, started for each rollout that calls one
+    of its tools. Empty: `url` is used."""
+    url: str = ""
+    """Address of a server that speaks streamable HTTP, such as `http://tools:8000/mcp`. Empty: `command` is started."""
+    shared: bool = False
+    """Whether the rollouts of a worker process share one session with the server: for servers that remember nothing."""
+    token_env: str = ""
+    """Name of an environment variable that holds the bearer token of the server at `url`. Empty: none."""
+    function: str = ""
+    """`module:Class`, or `path.py:Class` relative to the configuration file, as of kind `python`: it may score, reply, and add
+    tools. Empty: a rollout ends with the first reply that calls no tool, and verifiers score it."""
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_class(cls, text: str) -> str:
+        return _named_in_code(text) if text else text
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, text: str) -> str:
+        if text and not text.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://, such as http://tools:8000/mcp")
+        return text
+
+    @model_validator(mode="after")
+    def _one_server(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("needs either command or url: set one of them")
+        if self.token_env and not self.url:
+            raise ValueError(f'token_env = "{self.token_env}" has no effect without url: remove it')
+        return self
+
+
+class VerifiersEnvironment(CommonEnvironment):
+    """An environment of the library `verifiers`, installed in the workers' Python (docs/environments.md)."""
+
+    kind: Literal["verifiers"]
+    """`verifiers`."""
+    id: str = Field(min_length=1)
+    """Name under which the library loads the environment, such as `gsm8k`; `options` are its arguments, or its configuration."""
 
 
 class AgentEnvironment(CommonEnvironment):
@@ -73,13 +143,25 @@ def _named_in_code(text: str) -> str:
     return text
 
 
-EnvironmentConfig = Annotated[PythonEnvironment | AgentEnvironment, Field(discriminator="kind")]
+EnvironmentConfig = Annotated[
+    PythonEnvironment | AgentEnvironment | McpEnvironment | VerifiersEnvironment, Field(discriminator="kind")
+]
+
+
+def code_of(environment: EnvironmentConfig) -> str:
+    """Return what names the environment's class or function, or "" if it has none."""
+    return "" if environment.kind == "verifiers" else environment.function
 
 
 def environment_file(environment: EnvironmentConfig) -> str:
-    """Return the path of the file of the environment's class or function, or "" if a module or a command is named."""
-    place = environment.function.rpartition(":")[0]
+    """Return the path of the file of the environment's class or function, or "" if it has none."""
+    place = code_of(environment).rpartition(":")[0]
     return place if place.endswith(".py") else ""
+
+
+def drives_itself(environment: EnvironmentConfig) -> bool:
+    """Return whether its program asks the policy, instead of replying to it."""
+    return environment.kind in ("agent", "verifiers")
 
 
 def check_environments(
@@ -104,3 +186,11 @@ def check_environments(
                 f'environments.{index} ("{environment.name}") has no effect: no prompt source names it; set `environment` '
                 "of one, or remove it"
             )
+        scored = [source for source in sources if source.environment == environment.name]
+        if not code_of(environment) and environment.kind in ("python", "mcp"):
+            for source in scored:
+                if not any(verifier.scores(source.name) for verifier in verifiers):
+                    raise ValueError(
+                        f'environments.{index} ("{environment.name}") has no function, and no verifier scores source '
+                        f'"{source.name}": set function, a class with the method score, or add a verifier'
+                    )

@@ -20,7 +20,7 @@ import msgspec
 from pydantic import ValidationError
 
 from services.config.consistency import broken
-from services.config.environments import environment_file
+from services.config.environments import code_of, environment_file
 from services.config.generation import Generator
 from services.config.loss import settle
 from services.config.reading.derived import derived
@@ -170,7 +170,8 @@ def digest(config: RunConfig) -> str:
             described["function"] = [Path(verifier.file).name, verifier.function.rpartition(":")[2], code_digest(verifier.file)]
     for environment, described in zip(config.environments, tree["environments"], strict=True):
         if file := environment_file(environment):
-            described["function"] = [Path(file).name, environment.function.rpartition(":")[2], code_digest(file)]
+            described["function"] = [Path(file).name, code_of(environment).rpartition(":")[2], code_digest(file)]
+        described.pop("interpreter")  # says where it runs, not what it is
     if not config.redis.payload_shards:  # keeps the digest of runs that are older than this key
         del tree["redis"]
     return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
@@ -197,7 +198,7 @@ def _lookalike(name: str) -> str:
 
 
 def _place_functions(tree: dict[str, Any], folder: Path) -> None:
-    """Make the paths of verifiers' and environments' functions absolute; relative ones start at the configuration's folder."""
+    """Make the paths of verifiers' and environments' code absolute; relative ones start at the configuration's folder."""
     listed = [tree.get("verifiers"), tree.get("environments")]
     for described in [each for tables in listed if isinstance(tables, list) for each in cast("list[Any]", tables)]:
         table = _table(described)
@@ -205,6 +206,9 @@ def _place_functions(tree: dict[str, Any], folder: Path) -> None:
         if table and isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
             place, _, name = function.rpartition(":")
             table["function"] = f"{folder / Path(place).expanduser()}:{name}"
+        interpreter = table.get("interpreter") if table else None
+        if table and isinstance(interpreter, str) and "/" in interpreter:
+            table["interpreter"] = str(folder / Path(interpreter).expanduser())
 
 
 def _refused(config: RunConfig, before: Before) -> list[str]:

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from services.config import RunConfig
-from services.config.environments import EnvironmentConfig
+from services.config.environments import EnvironmentConfig, drives_itself
 from services.environment.agent import Door, run_agent
 from services.environment.chat.format import ChatFormat
 from services.environment.conversation import converse, restorable
@@ -200,7 +200,7 @@ class GroupRunner:
     async def _drive(
         self, live: LiveRollout, process: ProgramProcess, environment: EnvironmentConfig, row: Row
     ) -> FinishedRollout:
-        if environment.kind == "agent":
+        if drives_itself(environment):
             return await run_agent(live, process, self._door, environment.timeout_s)
         return await converse(live, process, row.messages)
 

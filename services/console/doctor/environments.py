@@ -1,4 +1,5 @@
-"""Checks of environments: each is loaded as a run's worker loads it, and a class is started with the first row of a source."""
+"""Checks of environments: each is loaded as a run's worker loads it, its server is asked for its tools, and one that replies to
+the policy is started with the first row of a source."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from services.config import ConfigError, RunConfig
-from services.config.environments import EnvironmentConfig, environment_file
+from services.config.environments import EnvironmentConfig, code_of, drives_itself, environment_file
 from services.console.doctor import Finding, fault, note, ok, told
 from services.console.local.code import copied
 
@@ -24,7 +25,7 @@ def environments(config: RunConfig) -> Iterator[Finding]:
         index, environment = next(
             (index, each) for index, each in enumerate(config.environments) if (environment_file(each) or "-") in str(error)
         )
-        yield told("environments", ConfigError(f"environments.{index}.function = {environment.function!r}: {error}"))
+        yield told("environments", ConfigError(f"environments.{index}.function = {code_of(environment)!r}: {error}"))
 
 
 async def _loaded(config: RunConfig, tried: RunConfig) -> list[Finding]:
@@ -38,11 +39,11 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
     from services.environment.programs.rows import row_for
 
     what = f"environment {given.name}"
-    named = f"environments.{index}.{'function' if given.function else 'command'} = {given.function or given.options!r}"
+    named = f"environments.{index}.{_named(given)}"
     pool, began = ProgramPool(tried.model_copy(update={"processes": 1})), time.monotonic()
     try:
         await pool.start()
-        if given.kind == "agent":
+        if drives_itself(given):
             return ok(what, f"loaded, in {time.monotonic() - began:.2f} s")
         source = next(source for source in config.data.sources if source.environment == given.name)
         job = Offline(config).first_answer(source)
@@ -56,3 +57,14 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
         await pool.close()
     names = ", ".join(tool["function"]["name"] for tool in tools) or "none"
     return ok(what, f"started with the first row, tools: {names}, in {time.monotonic() - began:.2f} s")
+
+
+def _named(environment: EnvironmentConfig) -> str:
+    """Return the key that says what is run, and its value."""
+    if environment.kind == "verifiers":
+        return f"id = {environment.id!r}"
+    if environment.kind == "mcp":
+        return f"url = {environment.url!r}" if environment.url else f"command = {environment.command!r}"
+    if environment.function:
+        return f"function = {environment.function!r}"
+    return f"command = {environment.command!r}" if environment.kind == "agent" else f"tools = {environment.tools!r}"

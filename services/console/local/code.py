@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.config import RunConfig
-from services.config.environments import environment_file
+from services.config.environments import code_of, environment_file
 from services.config.load import code_digest
 from services.config.verifiers import named
 
@@ -57,7 +57,7 @@ def copied(config: RunConfig) -> Iterator[RunConfig]:
 def _functions(config: RunConfig) -> list[tuple[str, str, str]]:
     """Return name, function and file of each verifier and environment whose code is in a file."""
     verifiers = [(name, each.function, each.file) for name, each in named(config.verifiers) if each.kind == "python"]
-    environments = [(each.name, each.function, environment_file(each)) for each in config.environments]
+    environments = [(each.name, code_of(each), environment_file(each)) for each in config.environments]
     return [described for described in (*verifiers, *environments) if described[2]]
 
 

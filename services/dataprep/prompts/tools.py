@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from functools import cache
 from typing import Any
 
-from services.config.environments import EnvironmentConfig
+from services.config.environments import EnvironmentConfig, drives_itself
 from services.dataprep.prompts.errors import DataError
 from services.runtime.process_tools import die_with_parent
+from services.verifiers.sandbox.interpreters import in_interpreter, inherited
 from services.verifiers.sandbox.process import START_LIMIT_S, worker_environment
 from services.verifiers.sandbox.scratch import Scratch
 
@@ -19,20 +19,23 @@ ASKED = "services.environment.programs.shared_tools"  # the environment's code r
 
 def tools_of(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
     """Return the tools that prompts of sources with this environment show, in OpenAI's form. Raises `DataError`."""
-    if environment is None or environment.kind == "agent":  # an agent names its tools in each call
+    if environment is None or drives_itself(environment):  # it names its tools in each call
         return []
-    return json.loads(_asked(environment.name, environment.model_dump_json(), tuple(environment.variables)))
+    return json.loads(
+        _asked(environment.name, environment.model_dump_json(), tuple(inherited(environment)), environment.interpreter)
+    )
 
 
 @cache
-def _asked(name: str, environment: str, variables: tuple[str, ...]) -> str:
+def _asked(name: str, environment: str, kept: tuple[str, ...], interpreter: str) -> str:
     """Return the tools as JSON; training and evaluation ask for the same ones."""
     scratch = Scratch()
     try:
+        python, variables = in_interpreter(interpreter, scratch.path, worker_environment(str(scratch.path), kept))
         answer = subprocess.run(
-            [sys.executable, "-m", ASKED], input=environment, stdout=subprocess.PIPE, text=True, check=True,
+            [python, "-m", ASKED], input=environment, stdout=subprocess.PIPE, text=True, check=True,
             timeout=START_LIMIT_S, cwd=scratch.path,
-            env=worker_environment(str(scratch.path), variables), preexec_fn=die_with_parent,
+            env=variables, preexec_fn=die_with_parent,
             process_group=0,  # keeps Ctrl-C from reaching it
         ).stdout  # fmt: skip
         found = json.loads(answer)

@@ -8,19 +8,26 @@ import msgspec
 
 
 class ProgramSetup(msgspec.Struct, array_like=True):
-    """First frame to a worker."""
+    """First frame to a worker: what it needs of its environment's configuration."""
 
-    kind: str  # python | agent
-    function: str
-    options: dict[str, Any]
-    command: list[str] = []  # of an agent that is a program of its own
+    kind: str  # python | agent | mcp | verifiers
+    function: str = ""
+    options: dict[str, Any] = {}
+    command: list[str] = []  # of an agent that is a program of its own, or of an MCP server
+    url: str = ""  # of an MCP server
+    shared: bool = False  # whether rollouts share a session with it
+    token_env: str = ""  # variable with its bearer token
+    id: str = ""  # of an environment of the library verifiers
+    tools: list[str] = []  # built-in
+    tool_timeout_s: float = 30.0
+    memory_mib: int = 512  # of code that the policy writes
+    max_turns: int = 16
 
 
 class Started(msgspec.Struct, array_like=True):
     """First frame of a worker: it is ready, or the reason why it cannot be."""
 
     error: str = ""
-    restorable: bool = False  # whether its rollouts can be continued by another process
 
 
 class ProgramStep(msgspec.Struct, array_like=True):
@@ -28,7 +35,7 @@ class ProgramStep(msgspec.Struct, array_like=True):
 
     id: int
     rollout: str
-    do: str  # start | turn | unknown | score | restore | close | run
+    do: str  # start | turn | unknown | score | restore | close | run | rows
     given: Any = None
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from services.environment.programs.tools import Tool, answered, methods_of
+from services.environment.programs.tools import Callee, ToolSet, answered, methods_of
 
 LOST = "The result of this call is unknown: the machine that made it was lost."
 
@@ -23,11 +23,12 @@ class BadReply(Exception):
 
 
 class LoadedProgram:
-    """One object of a class of one's own, in one rollout."""
+    """One object of a class of one's own, in one rollout, with tools that are not its own."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
-        self._tools: dict[str, Tool] = {}
+    def __init__(self, made: Any = None, sets: Sequence[ToolSet] = ()) -> None:
+        """`made`: the object; None: the rollout ends with the first reply that calls no tool, and scores nothing."""
+        self._made, self._sets = made, list(sets)
+        self._tools: dict[str, Callee] = {}
 
     async def start(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Begin with a data row; return further messages and the descriptions of the tools."""
@@ -58,21 +59,42 @@ class LoadedProgram:
 
     async def restore(self, state: Any) -> list[dict[str, Any]]:
         """Go back to a snapshot; return the descriptions of the tools."""
-        await self._maybe("restore", state)
+        for number, each in enumerate(self._sets):
+            each.restore(state["sets"][number])
+        await self._maybe("restore", state["own"] if self._sets else state)
         return self._found_tools()
 
     async def close(self, _: Any = None) -> None:
         """End."""
-        await self._maybe("close")
+        try:
+            await self._maybe("close")
+        finally:
+            for each in self._sets:
+                await each.close()
 
     def _found_tools(self) -> list[dict[str, Any]]:
-        """Take the object's tools as they are from now on, and return their descriptions."""
-        self._tools = methods_of(self._made, getattr(self._made, "tools", ()))
+        """Take the tools as they are from now on, the object's first, and return their descriptions."""
+        own = methods_of(self._made, getattr(self._made, "tools", ()))
+        listed: list[Callee] = [*own.values(), *(tool for each in self._sets for tool in each.tools)]
+        self._tools = {tool.name: tool for tool in listed}
+        if len(self._tools) < len(listed):
+            names = [tool.name for tool in listed]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadReply(f"two tools are called {twice!r}: rename one, or do not list it")
         return [tool.described for tool in self._tools.values()]
 
     async def _reply(self, messages: list[dict[str, Any]] | None) -> dict[str, Any]:
-        restorable = hasattr(self._made, "restore")
-        return {"messages": messages, "snapshot": await self._maybe("snapshot") if restorable else None}
+        return {"messages": messages, "snapshot": await self._snapshot()}
+
+    async def _snapshot(self) -> Any:
+        """Return the state of the object and of the other tools; None: it cannot be restored."""
+        if self._made is not None and not hasattr(self._made, "restore"):
+            return None
+        own = await self._maybe("snapshot")
+        if not self._sets or (own is None and self._made is not None):
+            return own
+        kept = [each.snapshot() for each in self._sets]
+        return None if any(each is None for each in kept) else {"own": own, "sets": kept}
 
     async def _maybe(self, name: str, *given: Any) -> Any:
         """Call a method of the object, if it has it."""

@@ -9,22 +9,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from services.config.environments import EnvironmentConfig
+from services.config.environments import (
+    AgentEnvironment,
+    EnvironmentConfig,
+    McpEnvironment,
+    ToolEnvironment,
+    VerifiersEnvironment,
+    code_of,
+)
+from services.environment.programs import guard
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
-from services.runtime.process_tools import die_with_parent
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
+from services.verifiers.sandbox.interpreters import in_interpreter, inherited
 from services.verifiers.sandbox.process import worker_environment
 from services.verifiers.sandbox.scratch import Scratch, sweep
 
 START_LIMIT_S = 120.0
+REAP_LIMIT_S = 10.0
+"""A guard ends its worker within milliseconds; past this limit it is killed."""
+NEEDED = ("msgspec", "pydantic")
+"""Libraries that a worker needs in the virtual environment that it runs in, besides those of its environment's kind."""
 
 
 class ProgramFailed(Exception):
@@ -40,9 +54,8 @@ class ProgramProcess:
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._environment = environment
-        command = environment.command if environment.kind == "agent" else []
-        self._setup = ProgramSetup(environment.kind, environment.function, environment.options, command)
-        self.restorable, self.rollouts = False, 0
+        self._setup = setup_of(environment)
+        self.rollouts = 0
         self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -72,12 +85,7 @@ class ProgramProcess:
         ours, theirs = socket.socketpair()
         self._scratch = Scratch()
         with theirs:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - returns once the process is forked
-                [sys.executable, "-m", "services.environment.programs.worker", str(theirs.fileno()), str(self._scratch.path)],
-                env=worker_environment(str(self._scratch.path), self._environment.variables), pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent,
-                process_group=0,  # keeps Ctrl-C from reaching it
-            )  # fmt: skip
+            self._process = _spawn(self._environment, theirs.fileno(), self._scratch.path)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
             async with asyncio.timeout(START_LIMIT_S):
@@ -85,11 +93,11 @@ class ProgramProcess:
                 started = msgspec.msgpack.decode(await _read(reader), type=Started)
         except (TimeoutError, EOFError, ConnectionError, ValueError) as error:
             await self.kill("did not start")
-            raise ProgramUnusable(f"a worker of environment {self._environment.name!r} did not start: {error!r}") from None
+            why = _why_not(self._environment.interpreter, error)
+            raise ProgramUnusable(f"a worker of environment {self._environment.name!r} did not start: {why}") from None
         if started.error:
             await self.kill("could not be used")
             raise ProgramUnusable(f"environment {self._environment.name!r} cannot be used: {started.error}")
-        self.restorable = started.restorable
         self._reading = asyncio.create_task(self._read(reader))
 
     async def do(self, rollout: str, what: str, given: Any = None) -> StepDone:
@@ -131,8 +139,8 @@ class ProgramProcess:
         if writer is not None:
             writer.close()
         if process is not None:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+            process.terminate()
+            await asyncio.to_thread(_reap, process)
         if self._scratch is not None:
             self._scratch.remove()
             self._scratch = None
@@ -181,6 +189,59 @@ class ProgramPool:
     async def close(self) -> None:
         """End all processes."""
         await asyncio.gather(*(process.kill() for process in self.processes))
+
+
+def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
+    """Return what a worker needs of its environment's configuration."""
+    setup = ProgramSetup(environment.kind, code_of(environment), environment.options, max_turns=environment.max_turns)
+    if isinstance(environment, AgentEnvironment | McpEnvironment):
+        setup.command = environment.command
+    if isinstance(environment, ToolEnvironment):
+        setup.tools, setup.tool_timeout_s = list(environment.tools), environment.tool_timeout_s
+        setup.memory_mib = environment.memory_mib
+    if isinstance(environment, McpEnvironment):
+        setup.url, setup.shared, setup.token_env = environment.url, environment.shared, environment.token_env
+    if isinstance(environment, VerifiersEnvironment):
+        setup.id = environment.id
+    return setup
+
+
+def _spawn(environment: EnvironmentConfig, descriptor: int, scratch: Path) -> subprocess.Popen[bytes]:
+    """Start a worker under a guard, which ends whatever it has started."""
+    variables = worker_environment(str(scratch), inherited(environment))
+    python, variables = in_interpreter(environment.interpreter, scratch, variables)
+    return subprocess.Popen(
+        [
+            sys.executable, "-I", "-S", guard.__file__, str(os.getpid()),
+            python, "-m", "services.environment.programs.worker", str(descriptor), str(scratch),
+        ],
+        env=variables, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        process_group=0,  # keeps Ctrl-C from reaching it
+    )  # fmt: skip
+
+
+def _why_not(interpreter: str, error: Exception) -> str:
+    """Return why a worker did not start, as far as its interpreter tells."""
+    if not interpreter:
+        return f"{error!r}; see its output above"
+    try:
+        done = subprocess.run([interpreter, "-c", f"import {', '.join(NEEDED)}"], capture_output=True, timeout=START_LIMIT_S)
+    except OSError as missing:
+        return (
+            f"interpreter = {interpreter!r} cannot be run ({missing.strerror}): make it with python -m venv, or correct the path"
+        )
+    if done.returncode:
+        return f"interpreter = {interpreter!r} lacks what every worker needs: run {interpreter} -m pip install {' '.join(NEEDED)}"
+    return f"{error!r}; see its output above"
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a guard that was told to end, and for what it ends."""
+    try:
+        process.wait(REAP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

@@ -7,17 +7,19 @@ class sets for its row are not among them: those the environment pod puts into t
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from services.environment.chat.messages import normalised_tools
-from services.environment.programs.tools import methods_of
+from services.environment.programs.frames import ProgramSetup
+from services.environment.programs.kinds import opened
+from services.environment.programs.loaded import BadReply
 from services.environment.programs.worker import reason_of
-from services.verifiers.sandbox.loaded import Unusable, imported
+from services.runtime.own_code import Unusable
 
 
 def main() -> None:
@@ -25,24 +27,21 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what the code prints is no answer
     try:
-        found = {"tools": normalised_tools(shared_tools(json.load(sys.stdin)))}
+        found = {"tools": normalised_tools(asyncio.run(shared_tools(json.load(sys.stdin))))}
     except BaseException as error:  # whatever the code raises is reported to the user
-        found = {"error": str(error) if isinstance(error, Unusable) else reason_of(error)}
+        found = {"error": str(error) if isinstance(error, Unusable | BadReply) else reason_of(error)}
     with os.fdopen(answers, "w") as out:
         json.dump(found, out)
 
 
-def shared_tools(environment: Mapping[str, Any]) -> list[dict[str, Any]]:
+async def shared_tools(environment: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools of an environment in OpenAI's form; an agent names its own in each call."""
-    return class_tools(imported(environment["function"])) if environment["kind"] == "python" else []
-
-
-def class_tools(program: Any) -> list[dict[str, Any]]:
-    """Return the tools that a class lists as its attribute `tools`. No object of it is initialised."""
-    listed = getattr(program, "tools", ())
-    if not inspect.isclass(program) or not isinstance(listed, list | tuple):  # such as a property: each object has its own
-        return []
-    return [tool.described for tool in methods_of(object.__new__(program), cast("list[Any]", listed)).values()]
+    fields = {name: environment[name] for name in ProgramSetup.__struct_fields__ if name in environment}
+    kind = await opened(ProgramSetup(**fields))
+    try:
+        return kind.shared_tools()
+    finally:
+        await kind.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Tools of an environment: methods that the policy may call, described to it by their signatures and docstrings.
+"""Tools of an environment: what the policy may call. A class's own are described by their signatures and docstrings.
 
-Guarantees: whatever a model writes as a call is answered with a text, its fault if there is one; only a tool's own exceptions of
-the kind `Exception` are told to the model, and end nothing.
+Guarantees: whatever a model writes as a call is answered with a text of bounded length, its fault if there is one; only a tool's
+own exceptions of the kind `Exception` are told to the model, and end nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +10,52 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from pydantic import BaseModel, ValidationError, create_model
 
 ERROR_CHARACTERS = 500
+ANSWER_CHARACTERS = 200_000
+"""Most characters of what a tool says that the model is told: more than most models' contexts hold."""
+
+
+class Callee(Protocol):
+    """Something that the policy may call."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        ...
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return it as chat templates take it: a JSON schema in OpenAI's form."""
+        ...
+
+    async def call(self, arguments: object) -> str:
+        """Return what it says to whatever a model wrote as arguments."""
+        ...
+
+
+class ToolSet(Protocol):
+    """Tools of one rollout that share a state, such as a session with a server or a folder."""
+
+    @property
+    def tools(self) -> Sequence[Callee]:
+        """Return the tools."""
+        ...
+
+    def snapshot(self) -> Any:
+        """Return the state as JSON; None: it cannot be restored."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Go back to a snapshot."""
+        ...
+
+    async def close(self) -> None:
+        """Free whatever they hold."""
+        ...
 
 
 class Tool:
@@ -50,7 +91,7 @@ class Tool:
         return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
 
 
-async def answered(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+async def answered(message: Mapping[str, Any], tools: Mapping[str, Callee]) -> list[dict[str, Any]]:
     """Call the tools that an assistant's message calls, one after the other; return a message for each call, or none."""
     replies: list[dict[str, Any]] = []
     for call in message.get("tool_calls") or ():
@@ -59,9 +100,17 @@ async def answered(message: Mapping[str, Any], tools: Mapping[str, Tool]) -> lis
         if tool is None:
             said = f"Error: there is no tool {function['name']!r}; the tools are {', '.join(tools)}"
         else:
-            said = await tool.call(_arguments(function["arguments"]))
+            said = shortened(await tool.call(_arguments(function["arguments"])), ANSWER_CHARACTERS)
         replies.append({"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": said})
     return replies
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text, cut to at most `most` characters with a note of how many it had."""
+    if len(text) <= most:
+        return text
+    note = f" … ({len(text)} characters, cut)"
+    return text[: most - len(note)] + note
 
 
 def methods_of(program: object, listed: Sequence[Any]) -> dict[str, Tool]:

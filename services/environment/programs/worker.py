@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import signal
 import socket
@@ -24,11 +23,11 @@ from typing import Any
 
 import msgspec
 
-from services.environment.programs.command import run_command
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
-from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
+from services.environment.programs.kinds import Kind, opened
+from services.environment.programs.loaded import BadReply, LoadedProgram
+from services.runtime.own_code import Unusable
 from services.verifiers.sandbox.frames import LENGTH, frame
-from services.verifiers.sandbox.loaded import Unusable, imported
 
 _OURS = str(Path(__file__).resolve().parents[3] / "services")
 
@@ -45,12 +44,13 @@ async def _serve(pod: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=pod)
     setup = msgspec.msgpack.decode(await _frame(reader), type=ProgramSetup)
     try:
-        worker = ProgramWorker(setup)
+        kind = await opened(setup)
     except BaseException as error:  # whatever its code raises is reported to the pod, and to the user
-        writer.write(frame(Started(str(error) if isinstance(error, Unusable) else reason_of(error))))
+        writer.write(frame(Started(str(error) if isinstance(error, Unusable | BadReply) else reason_of(error))))
         await writer.drain()
         return
-    writer.write(frame(Started(restorable=worker.restorable)))
+    worker = ProgramWorker(kind)
+    writer.write(frame(Started()))
     running: set[asyncio.Task[None]] = set()
     while True:
         step = msgspec.msgpack.decode(await _frame(reader), type=ProgramStep)
@@ -67,14 +67,8 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 class ProgramWorker:
     """The programs of this process, by rollout."""
 
-    def __init__(self, setup: ProgramSetup) -> None:
-        self._setup = setup
-        self._program: Any = imported(setup.function) if setup.function else None
-        if setup.kind == "python" and not inspect.isclass(self._program):
-            raise Unusable(f"function = {setup.function!r} is not a class but {type(self._program).__name__}")
-        if setup.function and not callable(self._program):
-            raise Unusable(f"function = {setup.function!r} is not a function")
-        self.restorable = setup.kind == "python" and hasattr(self._program, "restore")
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
         self._programs: dict[str, LoadedProgram] = {}
         self._agents: dict[str, asyncio.Task[Any]] = {}
 
@@ -97,27 +91,19 @@ class ProgramWorker:
 
     async def _do(self, step: ProgramStep) -> Any:
         if step.do == "run":
-            agent = self._agents[step.rollout] = asyncio.ensure_future(self._run_agent(step.given))
+            agent = self._agents[step.rollout] = asyncio.ensure_future(self._kind.run(step.given))
             return await agent
+        if step.do == "rows":
+            return await self._kind.rows(step.given)
         if step.do == "close":
             if agent := self._agents.pop(step.rollout, None):
                 agent.cancel()
             program = self._programs.pop(step.rollout, None)
             return await program.close() if program else None
         if step.do in ("start", "restore"):
-            self._programs[step.rollout] = LoadedProgram(self._program(**self._setup.options))
+            self._programs[step.rollout] = self._kind.program(step.rollout)
         action: Callable[[Any], Any] = getattr(self._programs[step.rollout], step.do)
         return await action(step.given)
-
-    async def _run_agent(self, given: Any) -> dict[str, float] | None:
-        """Run an agent with access to the policy; return its reward as `score` and its parts, or None if it gives none."""
-        if self._setup.command:
-            return scores_of(await run_command(self._setup.command, given))
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(base_url=given["url"], api_key=given["key"], max_retries=0, timeout=None) as client:
-            said = self._program(client, given["row"], **self._setup.options)
-            return scores_of(await said if inspect.isawaitable(said) else said)
 
 
 def reason_of(error: BaseException) -> str:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import signal
-import sys
-import zlib
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from services.config.data import Source
 from services.config.verifiers import PythonConfig, VerifierConfig
+from services.runtime.own_code import Unusable, imported
 from services.verifiers.base import Job
 from services.verifiers.results import Verdict, read_results
 
@@ -37,10 +34,6 @@ OF_ONE = {"completion": "completions", "tokens": "tokens", "finish": "finish"}
 """Parameters whose value differs between completions -> the list that has all values."""
 OF_ALL = ("prompt", "answer", "row", "source")
 """Parameters whose value is the same for all completions of a group."""
-
-
-class Unusable(Exception):
-    """A verifier cannot be loaded. The message says why."""
 
 
 class LoadedVerifier:
@@ -101,32 +94,6 @@ def load(config: PythonConfig) -> Callable[..., Any]:
     if not callable(found):
         raise Unusable(f"function = {config.function!r} is not a function or class but {type(found).__name__}")
     return partial(found, **config.options) if config.options else found
-
-
-def imported(function: str) -> Any:
-    """Return what `module:name` or `path.py:name` names. Raises `Unusable`, and what the import raises."""
-    place, _, name = function.rpartition(":")
-    found: Any = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise Unusable(f"function = {function!r}: {place} has no {part!r}")
-        found = getattr(found, part)
-    return found
-
-
-@cache
-def _from_file(path: Path) -> Any:
-    """Import a file, under a name that hides no other module; modules beside it can be imported too."""
-    name = f"own_{zlib.crc32(bytes(path))}_{path.stem}"
-    described = importlib.util.spec_from_file_location(name, path)
-    if described is None or described.loader is None or not path.is_file():
-        raise Unusable(f"{path} is not a Python file that can be read")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = importlib.util.module_from_spec(described)
-    sys.modules[name] = module
-    described.loader.exec_module(module)
-    return module
 
 
 def builtin(config: VerifierConfig, source: Source) -> Any:

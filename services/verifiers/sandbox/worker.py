@@ -29,11 +29,12 @@ from pydantic import TypeAdapter
 
 from services.config.data import Source
 from services.config.verifiers import VERIFIER
+from services.runtime.own_code import Unusable
 from services.verifiers.base import Job
 from services.verifiers.results import BadResult, Verdict
 from services.verifiers.sandbox.confine import confine, limit_resources
 from services.verifiers.sandbox.frames import LENGTH, Hello, Setup, frame
-from services.verifiers.sandbox.loaded import LoadedVerifier, Unusable, load
+from services.verifiers.sandbox.loaded import LoadedVerifier, load
 
 _OURS = str(Path(__file__).resolve().parents[3] / "services")
 PARENT_CHECK_S = 2.0

@@ -1,0 +1,141 @@
+"""What a worker process runs, by the kind of its environment.
+
+Guarantees: a library that a kind needs is imported only for it; one that is missing is named with the command that installs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from services.environment.programs.command import run_command
+from services.environment.programs.frames import ProgramSetup
+from services.environment.programs.loaded import LoadedProgram, scores_of
+from services.environment.programs.tools import ToolSet, methods_of
+from services.runtime.own_code import Unusable, imported
+
+LIBRARIES = {"mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2"), "verifiers": ("verifiers", "verifiers>=0.3")}
+"""Kind -> the module that it needs, and what to install."""
+
+
+class Kind:
+    """The programs of an environment. A kind of environment is a subclass."""
+
+    def __init__(self, setup: ProgramSetup) -> None:
+        self._setup = setup
+
+    async def open(self) -> None:
+        """Load what the rollouts need. Raises `Unusable`, and whatever its code raises."""
+
+    async def close(self) -> None:
+        """Free what `open` took."""
+
+    def shared_tools(self) -> list[dict[str, Any]]:
+        """Return the descriptions of the tools that all rollouts have."""
+        return []
+
+    def program(self, rollout: str) -> LoadedProgram:
+        """Return the program of a rollout that replies to the policy."""
+        raise Unusable(f"an environment of kind {self._setup.kind} asks the policy by itself")
+
+    async def run(self, given: Any) -> dict[str, float] | None:
+        """Run a rollout that asks the policy by itself; return its reward as `score` and its parts, or None if it gives none."""
+        raise Unusable(f"an environment of kind {self._setup.kind} replies to the policy")
+
+    async def rows(self, most: int) -> list[dict[str, Any]]:
+        """Return the first rows of the environment's own data."""
+        raise Unusable(f"an environment of kind {self._setup.kind} has no data of its own")
+
+
+class Conversing(Kind):
+    """Kinds `python` and `mcp`: an object replies to the policy, or tools alone do."""
+
+    def __init__(self, setup: ProgramSetup) -> None:
+        super().__init__(setup)
+        self._class: Any = imported(setup.function) if setup.function else None
+        if self._class is not None and not inspect.isclass(self._class):
+            raise Unusable(f"function = {setup.function!r} is not a class but {type(self._class).__name__}")
+        if setup.options and self._class is None:
+            raise Unusable("options have no effect without function: remove them")
+        self._server: list[dict[str, Any]] = []
+        self._session: Any = None
+
+    async def open(self) -> None:
+        """List the tools of the server."""
+        if self._setup.kind == "mcp":
+            from services.environment.programs.mcp_tools import McpSession, listed
+
+            self._session = McpSession(self._setup)
+            self._server = await listed(self._session)
+            if not self._setup.shared:
+                await self._session.close()
+                self._session = None
+
+    async def close(self) -> None:
+        """End the session with the server."""
+        if self._session is not None:
+            await self._session.close()
+
+    def shared_tools(self) -> list[dict[str, Any]]:
+        """Return the descriptions of the tools that all rollouts have, in the order in which rollouts list them."""
+        return [*_class_tools(self._class), *self._server]
+
+    def program(self, rollout: str) -> LoadedProgram:
+        """Return the program of a rollout."""
+        made = self._class(**self._setup.options) if self._class else None
+        sets: list[ToolSet] = []
+        if self._server:
+            from services.environment.programs.mcp_tools import McpToolSet
+
+            sets.append(McpToolSet(self._server, self._setup, self._session))
+        return LoadedProgram(made, sets)
+
+
+class Agent(Kind):
+    """Kind `agent`: a function, or a command."""
+
+    def __init__(self, setup: ProgramSetup) -> None:
+        super().__init__(setup)
+        self._function: Any = imported(setup.function) if setup.function else None
+        if setup.function and not callable(self._function):
+            raise Unusable(f"function = {setup.function!r} is not a function")
+
+    async def run(self, given: Any) -> dict[str, float] | None:
+        """Run the agent with access to the policy."""
+        if self._setup.command:
+            return scores_of(await run_command(self._setup.command, given))
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(base_url=given["url"], api_key=given["key"], max_retries=0, timeout=None) as client:
+            said = self._function(client, given["row"], **self._setup.options)
+            return scores_of(await said if inspect.isawaitable(said) else said)
+
+
+def _class_tools(program: Any) -> list[dict[str, Any]]:
+    """Return the tools that a class lists as its attribute `tools`. No object of it is initialised."""
+    listed = getattr(program, "tools", ())
+    if not inspect.isclass(program) or not isinstance(listed, list | tuple):  # such as a property: each object has its own
+        return []
+    return [tool.described for tool in methods_of(object.__new__(program), cast("list[Any]", listed)).values()]
+
+
+async def opened(setup: ProgramSetup) -> Kind:
+    """Return what a worker runs, loaded. Raises `Unusable`, and whatever its code raises."""
+    needs, install = LIBRARIES.get(setup.kind, ("", ""))
+    if needs and not (setup.kind == "agent" and setup.command):
+        try:
+            importlib.import_module(needs)
+        except ModuleNotFoundError as error:
+            if error.name != needs:
+                raise
+            python = Path(sys.executable)
+            raise Unusable(
+                f'kind = "{setup.kind}" needs the library {needs}, which {python} does not have: '
+                f"run {python} -m pip install '{install}'"
+            ) from None
+    kind = (Agent if setup.kind == "agent" else Conversing)(setup)
+    await kind.open()
+    return kind

@@ -1,0 +1,148 @@
+"""MCP servers as environments: real servers in their processes, asked by a real worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.config import ConfigError
+from services.config.environments import McpEnvironment
+from services.environment.programs.pool import ProgramFailed, ProgramPool, ProgramProcess, ProgramUnusable
+from services.runtime.process_tools import free_port
+from tests.support.harness import save_tokenizer_folder, small_config, wait_until
+
+SERVER = [sys.executable, str(Path(__file__).parent / "mcp_server.py")]
+
+
+@asynccontextmanager
+async def worker(**keys: Any) -> AsyncIterator[ProgramProcess]:
+    pool = ProgramPool(McpEnvironment(name="m", kind="mcp", **keys))
+    try:
+        await pool.start()
+        async with pool.process() as one:
+            yield one
+    finally:
+        await pool.close()
+
+
+async def say(process: ProgramProcess, rollout: str, tool: str, **arguments: Any) -> tuple[str, Any]:
+    """Return what a tool says, and the snapshot after it."""
+    call = {"id": "1", "type": "function", "function": {"name": tool, "arguments": json.dumps(arguments)}}
+    done = await process.do(rollout, "turn", {"content": "", "tool_calls": [call]})
+    [message] = done.value["messages"]
+    assert (message["role"], message["tool_call_id"], message["name"]) == ("tool", "1", tool)
+    return message["content"], done.value["snapshot"]
+
+
+def servers() -> list[int]:
+    """Return the processes of the tests' server that this process, or one that it started, has started."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            if SERVER[1].encode() in (proc / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(proc.name))
+        except OSError:
+            continue
+    return found
+
+
+async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_can_break() -> None:
+    async with worker(command=SERVER, tool_timeout_s=3.0) as process:
+        started = (await process.do("a", "start", {})).value
+        await process.do("b", "start", {})
+        names = [tool["function"]["name"] for tool in started["tools"]]
+        assert names == ["count", "fail", "wait", "flood", "die", "babble"]
+        assert started["tools"][0]["function"]["parameters"]["properties"]["by"]["type"] == "integer"
+        assert started["snapshot"] is not None, "nothing has happened that another pod could not do again"
+        assert await say(process, "a", "count", by=2) == ("2", None)
+        assert (await say(process, "a", "count"))[0] == "3"
+        assert (await say(process, "b", "count"))[0] == "1"
+        assert (await say(process, "a", "count", by="many"))[0].startswith("Error")
+        assert (await say(process, "a", "fail", text="on purpose"))[0].startswith("Error executing tool fail")
+        assert (await say(process, "a", "wait", seconds=60))[0] == "Error: the tool took longer than 3 s"
+        flood, _ = await say(process, "a", "flood", characters=1_000_000)
+        assert len(flood) == 200_000
+        assert flood.endswith("(1000000 characters, cut)")
+        assert (await say(process, "a", "babble"))[0] == "said"
+        assert (await say(process, "a", "absent"))[0].startswith("Error: there is no tool 'absent'")
+        with pytest.raises(ProgramFailed, match="the MCP server ended during a call of 'die'"):
+            await say(process, "a", "die")
+        assert (await say(process, "b", "count"))[0] == "2", "another rollout's server goes on"
+        assert (await process.do("b", "turn", {"content": "done"})).value["messages"] is None
+        assert (await process.do("b", "score")).value is None
+        process.drop("a")
+        process.drop("b")
+        await wait_until(lambda: not servers(), 10.0)
+
+
+async def test_a_server_at_a_url_may_be_shared_and_its_rollouts_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    server = subprocess.Popen(  # noqa: ASYNC220 - returns once the process is forked
+        [*SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        await wait_until(lambda: _answers(port), 30.0)
+        monkeypatch.setenv("TESTS_TOKEN", "secret")
+        async with worker(url=f"http://127.0.0.1:{port}/mcp", shared=True, token_env="TESTS_TOKEN") as process:
+            for rollout in ("a", "b"):
+                await process.do(rollout, "start", {})
+            assert (await say(process, "a", "count"))[0] == "1"
+            said, snapshot = await say(process, "b", "count")
+            assert (said, snapshot) == ("2", {"own": None, "sets": [{}]})
+            await process.do("c", "restore", snapshot)
+            assert (await say(process, "c", "count"))[0] == "3"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/mcp").status_code > 0
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"command": [sys.executable, "-c", "import sys; sys.exit('no such database')"]}, "no such database"),
+        ({"command": ["/nowhere/server"]}, "'/nowhere/server' cannot be used: FileNotFoundError"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "'http://127.0.0.1:9/mcp' cannot be used"),
+        ({"url": "http://127.0.0.1:9/mcp", "token_env": "UNSET_TOKEN"}, 'token_env = "UNSET_TOKEN": the variable is not set'),
+        ({"url": "http://x/mcp", "interpreter": "/nowhere/python"}, "cannot be run .No such file or directory.: make it with"),
+    ],
+)
+async def test_a_server_that_cannot_be_used_is_named_with_the_reason(keys: dict[str, Any], said: str) -> None:
+    pool = ProgramPool(McpEnvironment(name="m", kind="mcp", **keys))
+    with pytest.raises(ProgramUnusable, match=said):
+        await pool.start()
+    await pool.close()
+    assert "UNSET_TOKEN" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('kind = "mcp"', "needs either command or url: set one of them"),
+        ('kind = "mcp", url = "tools:8000"', "must begin with http:// or https://"),
+        ('kind = "mcp", command = ["x"], token_env = "T"', 'token_env = "T" has no effect without url'),
+        ('kind = "mcp", command = ["x"]', "has no function, and no verifier scores source"),
+        ('kind = "python"', 'needs function, a class, or tools = \\["python"\\]'),
+        ('kind = "verifiers"', "missing required key environments.0.verifiers.id"),
+    ],
+)
+def test_what_is_wrong_in_the_configuration_is_named(table: str, said: str, tmp_path: Path) -> None:
+    save_tokenizer_folder(tmp_path / "model")
+    source = f'{{kind = "jsonl", path = "{tmp_path / "data.jsonl"}", environment = "world"}}'
+    with pytest.raises(ConfigError, match=said):
+        small_config(tmp_path, None, f"data.sources=[{source}]", "verifiers=[]", f'environments=[{{name = "world", {table}}}]')
