@@ -106,15 +106,6 @@ class McpEnvironment(ToolEnvironment):
         return self
 
 
-class VerifiersEnvironment(CommonEnvironment):
-    """An environment of the library `verifiers`, installed in the workers' Python (docs/environments.md)."""
-
-    kind: Literal["verifiers"]
-    """`verifiers`."""
-    id: str = Field(min_length=1)
-    """Name under which the library loads the environment, such as `gsm8k`; `options` are its arguments, or its configuration."""
-
-
 class AgentEnvironment(CommonEnvironment):
     """A program that calls the policy at an OpenAI-compatible endpoint: a function or a command (docs/environments.md)."""
 
@@ -143,14 +134,12 @@ def _named_in_code(text: str) -> str:
     return text
 
 
-EnvironmentConfig = Annotated[
-    PythonEnvironment | AgentEnvironment | McpEnvironment | VerifiersEnvironment, Field(discriminator="kind")
-]
+EnvironmentConfig = Annotated[PythonEnvironment | AgentEnvironment | McpEnvironment, Field(discriminator="kind")]
 
 
 def code_of(environment: EnvironmentConfig) -> str:
     """Return what names the environment's class or function, or "" if it has none."""
-    return "" if environment.kind == "verifiers" else environment.function
+    return environment.function
 
 
 def environment_file(environment: EnvironmentConfig) -> str:
@@ -161,7 +150,7 @@ def environment_file(environment: EnvironmentConfig) -> str:
 
 def drives_itself(environment: EnvironmentConfig) -> bool:
     """Return whether its program asks the policy, instead of replying to it."""
-    return environment.kind in ("agent", "verifiers")
+    return environment.kind == "agent"
 
 
 def check_environments(

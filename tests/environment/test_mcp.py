@@ -138,7 +138,6 @@ async def test_a_server_that_cannot_be_used_is_named_with_the_reason(keys: dict[
         ('kind = "mcp", command = ["x"], token_env = "T"', 'token_env = "T" has no effect without url'),
         ('kind = "mcp", command = ["x"]', "has no function, and no verifier scores source"),
         ('kind = "python"', 'needs function, a class, or tools = \\["python"\\]'),
-        ('kind = "verifiers"', "missing required key environments.0.verifiers.id"),
     ],
 )
 def test_what_is_wrong_in_the_configuration_is_named(table: str, said: str, tmp_path: Path) -> None:

@@ -61,8 +61,6 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
 
 def _named(environment: EnvironmentConfig) -> str:
     """Return the key that says what is run, and its value."""
-    if environment.kind == "verifiers":
-        return f"id = {environment.id!r}"
     if environment.kind == "mcp":
         return f"url = {environment.url!r}" if environment.url else f"command = {environment.command!r}"
     if environment.function:

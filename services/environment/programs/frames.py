@@ -10,18 +10,16 @@ import msgspec
 class ProgramSetup(msgspec.Struct, array_like=True):
     """First frame to a worker: what it needs of its environment's configuration."""
 
-    kind: str  # python | agent | mcp | verifiers
+    kind: str  # python | agent | mcp
     function: str = ""
     options: dict[str, Any] = {}
     command: list[str] = []  # of an agent that is a program of its own, or of an MCP server
     url: str = ""  # of an MCP server
     shared: bool = False  # whether rollouts share a session with it
     token_env: str = ""  # variable with its bearer token
-    id: str = ""  # of an environment of the library verifiers
     tools: list[str] = []  # built-in
     tool_timeout_s: float = 30.0
     memory_mib: int = 512  # of code that the policy writes
-    max_turns: int = 16
 
 
 class Started(msgspec.Struct, array_like=True):
@@ -35,7 +33,7 @@ class ProgramStep(msgspec.Struct, array_like=True):
 
     id: int
     rollout: str
-    do: str  # start | turn | unknown | score | restore | close | run | rows
+    do: str  # start | turn | unknown | score | restore | close | run
     given: Any = None
 
 

@@ -20,6 +20,7 @@ _STATE, _PARENT = 0, 1  # of /proc/PID/stat, after the name
 def main() -> int:
     """Run the command of the arguments to its end and return its exit status."""
     libc = ctypes.CDLL(None)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever ignores it does not learn how its children ended
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+from services.environment.code_tool.tool import CodeTool
 from services.environment.programs.command import run_command
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.loaded import LoadedProgram, scores_of
-from services.environment.programs.tools import ToolSet, methods_of
+from services.environment.programs.tools import CODE, ToolSet, lists_code, methods_of
 from services.runtime.own_code import Unusable, imported
 
-LIBRARIES = {"mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2"), "verifiers": ("verifiers", "verifiers>=0.3")}
+LIBRARIES = {"mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2")}
 """Kind -> the module that it needs, and what to install."""
 
 
@@ -45,10 +46,6 @@ class Kind:
         """Run a rollout that asks the policy by itself; return its reward as `score` and its parts, or None if it gives none."""
         raise Unusable(f"an environment of kind {self._setup.kind} replies to the policy")
 
-    async def rows(self, most: int) -> list[dict[str, Any]]:
-        """Return the first rows of the environment's own data."""
-        raise Unusable(f"an environment of kind {self._setup.kind} has no data of its own")
-
 
 class Conversing(Kind):
     """Kinds `python` and `mcp`: an object replies to the policy, or tools alone do."""
@@ -64,7 +61,7 @@ class Conversing(Kind):
         self._session: Any = None
 
     async def open(self) -> None:
-        """List the tools of the server."""
+        """List the tools of the server, and try the tool that runs code."""
         if self._setup.kind == "mcp":
             from services.environment.programs.mcp_tools import McpSession, listed
 
@@ -73,6 +70,8 @@ class Conversing(Kind):
             if not self._setup.shared:
                 await self._session.close()
                 self._session = None
+        if self._runs_code(self._class):
+            await self._try_code()
 
     async def close(self) -> None:
         """End the session with the server."""
@@ -81,7 +80,8 @@ class Conversing(Kind):
 
     def shared_tools(self) -> list[dict[str, Any]]:
         """Return the descriptions of the tools that all rollouts have, in the order in which rollouts list them."""
-        return [*_class_tools(self._class), *self._server]
+        code = [self._code("").described] if self._runs_code(self._class) else []
+        return [*_class_tools(self._class), *self._server, *code]
 
     def program(self, rollout: str) -> LoadedProgram:
         """Return the program of a rollout."""
@@ -91,7 +91,24 @@ class Conversing(Kind):
             from services.environment.programs.mcp_tools import McpToolSet
 
             sets.append(McpToolSet(self._server, self._setup, self._session))
+        if self._runs_code(made):
+            sets.append(self._code(rollout))
         return LoadedProgram(made, sets)
+
+    async def _try_code(self) -> None:
+        """Run code once. Raises `Unusable` if this machine cannot confine it."""
+        trial = self._code("trial")
+        said = await trial.call({"code": "1 + 1"})
+        await trial.close()
+        if said != "2":
+            raise Unusable(f"the tool python cannot run code: {said}")
+
+    def _runs_code(self, program: Any) -> bool:
+        listed = getattr(program, "tools", ())
+        return CODE in self._setup.tools or (isinstance(listed, list | tuple) and lists_code(program, cast("list[Any]", listed)))
+
+    def _code(self, rollout: str) -> CodeTool:
+        return CodeTool(rollout, self._setup.tool_timeout_s, self._setup.memory_mib)
 
 
 class Agent(Kind):

@@ -24,7 +24,6 @@ from services.config.environments import (
     EnvironmentConfig,
     McpEnvironment,
     ToolEnvironment,
-    VerifiersEnvironment,
     code_of,
 )
 from services.environment.programs import guard
@@ -193,7 +192,7 @@ class ProgramPool:
 
 def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
     """Return what a worker needs of its environment's configuration."""
-    setup = ProgramSetup(environment.kind, code_of(environment), environment.options, max_turns=environment.max_turns)
+    setup = ProgramSetup(environment.kind, code_of(environment), environment.options)
     if isinstance(environment, AgentEnvironment | McpEnvironment):
         setup.command = environment.command
     if isinstance(environment, ToolEnvironment):
@@ -201,8 +200,6 @@ def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
         setup.memory_mib = environment.memory_mib
     if isinstance(environment, McpEnvironment):
         setup.url, setup.shared, setup.token_env = environment.url, environment.shared, environment.token_env
-    if isinstance(environment, VerifiersEnvironment):
-        setup.id = environment.id
     return setup
 
 

@@ -18,6 +18,9 @@ ERROR_CHARACTERS = 500
 ANSWER_CHARACTERS = 200_000
 """Most characters of what a tool says that the model is told: more than most models' contexts hold."""
 
+CODE = "python"
+"""Name of the built-in tool that runs code, which classes and configurations may list."""
+
 
 class Callee(Protocol):
     """Something that the policy may call."""
@@ -113,9 +116,18 @@ def shortened(text: str, most: int) -> str:
     return text[: most - len(note)] + note
 
 
+def lists_code(program: object, listed: Sequence[Any]) -> bool:
+    """Return whether a program lists the built-in tool that runs code, and no method of its name."""
+    return CODE in listed and not hasattr(program, CODE)
+
+
 def methods_of(program: object, listed: Sequence[Any]) -> dict[str, Tool]:
-    """Return the tools that a program lists, by name: names of its methods, or functions. Raises TypeError or AttributeError."""
-    methods = [getattr(program, each) if isinstance(each, str) else each for each in listed]
+    """Return the tools of its own that a program lists, by name: names of its methods, or functions.
+
+    Raises TypeError or AttributeError.
+    """
+    own = [each for each in listed if each != CODE or hasattr(program, CODE)]
+    methods = [getattr(program, each) if isinstance(each, str) else each for each in own]
     return {method.__name__: Tool(method) for method in methods}
 
 

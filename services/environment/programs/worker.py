@@ -93,8 +93,6 @@ class ProgramWorker:
         if step.do == "run":
             agent = self._agents[step.rollout] = asyncio.ensure_future(self._kind.run(step.given))
             return await agent
-        if step.do == "rows":
-            return await self._kind.rows(step.given)
         if step.do == "close":
             if agent := self._agents.pop(step.rollout, None):
                 agent.cancel()

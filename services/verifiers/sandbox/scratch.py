@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +28,8 @@ class Scratch:
 
     def remove(self) -> None:
         """Delete the folder and its contents."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(self.path)
         os.close(self._lock)
 
 
@@ -41,6 +42,29 @@ def sweep() -> int:
     return swept
 
 
+def remove(folder: Path) -> None:
+    """Delete a folder, of any depth and whatever its modes; no symbolic link is followed.
+
+    Each folder in it is first moved up, so that no path becomes too long.
+    """
+    numbers = itertools.count()
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(folder, 0o700)
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for inner in list(os.scandir(entry.path)):
+                    if inner.is_dir(follow_symlinks=False):
+                        os.rename(inner.path, folder / f".{os.getpid()}.{next(numbers)}.gone")
+                    else:
+                        os.unlink(inner.path)
+                os.rmdir(entry.path)
+        os.rmdir(folder)
+
+
 def _sweep(path: Path) -> bool:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -48,7 +72,7 @@ def _sweep(path: Path) -> bool:
         if known.st_uid != os.getuid() or time.time() - known.st_mtime < YOUNG_S:
             return False
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path)
+        remove(path)
         return True
     finally:
         os.close(folder)

@@ -1,0 +1,71 @@
+"""The folder of the code of a rollout: how much is in it, and its contents as JSON, whatever the code made of it.
+
+Guarantees: nothing outside the folder is read: no symbolic link is followed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+DEPTH = 50
+"""Most folders in one another."""
+KEPT_BYTES = 256 << 10
+"""Largest contents that are part of a rollout's records: with more, it cannot be continued by another pod."""
+
+
+def over(folder: Path, most_bytes: int, most_entries: int) -> bool:
+    """Return whether a folder has more bytes or entries, or is nested too deeply to tell; code may run in it meanwhile."""
+    size = count = 0
+    pending = [(str(folder), 0)]
+    while pending:
+        place, depth = pending.pop()
+        with contextlib.suppress(OSError), os.scandir(place) as entries:  # gone meanwhile, or closed to us
+            for entry in entries:
+                count += 1
+                if count > most_entries or depth > DEPTH:
+                    return True
+                with contextlib.suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append((entry.path, depth + 1))
+    return size > most_bytes
+
+
+def packed(folder: Path) -> dict[str, str] | None:
+    """Return the files by their paths, in base64; None if they are too large, or not all of them are plain files."""
+    found: dict[str, str] = {}
+    size = 0
+    for path, entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            continue
+        known = entry.stat(follow_symlinks=False)
+        size += known.st_size + len(path)
+        if not stat.S_ISREG(known.st_mode) or size > KEPT_BYTES:
+            return None
+        try:
+            data = (folder / path).read_bytes()
+        except OSError:  # its mode forbids it
+            return None
+        found[path] = base64.b85encode(data).decode()
+    return found
+
+
+def unpack(folder: Path, files: dict[str, str]) -> None:
+    """Write the files that `packed` returned."""
+    for path, data in files.items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(base64.b85decode(data))
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+        yield str(Path(entry.path).relative_to(folder)), entry
+        if entry.is_dir(follow_symlinks=False):
+            for path, inner in _entries(Path(entry.path)):
+                yield f"{entry.name}/{path}", inner

@@ -1,0 +1,68 @@
+"""Runs Python code from standard input, confined: without network, further processes or threads, and files but its own folder's.
+
+Guarantees: the code sees Python's own libraries and the folder that it starts in, and nothing else of the machine; it outlives
+neither the process that started it nor its limits. If the kernel cannot confine it, it is not run.
+
+Run as `python -I -B runner.py ROOT PARENT MEMORY_BYTES CPU_S`, in the folder that it may write to. Exit status 3: not confined.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import linecache
+import os
+import signal
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+NAME = "<code>"
+UNCONFINED = 3
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+DATA = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
+
+
+def main() -> None:
+    """Run the code on standard input, and print what it ends with."""
+    root, parent, memory_bytes, cpu_s = sys.argv[1], *map(int, sys.argv[2:5])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    sys.path.insert(0, root)
+    from services.verifiers.sandbox.confine import confine_alone
+
+    sys.path.remove(root)
+    code = sys.stdin.buffer.read().decode(errors="replace")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    readable = [Path(place) for place in (*libraries, *DATA) if Path(place).exists()]
+    if not confine_alone(Path.cwd(), readable, memory_bytes, cpu_s):
+        sys.exit(UNCONFINED)
+    del sys.argv[1:]
+    run(code)
+
+
+def run(code: str) -> None:
+    """Run code as the main module; print the value of a last expression, as an interactive Python does."""
+    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+    names = {"__name__": "__main__", "__builtins__": __builtins__}
+    try:
+        tree = ast.parse(code, NAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, NAME, "exec"), names)
+        if isinstance(last, ast.Expr):
+            sys.displayhook(eval(compile(ast.Expression(last.value), NAME, "eval"), names))
+    except SystemExit:
+        raise
+    except BaseException as error:  # whatever it is, the policy is told
+        sys.stdout.flush()
+        shown = traceback.TracebackException.from_exception(error)
+        shown.stack = traceback.StackSummary.from_list([each for each in shown.stack if each.filename == NAME])
+        print("".join(shown.format()), file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

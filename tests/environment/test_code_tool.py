@@ -1,0 +1,208 @@
+"""The built-in tool `python`: what a model may write, in real processes, and what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.config.environments import PythonEnvironment
+from services.environment.code_tool.tool import CodeTool
+from services.environment.programs.pool import ProgramPool
+from services.verifiers.sandbox.scratch import remove
+from tests.environment.test_mcp import say
+from tests.support.harness import wait_until
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CodeTool:
+    monkeypatch.chdir(tmp_path)
+    return CodeTool("0-0.1.0", 5.0, 512)
+
+
+async def run(tool: CodeTool, code: str) -> str:
+    return await tool.call({"code": code})
+
+
+async def test_code_prints_and_leaves_files_but_no_variables(tool: CodeTool, tmp_path: Path) -> None:
+    assert await run(tool, "x = 2\nprint(x)\nx + 1") == "2\n3"
+    assert (await run(tool, "x")).endswith("NameError: name 'x' is not defined")
+    assert await run(tool, "import json, os\nos.mkdir('d')\nopen('d/a', 'w').write(json.dumps([1]))") == "3"
+    assert await run(tool, "open('d/a').read()") == "'[1]'"
+    assert (await run(tool, "1 / 0")).endswith("ZeroDivisionError: division by zero")
+    assert (await run(tool, "def (")).endswith("SyntaxError: invalid syntax")
+    assert await tool.call({"code": 1}) == "Error: code: Input should be a valid string"
+    other = CodeTool("0-0.1.1", 5.0, 512)
+    other.restore(tool.snapshot())
+    assert await run(other, "open('d/a').read()") == "'[1]'"
+    await tool.close()
+    await other.close()
+    assert os.listdir(tmp_path) == []
+    assert await run(tool, "1") == "Error: the rollout has ended"
+
+
+REFUSED = {
+    "forks": "import os; os.fork()",
+    "starts programs": "import subprocess; subprocess.run(['true'])",
+    "becomes a program": "import os; os.execv('/bin/true', ['true'])",
+    "starts threads": "import threading; threading.Thread(target=print).start()",
+    "opens sockets": "import socket; socket.socket()",
+    "opens pairs of sockets": "import socket; socket.socketpair()",
+    "signals its parent": "import os; os.kill(os.getppid(), 9)",
+    "asks the kernel to signal its parent": "import fcntl, os; r, w = os.pipe(); fcntl.fcntl(r, 8, os.getppid())",
+    "limits its parent": "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
+    "reads files": "open('/etc/passwd').read()",
+    "reads its parent's variables": "import os; open(f'/proc/{os.getppid()}/environ', 'rb').read()",
+    "reads through links": "import os; os.symlink('/etc/passwd', 'link'); open('link').read()",
+    "lists folders": "import os; os.listdir('/root')",
+    "writes outside": "open('../outside', 'w')",
+    "truncates what it may read": "import os; os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+    "truncates by name": "import os; os.truncate(os.__file__, 0)",
+    "changes modes": "import os; os.chmod('..', 0)",
+    "keeps memory nowhere": "import os; os.memfd_create('x')",
+    "leaves shared memory": "import ctypes, os\nif ctypes.CDLL(None).shmget(0, 4096, 0o1600) < 0: raise PermissionError('no')",
+    "outlives its parent": "import ctypes\nif ctypes.CDLL(None).prctl(1, 0): raise PermissionError('no')",
+    "queues signals": (
+        "import ctypes, os, platform\nnumber = 129 if platform.machine() == 'x86_64' else 138\n"
+        "if ctypes.CDLL(None).syscall(number, os.getppid(), 9, bytes(128)): raise PermissionError('no')"
+    ),
+}
+
+
+async def test_hostile_code_is_refused(tool: CodeTool, tmp_path: Path) -> None:
+    library = os.stat(os.__file__)
+    said = dict(zip(REFUSED, await asyncio.gather(*(run(tool, code) for code in REFUSED.values())), strict=True))
+    allowed = {
+        what: text for what, text in said.items() if "PermissionError" not in text and "can't start new thread" not in text
+    }
+    assert allowed == {}
+    assert os.stat(os.__file__).st_size == library.st_size
+    await tool.close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("while True: pass", "Error: the code ran longer than 1 s"),
+        ("import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\ntime.sleep(60)", "ran longer than 1 s"),
+        ("while True: print('x' * 10_000)", "Error: the code printed more than 1 MiB"),
+        ("x = bytearray(10 ** 9)", "MemoryError"),
+        ("for i in range(20_000): open(f'{i}', 'w').close()", "10000 entries; it was emptied"),
+        ("for i in range(8):\n    with open(f'{i}', 'wb') as f: f.write(bytes(15 << 20))", "may have 64 MiB"),
+        ("import os\nos.kill(os.getpid(), 9)", "PermissionError"),
+        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
+    ],
+)
+async def test_code_that_takes_too_much_is_ended(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tool = CodeTool("0-0.2.0", 20.0 if "range" in code else 1.0, 512)
+    assert said in await run(tool, code)
+    assert await run(tool, "import os; len(os.listdir('.'))") == "0"
+    await tool.close()
+
+
+async def test_folders_of_any_depth_are_deleted_and_links_are_not_followed(tool: CodeTool, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("x")
+    deep = "import os\nfor i in range(3000):\n    os.mkdir('d'); os.chdir('d')\nopen('end', 'w').close()"
+    assert (await run(tool, deep)).endswith("it was emptied")
+    assert await run(tool, "import os; os.symlink('../kept', 'link'); os.mkfifo('pipe')") == ""
+    assert tool.snapshot() is None, "what is no plain file cannot be kept"
+    await tool.close()
+    assert os.listdir(tmp_path) == ["kept"]
+    assert (tmp_path / "kept" / "file").exists()
+
+
+def named(text: str) -> list[int]:
+    """Return the processes with an argument of this name."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (proc / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(proc.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_deep_folder_that_was_left_is_swept(tmp_path: Path) -> None:
+    place = os.getcwd()
+    os.chdir(tmp_path)
+    os.mkdir("top")
+    os.chdir("top")
+    for _ in range(1100):  # more than Python recurses
+        os.mkdir("d", 0o500)
+        os.chdir("d")
+    os.chdir(place)
+    remove(tmp_path / "top")
+    remove(tmp_path / "absent")
+    assert os.listdir(tmp_path) == []
+
+
+@asynccontextmanager
+async def pool(**keys: object) -> AsyncIterator[ProgramPool]:
+    made = ProgramPool(PythonEnvironment.model_validate({"name": "code", "kind": "python", "tools": ["python"], **keys}))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+async def test_a_configuration_may_offer_the_tool_alone_and_a_rollout_goes_on_with_its_files() -> None:
+    async with pool() as made, made.process() as process:
+        started = (await process.do("a", "start", {})).value
+        assert [tool["function"]["name"] for tool in started["tools"]] == ["python"]
+        said, snapshot = await say(process, "a", "python", code="open('f', 'w').write('kept')")
+        assert said == "4"
+        await process.do("b", "restore", snapshot)
+        assert (await say(process, "b", "python", code="open('f').read()"))[0] == "'kept'"
+        assert (await process.do("a", "turn", {"content": "done"})).value["messages"] is None
+
+
+POD = """
+import asyncio, json, sys
+from services.config.environments import PythonEnvironment
+from services.environment.programs.pool import ProgramPool
+from services.verifiers.sandbox.scratch import remove
+async def main():
+    made = ProgramPool(PythonEnvironment(name="code", kind="python", tools=["python"], tool_timeout_s=600))
+    await made.start()
+    process = made.processes[0]
+    await process.do("kill-9.0.0", "start", {})
+    code = json.dumps({"code": "import time; print(1); time.sleep(600)"})
+    call = {"id": "1", "function": {"name": "python", "arguments": code}}
+    await process.do("kill-9.0.0", "turn", {"content": "", "tool_calls": [call]})
+asyncio.run(main())
+"""
+
+
+async def test_nothing_is_left_when_the_pod_is_killed(tmp_path: Path) -> None:
+    pod = subprocess.Popen(  # noqa: ASYNC220 - returns once the process is forked
+        [sys.executable, "-c", POD], env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    try:
+        await wait_until(lambda: named("code-kill-9.0.0"), 30.0)
+        [name] = os.listdir(tmp_path)
+        scratch = tmp_path / name
+        assert (scratch / "code-kill-9.0.0").is_dir()
+    finally:
+        pod.send_signal(signal.SIGKILL)
+        pod.wait()
+    await wait_until(lambda: not named("code-kill-9.0.0") and not named(str(scratch)), 10.0)
+    old = time.time() - 3600
+    os.utime(scratch, (old, old))
+    swept = subprocess.run(  # noqa: ASYNC221
+        [sys.executable, "-c", "from services.verifiers.sandbox.scratch import sweep; print(sweep())"],
+        env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert (swept.strip(), os.listdir(tmp_path)) == ("1", [])
