@@ -161,11 +161,15 @@ def test_every_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [name for name in verbs if "--json" not in grpo(capsys, name, "--help")[1]] == []
 
 
+LONG_NAME = "z-release-with-a-name-of-forty-characters-dataprep-7f9c5d8b6d-x2x4z"
+
+
 async def begin(folder: RunFolder, server: RedisServer) -> None:
     """Create a run with one pod and one step, as its services would leave it."""
     config = load_resolved(folder.config)
     store = await Store.connect(server.url, config.run.name, server.password)
     await store.run.create(digest(config), "data", config.run.steps, config.slots)
+    await store.fleet.beat(PodStatus("web", LONG_NAME, "b", "here", os.getpid(), "", "ready", 0, 0, {}), 600.0)
     await store.fleet.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), 600.0)
     await store.monitor.record({"step": 0.0, "reward/train/mean": 0.5})
     await store.close()
@@ -187,6 +191,7 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     assert (code, errors) == (0, "")
     for expected in ("small", "0/4 steps", "stopped", "step 1/4", "reward 0.500", "trainer-0", "training"):
         assert expected in text
+    assert LONG_NAME in text, "without a terminal, as in kubectl exec, no name is cut"
     assert "generator paused" in " ".join(
         grpo(capsys, "pause", "small", "--role", "generator", "--why", "maintenance")[1].split()
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +16,8 @@ from services.operations.awaited import awaited
 from services.operations.observe import Member, fleet
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationState
+
+WIDE = 160  # columns where there is no terminal, as in `kubectl exec`: names of pods differ at their ends
 
 
 async def status(run: str, redis_url: str, as_json: bool) -> int:
@@ -73,7 +77,7 @@ def _show(attached: Attached, state: RunState, members: list[Member], last: Mapp
     from services.console.display.screen import COLOURS, fleet_table, waiting_lines
     from services.operations import figures
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
     found = attached.condition(state)
     heading = cell(f"{attached.name}  ", "bold") + Text(f"{state.committed_step + 1}/{state.steps} steps  ")
     console.print(heading + cell(found, COLOURS[found.word]))

@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from services.config import ConfigError
+from services.config.model_files import check_path
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.logprobs import LogitRule
 
@@ -24,8 +26,16 @@ MULTIPLIERS = ("cohere", "hyperclovax")
 
 
 def read(path: str, max_tokens: int) -> Any:
-    """Return the configuration of the model in `path` for sequences of at most `max_tokens`. Raises `UnsupportedModel`."""
-    config = AutoConfig.from_pretrained(path)
+    """Return the configuration of the model in `path` for sequences of at most `max_tokens`.
+
+    Raises `UnsupportedModel`, and `ConfigError` if there is no such model.
+    """
+    check_path(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.path = {path!r} is no model that can be loaded: {reason}") from None
     for part in _parts(config):
         for name in _noises(part):
             setattr(part, name, 0.0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from services.config import ConfigError
 from services.config.root import Model
 from services.config.training import Lora
 from services.trainer.model import configuration, lora, support
@@ -98,7 +99,7 @@ def _read(config: Model) -> Any:
             dtype=getattr(torch, config.dtype),
             attn_implementation=NAME,
         )
-    except UnsupportedModel:
+    except ConfigError:
         raise
     except Exception as error:  # a model's code may raise anything when it is built with an attention that it does not know
         why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
