@@ -9,7 +9,7 @@ class StoreError(Exception):
     """Redis cannot be used in its current state; the message says why and how to fix it."""
 
 
-class Unreachable(StoreError):
+class RedisUnreachable(StoreError):
     """Redis does not answer, or does not serve the run yet: it may in a moment."""
 
 

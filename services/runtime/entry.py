@@ -23,7 +23,7 @@ from functools import partial
 import structlog
 
 from services.config import ConfigError, RunConfig, load_resolved
-from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, StoreError, Unreachable
+from services.protocol.errors import DifferentRun, Fenced, OutOfOrder, RedisUnreachable, StoreError
 from services.protocol.messages import PodStatus
 from services.runtime import logs
 from services.runtime.http.api import serve
@@ -95,7 +95,7 @@ async def connect(kind: str, config: RunConfig) -> Store:
     while True:
         try:
             return await Store.connect(config.redis.url, config.run.name, login)
-        except Unreachable as error:
+        except RedisUnreachable as error:
             waited_s = time.monotonic() - began
             if waited_s >= start_limit_s():
                 raise

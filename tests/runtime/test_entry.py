@@ -18,7 +18,7 @@ import pytest
 from services.config import ConfigError, to_toml
 from services.console.local.redis_server import RedisServer
 from services.generator.pod import GeneratorPod
-from services.protocol.errors import Unreachable
+from services.protocol.errors import RedisUnreachable
 from services.runtime.entry import EXIT_UNLOADED, connect, leaving_at_once, open_service
 from services.store import Store
 from tests.support.harness import save_tokenizer_folder, small_config
@@ -101,7 +101,7 @@ async def test_a_redis_that_does_not_come_ends_the_wait_with_its_address(tmp_pat
     config = small_config(tmp_path, None, "redis.url=redis://127.0.0.1:1/0")
     for seconds in ("", "1.5"):
         monkeypatch.setenv("GRPO_START_S", seconds)
-        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1"):
+        with pytest.raises(RedisUnreachable, match=r"127\.0\.0\.1:1"):
             await connect("web", config)
     monkeypatch.setenv("GRPO_START_S", "soon")
     with pytest.raises(ConfigError, match="GRPO_START_S = 'soon'"):

@@ -19,7 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, OutOfMemoryError, RedisError, TimeoutError
 
-from services.protocol.errors import StoreError, Unreachable
+from services.protocol.errors import RedisUnreachable, StoreError
 from services.store.connection.cluster import Address, Elsewhere, SlotOwner, ToOwner, in_cluster
 from services.store.connection.commands import typed
 from services.store.connection.fast_connection import VANISHED
@@ -225,12 +225,14 @@ def explain(url: str, error: RedisError) -> StoreError:
     if "SELECT" in str(error) or "DB index" in str(error):
         return StoreError(f"Redis at {url} has no such database ({error}): end redis.url in /0, the only one of a Redis Cluster")
     if isinstance(error, Elsewhere):
-        return Unreachable(
+        return RedisUnreachable(
             f"Redis at {url} is not serving the run yet ({error}): check that it is a master with its required replicas, "
             "and in a Redis Cluster run `redis-cli --cluster check`"
         )
     if isinstance(error, ConnectionError | TimeoutError):
-        return Unreachable(f"Redis at {url} cannot be reached ({error}): check that it is running and that redis.url is right")
+        return RedisUnreachable(
+            f"Redis at {url} cannot be reached ({error}): check that it is running and that redis.url is right"
+        )
     return StoreError(f"Redis at {url} cannot be used: {error}")
 
 
