@@ -1,0 +1,36 @@
+"""A whole run with a client of openai-agents and with an MCP server from PyPI, neither of which knows of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs.test_run import check_whole, finish, folder, start, write_run  # noqa: F401
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+AGENTS = Path(__file__).parents[1] / "environment" / "libraries.py"
+STEPS = 3
+
+
+def test_clients_and_servers_of_others_train(folder: Path) -> None:  # noqa: F811
+    sources = ", ".join(
+        f'{{kind = "jsonl", path = "{folder / "data.jsonl"}", name = "{name}", environment = "{name}"}}'
+        for name in ("agent", "clock")
+    )
+    clock = json.dumps([sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"])
+    environments = (
+        f'{{name = "agent", kind = "agent", function = "{AGENTS}:agents"}}, '
+        f'{{name = "clock", kind = "mcp", command = {clock}, shared = true}}'
+    )
+    path = write_run(
+        folder, "libraries", f"data.sources=[{sources}]", f"environments=[{environments}]", f"run.steps={STEPS}",
+        'verifiers=[{kind="regex", pattern="[0-4]", sources=["clock"]}]', "filters.exclude_pass_rate=0",
+        "data.chat_template=true", "sampling.max_tokens=12",
+    )  # fmt: skip
+    finish(start(path))
+    check_whole(folder, "libraries", STEPS)
+    records = [json.loads(line) for line in (folder / "libraries" / "metrics.jsonl").read_text().splitlines()]
+    assert {"reward/train/agent/agent", "reward/train/clock/regex"} <= {key for record in records for key in record}
