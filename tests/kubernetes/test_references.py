@@ -243,6 +243,8 @@ def test_the_role_is_the_calls_that_are_made() -> None:
         objects = chart.render(values)
         (role,) = chart.of_kind(objects, "Role")
         assert role["rules"] == rules
+        (egress,) = chart.named(objects, "NetworkPolicy", "demo-scaler")["spec"]["egress"]
+        assert {"port": 443} in egress["ports"], "the cluster's API"
         (container,) = chart.named(objects, "Deployment", "demo-scaler")["spec"]["template"]["spec"]["containers"]
         environ = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
         assert ScalerSettings.from_environment(environ) == settings
