@@ -17,32 +17,40 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from services.chat.errors import DataError
+from services.config.data import Data
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+DEFAULT = "default"  # name of the template that is used unless another is named
+FOLDER = "additional_chat_templates"  # where transformers keeps those with other names
 
 
 class TemplateRejection(ValueError):
     """The template cannot render these messages, for the reason that it gives."""
 
 
-class ChatTemplate:
-    """The chat template of the model in `folder`, with `options` as further variables. Raises `DataError`."""
+def chat_template(folder: Path, data: Data) -> ChatTemplate | None:
+    """Return the chat template that a run uses for the model in `folder`, or None if it uses none. Raises `DataError`."""
+    if data.chat_template is False:
+        return None
+    return ChatTemplate(folder, data.chat_template_options, data.chat_template if isinstance(data.chat_template, str) else "")
 
-    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+
+class ChatTemplate:
+    """A chat template for the model in `folder`, with `options` as further variables. Raises `DataError`."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], given: str = "") -> None:
+        """`given`: the template's text, or its name among those of the tokenizer; empty: the tokenizer's default."""
         config = _json(folder / "tokenizer_config.json")
-        source = _template_source(folder, config)
-        if source is None:
-            raise DataError(
-                f"model.path: the tokenizer in {folder} has no chat template: set data.chat_template = false, "
-                "or add the file chat_template.jinja"
-            )
-        self.source = source
+        self.source = given if is_template(given) else _named(folder, config, given)
         tokens = _json(folder / "special_tokens_map.json") | config
         special = {name: _token_text(tokens[name]) for name in SPECIAL_TOKENS if tokens.get(name)}
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment().from_string(self.source)
         except jinja2.TemplateError as error:
-            raise DataError(f"model.path: the chat template in {folder} is invalid: {error}") from None
+            which = "data.chat_template" if given else f"model.path: the chat template in {folder}"
+            raise DataError(f"{which} is invalid: {error}") from None
         self._variables: dict[str, Any] = {**special, "add_generation_prompt": True, "tools": None, "documents": None, **options}
 
     def render(
@@ -71,16 +79,40 @@ class ChatTemplate:
             raise TemplateRejection(str(error)) from None
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the source of the chat template, newest convention first: its own file, then the tokenizer's configuration."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    source: str | list[dict[str, str]] | None = _json(folder / "chat_template.json").get("chat_template")
-    source = source or config.get("chat_template")
-    if isinstance(source, list):  # several by name
-        return {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source
+def is_template(text: str) -> bool:
+    """Return whether a text is a template, and not the name or the path of one."""
+    return "{" in text
+
+
+def _named(folder: Path, config: dict[str, Any], name: str) -> str:
+    """Return the tokenizer's template of that name; "": its default one."""
+    found = _templates(folder, config)
+    if source := found.get(name or DEFAULT):
+        return source
+    if name:
+        known = f"it has {', '.join(sorted(found))}" if found else "it has none"
+        raise DataError(
+            f"data.chat_template = {name!r}: the tokenizer in {folder} has no chat template of that name; {known}. To use a "
+            "file, give a path that ends with .jinja"
+        )
+    raise DataError(
+        f"model.path: the tokenizer in {folder} has no chat template: set data.chat_template to the path of one, or to false"
+    )
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the tokenizer's templates by name, newest convention last: those of its configuration, then files of their own."""
+    found: dict[str, str] = {}
+    for source in (config.get("chat_template"), _json(folder / "chat_template.json").get("chat_template")):
+        if isinstance(source, str):
+            found[DEFAULT] = source
+        elif source:
+            found |= {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", source)}
+    for file in sorted((folder / FOLDER).glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        found[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return found
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from services.chat.errors import DataError
+from services.chat.templates import FOLDER
 from services.config import ConfigError
 from services.config.model_files import check_path
 
@@ -24,7 +25,11 @@ def tokenizer_folder(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["tokenizer*.json", "special_tokens_map.json", "chat_template*"]))
+        return Path(
+            snapshot_download(
+                path, allow_patterns=["tokenizer*.json", "special_tokens_map.json", "chat_template*", FOLDER + "/*"]
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"model.path = {path!r} is neither a folder nor a model available on the hub: {reason}") from None

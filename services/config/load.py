@@ -84,6 +84,7 @@ def load_with_places(
                 f"{COMMAND_LINE}: override {override!r} is not of the form section.key=value: write the key and its value"
             )
     _place_functions(tree, Path(path).absolute().parent)
+    faults += map(places.told, _read_template(tree, Path(path).absolute().parent))
     return _validated(tree, places, before, faults), places
 
 
@@ -209,6 +210,22 @@ def _place_functions(tree: dict[str, Any], folder: Path) -> None:
         interpreter = table.get("interpreter") if table else None
         if table and isinstance(interpreter, str) and "/" in interpreter:
             table["interpreter"] = str(folder / Path(interpreter).expanduser())
+
+
+def _read_template(tree: dict[str, Any], folder: Path) -> list[str]:
+    """Put the text of a chat template in the place of its path, so that a run keeps the one it began with; return the fault."""
+    data = _table(tree.get("data"))
+    given = data.get("chat_template") if data else None
+    if data is None or not isinstance(given, str) or not given.endswith(".jinja"):
+        return []
+    file = folder / Path(given).expanduser()
+    try:
+        data["chat_template"] = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        del data["chat_template"]
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+        return [f"data.chat_template = {given!r}: {file} cannot be read: {reason}; correct the path"]
+    return []
 
 
 def _refused(config: RunConfig, before: Before) -> list[str]:

@@ -50,7 +50,7 @@ def _shown(value: Any) -> str:
 def _prompts(config: RunConfig) -> Rules:
     if len(config.data.sources) == 1:
         yield "data.sources.0.weight", "with one source", "add another"
-    if not config.data.chat_template:
+    if config.data.chat_template is False:
         for key in ("system_prompt", "chat_template_options"):
             yield f"data.{key}", "with data.chat_template = false", "set data.chat_template = true"
     if not config.environments:

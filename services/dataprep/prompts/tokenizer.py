@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.chat.templates import ChatTemplate, TemplateRejection
+from services.chat.templates import TemplateRejection, chat_template
 from services.chat.tokenizers import load_tokenizer
 from services.config.data import Data
 from services.dataprep.prompts.errors import DataError
@@ -26,7 +26,7 @@ class PromptTokenizer:
         if PLACEHOLDER not in data.user_template:
             raise DataError(f"data.user_template = {data.user_template!r} has no {PLACEHOLDER}: add it where the question goes")
         self._tokenizer = load_tokenizer(folder)
-        self._template = ChatTemplate(folder, data.chat_template_options) if data.chat_template else None
+        self._template = chat_template(folder, data)
 
     def encode(self, rows: Sequence[PromptRow], tools: Sequence[Mapping[str, Any]] = ()) -> list[list[int]]:
         """Encode prompts, which show `tools`. Plain text gets the tokenizer's special tokens; templates bring their own."""

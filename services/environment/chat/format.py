@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.chat.templates import ChatTemplate, TemplateRejection
+from services.chat.templates import TemplateRejection, chat_template
 from services.chat.tokenizers import load_tokenizer
 from services.config.data import Data
 from services.environment.chat.messages import PROMPT, BadMessages
@@ -43,7 +43,7 @@ class ChatFormat:
 
     def __init__(self, model_folder: Path, data: Data, tool_format: str = "") -> None:
         self._tokenizer = load_tokenizer(model_folder)
-        self._template = ChatTemplate(model_folder, data.chat_template_options) if data.chat_template else None
+        self._template = chat_template(model_folder, data)
         source = self._template.source if self._template else ""
         self.family = family_of(source, tool_format)
         self.thinks = "</think>" in source

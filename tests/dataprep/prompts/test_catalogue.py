@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from services.config import RunConfig
+from services.config import ConfigError, RunConfig, load, to_toml
 from services.config.load import validate
 from services.dataprep.prompts.catalogue import PromptSource
 from services.dataprep.prompts.errors import DataError
@@ -93,6 +94,32 @@ def test_a_prompt_goes_through_the_chat_template(model: Path, tmp_path: Path):
     assert _decode(model, ids) == "<s><|system|>Be brief.<|user|>Q:  How many?<|assistant|>"
     assert answer == "4"
     assert source.longest == len(ids)
+
+
+def test_another_template_than_the_tokenizer_s_own(model: Path, tmp_path: Path):
+    """By its name among the tokenizer's, or as a file, whose text the configuration keeps."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    path = _write(tmp_path, {"prompt": "How many?", "answer": "4"})
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "short.jinja").write_text("S {{ messages[0].content }}")
+    named = PromptSource(_config(tmp_path, path, chat_template="short"))
+    assert _decode(model, named.prompt(0)[0]) == "S How many?"
+    with pytest.raises(DataError, match=r"'long': .* of that name; it has default, short. To use a file"):
+        PromptSource(_config(tmp_path, path, chat_template="long"))
+    file = tmp_path / "mine.jinja"
+    file.write_text("M {{ messages[0].content }}")
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npath = "{tmp_path}"\n[data]\nchat_template = "mine.jinja"\n'
+        f'sources = [{{kind = "jsonl", path = "{path}"}}]\n[[verifiers]]\nkind = "exact"\n'
+    )
+    config = load(tmp_path / "run.toml", environ={})
+    file.unlink()
+    assert _decode(model, PromptSource(validate(tomllib.loads(to_toml(config)), "kept")).prompt(0)[0]) == "M How many?"
+    with pytest.raises(ConfigError, match=r"data\.chat_template = 'mine\.jinja': .*mine\.jinja cannot be read: No such file"):
+        load(tmp_path / "run.toml", environ={})
+    with pytest.raises(DataError, match=r"data\.chat_template is invalid: "):
+        PromptSource(_config(tmp_path, path, chat_template="{% if %}"))
 
 
 def test_messages_are_rendered_as_they_are(model: Path, tmp_path: Path):
@@ -340,8 +367,10 @@ def test_a_source_of_nothing_but_long_prompts_is_a_fault(model: Path, tmp_path: 
 def test_a_tokenizer_without_a_template_is_named(model: Path, tmp_path: Path):
     (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
     path = _write(tmp_path, GOOD)
-    with pytest.raises(DataError, match=r"has no chat template: set data\.chat_template = false"):
+    with pytest.raises(DataError, match=r"has no chat template: set data\.chat_template to the path of one, or to false"):
         PromptSource(_config(tmp_path, path))
+    with pytest.raises(DataError, match=r"data\.chat_template = 'short': .* of that name; it has none"):
+        PromptSource(_config(tmp_path, path, chat_template="short"))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{% if %}")
     with pytest.raises(DataError, match=r"chat template in .* is invalid"):
         PromptSource(_config(tmp_path, path))
