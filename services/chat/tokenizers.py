@@ -11,6 +11,8 @@ from services.chat.templates import FOLDER
 from services.config import ConfigError
 from services.config.model_files import check_path
 
+FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", f"{FOLDER}/*"]
+
 
 def tokenizer_folder(path: str) -> Path:
     """Return the folder of `model.path`; for a hub name, the folder to which its tokenizer files are downloaded."""
@@ -25,11 +27,7 @@ def tokenizer_folder(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(
-                path, allow_patterns=["tokenizer*.json", "special_tokens_map.json", "chat_template*", FOLDER + "/*"]
-            )
-        )
+        return Path(snapshot_download(path, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"model.path = {path!r} is neither a folder nor a model available on the hub: {reason}") from None

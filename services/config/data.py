@@ -83,8 +83,8 @@ class Data(Section):
     user_template: str = "{prompt}"
     """Text of the user message; `{prompt}` is replaced by the question."""
     chat_template: bool | str = True
-    """Chat template that renders messages. `true`: the tokenizer's own. A name: the tokenizer's template of that name. A path that
-    ends with `.jinja`, relative to the configuration file, or the template itself: its text becomes part of the run's
+    """Chat template that renders messages. `true`: the tokenizer's own. A name: the tokenizer's template of that name. A path
+    that ends with `.jinja`, relative to the configuration file, or the template itself: its text becomes part of the run's
     configuration. `false`: none; the user message is tokenised as it is."""
     chat_template_options: dict[str, Any] = {}
     """Further variables for the chat template, e.g. `enable_thinking = false`."""
