@@ -142,7 +142,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 CARRIED_OUT: dict[str, Any] = {
-    "api": True, "web": True, "tracking": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
+    "api": True, "web": True, "tracking": True, "samples": True, "tracing": True, "sync": True, "checkpoint": True, "fleet": True,
     "run": {"dir"},
     "redis": set(Redis.model_fields) - {"payload_shards"},
     "loss": {"correction_max_gap"},

@@ -13,7 +13,7 @@ from services.config.environments import EnvironmentConfig
 from services.config.evaluation import Evaluation
 from services.config.generation import Fleet, Generator, Sampling, Sync
 from services.config.loss import Loss
-from services.config.tracking import Tracing, Tracking
+from services.config.tracking import Samples, Tracing, Tracking
 from services.config.training import (
     Admission,
     Advantage,
@@ -156,6 +156,8 @@ class RunConfig(Section):
     """Evaluation rounds during training."""
     tracking: Tracking = Tracking()
     """Experiment trackers besides the run's own files."""
+    samples: Samples = Samples()
+    """The sample log."""
     tracing: Tracing = Tracing()
     """OpenTelemetry traces of groups."""
     fleet: Fleet = Fleet()

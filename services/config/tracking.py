@@ -1,6 +1,6 @@
-"""Experiment trackers besides the run's own files (docs/metrics.md), and traces of groups (docs/operating.md).
+"""Experiment trackers (docs/metrics.md), the sample log (docs/samples.md) and traces of groups (docs/operating.md).
 
-Both follow the run from outside its loops and never block one.
+All follow the run from outside its loops and never block one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ class Tracking(Section):
     def trackers(self) -> tuple[str, ...]:
         """Names of the enabled trackers."""
         return ("tensorboard",) * self.tensorboard + ("wandb",) * bool(self.wandb)
+
+
+class Samples(Section):
+    """The sample log: every completion with its prompt, scores and outcome, as Parquet files (docs/samples.md)."""
+
+    keep: int = Field(default=1_000_000, ge=0)
+    """Completions to keep in run.dir/run.name/samples; the oldest are deleted first. 0: no sample log."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the prompts whose completions are logged, chosen by a hash of the ticket."""
 
 
 class Tracing(Section):

@@ -38,6 +38,7 @@ for command in (  # in the order of --help
     watching.ls,
     watching.status,
     watching.logs,
+    watching.samples,
     watching.web,
     watching.audit,
     steering.pause,

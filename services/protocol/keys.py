@@ -170,6 +170,16 @@ class Keys:
         return f"{self.prefix}:metrics"
 
     @property
+    def samples(self) -> str:
+        """Stream: groups that ended without being trained, until the sample log has them."""
+        return f"{self.prefix}:samples"
+
+    @property
+    def samples_state(self) -> str:
+        """Hash: lease and position of the sample log, and how many groups it missed, by outcome."""
+        return f"{self.prefix}:samples:state"
+
+    @property
     def notifications(self) -> str:
         """Pattern of the pub/sub channels `all` and `few`: names of topics that changed. A hint; state is read from the keys."""
         return f"{self.prefix}:notifications:*"

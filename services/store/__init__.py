@@ -25,6 +25,7 @@ from services.store.calls.payloads import Payloads
 from services.store.calls.replay import ReplayTable
 from services.store.calls.restore import Restores
 from services.store.calls.run import Runs
+from services.store.calls.samples import SampleCalls
 from services.store.calls.snapshot import SnapshotWriter
 from services.store.calls.steps import Steps
 from services.store.calls.tickets import Tickets
@@ -46,6 +47,7 @@ class Store:
         self.tickets, self.replay, self.steps = Tickets(*parts), ReplayTable(*parts), Steps(*parts)
         self.snapshots, self.restores = SnapshotWriter(*parts), Restores(*parts)
         self.fleet, self.evaluation = FleetCalls(*parts), EvaluationCalls(*parts)
+        self.samples = SampleCalls(*parts)
         self.dead_letters, self.monitor, self.inspection = DeadLetterStream(*parts), Monitor(*parts), Inspection(*parts)
 
     @classmethod

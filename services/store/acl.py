@@ -80,7 +80,10 @@ GRANTS: dict[str, Grant] = {
         ),
         (*_COPYING, *_RESTORING, *_LOADING, "zrem"), everything=True, shards="writes",
     ),
-    "tracker": Grant((), ("hgetall", "xrange", "xrevrange"), reads=(":run", ":metrics", ":evaluations")),
+    "tracker": Grant(
+        ("log_samples",), ("hgetall", "hmget", "mget", "xrange", "xrevrange"),
+        reads=(":run", ":metrics", ":evaluations", ":step:*", ":group:*", ":payload:*"), shards="reads",
+    ),
     "console": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
     "web": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
     "scaler": Grant((), ("hgetall",), reads=(":run",)),

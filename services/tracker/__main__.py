@@ -1,4 +1,4 @@
-"""Start a tracker pod, which follows the run's records in Redis and writes them to the trackers of `tracking`."""
+"""Start a tracker pod, which writes the run's records to the trackers of `tracking` and its completions to the sample log."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ async def track(given: Arguments) -> None:
     """Run the pod from the run's creation to its end."""
     from services.tracker.follower import Follower, show_backlog
     from services.tracker.metrics import TrackerMetrics
+    from services.tracker.samples.log import SampleLog
 
     config = given.config
     check_tracking(config, os.environ)
-    if not config.tracking.trackers:
-        raise ConfigError("no tracker is enabled: set tracking.tensorboard or tracking.wandb, or do not start a tracker pod")
+    if not config.tracking.trackers and not config.samples.keep:
+        raise ConfigError(
+            "nothing to track: set tracking.tensorboard, tracking.wandb or samples.keep, or do not start a tracker pod"
+        )
     async with open_service("tracker", config, given.name) as service:
         folder = service.folder / "tracking"
         metrics = TrackerMetrics(service.registry)
@@ -33,11 +36,16 @@ async def track(given: Arguments) -> None:
         for follower in followers:
             service.add_loop(follower.name, follower.follow, WRITE_LIMIT_S)
         service.add_loop("backlog", partial(show_backlog, service.store, followers, metrics))
+        done = [follower.done for follower in followers]
+        if config.samples.keep:
+            samples = SampleLog(config, service.store, service.folder, service.stopping, metrics)
+            service.add_loop("samples", samples.follow, WRITE_LIMIT_S)
+            done.append(samples.done)
         service.say(phase="ready")
 
         async def until_done(loop: Loop) -> None:
             loop.limit_s = float("inf")
-            await asyncio.gather(*(follower.done.wait() for follower in followers))
+            await asyncio.gather(*(each.wait() for each in done))
 
         await service.run(until_done)
 

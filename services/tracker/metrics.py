@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.runtime.metrics.declarations import Metrics, counters, gauges, histograms
+from services.runtime.metrics.declarations import Metrics, counter, counters, gauge, gauges, histogram, histograms
 
 TRACKERS = ("tensorboard", "wandb")
 
@@ -25,4 +25,11 @@ class TrackerMetrics(Metrics):
     )
     backlog: Mapping[str, Gauge] = gauges(
         "grpo_tracker_backlog_steps", "steps", "Recorded steps not yet written to a tracker.", "tracker", TRACKERS
+    )
+    samples: Counter = counter("grpo_tracker_samples_total", "", "Completions written to the sample log.")
+    sample_write_s: Histogram = histogram(
+        "grpo_tracker_sample_write_seconds", "seconds", "Duration of writing a batch of groups to the sample log."
+    )
+    missed_groups: Gauge = gauge(
+        "grpo_tracker_missed_groups", "groups", "Groups missing in the sample log because it was behind or its tracker was gone."
     )

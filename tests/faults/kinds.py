@@ -59,6 +59,7 @@ ELSEWHERE = {
     "commit_turn": "only with environments",
     "restart_rollout": "only with environments",
     "set_steps": "only where a run is attached to again",
+    "log_samples": "only with a tracker",
     **dict.fromkeys(
         (
             "eval_open", "eval_skip", "eval_volunteer", "eval_claim", "eval_renew", "eval_submit", "eval_fail", "eval_resign",

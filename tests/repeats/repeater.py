@@ -29,6 +29,7 @@ MAY_CHANGE = {
     "submit": (r"ledger\.refused_submits|payload:.*", "is refused, and counted as that"),
     "save_partial": (r"partial:.*", "saves older tokens; the rest is generated again"),
     "retire": (r"step:.*|group:.*|payload:.*|run\.retired_step", "retires the next step that is due"),
+    "log_samples": (r"samples:state\.until_ms", "renews the sample log's lease"),
     "rescale": (r"replay:.*", "goes on with the rescaling that was begun"),
     "sweep_and_peek": (r"run\.frozen_by", "finds that the lease of a snapshot has expired"),
 }  # fmt: skip

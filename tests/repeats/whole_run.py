@@ -292,8 +292,13 @@ class WholeRun:
         await self.trainer.connection.call("snapshot_hold", self.trains, token, 1000)
         await self.trainer.connection.call("snapshot_end", self.trains, token)
         await self.trainer.steps.checkpointed(self.trains, step)
+        await self._log_samples(step)
         await self.trainer.steps.retire()
         assert (await self.state()).checkpoint == "", "the request was met"
+
+    async def _log_samples(self, step: int) -> None:
+        waiting = await self.trainer.samples.waiting(100)
+        await self.trainer.samples.log((await self.state()).incarnation, step, 1.0, TTL_S, [one.entry for one in waiting])
 
     async def _restore(self) -> None:
         """Go back to a checkpoint with another trainer and another leader."""

@@ -58,6 +58,8 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         token_file = "{token}"
         [fleet]
         ttl_s = 3.0
+        [samples]
+        keep = 0  # most tests do without a tracker
         """
     )
     return load(config, overrides, environ={})

@@ -1,4 +1,4 @@
-"""Commands that only read runs: ls, status, logs, web, audit, checkpoints."""
+"""Commands that only read runs: ls, status, logs, samples, web, audit, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def logs(
     from services.console.commands import folders
 
     return folders.logs(run, service, lines, follow, as_json)
+
+
+def samples(
+    run: Run = "",
+    where: Annotated[str, typer.Option(metavar="EXPRESSION", help="Which ones, e.g. 'reward < 0.2 and step > 40'.")] = "",
+    sort: Annotated[
+        str, typer.Option(metavar="COLUMN", help="Sort by this column, lowest first; default: the newest first.")
+    ] = "",
+    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Completions to print.")] = 20,
+    offset: Annotated[int, typer.Option(min=0, max=2**31, help="Completions to skip.")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="Print whole texts instead of a table.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Search the completions of a run, while it runs or after it.
+
+    An expression compares columns (reward, advantage, step, length, outcome, source, solved, truncated, score.NAME and more),
+    joined by and, or and not; 'text' in completion searches texts. An unknown column prints their names.
+    """
+    from services.console.inspect import samples as log
+
+    return log.samples(run, where, sort, reverse, offset, limit, full, as_json)
 
 
 def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:

@@ -48,7 +48,9 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
         for i in range(config.generator.count)
     ]
     environments = [pod("environment", "environment-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.environments else []
-    trackers = [pod("tracker", "tracker-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.tracking.trackers else []
+    trackers = (
+        [pod("tracker", "tracker-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.tracking.trackers or config.samples.keep else []
+    )
     webs = [pod("web", "web-0", {"CUDA_VISIBLE_DEVICES": ""})] if config.web.port else []
     return [
         ServicePlan("dataprep-0", (pod("dataprep", "dataprep-0", {"CUDA_VISIBLE_DEVICES": ""}),)),

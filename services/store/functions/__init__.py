@@ -13,7 +13,7 @@ from importlib.resources import files
 SHARED = ("arguments", "prelude", "replay_table")
 """Files whose helpers the others use."""
 
-FILES = ("tickets", "replay", "steps", "deadletters", "control", "fleet", "evaluation", "snapshot")
+FILES = ("tickets", "replay", "steps", "deadletters", "control", "fleet", "evaluation", "snapshot", "samples")
 
 
 @cache

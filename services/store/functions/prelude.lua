@@ -194,6 +194,37 @@ local function bury(prefix, ticket, reason, body)
   count(prefix, 'failed', 1)
 end
 
+-- Groups that end without being trained wait here for the sample log (services/tracker/samples), instead of being deleted with their
+-- tokens. Only while a tracker renews its lease, and only as many as these: a tracker that is gone or slow costs a bounded part of
+-- memory and holds nothing up. What is not kept although it is in the log's share is counted.
+-- owns: samples       stream  ticket, outcome, payload, header, step that was being prepared, incarnation, size
+--       samples:state hash    lease, share, bytes that wait, last logged step, and what was missed, by outcome
+local SAMPLES_KEPT = 2048
+local SAMPLE_BYTES = 67108864
+
+-- Return whether the sample log has a ticket: its hash is below `share`, of 2^32.
+local function is_sampled(share, ticket)
+  return share and tonumber(string.sub(redis.sha1hex(ticket), 1, 8), 16) < tonumber(share)
+end
+
+-- Keep a group for the sample log. `payload`: name of its tokens, or '' if it has none. Returns true if the log now has charge of them;
+-- otherwise the caller deletes them.
+local function keep_sample(prefix, ticket, outcome, header, payload)
+  local state = prefix .. ':samples:state'
+  local held = redis.call('HMGET', state, 'share', 'until_ms', 'bytes')
+  if not is_sampled(held[1], ticket) then return false end
+  local size = #header + (payload ~= '' and redis.call('STRLEN', prefix .. ':payload:' .. payload) or 0)
+  local bytes = (tonumber(held[3]) or 0) + size
+  if run_ms(prefix) >= tonumber(held[2]) or bytes > SAMPLE_BYTES or redis.call('XLEN', prefix .. ':samples') >= SAMPLES_KEPT then
+    redis.call('HINCRBY', state, 'missed:' .. string.match(outcome, '^[^:]*'), 1)
+    return false
+  end
+  redis.call('XADD', prefix .. ':samples', '*', 'ticket', ticket, 'outcome', outcome, 'payload', payload, 'header', header,
+    'step', number(prefix, 'prepared_step') + 1, 'incarnation', number(prefix, 'incarnation'), 'size', size)
+  redis.call('HSET', state, 'bytes', bytes)
+  return true
+end
+
 -- Keys of an open evaluation round, `eval:<part>`: evaluation.lua owns them, a restore deletes them.
 local EVALUATION_PARTS = {
   'round', 'tickets', 'queue', 'queue:rollouts', 'claims', 'claimed', 'failures', 'expiries', 'volunteers', 'results',

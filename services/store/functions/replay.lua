@@ -61,8 +61,10 @@ register_leader('settle', {
         insert(t, ticket, payload, seq, tonumber(each.oldest), each.header, weight_of(each.weight), tonumber(each.variate),
           tonumber(each.victim))
       else
-        if payload ~= '' then redis.call('UNLINK', prefix .. ':payload:' .. payload) end
         local reason = string.match(action, '^failed:(.*)')
+        if not (known and keep_sample(prefix, ticket, action, each.header, payload)) and payload ~= '' then
+          redis.call('UNLINK', prefix .. ':payload:' .. payload)
+        end
         local outcome = not known and 'unknown_headers' or reason and 'failed' or action
         if not known or reason then
           dead_letter(prefix, ticket, reason or 'header of a ticket that is not outstanding', each.header, known and 'failed')

@@ -264,7 +264,13 @@ local function drop_group(t, group, outcome)
     redis.call('RPUSH', t.prefix .. ':departed', group)
     return
   end
-  delete_group(t.prefix, group)
+  local key = t.prefix .. ':group:' .. group
+  local kept = redis.call('HMGET', key, 'header', 'payload')
+  if keep_sample(t.prefix, group, outcome, kept[1] or '', kept[2] or '') then
+    redis.call('UNLINK', key)
+  else
+    delete_group(t.prefix, group)
+  end
   remember_drop(t.prefix, group, outcome)
   count(t.prefix, outcome, 1)
   free_slots(t.prefix, 1)

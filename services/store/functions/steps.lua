@@ -115,6 +115,7 @@ local function discarded(t, group, reason, first)
     count(prefix, 'trained', -1)
   end
   if first >= number(prefix, 'published_version') then free_slots(prefix, 1) end
+  keep_sample(prefix, group, 'failed:' .. reason, header, '')
   bury(prefix, group, reason, header)
 end
 
@@ -202,11 +203,28 @@ register_trainer('checkpointed', {'step', INTEGER}, function(prefix, args)
   return 1
 end)
 
--- no args. Deletes the oldest plan that is covered by a checkpoint and published, with the groups that departed with it. One step
--- per call keeps the server responsive. Returns 1 if a step was retired, 0 if none is due.
+local HELD_STEPS = 8 -- as many steps more than a checkpoint needs may wait for the sample log
+
+-- Return whether a step that is to be deleted waits for the sample log; if it cannot, its groups are counted as missed.
+local function awaits_log(prefix, step)
+  local held = redis.call('HMGET', prefix .. ':samples:state', 'share', 'until_ms', 'logged', 'logged_in')
+  if not held[1] then return false end
+  if held[4] == redis.call('HGET', prefix .. ':run', 'incarnation') and tonumber(held[3]) >= step then return false end
+  if run_ms(prefix) < tonumber(held[2]) and number(prefix, 'checkpointed_step') - step < HELD_STEPS then return true end
+  local missed = 0
+  for _, group in ipairs(words(redis.call('HGET', prefix .. ':step:' .. step, 'groups') or '')) do
+    if is_sampled(held[1], group) then missed = missed + 1 end
+  end
+  if missed > 0 then redis.call('HINCRBY', prefix .. ':samples:state', 'missed:trained', missed) end
+  return false
+end
+
+-- no args. Deletes the oldest plan that is covered by a checkpoint and published, with the groups that departed with it, once the
+-- sample log has it. One step per call keeps the server responsive. Returns 1 if a step was retired, 0 if none is due.
 register('retire', {}, function(prefix)
   local step = number(prefix, 'retired_step') + 1
   if step > number(prefix, 'checkpointed_step') or step >= number(prefix, 'published_version') then return 0 end
+  if awaits_log(prefix, step) then return 0 end
   local key = prefix .. ':step:' .. step
   for _, group in ipairs(words(redis.call('HGET', key, 'departed'))) do delete_group(prefix, group) end
   redis.call('UNLINK', key)

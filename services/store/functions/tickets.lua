@@ -50,6 +50,7 @@ local function give_up(prefix, entry, ticket, reason, body)
   redis.call('DEL', prefix .. ':partial:' .. ticket)
   redis.call('DEL', prefix .. ':turns:' .. ticket)
   if redis.call('ZREM', prefix .. ':outstanding', ticket) == 1 then
+    keep_sample(prefix, ticket, 'failed:' .. reason, body, '')
     bury(prefix, ticket, reason, body)
     free_slots(prefix, 1)
   else

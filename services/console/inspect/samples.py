@@ -1,0 +1,88 @@
+"""Implements `grpo samples`, which searches a run's sample log in its folder and needs no server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
+from services.console.paths import existing
+from services.console.printable import columns, print_json, printable
+
+SHOWN = 48  # characters of a text in a row of the table
+_TABLE = ("step", "group", "sample", "outcome", "reward", "advantage", "length", "versions", "source", "completion")
+_RIGHT = (0, 2, 4, 5, 6)
+_LONG = ("tokens", "logprobs")
+
+
+def samples(run: str, where: str, sort: str, reverse: bool, offset: int, limit: int, full: bool, as_json: bool) -> int:
+    """Print the completions that match."""
+    folder = existing(run)
+    try:
+        from services.operations.samples.columns import SCHEMA
+        from services.operations.samples.folder import SAMPLES
+        from services.operations.samples.search import ExpressionError, Search
+    except ImportError:
+        raise ConsoleError("the sample log needs pyarrow: pip install 'grpo[dataprep]'", EXIT_CONFIG) from None
+    log = Search.of(folder.path / SAMPLES)
+    wanted = [name for name in SCHEMA.names if name not in _LONG]
+    try:
+        found = log.find(where, sort, reverse, offset, limit, wanted)
+    except ExpressionError as error:
+        raise ConsoleError(str(error), EXIT_CONFIG) from None
+    status, damaged = log.folder.status(), log.folder.damaged
+    if not found.of and not damaged:
+        what = (
+            "samples.keep is 0"
+            if not folder.told("samples").get("keep", 1)
+            else "none has ended yet, or its tracker does not run"
+        )
+        raise ConsoleError(f"no completions are logged in {log.folder.path}: {what}", EXIT_CONFIG)
+    if as_json:
+        print_json({
+            "total": found.total, "searched": found.searched, "of": found.of, "missed_groups": status.missed,
+            "first_step": status.first_step, "damaged_files": damaged, "rows": found.rows,
+        })  # fmt: skip
+        return EXIT_OK
+    if full:
+        print("\n\n".join(_whole(row) for row in found.rows))
+    elif found.rows:
+        print(columns([_TABLE, *map(_short, found.rows)], right=_RIGHT))
+    shown = f"{offset:,} to {offset + len(found.rows) - 1:,} of " if found.rows else ""
+    print(f"{shown}{found.total:,} completions match; {found.of:,} are logged")
+    if found.searched < found.of:
+        print(f"the search took too long: only the last {found.searched:,} were searched; narrow it with step > …")
+    if missed := sum(status.missed.values()):
+        reasons = ", ".join(f"{count:,} {outcome}" for outcome, count in status.missed.items())
+        print(f"{missed:,} groups are missing, because the tracker was behind or gone: {reasons}")
+    if status.first_step:
+        print(f"the log begins at step {status.first_step}")
+    for name, why in damaged.items():
+        print(f"{printable(name)} cannot be read: {printable(why)}")
+    return EXIT_OK
+
+
+def _short(row: dict[str, Any]) -> list[str]:
+    text = row["completion"] if row["completion"] is not None else row["reason"] or ""
+    versions = _number(row["oldest"]) if row["oldest"] == row["newest"] else f"{row['oldest']}–{row['newest']}"
+    outcome = f"{row['outcome']}: {row['reason']}" if row["reason"] and row["outcome"] == "filtered" else row["outcome"]
+    cut = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return [
+        _number(row["step"]), row["group"], _number(row["sample"]), outcome, _number(row["reward"]), _number(row["advantage"]),
+        _number(row["length"]), versions, row["source"] or "–", cut,
+    ]  # fmt: skip
+
+
+def _whole(row: dict[str, Any]) -> str:
+    scores = "".join(f", {name} {_number(score)}" for name, score in row["scores"].items())
+    head = f"step {row['step']}, group {row['group']}, completion {_number(row['sample'])}: {row['outcome']}"
+    why = f" ({row['reason']})" if row["reason"] else ""
+    figures = f"reward {_number(row['reward'])}{scores}, advantage {_number(row['advantage'])}, {_number(row['length'])} tokens"
+    texts = [("prompt", row["prompt"]), ("completion", row["completion"])]
+    if row["segments"]:
+        texts[1:] = [(f"segment {i}", (s["context"] or "") + (s["text"] or "")) for i, s in enumerate(row["segments"])]
+    lines = [f"--- {name}\n{printable(text, keep_lines=True)}" for name, text in texts if text is not None]
+    return "\n".join([printable(head + why), printable(figures), *lines])
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"

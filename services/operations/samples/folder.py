@@ -1,0 +1,133 @@
+"""The files of a sample log, `<run>/samples/part-<first batch>-<last batch>.parquet`, oldest first.
+
+Guarantees: files are complete, because each gets its name only once it is on disk; where a tracker was killed between writing a
+merged file and deleting those that it was merged from, only the merged one counts; a damaged file is left out and named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from services.operations.samples.columns import FORMAT
+
+SAMPLES = "samples"
+"""Folder of the log below the run's folder."""
+METADATA = b"grpo"
+STATUS = "log.json"
+_NAME = re.compile(r"part-(\d{8})-(\d{8})\.parquet")
+
+
+class LogPosition(msgspec.Struct):
+    """What a log has up to the end of a file; in the file's metadata."""
+
+    incarnation: int = 0
+    step: int = -1
+    """Last step whose groups are logged."""
+    begun: dict[str, int] = {}
+    """Incarnation -> its first step: later ones of earlier incarnations were undone."""
+    format: int = FORMAT
+
+
+class LogStatus(msgspec.Struct):
+    """What the log does not have, in `log.json`."""
+
+    missed: dict[str, int] = {}
+    """Outcome -> groups that were to be logged and are not: the tracker was gone or too slow."""
+    first_step: int = 0
+    """Step at which the log begins."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of the log."""
+
+    path: Path
+    first: int
+    last: int
+    rows: int
+    size_bytes: int
+    position: LogPosition = field(default_factory=LogPosition)
+
+    @property
+    def batches(self) -> int:
+        """Return the number of batches that it was merged from."""
+        return self.last - self.first + 1
+
+
+@dataclass
+class SampleFolder:
+    """A log as it is on disk. `refresh` reads what is new; files never change."""
+
+    path: Path
+    parts: list[Part] = field(default_factory=list[Part])
+    damaged: dict[str, str] = field(default_factory=dict[str, str])
+    """Name of a file that cannot be read -> why."""
+
+    def refresh(self) -> list[Part]:
+        """Return the parts that count, oldest first, reading the metadata of new ones."""
+        known = {part.path.name: part for part in self.parts}
+        found = [self._read(path, first, last, known) for path, first, last in current(self.path)]
+        self.parts = [part for part in found if part is not None]
+        return self.parts
+
+    def _read(self, path: Path, first: int, last: int, known: dict[str, Part]) -> Part | None:
+        if path.name in known:
+            return known[path.name]
+        try:
+            metadata = pq.read_metadata(path)
+            raw: bytes = metadata.metadata[METADATA] if METADATA in (metadata.metadata or ()) else b"{}"
+            position = msgspec.json.decode(raw, type=LogPosition)
+            if position.format != FORMAT:
+                raise pa.ArrowInvalid(f"its format is {position.format}, this version reads {FORMAT}")
+            return Part(path, first, last, metadata.num_rows, path.stat().st_size, position)
+        except FileNotFoundError:
+            return None  # merged or deleted meanwhile
+        except (OSError, pa.ArrowInvalid, msgspec.MsgspecError) as error:
+            self.damaged[path.name] = str(error)
+            return None
+
+    @property
+    def rows(self) -> int:
+        """Return the number of completions."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def position(self) -> LogPosition:
+        """Return what the log has."""
+        return self.parts[-1].position if self.parts else LogPosition()
+
+    def status(self) -> LogStatus:
+        """Return what the log does not have."""
+        try:
+            return msgspec.json.decode((self.path / STATUS).read_bytes(), type=LogStatus)
+        except (OSError, msgspec.MsgspecError):
+            return LogStatus()
+
+
+def current(folder: Path) -> list[tuple[Path, int, int]]:
+    """Return the files that count, with their first and last batch, in order."""
+    found = [(path, int(name[1]), int(name[2])) for path in folder.glob("part-*.parquet") if (name := _NAME.fullmatch(path.name))]
+    found.sort(key=lambda one: (one[1], -one[2]))
+    kept: list[tuple[Path, int, int]] = []
+    for path, first, last in found:
+        if not kept or last > kept[-1][2]:
+            kept.append((path, first, last))
+    return kept
+
+
+def name_of(first: int, last: int) -> str:
+    """Return the name of a file of these batches."""
+    return f"part-{first:08d}-{last:08d}.parquet"
+
+
+def superseded(folder: Path) -> Sequence[Path]:
+    """Return files that a merged one contains, and files that were never finished."""
+    kept = {path for path, _, _ in current(folder)}
+    return [path for path in (*folder.glob("part-*.parquet"), *folder.glob(".part-*")) if path not in kept]

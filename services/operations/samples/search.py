@@ -1,0 +1,155 @@
+"""Finds rows of a sample log: by an expression, sorted, a page at a time.
+
+Guarantees: memory holds the narrow columns of the log, about 130 bytes a row, and the long ones of one file at a time; the files
+of a log never change, so what was read of one is kept. A search that reads texts stops after its time limit and says how much
+of the log it has searched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from services.operations.samples.columns import NARROW, SCHEMA
+from services.operations.samples.folder import Part, SampleFolder
+from services.operations.samples.where import NAMES, TEXTS, ExpressionError, Where, undone_rows
+
+ROW = "__row"
+LONG = tuple(name for name in SCHEMA.names if name not in NARROW)
+SORTS = tuple(name for name in NAMES if name in NARROW)
+TEXT_LIMIT_S = 10.0  # of a search that reads texts
+
+
+@dataclass(frozen=True)
+class SamplePage:
+    """The answer of a search."""
+
+    total: int
+    """Rows that match, among those that were searched."""
+    rows: list[dict[str, Any]]
+    """The page."""
+    searched: int
+    """Rows that were looked at: fewer than `of` if time ran out."""
+    of: int
+    """Rows of the log."""
+
+
+@dataclass
+class Search:
+    """A sample log, with what was read of its files."""
+
+    folder: SampleFolder
+    _narrow: dict[str, Any] = field(default_factory=dict[str, Any])
+    _joined: tuple[tuple[str, ...], Any] = ((), None)
+
+    @classmethod
+    def of(cls, path: Path) -> Search:
+        """Return the log in the folder `path`, which may be empty."""
+        return cls(SampleFolder(path))
+
+    def find(
+        self, where: str = "", sort: str = "", reverse: bool = False, offset: int = 0, limit: int = 20,
+        columns: Sequence[str] = SCHEMA.names, limit_s: float = TEXT_LIMIT_S,
+    ) -> SamplePage:  # fmt: skip
+        """Return the rows that match `where`, sorted by the column `sort`, lowest first; unsorted the newest first.
+
+        Rows whose step a restore has undone are left out unless the expression has `undone`. Raises `ExpressionError`.
+        """
+        if sort and sort not in SORTS:
+            raise ExpressionError(f"cannot sort by {sort!r}: the columns are {', '.join(SORTS)}")
+        parts = self.folder.refresh()
+        undone = undone_rows(self.folder.position.begun)
+        asked = Where(where, undone) if where.strip() else None
+        table, starts = self._table(parts)
+        expression = asked.expression if asked else None
+        if asked is None or not asked.reads_undone:
+            expression = ~undone if expression is None else expression & ~undone
+        long = sorted(asked.columns.intersection(LONG)) if asked else []
+        rows, searched = table, table.num_rows
+        try:
+            if long:
+                rows, searched = self._with_texts(parts, starts, table, expression, long, time.monotonic() + limit_s)
+            else:
+                rows = table.filter(expression)
+        except pa.ArrowException as error:
+            raise ExpressionError(f"{where!r} cannot be evaluated: {str(error).splitlines()[0]}") from None
+        order = self._ordered(rows, sort, reverse)
+        page = order.slice(offset, limit)
+        picked = rows[ROW].take(page).to_pylist()
+        return SamplePage(rows.num_rows, self._read(parts, starts, picked, columns), searched, table.num_rows)
+
+    def _table(self, parts: Sequence[Part]) -> tuple[Any, list[int]]:
+        """Return the narrow columns of all parts with the row's number, and the number of each part's first row."""
+        names = tuple(part.path.name for part in parts)
+        starts, at = list[int](), 0
+        for part in parts:
+            starts.append(at)
+            at += part.rows
+        if self._joined[0] != names or self._joined[1] is None:
+            tables = [self._narrow.get(part.path.name) or pq.read_table(part.path, columns=list(NARROW)) for part in parts]
+            self._narrow = dict(zip(names, tables, strict=True))
+            empty = pa.schema([SCHEMA.field(name) for name in SCHEMA.names if name in NARROW]).empty_table()
+            table = pa.concat_tables(tables) if tables else empty
+            self._joined = names, table.append_column(ROW, pa.array(range(table.num_rows), pa.int64()))
+        return self._joined[1], starts
+
+    def _with_texts(
+        self, parts: Sequence[Part], starts: Sequence[int], table: Any, expression: Any, long: Sequence[str], until: float
+    ) -> tuple[Any, int]:
+        """Filter with long columns, the newest file first, until the time is over. Return the rows and how many were searched."""
+        found, searched = [table.slice(0, 0)], 0
+        for part, start in reversed(list(zip(parts, starts, strict=True))):
+            if time.monotonic() > until:
+                break
+            narrow = table.slice(start, part.rows)
+            texts = pq.read_table(part.path, columns=list(long))
+            for name in long:
+                narrow = narrow.append_column(name, texts[name])
+            found.append(narrow.filter(expression).drop_columns(list(long)))
+            searched += part.rows
+        return pa.concat_tables(reversed(found)), searched
+
+    def _ordered(self, rows: Any, sort: str, reverse: bool) -> Any:
+        if not sort:
+            return pc.sort_indices(rows[ROW], sort_keys=[("", "ascending" if reverse else "descending")])
+        keys = [(sort, "descending" if reverse else "ascending"), (ROW, "descending")]
+        return pc.sort_indices(rows.select([sort, ROW]), sort_keys=keys)
+
+    def _read(
+        self, parts: Sequence[Part], starts: Sequence[int], rows: Sequence[int], columns: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return whole rows by their numbers, in that order, reading each file once and only the row groups that have them."""
+        wanted: dict[int, list[int]] = {}
+        place = 0
+        for row in sorted(rows):
+            while place + 1 < len(starts) and starts[place + 1] <= row:
+                place += 1
+            wanted.setdefault(place, []).append(row)
+        found: dict[int, dict[str, Any]] = {}
+        for number, members in wanted.items():
+            with pq.ParquetFile(parts[number].path) as file:
+                first = starts[number]
+                for group in range(file.metadata.num_row_groups):
+                    size = file.metadata.row_group(group).num_rows
+                    inside = [row for row in members if first <= row < first + size]
+                    if inside:
+                        table = file.read_row_group(group, columns=list(columns))
+                        picked = table.take(pa.array([row - first for row in inside])).to_pylist()
+                        found.update(zip(inside, map(_plain, picked), strict=True))
+                    first += size
+        return [found[row] for row in rows if row in found]
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row for JSON: scores as a mapping."""
+    return row | {"scores": dict(row["scores"] or [])} if "scores" in row else row
+
+
+__all__ = ["SORTS", "TEXTS", "ExpressionError", "SamplePage", "Search"]

@@ -1,0 +1,79 @@
+"""What waits for the sample log, and its acknowledgement (functions/samples.lua)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.protocol import codec
+from services.protocol.messages import Payload
+from services.store.calls.facet import Facet
+
+WHOLE = 2**32  # hashes of tickets are below this
+READ_TOGETHER = 64  # payloads in one request, of some 40 KB, up to ten times that
+MISSED = "missed:"
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """A group that ended without being trained and waits for the sample log."""
+
+    entry: str
+    ticket: str
+    outcome: str
+    """`stale`, `evicted`, `filtered:<why>` or `failed:<reason>`."""
+    payload: str
+    """Name of its tokens; empty: it has none."""
+    header: bytes
+    """Its header, or of a ticket that failed in generation the ticket."""
+    step: int
+    """The step that was being prepared."""
+    incarnation: int
+
+
+class SampleCalls(Facet):
+    """Reads what the sample log does not have yet, and records what it has."""
+
+    async def waiting(self, count: int) -> list[DroppedGroup]:
+        """Return the oldest groups that wait."""
+        entries = await self._redis.ask(self._redis.commands.xrange(self._keys.samples, "-", "+", count))
+        return [_dropped(entry, fields) for entry, fields in entries]
+
+    async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
+        """Return payloads by name, omitting those that are gone or unreadable."""
+        found: dict[str, Payload] = {}
+        for first in range(0, len(names), READ_TOGETHER):
+            piece = names[first : first + READ_TOGETHER]
+            for name, sealed in zip(piece, await self._payloads.sealed(piece), strict=True):
+                if sealed is None:
+                    continue
+                try:
+                    found[name] = codec.decode(codec.unseal(sealed), Payload)
+                except codec.CorruptMessage:
+                    continue
+        return found
+
+    async def log(self, incarnation: int, step: int, share: float, lease_s: float, entries: Sequence[str] = ()) -> int:
+        """Renew the sample log's lease and record what it has: all groups trained up to `step`, and these entries, which are
+        deleted with their tokens. Return how many entries wait.
+        """
+        given = (incarnation, step, round(share * WHOLE), int(1000 * lease_s))
+        return int(await self._redis.call("log_samples", *given, *entries))
+
+    async def missed(self) -> dict[str, int]:
+        """Return how many groups the log does not have although it should, by outcome: it was full, or its tracker was gone."""
+        raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.samples_state))
+        counts = {name.decode(): value for name, value in raw.items()}
+        return {name.removeprefix(MISSED): int(counts[name]) for name in sorted(counts) if name.startswith(MISSED)}
+
+
+def _dropped(entry: bytes, fields: dict[bytes, bytes]) -> DroppedGroup:
+    return DroppedGroup(
+        entry=entry.decode(),
+        ticket=fields[b"ticket"].decode(errors="replace"),
+        outcome=fields[b"outcome"].decode(errors="replace"),
+        payload=fields[b"payload"].decode(errors="replace"),
+        header=fields[b"header"],
+        step=int(fields[b"step"]),
+        incarnation=int(fields[b"incarnation"]),
+    )

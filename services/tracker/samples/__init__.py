@@ -1,0 +1,1 @@
+"""Writes the sample log (docs/samples.md)."""

@@ -1,0 +1,109 @@
+"""Writes the files of a sample log.
+
+Guarantees: a file gets its name only once it is on disk, with the log's position in it, so a process that is killed anywhere
+leaves whole files that say what they have; small files are merged, and the oldest are deleted when there are more than `keep`
+completions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from services.operations.samples.columns import SCHEMA
+from services.operations.samples.folder import METADATA, STATUS, LogPosition, LogStatus, Part, SampleFolder, name_of, superseded
+from services.runtime.atomic_folders import replace
+
+MERGED = 16  # files of a size that become one
+MERGED_BYTES = 64 << 20  # of a merged file at most, which is read whole
+PART_OF_KEPT = 16  # a file has at most this part of all completions, so that deleting the oldest deletes no more
+ROW_GROUP = 2000  # rows that are read together for a page
+_UNFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
+"""What values raise that do not fit their columns: numbers of an invalid header may have any size."""
+_PACKED = {"compression": "zstd", "compression_level": 3, "use_dictionary": True}
+
+
+class PartWriter:
+    """Appends to the log in `path`. One process at a time."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        for left in superseded(path):
+            left.unlink(missing_ok=True)
+        self._keep, self.folder = keep, SampleFolder(path)
+        self.folder.refresh()
+        for name in self.folder.damaged:  # its batches stay taken
+            (path / name).rename(path / f"damaged-{name}")
+
+    def write(self, rows: Sequence[dict[str, Any]], position: LogPosition) -> Part:
+        """Write one batch as a file."""
+        number = self.folder.parts[-1].last + 1 if self.folder.parts else 1
+        try:
+            table = _table(rows)
+        except _UNFIT:
+            table = _table([row if _fits(row) else _bare(row) for row in rows])
+        return self._put(table, number, number, position)
+
+    def tidy(self) -> None:
+        """Merge the newest files where enough of them are alike, and delete the oldest beyond `keep`."""
+        parts = self.folder.parts
+        while len(parts) >= MERGED and self._alike(parts[-MERGED:]):
+            merged = parts[-MERGED:]
+            table = pa.concat_tables([pq.read_table(part.path, schema=SCHEMA) for part in merged])
+            part = self._put(table, merged[0].first, merged[-1].last, merged[-1].position)
+            for old in merged:
+                old.path.unlink(missing_ok=True)
+            parts[:] = [*parts[: -MERGED - 1], part]
+        while len(parts) > 1 and self.folder.rows - parts[0].rows >= self._keep:
+            parts.pop(0).path.unlink(missing_ok=True)
+
+    def note(self, status: LogStatus) -> None:
+        """Write what the log does not have."""
+        replace(self.folder.path / STATUS, msgspec.json.encode(status))
+
+    def _alike(self, parts: Sequence[Part]) -> bool:
+        small = sum(part.size_bytes for part in parts) <= MERGED_BYTES
+        few = sum(part.rows for part in parts) * PART_OF_KEPT <= self._keep
+        return small and few and len({len(f"{part.batches - 1:x}") if part.batches > 1 else 0 for part in parts}) == 1
+
+    def _put(self, table: Any, first: int, last: int, position: LogPosition) -> Part:
+        path = self.folder.path / name_of(first, last)
+        fresh = path.with_name(f".{path.name}")
+        table = table.replace_schema_metadata({METADATA: msgspec.json.encode(position)})
+        pq.write_table(table, fresh, row_group_size=ROW_GROUP, **_PACKED)
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())
+        fresh.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        part = Part(path, first, last, table.num_rows, path.stat().st_size, position)
+        self.folder.parts.append(part)
+        return part
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Any:
+    columns = {name: pa.array([row[name] for row in rows], SCHEMA.field(name).type) for name in SCHEMA.names}
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _fits(row: dict[str, Any]) -> bool:
+    try:
+        _table([row])
+    except _UNFIT:
+        return False
+    return True
+
+
+def _bare(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of a row without what its header says."""
+    kept = ("group", "sample", "step", "outcome", "reason", "payload", "incarnation", "logged_s")
+    return dict.fromkeys(SCHEMA.names) | {name: row[name] for name in kept}

@@ -1,0 +1,100 @@
+"""A log is searched by page, in any order, whole and without what a restore undid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.operations.samples.folder import LogPosition, SampleFolder, current, name_of
+from services.operations.samples.search import Search
+from services.operations.samples.where import ExpressionError
+from services.tracker.samples.writer import MERGED, PartWriter
+from tests.operations.samples.made import made_row, write_log
+
+
+def numbers(log: Search, **asked: object) -> list[int]:
+    return [int(row["logged_s"] - 1e9) for row in log.find(**asked).rows]  # pyright: ignore
+
+
+def test_pages_are_sorted_and_leave_nothing_out(tmp_path: Path) -> None:
+    rows = [made_row(i) for i in range(100)]
+    write_log(tmp_path, rows)
+    log = Search.of(tmp_path)
+    pages = [number for at in range(0, 100, 30) for number in numbers(log, sort="length", offset=at, limit=30)]
+    assert pages == sorted(range(100), key=lambda i: (rows[i]["length"], -i))
+    assert numbers(log, sort="reward", reverse=True, limit=3) == [99, 95, 91]
+    assert numbers(log, limit=3) == [99, 98, 97]
+    assert log.find(limit=0).total == 100
+    with pytest.raises(ExpressionError, match="cannot sort by 'prompt'"):
+        log.find(sort="prompt")
+
+
+def test_new_files_are_seen_and_old_ones_read_once(tmp_path: Path) -> None:
+    writer = write_log(tmp_path, [made_row(i) for i in range(8)])
+    log = Search.of(tmp_path)
+    assert log.find().total == 8
+    table = next(iter(log._narrow.values()))
+    writer.write([made_row(8)], LogPosition(1, 1, {"1": 0}))
+    assert numbers(log, where="sample == 0", limit=2) == [8, 4]
+    assert next(iter(log._narrow.values())) is table
+
+
+def test_an_empty_folder_has_no_rows(tmp_path: Path) -> None:
+    found = Search.of(tmp_path / "none").find("reward > 0")
+    assert (found.total, found.rows, found.of) == (0, [], 0)
+
+
+def test_a_search_of_texts_ends_in_time_and_says_how_far_it_came(tmp_path: Path) -> None:
+    write_log(tmp_path, [made_row(i) for i in range(32)])
+    found = Search.of(tmp_path).find("'it' in completion", limit_s=-1.0)
+    assert (found.searched, found.of, found.total) == (0, 32, 0)
+    found = Search.of(tmp_path).find("'is 3' in completion")
+    assert (found.searched, found.total) == (32, 3)
+
+
+def test_undone_steps_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path, 1000)
+    writer.write([made_row(i) for i in range(32)], LogPosition(1, 3, {"1": 0}))  # steps 0 to 3
+    again = [made_row(i, incarnation=9, completion="again") for i in range(16, 24)]
+    writer.write(again, LogPosition(9, 2, {"1": 0, "9": 2}))  # restored to step 1
+    log = Search.of(tmp_path)
+    assert [row["completion"] for row in log.find("step >= 2", limit=99).rows] == ["again"] * 8
+    assert log.find().total == 16 + 8
+    assert log.find("undone").total == 16
+    assert log.find("undone or not undone").total == 40
+
+
+def test_files_are_merged_and_what_they_were_merged_from_counts_once(tmp_path: Path) -> None:
+    batches = MERGED * MERGED + 5
+    writer = write_log(tmp_path, [made_row(i) for i in range(batches)], batch=1)
+    names = sorted(path.name for path in tmp_path.glob("*.parquet"))
+    assert len(names) == 1 + 5
+    assert names[0] == name_of(1, MERGED * MERGED)
+    assert numbers(Search.of(tmp_path), limit=batches) == list(reversed(range(batches)))
+    (tmp_path / name_of(3, 3)).write_bytes((tmp_path / name_of(batches, batches)).read_bytes())  # killed before it was deleted
+    (tmp_path / f".{name_of(7, 9)}").write_bytes(b"half")
+    assert Search.of(tmp_path).find().total == batches
+    assert writer.folder.position == PartWriter(tmp_path, 1000).folder.position
+    assert not list(tmp_path.glob(".part*"))
+    assert [first for _, first, _ in current(tmp_path)] == [1, *range(batches - 4, batches + 1)]
+
+
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
+    write_log(tmp_path, [made_row(i) for i in range(400)], batch=4, keep=64)
+    found = Search.of(tmp_path).find(limit=1000)
+    assert 64 <= found.total < 64 + 8
+    assert found.rows[0]["logged_s"] - 1e9 == 399
+
+
+def test_a_damaged_file_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    write_log(tmp_path, [made_row(i) for i in range(24)])
+    path = tmp_path / name_of(2, 2)
+    path.write_bytes(path.read_bytes()[:100])
+    folder = SampleFolder(tmp_path)
+    folder.refresh()
+    assert list(folder.damaged) == [path.name]
+    assert Search.of(tmp_path).find().total == 16
+    writer = PartWriter(tmp_path, 1000)
+    writer.write([made_row(24)], LogPosition(1, 3, {}))
+    assert Search.of(tmp_path).find().total == 17

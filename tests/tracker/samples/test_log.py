@@ -1,0 +1,252 @@
+"""Every group that ends is in the log once, whatever becomes of the tracker, and training never waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.config import RunConfig, to_toml
+from services.console.local.redis_server import RedisServer
+from services.operations.samples.folder import SAMPLES, SampleFolder
+from services.operations.samples.search import Search
+from services.runtime.loops import Loop
+from services.store import Store
+from services.tracker.metrics import TrackerMetrics
+from services.tracker.samples import log as module
+from services.tracker.samples.log import SampleLog
+from services.tracker.samples.writer import PartWriter
+from tests.support.flow import Team, buffer, claim, issue, prepare, settle, start, submit
+from tests.support.harness import small_config, wait_until
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "BATCH", 3)
+
+
+async def trained(store: Store, team: Team, step: int, groups: int = 2) -> list[str]:
+    """Train one step of new groups."""
+    names = await buffer(store, team, groups, oldest=step)
+    await prepare(store, team, step, names)
+    await store.steps.commit(team.trainer, step)
+    await store.steps.publish(team.trainer, step + 1)
+    return names
+
+
+async def covered(store: Store, team: Team, step: int) -> int:
+    """Cover a step by a checkpoint; how many steps are retired."""
+    await store.steps.checkpointed(team.trainer, step)
+    return await store.steps.retire()
+
+
+async def dropped(store: Store, team: Team, action: str, version: int) -> str:
+    await issue(store, team, 1)
+    [one] = await claim(store, "g", 1, version)
+    assert await submit(store, "g", one, version)
+    await settle(store, team, action)
+    return one.ticket_id
+
+
+def config_of(folder: Path, server: RedisServer | None = None, *overrides: str) -> RunConfig:
+    return small_config(folder, server, "samples.keep=100000", *overrides)
+
+
+async def follow_once(store: Store, config: RunConfig, folder: Path) -> None:
+    """Log everything that there is, in a tracker that is told to stop at once."""
+    stopping = asyncio.Event()
+    stopping.set()
+    made = SampleLog(config, store, folder, stopping, TrackerMetrics(CollectorRegistry()))
+    await made.follow(Loop("samples", made.follow, 60))
+    assert made.done.is_set()
+
+
+def logged(folder: Path, where: str = "") -> list[dict[str, Any]]:
+    return Search.of(folder / SAMPLES).find(where, limit=10_000).rows
+
+
+def outcomes(folder: Path, where: str = "") -> Counter[tuple[str, str, int]]:
+    return Counter((row["group"], row["outcome"], row["step"]) for row in logged(folder, where))
+
+
+async def test_every_group_that_ends_is_logged_with_its_completions(store: Store, quick: None, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)  # takes the lease
+    one, two = await trained(store, team, 0)
+    three = await dropped(store, team, "filtered:zero", 1)
+    await issue(store, team, 1)
+    [four] = await claim(store, "g", 1, 1)
+    await store.tickets.fail("g", four, "the engine refused it", 1)
+    await follow_once(store, config, tmp_path)
+    assert outcomes(tmp_path) == {
+        (one, "trained", 0): 4,
+        (two, "trained", 0): 4,
+        (three, "filtered", 1): 4,
+        (four.ticket_id, "failed", 1): 1,
+    }
+    [row] = logged(tmp_path, f"group == '{one}' and sample == 1")
+    assert (row["reward"], row["scores"], row["length"], row["oldest"], row["advantage"]) == (
+        1.0,
+        {"exact": 1.0},
+        2,
+        0,
+        pytest.approx(1.0),
+    )
+    assert row["logprobs"] == [-1.0, -1.0]
+    assert len(row["tokens"]) == 2
+    [row] = logged(tmp_path, "outcome == 'failed'")
+    assert (row["sample"], row["reason"], row["prompt_tokens"]) == (None, "the engine refused it", 3)
+    [row] = logged(tmp_path, "outcome == 'filtered' and sample == 0")
+    assert row["reason"] == "zero"
+    assert len(row["tokens"]) == 2, "its tokens waited"
+    assert await store.samples.waiting(10) == []
+    assert await covered(store, team, 0) == 1
+
+
+async def test_a_tracker_that_dies_anywhere_logs_nothing_twice(
+    store: Store, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before and after every acknowledgement and every file, by an error that nothing handles."""
+    config, chance = config_of(tmp_path), random.Random(5)
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    expected = Counter[tuple[str, str, int]]()
+
+    class Killed(BaseException):
+        pass
+
+    def dying(function: Any) -> Any:
+        async def call(*args: Any, **named: Any) -> Any:
+            if chance.random() < 0.3:
+                raise Killed
+            result = await function(*args, **named)
+            if chance.random() < 0.3:
+                raise Killed
+            return result
+
+        return call
+
+    real_write, real_log = PartWriter.write, store.samples.log
+
+    def write(self: PartWriter, *args: Any) -> Any:
+        if chance.random() < 0.3:
+            (self.folder.path / ".part-half").write_bytes(b"half")
+            raise Killed
+        part = real_write(self, *args)
+        if chance.random() < 0.3:
+            raise Killed
+        return part
+
+    deaths = 0
+    for step in range(8):
+        for name in await trained(store, team, step):
+            expected[name, "trained", step] = 4
+        expected[await dropped(store, team, "stale", step + 1), "stale", step + 1] = 4
+        with monkeypatch.context() as patched:
+            patched.setattr(PartWriter, "write", write)
+            patched.setattr(store.samples, "log", dying(real_log))
+            for _ in range(3):
+                try:
+                    await follow_once(store, config, tmp_path)
+                except Killed:
+                    deaths += 1
+        await covered(store, team, step)
+    await follow_once(store, config, tmp_path)
+    assert deaths > 5
+    assert outcomes(tmp_path) == expected
+    assert await store.samples.missed() == {}
+
+
+async def test_undone_steps_are_replaced_after_a_restore(store: Store, quick: None, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    before = [await trained(store, team, step, 1) for step in range(3)]
+    await follow_once(store, config, tmp_path)
+    run = store.keys.run
+    state = await store.run.state()
+    assert state is not None
+    await store.client.hset(
+        run, mapping={"incarnation": state.incarnation + 9, "committed_step": 0, "prepared_step": 0, "retired_step": 0}
+    )
+    await store.client.delete(store.keys.step(1), store.keys.step(2))
+    again = await trained(store, team, 1, 1)
+    await follow_once(store, config, tmp_path)
+    assert outcomes(tmp_path) == {(before[0][0], "trained", 0): 4, (again[0], "trained", 1): 4}
+    assert outcomes(tmp_path, "undone").keys() == {(before[1][0], "trained", 1), (before[2][0], "trained", 2)}
+
+
+async def test_a_share_is_logged_and_a_step_without_any_of_it_is_done(store: Store, quick: None, tmp_path: Path) -> None:
+    config = config_of(tmp_path, None, "samples.share=0.3")
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    names = [name for step in range(6) for name in await trained(store, team, step)]
+    await follow_once(store, config, tmp_path)
+    assert {group for group, _, _ in outcomes(tmp_path)} == {name for name in names if module.is_sampled(name, 0.3)}
+    assert await covered(store, team, 5) == 6
+
+
+async def test_a_log_that_begins_late_says_so(store: Store, quick: None, tmp_path: Path) -> None:
+    team = await start(store, slots=64)
+    for step in range(3):
+        await trained(store, team, step)
+    assert await covered(store, team, 1) == 2
+    await follow_once(store, config_of(tmp_path), tmp_path)
+    assert {step for _, _, step in outcomes(tmp_path)} == {2}
+    assert SampleFolder(tmp_path / SAMPLES).status().first_step == 2
+
+
+async def test_what_was_missed_is_in_the_folder(store: Store, quick: None, tmp_path: Path) -> None:
+    team = await start(store, slots=64)
+    await store.samples.log(1, -1, 1.0, 0.0)
+    await dropped(store, team, "filtered:zero", 0)
+    await follow_once(store, config_of(tmp_path), tmp_path)
+    assert SampleFolder(tmp_path / SAMPLES).status().missed == {"filtered": 1}
+
+
+async def test_a_process_killed_again_and_again_logs_every_group_once(store: Store, server: RedisServer, tmp_path: Path) -> None:
+    """Real processes and SIGKILL, while groups end."""
+    config = config_of(tmp_path, server, f"run.name={store.keys.name}")
+    folder = tmp_path / store.keys.name
+    folder.mkdir(exist_ok=True)
+    path = folder / "config.toml"
+    path.write_text(to_toml(config))
+    command = [sys.executable, "-m", "services.tracker", "--config", str(path), "--name", "tracker-0"]
+    team = await start(store, slots=64)
+    expected = Counter[tuple[str, str, int]]()
+    chance, step = random.Random(3), 0
+
+    def begin() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    for round_ in range(3):
+        process = begin()
+        try:
+            if round_ == 0:
+                await wait_until(lambda: store.client.hexists(store.keys.samples_state, "share"))
+            parts = len(list((folder / SAMPLES).glob("part*")))
+            for _ in range(3):
+                for name in await trained(store, team, step):
+                    expected[name, "trained", step] = 4
+                step += 1
+                expected[await dropped(store, team, "stale", step), "stale", step] = 4
+                await covered(store, team, step - 1)
+            if round_:
+                await wait_until(lambda parts=parts: len(list((folder / SAMPLES).glob("part*"))) > parts)
+            await asyncio.sleep(chance.random() * 0.05)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    await follow_once(store, config, folder)
+    assert outcomes(folder) == expected
+    assert await store.samples.missed() == {}

@@ -1,0 +1,75 @@
+"""A row has what header and payload say of a rollout, and what can be read where they are damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from services.operations.inspection.text import TextReader
+from services.operations.samples.folder import LogPosition
+from services.operations.samples.search import Search
+from services.protocol import codec
+from services.protocol.messages import Header, Payload, Ticket
+from services.tracker.samples.rows import EndedGroup, rows_of
+from services.tracker.samples.writer import PartWriter
+from tests.support.harness import ticket
+
+HEADER = Header(
+    "0-0", 5, 0, 0, "0-0.7", 100, 2, [2, 3, 1], [1.0, 0.0], {"exact": [1.0, 0.0]}, [False, True], [0, 1, 2], [0, 2, 2],
+    "g", 0.1, 0.2, "main", [1, 0, 0], solved=[True, False], rollout=[0, 0, 1], context_tokens=[0, 4, 0], contexts=[0, 1, 0],
+    turns=[3, 1], tool_s=[0.5, 0.0],
+)  # fmt: skip
+PAYLOAD = Payload(
+    np.array([1, 2], np.int32), np.array([2, 3, 1], np.int32), np.arange(6, dtype=np.int32), -np.arange(6, dtype=np.float32) / 3,
+    np.zeros((0, 4), np.int32), notes=["", "too long"], rollout=np.array([0, 0, 1], np.int32),
+    context_lengths=np.array([0, 4, 0], np.int32), context=np.array([7, 8, 9, 7], np.int32),
+)  # fmt: skip
+
+
+def group(header: bytes | Header, outcome: str = "filtered:zero") -> EndedGroup:
+    return EndedGroup("0-0", 3, outcome, 1, header, "0-0.7")
+
+
+def test_segments_and_tool_tokens_are_in_the_row() -> None:
+    first, second = rows_of(group(codec.encode(HEADER)), PAYLOAD, TextReader(None), "centered", 5.0)
+    assert (first["length"], first["tool_tokens"], first["turns"], first["oldest"], first["newest"]) == (5, 1, 3, 0, 2)
+    assert [segment["length"] for segment in first["segments"]] == [2, 3]
+    assert [segment["context_tokens"] for segment in first["segments"]] == [2, 4]
+    assert list(first["tokens"]) == [0, 1, 2, 3, 4]
+    assert first["logprobs"] == pytest.approx(-np.arange(5) / 3, rel=1e-3)
+    assert (second["length"], second["segments"], list(second["tokens"]), second["notes"]) == (1, None, [5], "too long")
+    assert (second["reward"], second["advantage"], second["truncated"], second["solved"]) == (0.0, -0.5, True, False)
+    assert (first["outcome"], first["reason"], first["payload"]) == ("filtered", "zero", "0-0.7")
+
+
+@pytest.mark.parametrize("body", [b"no header", codec.encode(HEADER)[:40], b""])
+def test_a_damaged_header_leaves_a_row_with_the_reason(body: bytes) -> None:
+    [row] = rows_of(group(body, "failed:corrupt header"), PAYLOAD, TextReader(None), "rloo", 5.0)
+    assert (row["group"], row["outcome"], row["reason"], row["reward"]) == ("0-0", "failed", "corrupt header", None)
+
+
+def test_tokens_that_do_not_fit_the_header_are_left_out() -> None:
+    other = Payload(PAYLOAD.prompt, PAYLOAD.lengths[:2], PAYLOAD.tokens, PAYLOAD.logprobs, PAYLOAD.spans)
+    cut = Payload(PAYLOAD.prompt, PAYLOAD.lengths, PAYLOAD.tokens[:3], PAYLOAD.logprobs[:3], PAYLOAD.spans)
+    for payload in (other, cut, None):
+        rows = rows_of(group(HEADER), payload, TextReader(None), "standard", 5.0)
+        assert [(row["reward"], row["tokens"]) for row in rows] == [(1.0, None), (0.0, None)]
+    torn = msgspec.structs.replace(HEADER, oldest=[0], newest=[0])
+    assert [row["reward"] for row in rows_of(group(torn), PAYLOAD, TextReader(None), "standard", 5.0)] == [1.0, 0.0]
+
+
+def test_a_ticket_that_failed_in_generation_has_its_prompt() -> None:
+    made: Ticket = ticket(0)
+    [row] = rows_of(group(codec.encode(made), "failed:refused"), None, TextReader(None), "standard", 5.0)
+    assert (row["source"], row["prompt_tokens"], row["seq"], row["sample"]) == ("main", len(made.prompt), 0, None)
+
+
+def test_numbers_that_fit_no_column_cost_their_row_its_figures(tmp_path: Path) -> None:
+    huge = msgspec.structs.replace(HEADER, prompt_tokens=2**40, generator="\ud800")
+    rows = [row for header in (huge, HEADER) for row in rows_of(group(header), None, TextReader(None), "standard", 5.0)]
+    PartWriter(tmp_path, 100).write(rows, LogPosition())
+    found = Search.of(tmp_path).find("sample is not None", reverse=True).rows
+    assert [(row["group"], row["prompt_tokens"]) for row in found] == [("0-0", None), ("0-0", None), ("0-0", 2), ("0-0", 2)]
