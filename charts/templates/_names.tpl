@@ -140,7 +140,8 @@ http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.
 
 {{- define "grpo.tracked" -}}
 {{- $tracking := .Values.config.tracking | default dict }}
-{{- if or $tracking.tensorboard $tracking.wandb }}true{{ end }}
+{{- $samples := .Values.config.samples | default dict }}
+{{- if or $tracking.tensorboard $tracking.wandb $samples.keep }}true{{ end }}
 {{- end }}
 
 {{- define "grpo.autoscaled" -}}

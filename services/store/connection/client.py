@@ -29,7 +29,8 @@ CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 60.0  # longer than any stall seen during an AOF rewrite
 PROBE_TIMEOUT_S = 2.0  # for each attempt to reach a server that may not exist; two attempts to connect, two queries each
 PROBE_RETRIES = 1
-NO_RIGHT = ("has no permissions", "ACL failure", "user executing the script can't", "not allowed to access")  # the last three in a function
+NO_RIGHT = ("has no permissions", "ACL failure", "user executing the script can't", "not allowed to access")
+"""What servers answer a user without a permission; all but the first inside a function."""
 RETRIES = 12  # back-off 0.05 s doubling to 1 s: about 9 s, a restart of a server
 
 

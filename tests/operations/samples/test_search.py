@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pyarrow.dataset
 import pytest
 
+from services.operations.samples.columns import MEANINGS
 from services.operations.samples.folder import LogPosition, SampleFolder, current, name_of
 from services.operations.samples.search import Search
 from services.operations.samples.where import ExpressionError
 from services.tracker.samples.writer import MERGED, PartWriter
 from tests.operations.samples.made import made_row, write_log
+
+ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def numbers(log: Search, **asked: object) -> list[int]:
@@ -98,3 +103,15 @@ def test_a_damaged_file_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     writer = PartWriter(tmp_path, 1000)
     writer.write([made_row(24)], LogPosition(1, 3, {}))
     assert Search.of(tmp_path).find().total == 17
+
+
+def test_the_line_of_the_docs_reads_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_log(tmp_path / "runs" / "my_run" / "samples", [made_row(i) for i in range(40)])
+    [line] = re.findall(r"^(pyarrow\.dataset.*)$", (ROOT / "docs" / "samples.md").read_text(), re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert eval(line, {"pyarrow": pyarrow}).num_rows == 10
+
+
+def test_the_docs_list_every_column() -> None:
+    text = (ROOT / "docs" / "samples.md").read_text()
+    assert [f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in text] == []
