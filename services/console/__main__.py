@@ -39,6 +39,7 @@ for command in (  # in the order of --help
     watching.status,
     watching.logs,
     watching.samples,
+    watching.compare,
     watching.web,
     watching.audit,
     steering.pause,

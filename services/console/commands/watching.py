@@ -1,4 +1,4 @@
-"""Commands that only read runs: ls, status, logs, samples, web, audit, checkpoints."""
+"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ def samples(
     from services.console.inspect import samples as log
 
     return log.samples(run, where, sort, reverse, offset, limit, full, as_json)
+
+
+def compare(
+    first: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or run name under runs/.")],
+    second: Annotated[str, typer.Argument(metavar="RUN", help="The other run.")],
+    metric: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Compare this metric; may be repeated.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Lay two runs side by side: how their configurations differ, their curves and last evaluations.
+
+    It reads their folders and needs no server.
+    """
+    from services.console.inspect import compare as verb
+
+    return verb.compare(first, second, metric or [], as_json)
 
 
 def status(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
