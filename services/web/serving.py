@@ -24,6 +24,7 @@ from services.runtime.service import Service
 from services.store import Store
 from services.web.api import console_router
 from services.web.pages import Pages
+from services.web.samples import samples_router
 from services.web.watch import Describe, Watch, running
 
 END_S = 5.0  # for the last poll and the last frame
@@ -40,6 +41,7 @@ def add_console(service: Service, describe: Describe = running) -> Watch:
     run.add_routes(service)
     checkpoints.add_routes(service)
     service.app.include_router(console_router(service, watch))
+    service.app.include_router(samples_router(service))
     service.app.mount("/", Pages(), name="page")
     return watch
 

@@ -28,6 +28,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^(?:\$ )?(?:\S*/)?grpo (.*)$")
+BETWEEN = re.compile(r"\s*(?:&&|;|>+|\|(?!STEP))\s*(?=(?:[^']*'[^']*')*[^']*$)")  # what separates commands, outside quotes
 KEYS = {re.sub(r"\[\](\([^)]*\))?", "", key.key) for key in keys()}
 FREE = ("generator.engine_options", "data.chat_template_options")
 BASE: dict[str, Any] = {
@@ -47,7 +48,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     """The arguments of each `grpo` in a code block; a line that ends with a backslash goes on."""
     for text in blocks(page, "", "sh", "bash", "console"):
         for line in text.replace("\\\n", " ").splitlines():
-            for part in re.split(r"\s*(?:&&|;|>+|\|(?!STEP))\s*", line.partition(" #")[0].strip()):
+            for part in re.split(BETWEEN, line.partition(" #")[0].strip()):
                 if found := COMMAND.match(part.removeprefix("kubectl exec deploy/grpo-dataprep -- ")):
                     yield shlex.split(found[1])
 

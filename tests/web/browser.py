@@ -13,9 +13,9 @@ WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 PAGES = {
     "overview": "", "fleet": "fleet", "steps": "steps", "step": "steps/{step}", "buffer": "buffer", "group": "groups/{group}",
     "sync": "sync", "ledger": "ledger", "deadletters": "deadletters", "deadletter": "deadletters/{letter}",
-    "checkpoints": "checkpoints", "evaluation": "evaluation",
+    "checkpoints": "checkpoints", "evaluation": "evaluation", "samples": "samples", "sample": "samples/{sample}",
 }  # fmt: skip
-"""Path of every page by name, with placeholders for a step, a group and a dead letter."""
+"""Path of every page by name, with placeholders for a step, a group, a dead letter and a completion."""
 KEPT = "grpo-token"  # where the page keeps the token (static/api.js)
 LIMIT_MS = 60_000  # for any wait for the page, on a busy machine
 
@@ -84,3 +84,9 @@ def settle(page: Any) -> None:
     """Wait until the page has no pending requests."""
     page.wait_for_selector("main h1")
     page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")
+
+
+def a_sample(http: Any) -> str:
+    """Return the name of a trained completion of the sample log, as the page's address has it."""
+    rows = http.get("/v1/console/samples", params={"where": "outcome == 'trained'"}).json()["rows"]
+    return "~".join(str(rows[0][name]) for name in ("payload", "step", "outcome", "sample")) if rows else ""

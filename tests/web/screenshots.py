@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-from tests.web.browser import NARROW, PAGES, WIDE, chromium, go, opened, settle
+from tests.web.browser import NARROW, PAGES, WIDE, a_sample, chromium, go, opened, settle
 from tests.web.world import shown
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "screenshots"
@@ -30,9 +30,11 @@ def places(url: str, token: str) -> dict[str, str]:
         state = http.get("/v1/state").json()["state"]
         plan = http.get(f"/v1/steps/{state['committed_step']}").json()["plan"]
         letters = http.get("/v1/deadletters").json()["letters"]
+        sample = a_sample(http)
     group = max(plan["groups"], key=_worth_a_look)["group"] if plan else "0-0"
     letter = letters[0]["id"] if letters else "0-0"
-    return {name: path.format(step=state["committed_step"], group=group, letter=letter) for name, path in PAGES.items()}
+    found = {"step": state["committed_step"], "group": group, "letter": letter, "sample": sample}
+    return {name: path.format(**found) for name, path in PAGES.items()}
 
 
 def _worth_a_look(group: dict[str, Any]) -> tuple[float, int]:

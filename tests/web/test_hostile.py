@@ -6,6 +6,7 @@ import asyncio
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol import codec
 from services.protocol.messages import Payload, PodStatus
 from services.store import Store
+from tests.operations.samples.made import made_row, write_log
 from tests.support.flow import claim, header, issue, settle, start
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.web import browser as browsers
@@ -56,7 +58,21 @@ async def bring_in(store: Store, folder: Path) -> str:
     return good.ticket_id
 
 
-def visit(url: str, group: str, letter: str) -> None:
+def log_samples(folder: Path, model: Path) -> str:
+    """Write a sample log with hostile texts; the name of one of its completions on the page."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    rows = [
+        made_row(
+            i, prompt=MARKUP, completion=text, source=MARKUP, generator=CONTROLS, scores=[(MARKUP, 1.0)], notes=CONTROLS,
+            tokens=(tokens := tokenizer.encode(text).ids), logprobs=[-0.1 * (k % 50) for k in range(len(tokens))],
+        )
+        for i, text in enumerate((MARKUP, CONTROLS, HUGE, PLAIN))
+    ]  # fmt: skip
+    write_log(folder, [*rows, made_row(4, sample=None, outcome="failed", reason=MARKUP + CONTROLS, completion=None, reward=None)])
+    return "0-0.7~0~trained~0"
+
+
+def visit(url: str, group: str, letter: str, sample: str) -> None:
     """Every page shows the text, and none executes it."""
     with chromium() as browser, opened(browser, url) as page:
         dialogs: list[Any] = []
@@ -64,7 +80,7 @@ def visit(url: str, group: str, letter: str) -> None:
         for name, path in PAGES.items():
             if name == "step":
                 continue  # no step was planned
-            go(page, path.format(group=group, letter=letter, step=0))
+            go(page, path.format(group=group, letter=letter, step=0, sample=sample))
             assert page.evaluate("() => window.hit") is None, name
             assert page.eval_on_selector_all("main img, main script, main b:not(.key b)", "all => all.length") == 0, name
             assert page.eval_on_selector_all("main h1", "all => all.length") == 1, name
@@ -73,6 +89,10 @@ def visit(url: str, group: str, letter: str) -> None:
             assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\ufeff]", words), name
             assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
             assert ("waiting for verifier 'judge' at <img" in words) == (name == "fleet"), name
+        go(page, f"samples/{sample}")
+        assert page.inner_text("pre[aria-label='Tokens of the completion']") == MARKUP
+        go(page, "samples?text=" + quote("'); window.hit=1; ('"))
+        page.wait_for_selector("main :text('No completion matches.')")
         go(page, f"groups/{group}")
         texts = page.eval_on_selector_all(".completion pre", "all => all.map(one => one.textContent)")
         assert texts[0] == MARKUP
@@ -90,5 +110,6 @@ async def test_hostile_text_is_text(store: Store, server: RedisServer, tmp_path:
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", "fleet.ttl_s=120")
     group = await bring_in(store, tmp_path / "model")
     letter = (await store.dead_letters.page())[0].id
+    sample = log_samples(tmp_path / store.keys.name / "samples", tmp_path / "model")
     async with served(config, store) as url:
-        await asyncio.to_thread(visit, url, group, letter)
+        await asyncio.to_thread(visit, url, group, letter, sample)

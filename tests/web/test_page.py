@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.web import browser as browsers
-from tests.web.browser import NARROW, PAGES, WIDE, chromium, go, opened, settle
+from tests.web.browser import NARROW, PAGES, WIDE, a_sample, chromium, go, opened, settle
 from tests.web.world import REASON, Shown, kill, shown
 
 pytestmark = [
@@ -47,7 +47,9 @@ def places(run: Shown) -> dict[str, str]:
         step = run.kept_step
         group = http.get(f"/v1/steps/{step}").json()["plan"]["groups"][0]["group"]
         letter = http.get("/v1/deadletters").json()["letters"][0]["id"]
-    return {name: path.format(step=step, group=group, letter=letter) for name, path in PAGES.items()}
+        run.wait_for(lambda: a_sample(http), "a logged completion")
+        sample = a_sample(http)
+    return {name: path.format(step=step, group=group, letter=letter, sample=sample) for name, path in PAGES.items()}
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -172,6 +174,37 @@ def test_the_keyboard_reaches_everything_and_one_sees_where_it_is(run: Shown, br
         page.keyboard.press("Enter")
         settle(page)
         assert page.evaluate("() => document.activeElement.innerText") == "Ledger"
+
+
+def test_completions_are_found_by_filter_and_coloured_by_token(run: Shown, browser: Any) -> None:
+    with httpx.Client(base_url=run.url, headers=bearer(run.read_token)) as http:
+        run.wait_for(lambda: a_sample(http), "a logged completion")
+    with opened(browser, f"{run.url}/#/samples", token=run.read_token) as page:
+        settle(page)
+        page.fill("#filter-least", "1")
+        page.select_option("#filter-outcome", "trained")
+        page.fill("#filter-where", "length > 3")
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => location.hash.includes('least=1')")
+        settle(page)
+        rewards = page.eval_on_selector_all("main td[data-label=Reward]", "all => all.map(one => one.innerText.trim())")
+        assert set(rewards) == {"1"}
+        page.fill("#filter-where", "lenght > 3")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("main .fault:has-text(\"no column 'lenght'\")")
+        page.fill("#filter-where", "")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("main td a[href^='#/samples/']")
+        page.click("main td a[href^='#/samples/'] >> nth=0")
+        page.wait_for_selector("pre[aria-label='Tokens of the completion'] .token")
+        text = page.text_content("pre[aria-label='Tokens of the completion']")
+        assert "=" in text
+        assert "token 0, logprob" in page.get_attribute(".token >> nth=0", "title")
+        page.select_option("#colour-by", "advantage")
+        page.wait_for_selector(".token.gain, .token.loss, .token:not([class*=heat])")
+        assert (
+            page.eval_on_selector_all("table[aria-label='Completions of the same prompt'] tr.current", "all => all.length") == 1
+        )
 
 
 def test_the_theme_that_was_chosen_stays(run: Shown, browser: Any) -> None:

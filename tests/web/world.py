@@ -92,7 +92,8 @@ def write_run(folder: Path, steps: int, port: int, token_s: float) -> Path:
         file.write_text("\n".join(lines) + "\n")
     config = small_config(
         folder, None, f"run.name={NAME}", f"run.dir={folder / 'runs'}", f"run.steps={steps}", "generator.count=2",
-        "generator.max_concurrent_groups=2", f"web.port={port}", "checkpoint.every_steps=100000", "run.seed=3",
+        "generator.max_concurrent_groups=2", f"web.port={port}", "samples.keep=100000", "run.seed=3",
+        "checkpoint.every_steps=100000",
         'api.token_file=""', 'redis.password_file=""',
         "generator.engine=tests.web.engine:SumsEngine", f"generator.engine_options.token_s={token_s}",
         "optimizer.learning_rate=1e-3", "sync.join_deadline_s=5", f"data.sources=[{{kind='jsonl', path='{prompts}'}}]",

@@ -18,7 +18,8 @@ from services.console.printable import columns, print_json
 
 CURVES = (
     "reward/train/mean", "reward/gen/mean", "reward/train/zero_std_share", "length/train/mean", "entropy/train/mean",
-    "kl/train/mean", "gradient/train/norm", "logprob_gap/train/mean", "staleness/trained/mean", "throughput/trained/tokens_per_s", "time/step_s",
+    "kl/train/mean", "gradient/train/norm", "logprob_gap/train/mean", "staleness/trained/mean",
+    "throughput/trained/tokens_per_s", "time/step_s",
 )  # fmt: skip
 """Metrics compared without `--metric` (docs/metrics.md)."""
 BARS = "▁▂▃▄▅▆▇█"

@@ -17,11 +17,13 @@ import { GroupPage } from "./pages/group.js";
 import { LedgerPage } from "./pages/ledger.js";
 import { MissingPage } from "./pages/missing.js";
 import { OverviewPage } from "./pages/overview.js";
+import { SamplePage } from "./pages/sample.js";
+import { SamplesPage } from "./pages/samples.js";
 import { StepPage, StepsPage } from "./pages/steps.js";
 import { SyncPage } from "./pages/sync.js";
 
 const NAV = [
-  ["", "Overview"], ["fleet", "Fleet"], ["steps", "Steps"], ["buffer", "Buffer"], ["sync", "Weight sync"],
+  ["", "Overview"], ["fleet", "Fleet"], ["steps", "Steps"], ["samples", "Samples"], ["buffer", "Buffer"], ["sync", "Weight sync"],
   ["ledger", "Ledger"], ["deadletters", "Dead letters"], ["checkpoints", "Checkpoints"], ["evaluation", "Evaluation"],
 ];
 const ABOVE = { groups: "buffer" }; // pages that belong to an entry of the navigation
@@ -32,6 +34,7 @@ function pageOf([name, id, ...rest]) {
   if (rest.length) return MissingPage;
   if (!name) return OverviewPage;
   if (name === "steps") return id ? StepPage : StepsPage;
+  if (name === "samples") return id ? SamplePage : SamplesPage;
   if (name === "deadletters") return id ? DeadLetterPage : DeadLettersPage;
   if (name === "groups" && id) return GroupPage;
   return (id ? null : PAGES[name]) ?? MissingPage;

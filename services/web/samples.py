@@ -1,0 +1,146 @@
+"""Endpoints of the sample log (docs/samples.md): pages of completions, and one completion token by token.
+
+Guarantees: a search runs on a thread, one at a time, and reads files only, so it slows neither the run nor other pages' frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Query
+from pydantic import BaseModel, ConfigDict
+
+from services.operations.inspection.text import TextReader
+from services.runtime.service import Service
+
+CUT = 300  # characters of a text in a page of completions
+PAGE = 200
+TOKENS = 8000  # of a completion that are sent one by one
+NO_PYARROW = "the sample log needs pyarrow: pip install 'grpo[dataprep]' where the page is served"
+_LISTED = (
+    "group", "sample", "step", "outcome", "reason", "source", "completion", "reward", "advantage", "solved", "truncated",
+    "length", "oldest", "newest", "payload",
+)  # fmt: skip
+
+
+class SampleRows(BaseModel):
+    """A page of completions."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    total: int
+    """Completions that match."""
+    searched: int
+    """Completions that were looked at: fewer than `of` if the search of texts took too long."""
+    of: int
+    """Completions of the log."""
+    missed_groups: dict[str, int]
+    """Outcome -> groups that are missing in the log."""
+    first_step: int
+    """Step at which the log begins."""
+    rows: list[dict[str, Any]]
+    """The completions of the page; texts are cut after 300 characters."""
+
+
+class SampledToken(BaseModel):
+    """A token of a completion."""
+
+    text: str
+    logprob: float | None
+
+
+class WholeSample(BaseModel):
+    """One completion."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    row: dict[str, Any]
+    """All columns except `tokens` and `logprobs`."""
+    tokens: list[SampledToken]
+    """Its tokens with behaviour logprobs; empty without a tokenizer."""
+    note: str
+    """Why there are no tokens; empty: there are."""
+
+
+def samples_router(service: Service) -> APIRouter:
+    """Return the router of these endpoints."""
+    router = APIRouter(prefix="/v1/console/samples", tags=["console"], dependencies=[service.app.state.reader])
+    reader, once = TextReader(service.config.model.path), asyncio.Lock()
+    opened: list[Any] = []
+
+    async def find(columns: Sequence[str], *asked: Any) -> Any:
+        try:
+            from services.operations.samples.folder import SAMPLES
+            from services.operations.samples.search import ExpressionError, Search
+        except ImportError:
+            raise HTTPException(501, NO_PYARROW) from None
+        async with once:
+            if not opened:
+                opened.append(Search.of(service.folder / SAMPLES))
+            try:
+                return await asyncio.to_thread(opened[0].find, *asked, columns)
+            except ExpressionError as error:
+                raise HTTPException(422, str(error)) from None
+
+    @router.get("")
+    async def samples(
+        where: Annotated[str, Query(max_length=2000)] = "", sort: Annotated[str, Query(max_length=64)] = "",
+        reverse: bool = False, offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
+        limit: Annotated[int, Query(ge=1, le=PAGE)] = 50,
+    ) -> SampleRows:  # fmt: skip
+        """Search the completions of the run, the newest first or sorted by a column."""
+        found = await find(_LISTED, where, sort, reverse, offset, limit)
+        status = opened[0].folder.status()
+        rows = [row | {"completion": _cut(row["completion"]), "reason": _cut(row["reason"])} for row in found.rows]
+        return SampleRows(
+            total=found.total, searched=found.searched, of=found.of, missed_groups=status.missed,
+            first_step=status.first_step, rows=rows,
+        )  # fmt: skip
+
+    @router.get("/one")
+    async def sample(
+        payload: Annotated[str, Query(pattern=r"^[0-9.r-]{1,64}$")], step: Annotated[int, Query(ge=0, le=2**31)],
+        outcome: Annotated[str, Query(pattern=r"^[a-z]{1,16}$")], sample: Annotated[int | None, Query(ge=0, le=2**31)] = None,
+    ) -> WholeSample:  # fmt: skip
+        """Return one completion with its tokens."""
+        from services.operations.samples.columns import SCHEMA
+
+        which = "sample is None" if sample is None else f"sample == {sample}"
+        where = f"payload == '{payload}' and step == {step} and outcome == '{outcome}' and {which} and (undone or not undone)"
+        found = await find(SCHEMA.names, where, "", False, 0, 1)
+        if not found.rows:
+            raise HTTPException(404, "this completion is not in the sample log: it may have been deleted to keep samples.keep")
+        row = found.rows[0]
+        tokens: list[int] = row.pop("tokens") or []
+        logprobs: list[float] = row.pop("logprobs") or []
+        pieces = await asyncio.to_thread(_pieces, reader, tokens[:TOKENS])
+        given = [SampledToken(text=text, logprob=_finite(p)) for text, p in zip(pieces, logprobs, strict=False)]
+        note = "" if pieces else reader.why_not if tokens else "its tokens are gone"
+        return WholeSample(row=row, tokens=given, note=note)
+
+    return router
+
+
+def _cut(text: str | None) -> str | None:
+    return text if text is None or len(text) <= CUT else f"{text[:CUT]}…"
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def _pieces(reader: TextReader, tokens: Sequence[int]) -> list[str]:
+    """Return the text that each token adds. A character of several tokens is the last one's."""
+    pieces, before, done = list[str](), 0, 0
+    for at in range(len(tokens)):
+        known, text = reader.text(tokens[before:done]), reader.text(tokens[before : at + 1])
+        if known is None or text is None:
+            return []
+        if len(text) > len(known) and not text.endswith("\ufffd"):
+            pieces.append(text[len(known) :])
+            before, done = done, at + 1
+        else:
+            pieces.append("")
+    return pieces
