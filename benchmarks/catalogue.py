@@ -372,6 +372,21 @@ SUITE = (
         "thin client and facts read from the folder would do for most verbs, as they do for `ls` and `logs`.",
     ),
     Benchmark(
+        "seeing",
+        "The sample log",
+        "none; a log of 1,000,000 completions of 48 tokens",
+        240,
+        (
+            Figure("search_ms", "p50 of a filter on numbers through the page's endpoint, ms", 200, "lower", ratio=False),
+            Figure("search_cpu_ms", "CPU of one, server and client, ms", None, "lower", ratio=False),
+            Figure("first_search_s", "the first one, which reads the log, s", None, "lower", ratio=False),
+            Figure("text_search_s", "a word in all texts, s", None, "lower", ratio=False),
+            Figure("us_a_completion", "CPU of the tracker for a completion, µs", None, "lower", ratio=False),
+            Figure("bytes_a_completion", "of the files, of 48 tokens in some 170 characters", None, "lower", ratio=False),
+        ),
+        gap="Sorting whole columns; a dictionary for names would make equality cheaper.",
+    ),
+    Benchmark(
         "samplers",
         "Samplers",
         "float64, as the trainer defines logprobs",

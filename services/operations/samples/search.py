@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -71,7 +72,8 @@ class Search:
         expression = asked.expression if asked else None
         if asked is None or not asked.reads_undone:
             expression = ~undone if expression is None else expression & ~undone
-        long = sorted(asked.columns.intersection(LONG)) if asked else []
+        read = (asked.columns if asked else set[str]()) | {"incarnation", "step", ROW, *([sort] if sort else [])}
+        long, table = sorted(read.intersection(LONG)), table.select(sorted(read.difference(LONG)))
         rows, searched = table, table.num_rows
         try:
             if long:
@@ -80,9 +82,7 @@ class Search:
                 rows = table.filter(expression)
         except pa.ArrowException as error:
             raise ExpressionError(f"{where!r} cannot be evaluated: {str(error).splitlines()[0]}") from None
-        order = self._ordered(rows, sort, reverse)
-        page = order.slice(offset, limit)
-        picked = rows[ROW].take(page).to_pylist()
+        picked = self._page(rows, sort, reverse, offset, limit)
         return SamplePage(rows.num_rows, self._read(parts, starts, picked, columns), searched, table.num_rows)
 
     def _table(self, parts: Sequence[Part]) -> tuple[Any, list[int]]:
@@ -96,8 +96,8 @@ class Search:
             tables = [self._narrow.get(part.path.name) or pq.read_table(part.path, columns=list(NARROW)) for part in parts]
             self._narrow = dict(zip(names, tables, strict=True))
             empty = pa.schema([SCHEMA.field(name) for name in SCHEMA.names if name in NARROW]).empty_table()
-            table = pa.concat_tables(tables) if tables else empty
-            self._joined = names, table.append_column(ROW, pa.array(range(table.num_rows), pa.int64()))
+            table = pa.concat_tables(tables).combine_chunks() if tables else empty
+            self._joined = names, table.append_column(ROW, pa.array(np.arange(table.num_rows)))
         return self._joined[1], starts
 
     def _with_texts(
@@ -116,11 +116,23 @@ class Search:
             searched += part.rows
         return pa.concat_tables(reversed(found)), searched
 
-    def _ordered(self, rows: Any, sort: str, reverse: bool) -> Any:
+    def _page(self, rows: Any, sort: str, reverse: bool, offset: int, limit: int) -> list[int]:
+        """Return the numbers of the rows of a page. Only those before its end are sorted."""
         if not sort:
-            return pc.sort_indices(rows[ROW], sort_keys=[("", "ascending" if reverse else "descending")])
+            numbers = rows[ROW]  # ascending
+            first = offset if reverse else max(0, rows.num_rows - offset - limit)
+            size = limit if reverse else max(0, rows.num_rows - offset) - first
+            found = numbers.slice(first, size).to_pylist()
+            return found if reverse else found[::-1]
         keys = [(sort, "descending" if reverse else "ascending"), (ROW, "descending")]
-        return pc.sort_indices(rows.select([sort, ROW]), sort_keys=keys)
+        known = rows.filter(pc.field(sort).is_valid())
+        order = pc.select_k_unstable(known, min(offset + limit, known.num_rows), sort_keys=keys)
+        page: list[int] = known[ROW].take(order.slice(offset, limit)).to_pylist()
+        if len(page) == limit:
+            return page
+        unknown: list[int] = rows.filter(pc.field(sort).is_null())[ROW].to_pylist()[::-1]
+        first = max(0, offset - known.num_rows)
+        return page + unknown[first : first + limit - len(page)]
 
     def _read(
         self, parts: Sequence[Part], starts: Sequence[int], rows: Sequence[int], columns: Sequence[str]

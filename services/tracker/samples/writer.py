@@ -23,7 +23,7 @@ from services.runtime.atomic_folders import replace
 MERGED = 16  # files of a size that become one
 MERGED_BYTES = 64 << 20  # of a merged file at most, which is read whole
 PART_OF_KEPT = 16  # a file has at most this part of all completions, so that deleting the oldest deletes no more
-ROW_GROUP = 2000  # rows that are read together for a page
+ROW_GROUP = 500  # rows that are read together for a page
 _UNFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 """What values raise that do not fit their columns: numbers of an invalid header may have any size."""
 _PACKED = {"compression": "zstd", "compression_level": 3, "use_dictionary": True}

@@ -1,0 +1,171 @@
+"""What it costs to keep every completion, and how fast they are found again.
+
+    python -m benchmarks.seeing --json
+
+A log of `--rows` completions is written as the tracker does, with texts of random words from a vocabulary with Zipf's
+frequencies. `us_a_completion` is the CPU that the tracker spends on a completion: rows, texts, file, merges; `bytes_a_completion`
+is its size on disk. `search_ms` is the median of filters on numbers, sorted and not, through the endpoint of the page over a real
+socket; `search_cpu_ms` is the CPU of the process that answers, and of the client, for one. `first_search_s` is the first one,
+which reads the log. `text_search_s` searches all texts for a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+if __name__ == "__main__":  # `python benchmarks/seeing.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import httpx
+import numpy as np
+
+from benchmarks.common import arguments, bare_run, report, run
+from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
+from services.config import RunConfig, digest
+from services.console.local.redis_server import RedisServer
+from services.operations.inspection.text import TextReader
+from services.operations.samples.folder import SAMPLES, LogPosition
+from services.operations.samples.search import Search
+from services.protocol.messages import Header, Payload
+from services.store import Store
+from services.tracker.samples.rows import EndedGroup, rows_of
+from services.tracker.samples.writer import PartWriter
+from services.web.serving import show
+
+GROUP, GROUPS_A_STEP, TOKENS = 8, 32, 48  # completions a group, groups a step, tokens a completion
+PATTERN = 4000  # completions that are made one by one; the others of a large log repeat them under new numbers
+FILTERS = (
+    {"where": "reward < 0.2 and step > 40", "sort": "length"},
+    {"where": "outcome == 'filtered'"},
+    {"where": "solved and length > 40", "sort": "reward", "reverse": "true"},
+    {"where": "source == 'main' and advantage > 1", "offset": "5000"},
+    {"where": "not truncated", "sort": "step"},
+)
+"""What the page asks for."""
+
+
+def groups(rng: np.random.Generator, count: int, vocabulary: int) -> Iterator[tuple[EndedGroup, Payload]]:
+    """Make groups with random completions."""
+    for i in range(count):
+        lengths = rng.integers(TOKENS // 2, TOKENS * 3 // 2, GROUP).astype(np.int32)
+        tokens = (rng.zipf(1.3, int(lengths.sum())) % vocabulary).astype(np.int32)
+        rewards = rng.integers(0, 2, GROUP).astype(float).tolist()
+        step, name = i // GROUPS_A_STEP, f"0-{i}"
+        header = Header(
+            name, i, 0, i, f"{name}.{i}", 100, 16, lengths.tolist(), rewards, {"exact": rewards}, [False] * GROUP, [step] * GROUP,
+            [step] * GROUP, f"generator-{i % 4}", 1.0, 0.1, "main", [0] * GROUP, solved=[reward == 1.0 for reward in rewards],
+        )  # fmt: skip
+        spans = np.array([[k, step, 0, length] for k, length in enumerate(lengths)], np.int32)
+        prompt = (rng.zipf(1.3, 16) % vocabulary).astype(np.int32)
+        logprobs = np.log(rng.random(len(tokens)).astype(np.float32) + 1e-6)
+        outcome = "filtered:zero" if i % 10 == 0 else "trained"
+        yield EndedGroup(name, step, outcome, 1, header, header.payload), Payload(prompt, lengths, tokens, logprobs, spans)
+
+
+def write(folder: Path, model: Path, completions: int) -> tuple[float, float]:
+    """Write a log of real batches; CPU µs and bytes of a completion."""
+    reader, rng = TextReader(str(model)), np.random.default_rng(0)
+    writer = PartWriter(folder, 10**9)
+    made = list(groups(rng, completions // GROUP, 300))
+    reader.text([1])  # reads the tokenizer
+    began = time.process_time()
+    for first in range(0, len(made), GROUPS_A_STEP):
+        batch = made[first : first + GROUPS_A_STEP]
+        rows = [row for group, payload in batch for row in rows_of(group, payload, reader, "standard", 1e9)]
+        writer.write(rows, LogPosition(1, batch[-1][0].step, {"1": 0}))
+        writer.tidy()
+    spent = time.process_time() - began
+    size = sum(part.size_bytes for part in writer.folder.refresh())
+    return 1e6 * spent / completions, size / completions
+
+
+def enlarge(folder: Path, rows: int) -> None:
+    """Make the log as large as asked for, by repeating its rows under other steps."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    writer = PartWriter(folder, 10**9)
+    table = pa.concat_tables([pq.read_table(part.path) for part in writer.folder.parts])
+    steps, at, position = table["step"].to_numpy(), 0, writer.folder.position
+    for part in writer.folder.parts:
+        part.path.unlink()
+    writer.folder.parts.clear()
+    number, per_part = 1, 32_000
+    while at < rows:
+        repeats = [
+            table.set_column(2, "step", pa.array(steps + (at + k * len(steps)) // 256, pa.int32()))
+            for k in range(per_part // len(steps))
+        ]
+        part = pa.concat_tables(repeats).slice(0, rows - at)
+        writer._put(part, number, number, position)
+        number, at = number + 1, at + part.num_rows
+
+
+async def search(config: RunConfig, store: Store, repeats: int) -> dict[str, list[float]]:
+    """Ask the page's endpoint."""
+    told, until = list[str](), asyncio.Event()
+    serving = asyncio.create_task(show(config, store, told.append, until))
+    while not told:
+        await asyncio.sleep(0.05)
+    found: dict[str, list[float]] = {"first_search_s": [], "search_ms": [], "search_cpu_ms": [], "text_search_s": []}
+    headers = {"Authorization": "Bearer benchmark"}
+    async with httpx.AsyncClient(base_url=told[0], headers=headers, timeout=120) as http:
+
+        async def ask(**asked: str) -> float:
+            began = time.perf_counter()
+            answer = await http.get("/v1/console/samples", params=asked)
+            answer.raise_for_status()
+            return time.perf_counter() - began
+
+        found["first_search_s"].append(await ask(**FILTERS[0]))
+        for each in FILTERS * repeats:
+            before = time.process_time()
+            found["search_ms"].append(1e3 * await ask(**each))
+            found["search_cpu_ms"].append(1e3 * (time.process_time() - before))
+        found["text_search_s"].append(await ask(where="'= 7' in completion and step > 0"))
+    until.set()
+    await serving
+    return found
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> object:
+    """Write, enlarge, search."""
+    model = folder / "model"
+    model.mkdir()
+    save_tokenizer(train_tokenizer(f"say {i} + {i * 7 % 97} = {i * 8}" for i in range(400)), model, 64)
+    server = RedisServer(folder / "redis")
+    server.start()
+    config = bare_run(folder, server, "web.port=0")
+    log = folder / config.run.name / SAMPLES
+    us, size = write(log, model, PATTERN)
+    enlarge(log, options.rows)
+    store = await Store.connect(config.redis.url, config.run.name, server.password)
+    try:
+        await store.run.create(digest(config), "data", 4, 8)
+        found = await search(config, store, options.repeats)
+    finally:
+        await store.close()
+        server.stop()
+    rows, tokens = Search.of(log).find(limit=1).of, TOKENS
+    slowest = [max(found["search_ms"])]
+    return report(
+        {"rows": rows, "tokens_a_completion": tokens, "p90_search_ms": float(np.percentile(found["search_ms"], 90))},
+        {**found, "slowest_search_ms": slowest, "us_a_completion": [us], "bytes_a_completion": [size]},
+    )
+
+
+def main() -> int:
+    """Measure."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="completions of the log")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each filter is asked for")
+    return run(measure, parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
