@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query
@@ -64,25 +65,32 @@ class WholeSample(BaseModel):
     """Why there are no tokens; empty: there are."""
 
 
-def samples_router(service: Service) -> APIRouter:
-    """Return the router of these endpoints."""
-    router = APIRouter(prefix="/v1/console/samples", tags=["console"], dependencies=[service.app.state.reader])
-    reader, once = TextReader(service.config.model.path), asyncio.Lock()
-    opened: list[Any] = []
+class LogReader:
+    """The sample log in a folder, which is read by one search at a time."""
 
-    async def find(columns: Sequence[str], *asked: Any) -> Any:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._once, self._search = folder, asyncio.Lock(), None
+
+    async def find(self, columns: Sequence[str], *asked: Any) -> tuple[Any, Any]:
+        """Return a page of completions (`Search.find`) and what the log does not have. Raise `HTTPException`."""
         try:
             from services.operations.samples.folder import SAMPLES
             from services.operations.samples.search import ExpressionError, Search
         except ImportError:
             raise HTTPException(501, NO_PYARROW) from None
-        async with once:
-            if not opened:
-                opened.append(Search.of(service.folder / SAMPLES))
+        async with self._once:
+            self._search = self._search or Search.of(self._folder / SAMPLES)
             try:
-                return await asyncio.to_thread(opened[0].find, *asked, columns)
+                found = await asyncio.to_thread(self._search.find, *asked, columns)
             except ExpressionError as error:
                 raise HTTPException(422, str(error)) from None
+            return found, self._search.folder.status()
+
+
+def samples_router(service: Service) -> APIRouter:
+    """Return the router of these endpoints."""
+    router = APIRouter(prefix="/v1/console/samples", tags=["console"], dependencies=[service.app.state.reader])
+    reader, log = TextReader(service.config.model.path), LogReader(service.folder)
 
     @router.get("")
     async def samples(
@@ -91,8 +99,7 @@ def samples_router(service: Service) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=PAGE)] = 50,
     ) -> SampleRows:  # fmt: skip
         """Search the completions of the run, the newest first or sorted by a column."""
-        found = await find(_LISTED, where, sort, reverse, offset, limit)
-        status = opened[0].folder.status()
+        found, status = await log.find(_LISTED, where, sort, reverse, offset, limit)
         rows = [row | {"completion": _cut(row["completion"]), "reason": _cut(row["reason"])} for row in found.rows]
         return SampleRows(
             total=found.total, searched=found.searched, of=found.of, missed_groups=status.missed,
@@ -109,7 +116,7 @@ def samples_router(service: Service) -> APIRouter:
 
         which = "sample is None" if sample is None else f"sample == {sample}"
         where = f"payload == '{payload}' and step == {step} and outcome == '{outcome}' and {which} and (undone or not undone)"
-        found = await find(SCHEMA.names, where, "", False, 0, 1)
+        found, _ = await log.find(SCHEMA.names, where, "", False, 0, 1)
         if not found.rows:
             raise HTTPException(404, "this completion is not in the sample log: it may have been deleted to keep samples.keep")
         row = found.rows[0]
