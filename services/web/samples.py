@@ -69,7 +69,8 @@ class LogReader:
     """The sample log in a folder, which is read by one search at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._once, self._search = folder, asyncio.Lock(), None
+        self._folder, self._once = folder, asyncio.Lock()
+        self._search: Any = None
 
     async def find(self, columns: Sequence[str], *asked: Any) -> tuple[Any, Any]:
         """Return a page of completions (`Search.find`) and what the log does not have. Raise `HTTPException`."""
