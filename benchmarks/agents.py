@@ -1,4 +1,4 @@
-"""Conversations behind the door: whether trained tokens are the sampled ones, and what the door adds to a turn.
+"""Agents: exact tokens, what the door adds to a turn, commits of turns, a storm of kills, and whether a tool is learned.
 
     python -m benchmarks.agents --json
 
@@ -10,7 +10,16 @@ policy returned, after exactly those it was given. The policies' tokens are neve
 `door_ms`: median of what a turn takes over the policy's own time, seen by a client of `/v1/chat/completions`: its request and
 reply over a real loopback socket, rendering, tokenising, parsing and recording, in conversations with tools of `--rounds` turns.
 `door_p99_ms` is the 99th percentile; `door_cpu_ms` the mean CPU time of all that, the client's included, which depends less on
-what else the machine does. The last line is one JSON object.
+what else the machine does.
+
+`turns_per_s`: records committed through one Redis by one client, `--commits` of them to `--rollouts` open rollouts at random;
+`turn_p99_ms` is the 99th percentile of a commit's time with 64 under way, `turns_per_core_s` the rate over the CPU seconds of
+both sides, `turn_server_of_plain` the server's CPU time over that of plain HSETs of the same bytes.
+
+`lost`, `doubled`, `tools_twice`, `resampled_turns`, `leaked`: what a storm of `--kills` came to (tests/storm).
+
+`learned`: mean reward of the last ten steps of examples/tools minus that of the first ten, of the run in `--run`, which is made
+if it is not there. With `--kills 0` and `--run ""` the last two are left out. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ import asyncio
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
 from contextlib import closing
@@ -31,10 +41,15 @@ if __name__ == "__main__":  # `python benchmarks/agents.py` from the repository'
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, report, run
+from benchmarks.turn_commits import commits
+from examples.tools.curve import learned, rewards
 from tests.environment.conversations import TOOL, Program, exact_turns
 from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.templates import FAMILIES, Family
+from tests.storm.kills import storm
+from tests.support.preloading import starter
 
+ROOT = Path(__file__).parent.parent
 TURNS_A_PROGRAM = 20
 RESULT = " ".join(f"line {i} of what the tool has found" for i in range(25))
 """A tool's answer, of about 250 tokens."""
@@ -89,8 +104,27 @@ def door(conversations: int, rounds: int) -> tuple[list[float], float]:
     return took, 1e3 * cpu_s / len(took)
 
 
+def learn(folder: Path) -> float:
+    """Return what the example's run in a folder learned; make it if it is not there."""
+    if not (folder / "summary.json").exists():
+        console = [
+            sys.executable,
+            "-m",
+            "services.console",
+            "run",
+            "examples/tools/config.toml",
+            "--fresh",
+            "--yes",
+            "--no-screen",
+        ]
+        made = [sys.executable, "-m", "examples.tools.warmstart", "--out", "build/tools"]
+        for command in (made, [*console, f"run.dir={folder.parent}", f"run.name={folder.name}"]):
+            subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+    return learned(rewards(folder))
+
+
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Measure both."""
+    """Measure all of it."""
     families = FAMILIES[: options.templates]
     shares: list[float] = []
     turns = segments = 0
@@ -104,6 +138,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     slowest = statistics.quantiles(took, n=100)[98]
     samples = {"token_identity": [min(shares)], "segments_per_turn": [segments / turns]}
     samples |= {"door_ms": took, "door_p99_ms": [slowest], "door_cpu_ms": [cpu_ms]}
+    samples |= await commits(folder / "commits", options.rollouts, options.commits)
+    if options.kills:
+        found = await storm(folder / "storm", options.kills, options.seed)
+        samples |= {name: [count] for name, count in found.harm.items()} | {"kills": [found.kills.total()]}
+    if options.run:
+        samples["learned"] = [await asyncio.to_thread(learn, Path(options.run))]
     report({"benchmark": "agents", "turns": turns, "templates": len(families)}, samples)
 
 
@@ -114,8 +154,18 @@ def main() -> int:
     parser.add_argument("--templates", type=int, default=len(FAMILIES), help="chat templates, of those of tests/environment")
     parser.add_argument("--conversations", type=int, default=40, help="conversations through the door")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each")
+    parser.add_argument("--rollouts", type=int, default=10_000, help="open rollouts")
+    parser.add_argument("--commits", type=int, default=30_000, help="turns to commit to them")
+    parser.add_argument("--kills", type=int, default=1000, help="kills of the storm")
+    parser.add_argument("--run", default="runs/tools", help="folder of a run of examples/tools")
     parser.add_argument("--seed", type=int, default=0)
-    return run(measure, parser.parse_args())
+    options = parser.parse_args()
+    if options.kills:
+        starter.start("light")  # forks the storm's processes
+    try:
+        return run(measure, options)
+    finally:
+        starter.stop()
 
 
 if __name__ == "__main__":

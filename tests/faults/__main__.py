@@ -31,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of faults")
     parser.add_argument("--kinds", default="", help="comma-separated kinds or verbs; default: all")
     parser.add_argument(
-        "--profile", choices=PROFILES, default="fifo", help="kind of run: replay fifo or prioritized, or two ranks"
+        "--profile",
+        choices=PROFILES,
+        default="fifo",
+        help="kind of run: replay fifo or prioritized, two ranks, or rollouts of several turns",
     )
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     parser.add_argument("--appendfsync", choices=("always", "everysec"), default="always")
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     with contextlib.redirect_stdout(sys.stderr):  # what libraries say as they are imported is no part of the result
         config = load(setting.write("shape"), environ={})
-    shape = Shape(config.generator.count, config.trainer.ranks)
+    shape = Shape(config.generator.count, config.trainer.ranks, bool(config.environments))
     try:
         kinds = chosen(options.kinds, shape)
     except ValueError as error:

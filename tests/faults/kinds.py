@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 VERBS = {
-    "kill": ("generator", "dataprep", "trainer", "console", "redis"),  # SIGKILL
-    "stop": ("generator", "dataprep", "trainer", "console", "redis"),  # SIGSTOP, and SIGCONT after a while
-    "term": ("generator", "dataprep", "trainer", "console", "redis"),  # SIGTERM
+    "kill": ("generator", "dataprep", "trainer", "console", "redis", "environment"),  # SIGKILL
+    "stop": ("generator", "dataprep", "trainer", "console", "redis", "environment"),  # SIGSTOP, and SIGCONT after a while
+    "term": ("generator", "dataprep", "trainer", "console", "redis", "environment"),  # SIGTERM
     "drop": ("generator", "dataprep", "trainer"),  # CLIENT KILL of all connections of a pod
     "cut": ("generator", "dataprep", "trainer"),  # nothing passes between a pod and Redis for a while
     "lose": ("generator", "dataprep", "trainer"),  # a call takes effect, its reply is lost with the connection
@@ -84,11 +84,14 @@ class Shape:
 
     generators: int
     ranks: int
+    environments: int = 0
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds that it can suffer: a second trainer is one process, so it cannot take the place of two ranks."""
-        return KINDS if self.ranks == 1 else tuple(kind for kind in KINDS if kind != "twin-trainer")
+        absent = {"twin-trainer"} if self.ranks > 1 else set[str]()
+        absent |= set() if self.environments else {f"{verb}-environment" for verb in VERBS}
+        return tuple(kind for kind in KINDS if kind not in absent)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,8 @@ def _victim(roll: float, target: str, shape: Shape) -> str:
             return f"generator-{int(roll * shape.generators)}"
         case "trainer":
             return f"trainer-{int(roll * shape.ranks)}"
+        case "environment":
+            return f"environment-{int(roll * shape.environments)}"
         case "dataprep":
             return "leader" if roll < 0.75 else "standby"
         case _:

@@ -34,6 +34,13 @@ from tests.support.harness import save_model_folder, small_config
 PROFILES = {
     "fifo": (),
     "ranks": ("trainer.ranks=2",),
+    "turns": (
+        'data.sources=[{kind="jsonl", path="FOLDER/data.jsonl", environment="digits"}]',
+        "verifiers=[]",
+        "data.chat_template=true",
+        f'environments=[{{name="digits", kind="python", function="{ROOT}/tests/environment/programs.py:Digits"}}]',
+        "sampling.max_tokens=12",
+    ),
     "replay": ("replay.sampler=prioritized", "replay.max_uses=2", "replay.capacity=64"),
 }
 """What a run is like, beside what all have in common. The groups of a step depend on timing in `replay` alone."""
@@ -68,10 +75,13 @@ class Setting:
     token_s: float = 0.06
     appendfsync: str = "always"
 
+    def _profile(self) -> list[str]:
+        return [override.replace("FOLDER", str(self.folder)) for override in PROFILES[self.profile]]
+
     def write(self, name: str, *overrides: str) -> Path:
         """The configuration file of the run `name`."""
         own = [f"run.name={name}", f'run.dir="{self.folder}"', f"run.steps={self.steps}", f"redis.appendfsync={self.appendfsync}"]
-        own += [f"generator.count={self.generators}", *PROFILES[self.profile], *overrides]
+        own += [f"generator.count={self.generators}", *self._profile(), *overrides]
         if self.engine == "vllm":
             config = load(ROOT / "examples/arithmetic/config.toml", [*VLLM, *own], environ={})
         else:
@@ -98,7 +108,7 @@ class RunUnderTest:
         self.path = self.setting.write(self.name, *self.overrides)
         self.config = load(self.path, environ={})
         self.folder = RunFolder.of(self.config)
-        self.shape = Shape(self.config.generator.count, self.config.trainer.ranks)
+        self.shape = Shape(self.config.generator.count, self.config.trainer.ranks, bool(self.config.environments))
         self.log = self.setting.folder / f"{self.name}.log"
         self._console: subprocess.Popen[bytes] | None = None
         self._beside: dict[str, subprocess.Popen[bytes]] = {}  # pods the console knows nothing of
@@ -108,7 +118,8 @@ class RunUnderTest:
     def pods(self) -> list[str]:
         """Pods that are heard of when all is well."""
         generators = [f"generator-{i}" for i in range(self.shape.generators)]
-        return ["dataprep-0", *([STANDBY] if self.standby else []), "trainer-0", *generators]
+        environments = [f"environment-{i}" for i in range(self.shape.environments)]
+        return ["dataprep-0", *([STANDBY] if self.standby else []), "trainer-0", *generators, *environments]
 
     async def open(self) -> None:
         """Start the proxies, and the run through them."""
