@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 from msgspec import structs
 
-from services.environment.posting import Posted, Poster, Unreachable
+from services.environment.posting import NoReply, Posted, Poster
 from services.protocol import codec
 from services.protocol.errors import StoreError
 from services.protocol.generation import GenerationRequest
@@ -142,7 +142,7 @@ class GeneratorFleet:
                 if pod.member not in self._pods and pod.member not in self._evaluating and await self._gone(pod):
                     return None
             return await post
-        except Unreachable as error:
+        except NoReply as error:
             log.info("a generator did not answer", pod=pod.name, error=str(error))
             return None
         finally:

@@ -1,6 +1,6 @@
 """Posts requests to generators over HTTP/1.1, on connections that are kept.
 
-Guarantees: a reply is whole, or `Unreachable` is raised; a call that is cancelled closes its connection, so that the generator
+Guarantees: a reply is whole, or `NoReply` is raised; a call that is cancelled closes its connection, so that the generator
 stops sampling. A request may be sent twice, if a kept connection turns out to be closed.
 A general client would do; httpx took a third of the pod's CPU time (docs/log.md).
 """
@@ -18,7 +18,7 @@ REPLY_BYTES = 64 << 20
 """Most bytes of a reply: the tokens of a turn with their logprobs, or an error."""
 
 
-class Unreachable(Exception):
+class NoReply(Exception):
     """A generator cannot be reached, or went away before its reply was whole."""
 
 
@@ -43,7 +43,7 @@ class Poster:
         self._kept: dict[str, list[_Connection]] = {}  # by base URL
 
     async def post(self, base: str, path: str, body: bytes) -> Posted:
-        """Post to `base` + `path` and return the reply. Raises `Unreachable`."""
+        """Post to `base` + `path` and return the reply. Raises `NoReply`."""
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {urlsplit(base).netloc}\r\nAuthorization: Bearer {self._token}\r\n"
             f"Content-Type: application/msgpack\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -56,7 +56,7 @@ class Poster:
                 continue
             try:
                 return await self._exchange(base, one, head, body)
-            except Unreachable:
+            except NoReply:
                 break  # the server closed it just now: ask once more on a new one
         return await self._exchange(base, await self._connect(base), head, body)
 
@@ -79,7 +79,7 @@ class Poster:
                     )
                 )  # fmt: skip
         except (OSError, TimeoutError) as error:
-            raise Unreachable(repr(error)) from None
+            raise NoReply(repr(error)) from None
 
     async def _exchange(self, base: str, one: _Connection, head: bytes, body: bytes) -> Posted:
         try:
@@ -88,7 +88,7 @@ class Poster:
             reply = await one.reader.readexactly(length)
         except (OSError, EOFError, asyncio.LimitOverrunError, ValueError) as error:
             one.writer.close()
-            raise Unreachable(repr(error)) from None
+            raise NoReply(repr(error)) from None
         except BaseException:  # cancellation: what still comes is no reply to the next request
             one.writer.close()
             raise

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.environment.posting import Posted, Poster, Unreachable
+from services.environment.posting import NoReply, Posted, Poster
 from tests.support.certificates import make_certificates
 from tests.support.harness import wait_until
 
@@ -103,7 +103,7 @@ async def test_a_connection_that_the_server_has_closed_is_replaced() -> None:
 async def test_what_is_no_whole_reply_is_none(reply: bytes) -> None:
     async with server(per_connection=1) as served, poster() as one:
         served.replies = [reply]
-        with pytest.raises(Unreachable):
+        with pytest.raises(NoReply):
             await one.post(served.url, "/", b"x")
 
 
@@ -115,7 +115,7 @@ async def test_a_refusal_is_returned_and_nobody_there_is_told() -> None:
         assert served.connections == 2
         url = served.url
     async with poster() as one:
-        with pytest.raises(Unreachable, match="ConnectionRefusedError"):
+        with pytest.raises(NoReply, match="ConnectionRefusedError"):
             await one.post(url, "/", b"")
 
 
@@ -137,5 +137,5 @@ async def test_who_serves_over_tls_is_verified(tmp_path: Path) -> None:
         async with poster(trusted=trusted, server_name="pods") as one:
             assert (await one.post(served.url, "/", b"x")).body == b"x"
         async with poster(trusted=trusted) as one:
-            with pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
+            with pytest.raises(NoReply, match="CERTIFICATE_VERIFY_FAILED"):
                 await one.post(served.url, "/", b"x")
