@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.protocol.errors import Fenced, OutOfOrder, StoreError
+from services.protocol.messages import PodStatus
 from services.store import HeaderEntry, Settlement, Store
 from services.store.records import TableRules
 from tests.support import flow
@@ -179,3 +180,46 @@ async def test_a_ticket_that_is_given_up_takes_its_turns_and_its_claim_along(sto
     assert await store.client.exists(store.keys.turns("0-0")) == 0
     stream = f"{store.keys.prefix}:tickets:rollouts"
     assert (await store.client.xpending(stream, "environments"))["pending"] == 0
+
+
+async def test_a_new_trainer_takes_over_only_the_version_that_is_published(store: Store) -> None:
+    team = await start(store)
+    await buffer(store, team, 1)
+    await prepare(store, team, 0, ["0-0"])
+    await store.steps.commit(team.trainer, 0)
+    await store.steps.publish(team.trainer, 1)
+    newer = await store.run.attach_trainer()
+    assert not await store.steps.publish(newer, 0)
+    assert await flow.trainer_fence(store) == team.trainer, "generators hold what the former one published"
+    assert not await store.steps.publish(newer, 1)
+    assert await flow.trainer_fence(store) == newer
+
+
+async def test_a_dead_letter_is_named_in_full_and_has_a_ticket_of_the_run(store: Store) -> None:
+    team = await start(store)
+    fields = {"ticket": "1234567890-0", "outcome": "failed", "reason": "a test", "body": b""}
+    foreign = (await store.client.xadd(store.keys.deadletter, fields)).decode()  # type: ignore[arg-type]
+    (answer,) = await store.dead_letters.requeue([foreign])
+    assert "not of the form <epoch>-<row>" in answer.refusal
+    await issue(store, team, 1)
+    (held,) = await claim(store, "g")
+    assert await store.tickets.fail("g", held, "a test", 1)
+    (letter,) = [letter for letter in await store.dead_letters.page() if letter.ticket == "0-0"]
+    for given in (letter.id.partition("-")[0], "no id"):
+        (answer,) = await store.dead_letters.requeue([given])
+        assert "no such dead letter" in answer.refusal
+    (answer,) = await store.dead_letters.requeue([letter.id])
+    assert answer.refusal == ""
+    assert await store.client.zscore(f"{store.keys.prefix}:drops:order", "0-0") is None
+
+
+async def test_a_pod_that_leaves_is_forgotten_everywhere(store: Store) -> None:
+    team = await start(store)
+    pod = PodStatus("generator", "g", "boot", "here", 1, "", "ready", 0, 1, {})
+    await store.fleet.beat(pod, 60.0)
+    await issue(store, team, 1)
+    await claim(store, "g")
+    assert await store.client.hexists(f"{store.keys.prefix}:claimed", "g")  # type: ignore[misc]
+    await store.fleet.leave(pod)
+    left = [key for key in await dump(store) if key.rpartition(b":")[2] in (b"claimers", b"claimed", b"status", b"fleet")]
+    assert left == []

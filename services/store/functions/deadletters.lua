@@ -19,8 +19,8 @@ local function objection(prefix, letter)
 end
 
 local function read_letter(prefix, id)
-  local found = redis.pcall('XRANGE', prefix .. ':deadletter', id, id) -- the id may be any text
-  if found.err or #found == 0 or found[1][1] ~= id then return end
+  local found = redis.pcall('XRANGE', prefix .. ':deadletter', id, id) -- the id may be any text: an error has no entries
+  if #found == 0 or found[1][1] ~= id then return end
   local fields, letter = found[1][2], {}
   for i = 1, #fields, 2 do letter[fields[i]] = fields[i + 1] end
   return letter
