@@ -19,6 +19,17 @@ from services.protocol.messages import Header
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
 """Bins of a group's solve rate in percent: none, above 0 up to 25, …, above 75 and below 100, all."""
 _UP_TO = (0.0, 0.25, 0.5, 0.75)
+CONSTANT: tuple[str, ...] = ("zero", "solved", "nonzero")
+"""Kinds of groups whose completions all have the same reward: all 0, all solved, all equal otherwise."""
+
+
+def constant_kind(header: Header) -> str:
+    """Return which of `CONSTANT` a group is, or "" if its rewards differ."""
+    if max(header.rewards) != min(header.rewards):
+        return ""
+    if header.rewards[0] == 0:
+        return "zero"
+    return "solved" if header.solved and all(header.solved) else "nonzero"
 
 
 def trained(
@@ -86,8 +97,10 @@ class _Groups:
     """Running sums over groups, their rollouts and segments."""
 
     def __init__(self) -> None:
-        self.groups = self.constant = self.rollouts = self.segments = self.tokens = self.tool_tokens = self.truncated = 0
+        self.groups = self.rollouts = self.segments = self.tokens = self.tool_tokens = self.truncated = 0
+        self.constant = dict.fromkeys(CONSTANT, 0)  # groups by kind
         self.shortest, self.longest = math.inf, 0
+        self.by_outcome = {True: [0, 0], False: [0, 0]}  # solved or not -> tokens and segments of such rollouts
         self.turned = self.turns = self.most_turns = 0  # rollouts that ran in environments, and their turns
         self.environment_s = 0.0
         self.judged = 0  # groups of which a verifier says what is solved
@@ -103,7 +116,8 @@ class _Groups:
         self.groups += 1
         self.rollouts += size
         self.segments += len(header.lengths)
-        self.constant += max(rewards) == min(rewards)
+        if kind := constant_kind(header):
+            self.constant[kind] += 1
         offsets = [reward - self.first for reward in rewards]
         self.rewards += sum(offsets)
         self.squares += sum([offset * offset for offset in offsets])
@@ -122,6 +136,10 @@ class _Groups:
             solved = sum(header.solved)
             self.judged += 1
             self.solve_rates[bisect_left(_UP_TO, solved / size) if solved < size else -1] += 1
+            for owner, length in zip(header.owners, header.lengths, strict=True):
+                sums = self.by_outcome[bool(header.solved[owner])]
+                sums[0] += length
+                sums[1] += 1
 
     def metrics(self, scope: str) -> dict[str, float]:
         """Return metrics by name, none without a group."""
@@ -131,7 +149,8 @@ class _Groups:
         return {
             f"reward/{scope}/mean": self.first + mean,
             f"reward/{scope}/std": math.sqrt(max(0.0, self.squares / self.rollouts - mean * mean)),
-            f"reward/{scope}/zero_std_share": self.constant / self.groups,
+            f"reward/{scope}/zero_std_share": sum(self.constant.values()) / self.groups,
+            **{f"zero_std/{scope}/{kind}": n / self.groups for kind, n in self.constant.items()},
             **{f"reward/{scope}/{name}": total / self.rollouts for name, total in self.scores.items()},
             **{
                 f"solve_rate/{scope}/{b}": n / self.judged
@@ -141,6 +160,11 @@ class _Groups:
             f"length/{scope}/mean": self.tokens / self.segments,
             f"length/{scope}/min": float(self.shortest),
             f"length/{scope}/max": float(self.longest),
+            **{
+                f"length/{scope}/{'solved' if solved else 'unsolved'}": tokens / segments
+                for solved, (tokens, segments) in self.by_outcome.items()
+                if segments
+            },
             f"length/{scope}/stop_share": 1.0 - self.truncated / self.rollouts,
             f"tokens/{scope}/tool_share": self.tool_tokens / self.tokens,
             **self._environment_metrics(scope),

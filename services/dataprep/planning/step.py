@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
-from services.algorithm import advantages, group_statistics
+from services.algorithm import advantages, group_statistics, row_statistics
 from services.config import RunConfig
 from services.dataprep.planning.plan import Layout, PlanGroup, Segments, plan_step
 from services.dataprep.replay import generated_statistics
@@ -56,4 +57,6 @@ def make_step(
         weights.tolist() if config.replay.importance_beta else None,
     )  # fmt: skip
     record |= made.record(headers) | {"replay/buffer/groups": float(swept.size)}
-    return plan_step(step, planned, layout_of(config), record)
+    plan, ranks = plan_step(step, planned, layout_of(config), record)
+    rows = row_statistics.of_rows(ranks, plan.row_tokens, config.admission.prompts_per_step)
+    return msgspec.structs.replace(plan, stats=plan.stats | rows), ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from services.algorithm import advantages
+from services.algorithm.group_statistics import constant_kind
 from services.algorithm.segments import segment_fault
 from services.config import RunConfig
 from services.config.verifiers import MOST_SCORE, named
@@ -48,10 +49,8 @@ def settle(item: HeaderEntry, next_step: int, config: RunConfig, base: int = 0) 
 
 def _filtered(header: Header, config: RunConfig) -> str:
     """Return the outcome of a group that a filter drops, or empty."""
-    if config.filters.zero_std and advantages.constant(header.rewards):
-        if header.rewards[0] == 0:
-            return "filtered:zero"
-        return "filtered:solved" if header.solved and all(header.solved) else "filtered:nonzero"
+    if config.filters.zero_std and (kind := constant_kind(header)):
+        return f"filtered:{kind}"
     if config.advantage.mask_truncated and all(header.truncated):
         return "filtered:all_truncated"
     return ""

@@ -59,6 +59,16 @@ def test_by_hand() -> None:
     assert record["length/drift"] == 1
 
 
+def test_lengths_are_told_apart_by_outcome_and_equal_rewards_by_kind() -> None:
+    several = msgspec.structs.replace(_header([1.0, 0.0], [4, 8, 2]), rollout=[0, 1, 1], oldest=[0] * 3, newest=[0] * 3)
+    record = _seen([several, _header([0.0, 0.0], [20, 30]), _header([1.0, 1.0], [6, 8]), _header([0.5, 0.5], solved=[])])
+    assert (record["length/gen/solved"], record["length/gen/unsolved"]) == ((4 + 6 + 8) / 3, (8 + 2 + 20 + 30) / 4)
+    assert [record[f"zero_std/gen/{kind}"] for kind in ("zero", "solved", "nonzero")] == [0.25] * 3
+    assert record["reward/gen/zero_std_share"] == 0.75
+    assert "length/gen/unsolved" not in _seen([_header([1.0, 2.0])]), "a mean of nothing is no number"
+    assert not {"length/gen/solved", "length/gen/unsolved"} & _seen([_header([1.0, 2.0], solved=[])]).keys()
+
+
 @pytest.mark.parametrize(
     ("rewards", "bin"),
     [
