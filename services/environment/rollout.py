@@ -18,6 +18,7 @@ from typing import Any
 
 from services.config import RunConfig
 from services.environment.chat.format import ChatFormat
+from services.environment.door.resends import AskedTurns
 from services.environment.door.rollouts import RUN, ContextFull, Overrides, RolloutOver, TurnReply, Usage
 from services.environment.generators import GeneratorFleet, limited
 from services.environment.recording.recorder import Call, Recorder
@@ -99,6 +100,7 @@ class LiveRollout:
         self.recorder = Recorder.restored(
             chat, place.ticket.prompt, prompt, [record for record in records if isinstance(record, Turn)]
         )
+        self.asked = AskedTurns()
         self.truncated = False
         self.lost: LeaseLost | None = None
         self._asked = len(self.recorder.turns)  # turns begun

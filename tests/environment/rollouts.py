@@ -16,6 +16,7 @@ import uvicorn
 
 from services.environment.chat.format import ChatFormat
 from services.environment.door.app import make_door
+from services.environment.door.resends import AskedTurns
 from services.environment.door.rollouts import ContextFull, Overrides, RolloutOver, TurnReply, Usage
 from services.environment.recording.recorder import Call, Recorder
 from services.rollouts.generated import GenerationFailed, SamplingParameters
@@ -35,10 +36,16 @@ class ScriptedRollout:
     broken: bool = False
     cut: bool = False
     """Whether what the policy is to say ends by its length."""
+    answers: threading.Event = field(default_factory=threading.Event)
+    """Set unless the policy is to take its time."""
+    begun: threading.Event = field(default_factory=threading.Event)
+    """Set when a turn has begun."""
 
     def __post_init__(self) -> None:
         self.policy = ScriptedPolicy(self.family, random.Random(self.seed), self.said)
         self.recorder = Recorder(self.chat, [], [])
+        self.asked = AskedTurns()
+        self.answers.set()
         self.overrides: list[Overrides] = []
         self.sampling_s = self.sampling_cpu_s = 0.0  # that the policy took
 
@@ -61,7 +68,9 @@ class ScriptedRollout:
         self.overrides.append(overrides)
         if self.broken:
             raise GenerationFailed("the engine is gone")
-        await asyncio.sleep(0)
+        self.begun.set()
+        while not self.answers.is_set():  # set by another thread
+            await asyncio.sleep(0.01)
         begun, cpu_begun = time.perf_counter(), time.thread_time()
         generated = self.policy.sample(call.tokens, tools, cut=self.cut)
         self.sampling_s += time.perf_counter() - begun

@@ -1,7 +1,8 @@
 """The door: the APIs of OpenAI and Anthropic on the loopback interface, each request answered by one rollout's policy.
 
 Guarantees: a request's key names its rollout, and reaches no other; whatever a body holds, it is answered by a reply or by a 4xx
-in the form that the API's own clients read. A 5xx means that the policy failed, and is not to be retried by the client.
+in the form that the API's own clients read; a request that a client sends again gets the turn that it
+asked for before. A 5xx means that the policy failed, and is not to be retried by the client.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from services.environment.chat.messages import BadMessages
 from services.environment.door import anthropic_messages, chat_completions, responses, text_completions
 from services.environment.door.fields import overruled
+from services.environment.door.resends import attempt_of, digest_of
 from services.environment.door.rollouts import OpenRollout, Question, RequestRefused, Rollouts, TurnReply
 from services.rollouts.generated import GenerationFailed
 
@@ -79,18 +82,26 @@ def make_door(rollouts: Rollouts) -> FastAPI:
     app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(GenerationFailed, _failed)
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(ClientDisconnect, _gone)
     return app
 
 
 def _endpoint(rollouts: Rollouts, dialect: Dialect) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         rollout = _rollout(rollouts, request)
-        body = await _body(request)
+        data = await _data(request)
+        body = _body(data)
         question = dialect.read(body)
-        completion = await _completed(rollout, question)
+        digest, attempt, gone = digest_of(request.url.path, data), attempt_of(request.headers), request.is_disconnected
+        if await gone():  # nobody would read the reply, and what is sent in its place may be here already
+            raise ClientDisconnect
+        asked = await rollout.asked.resent(digest, attempt, gone) if attempt else None
+        if asked is None:
+            base = {"id": f"{dialect.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": rollouts.model}
+            asked = rollout.asked.begin(digest, attempt, gone, _completed(rollout, question), base)
+        completion = await rollout.asked.reply(asked)
         ids: list[int] = completion.generated.tokens.tolist() if question.logprobs else []
-        base = {"id": f"{dialect.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": rollouts.model}
-        reply = dialect.reply(question, completion, [rollout.chat.piece(token) for token in ids], base)
+        reply = dialect.reply(question, completion, [rollout.chat.piece(token) for token in ids], asked.base)
         noted = overruled(body, rollout.sampling)
         headers = {OVERRULED: noted} if noted else {}
         if not question.stream:
@@ -122,12 +133,16 @@ def _rollout(rollouts: Rollouts, request: Request) -> OpenRollout:
     return rollout
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
+async def _data(request: Request) -> bytes:
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > MOST_BYTES:
             raise RequestRefused(f"the body has more than {MOST_BYTES} bytes: send less", 413, ERRORS[413])
+    return bytes(data)
+
+
+def _body(data: bytes) -> Mapping[str, Any]:
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -180,3 +195,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _error(request, error.status_code, "invalid_request_error", f"{request.method} {request.url.path}: {error.detail}")
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # as nginx logs it: nobody reads it

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from services.environment.chat.format import ChatFormat
+from services.environment.door.resends import AskedTurns
 from services.rollouts.generated import Generated, SamplingParameters
 
 
@@ -72,6 +73,11 @@ class Question:
 
 class OpenRollout(Protocol):
     """A rollout that accepts turns."""
+
+    @property
+    def asked(self) -> AskedTurns:
+        """Return the turns that resent requests may ask for."""
+        ...
 
     @property
     def chat(self) -> ChatFormat:

@@ -1,0 +1,93 @@
+"""Tells a request that a client sends again from a new one.
+
+Guarantees: a request that an SDK of OpenAI or Anthropic resends after a time limit or a lost connection gets the turn of
+the request that it repeats, whether that is under way or answered. Requests that are not resent get turns of their own, even
+equal ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from services.environment.door.rollouts import TurnReply
+
+RETRIES = "x-stainless-retry-count"
+"""Header in which both SDKs count how often a request was resent."""
+KEPT_TURNS = 64
+"""Answered turns of a rollout that a resent request may still ask for: clients resend within seconds."""
+
+Gone = Callable[[], Awaitable[bool]]
+
+
+@dataclass(slots=True, eq=False)
+class AskedTurn:
+    """A turn that a request began, and who asked for it last."""
+
+    digest: bytes
+    attempt: int  # the retry count of whoever asked last
+    gone: Gone  # whether that client has closed its connection
+    turn: asyncio.Task[TurnReply]
+    base: dict[str, Any]  # what every wording of its reply has in common, such as its identifier
+    unread: bool | None = None  # whether its client had gone when its reply was ready; None: it is not
+
+
+class AskedTurns:
+    """The turns of one rollout that resent requests may ask for."""
+
+    def __init__(self) -> None:
+        self._turns: list[AskedTurn] = []  # in the order in which they began
+
+    async def resent(self, digest: bytes, attempt: int, gone: Gone) -> AskedTurn | None:
+        """Return the turn that a resent request asks for again; None: it is the first to arrive.
+
+        Of several it is one whose client has gone: a client that still waits, or has its reply, resends nothing.
+        """
+        equal = [each for each in self._turns if each.digest == digest and each.attempt < attempt]
+        left = [await each.gone() if each.unread is None else each.unread for each in equal]
+        ranked = sorted(zip(equal, left, strict=True), key=lambda pair: (not pair[1], pair[0].turn.done()))
+        # others may have taken one meanwhile
+        found = next((each for each, _ in ranked if each.attempt < attempt and each in self._turns), None)
+        if found is not None:
+            found.attempt, found.gone, found.unread = attempt, gone, None
+        return found
+
+    def begin(
+        self, digest: bytes, attempt: int, gone: Gone, turn: Coroutine[Any, Any, TurnReply], base: dict[str, Any]
+    ) -> AskedTurn:
+        """Begin a turn, which goes on when its client has gone."""
+        asked = AskedTurn(digest, attempt, gone, asyncio.create_task(turn), base)
+        self._turns.append(asked)
+        asked.turn.add_done_callback(lambda done: self._ended(asked, done))
+        return asked
+
+    async def reply(self, asked: AskedTurn) -> TurnReply:
+        """Return the reply of a turn. Raises what the turn raises."""
+        gone = asked.gone
+        reply = await asyncio.shield(asked.turn)
+        if asked.gone is gone:  # nobody has asked for it again
+            asked.unread = await gone()
+        return reply
+
+    def _ended(self, asked: AskedTurn, done: asyncio.Task[TurnReply]) -> None:
+        """Forget a turn that failed, for it sampled nothing to repeat, and the oldest that are answered."""
+        answered = [each for each in self._turns if each.turn.done()]
+        if done.cancelled() or done.exception() is not None:
+            self._turns.remove(asked)
+        elif len(answered) > KEPT_TURNS:
+            self._turns.remove(answered[0])
+
+
+def attempt_of(headers: Mapping[str, str]) -> int:
+    """Return how often a request was sent before, as far as it says."""
+    count = headers.get(RETRIES, "")
+    return int(count) if count.isascii() and count.isdigit() and len(count) < 4 else 0
+
+
+def digest_of(path: str, body: bytes) -> bytes:
+    """Return what requests have in common that ask the same."""
+    return hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()

@@ -1,0 +1,141 @@
+"""Requests that SDKs send again after a time limit of their own or a lost connection get the turn that they asked for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+
+from services.environment.door import resends
+from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
+from tests.environment.templates import FAMILIES
+
+USER = {"role": "user", "content": "How many?"}
+ASK: dict[str, Any] = {"model": "any", "messages": [USER], "max_tokens": 50}
+LIMIT_S = 0.3
+"""Time limit of a client, which the policy exceeds."""
+
+
+@pytest.fixture
+def rollout() -> ScriptedRollout:
+    """A rollout of a model that does not think."""
+    return ScriptedRollout(FAMILIES[0], "resends")
+
+
+@pytest.fixture
+def url(rollout: ScriptedRollout) -> Iterator[str]:
+    """The door of a pod with that rollout."""
+    with served(ScriptedRollouts({"key": rollout})) as url:
+        yield url
+
+
+def chat(url: str, client: Any) -> str:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="key", http_client=client, timeout=LIMIT_S, max_retries=9) as sdk:
+        return sdk.chat.completions.create(**ASK).choices[0].message.content or ""
+
+
+def streamed(url: str, client: Any) -> str:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="key", http_client=client, timeout=LIMIT_S, max_retries=9) as sdk:
+        chunks = sdk.chat.completions.create(**ASK, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def messages(url: str, client: Any) -> str:
+    with anthropic.Anthropic(base_url=url, api_key="key", http_client=client, timeout=LIMIT_S, max_retries=9) as sdk:
+        return sdk.messages.create(**ASK).content[0].text
+
+
+@pytest.mark.parametrize(("ask", "http"), [(chat, httpx), (streamed, httpx), (messages, httpx2)])
+def test_an_sdk_that_runs_out_of_time_gets_the_turn_under_way(
+    ask: Callable[[str, Any], str], http: Any, url: str, rollout: ScriptedRollout
+):
+    rollout.said += ["Four.", "Five."]
+    rollout.answers.clear()
+    sent: list[str] = []
+
+    def note(request: Any) -> None:
+        sent.append(request.headers[resends.RETRIES])
+        if len(sent) == 3:
+            rollout.answers.set()
+
+    with http.Client(event_hooks={"request": [note]}) as client:
+        assert ask(url, client) == "Four."
+    assert sent[:3] == ["0", "1", "2"]
+    assert len(rollout.recorder.turns) == 1
+
+
+@pytest.mark.parametrize(("ask", "http"), [(chat, httpx), (messages, httpx2)])
+def test_a_reply_that_was_lost_is_given_again(ask: Callable[[str, Any], str], http: Any, url: str, rollout: ScriptedRollout):
+    rollout.said += ["Four.", "Five."]
+    read: list[Any] = []
+
+    def lose(response: Any) -> None:
+        read.append(response.read())
+        if len(read) == 1:
+            raise http.ReadError("the connection was reset")
+
+    with http.Client(event_hooks={"response": [lose]}) as client:
+        assert ask(url, client) == "Four."
+    assert len(read) == 2
+    assert len(rollout.recorder.turns) == 1
+    with http.Client() as client:
+        assert ask(url, client) == "Five.", "a request that is no resend has a turn of its own"
+    assert len(rollout.recorder.turns) == 2
+
+
+def test_equal_requests_that_are_resent_at_the_same_time_get_a_turn_each(url: str, rollout: ScriptedRollout):
+    said = [f"{number}." for number in range(4)]
+    rollout.said += said
+    rollout.answers.clear()
+    resent = threading.Semaphore(0)
+
+    def note(request: httpx.Request) -> None:
+        if request.headers[resends.RETRIES] == "1":
+            resent.release()
+
+    def one(_: int) -> str:
+        with httpx.Client(event_hooks={"request": [note]}) as client:
+            return chat(url, client)
+
+    with ThreadPoolExecutor(len(said)) as threads:
+        replies = threads.map(one, range(len(said)))
+        for _ in said:
+            assert resent.acquire(timeout=20)
+        rollout.answers.set()
+        assert sorted(replies) == said
+    assert len(rollout.recorder.turns) == len(said)
+
+
+def test_of_equal_requests_the_one_whose_client_has_gone_is_meant(url: str, rollout: ScriptedRollout):
+    rollout.said += ["First.", "Second."]
+    request = httpx.Request("POST", f"{url}/v1/chat/completions", json=ASK, headers={"authorization": "Bearer key"})
+    with httpx.Client() as client:
+        assert "First." in client.send(request).text
+        rollout.answers.clear()
+        rollout.begun.clear()
+        lines = [b"POST /v1/chat/completions HTTP/1.1", *(name + b": " + value for name, value in request.headers.raw), b"", b""]
+        with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
+            connection.sendall(b"\r\n".join(lines) + request.content)
+            assert rollout.begun.wait(20)
+        rollout.answers.set()
+        request.headers[resends.RETRIES] = "1"
+        assert "Second." in client.send(request).text
+    assert len(rollout.recorder.turns) == 2
+
+
+def test_what_is_kept_of_a_rollout_is_bounded(url: str, rollout: ScriptedRollout, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resends, "KEPT_TURNS", 3)
+    with httpx.Client(headers={"authorization": "Bearer key"}) as client:
+        for _ in range(5):
+            client.post(f"{url}/v1/chat/completions", json=ASK).raise_for_status()
+        rollout.broken = True
+        assert client.post(f"{url}/v1/chat/completions", json=ASK).status_code == 503
+    assert len(rollout.asked._turns) == 3  # pyright: ignore[reportPrivateUsage]
