@@ -146,6 +146,8 @@ class Trainer(Section):
     """Use deterministic kernels, and rows that do not depend on the number of ranks. With zero_stage 0 and float32 (or adapters),
     gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for any number of data-parallel
     ranks."""
+    peak_tflops: float = Field(default=0.0, ge=0)
+    """Peak of one device in 10^12 FLOP/s, by which `mfu/train` is measured. 0: known for common GPUs in bfloat16."""
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Timeout of a collective operation among the ranks, in seconds."""
 

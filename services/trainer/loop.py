@@ -65,7 +65,7 @@ class TrainLoop:
         self.fence = self.call(self.store.run.attach_trainer())
         self.step = -1  # the last step in the weights of this process
         self._ranks_told = time.monotonic()
-        self._throughput = Throughput(time.monotonic())
+        self._throughput = Throughput(time.monotonic(), self.config.trainer.ranks, worker.policy.peak_tflops)
         self._incarnation = 0
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
@@ -195,6 +195,7 @@ class TrainLoop:
                 plan.step, plan.total_tokens, plan.stats.get("tokens/gen/total", 0.0), began := time.monotonic()
             )
         )
+        record |= self._throughput.utilization(record)
         self.metrics.observe(plan, record)
         self.call(self.store.monitor.record(record))
         self.metrics.record_s.observe(time.monotonic() - began)

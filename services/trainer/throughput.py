@@ -1,4 +1,4 @@
-"""Tokens per second of a step, trained and generated. Pure: times are passed in.
+"""Tokens per second of a step, trained and generated, and the FLOP/s of its training. Pure: times are passed in.
 
 Guarantees: a rate counts only what was made in the time that it is divided by. A trainer that resumes a run finds plans whose
 groups were generated before it began: it gives them no rate.
@@ -6,12 +6,15 @@ groups were generated before it began: it gives them no rate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class Throughput:
     """Rates between the records of consecutive steps."""
 
-    def __init__(self, now: float) -> None:
-        """`now`: monotonic seconds."""
+    def __init__(self, now: float, devices: int = 1, peak_tflops: float = 0.0) -> None:
+        """`now`: monotonic seconds. `devices`: of the trainer. `peak_tflops`: of one of them, 0 if unknown, for no MFU."""
+        self._devices, self._peak_tflops = devices, peak_tflops
         self._recorded = now  # when the last step was recorded
         self._generated = 0.0  # the counter in the plan of that step
         self._known = -1  # last step whose plan was made before this process trained
@@ -28,7 +31,23 @@ class Throughput:
         """
         elapsed_s, made = now - self._recorded, generated - self._generated
         self._recorded, self._generated = now, generated
-        rates = {"throughput/trained/tokens_per_s": tokens / elapsed_s}
+        rates = {"throughput/trained/tokens_per_s": tokens / elapsed_s, "time/elapsed_s": elapsed_s}
         if step > self._known:
             rates["throughput/generated/tokens_per_s"] = (made if made >= 0 else generated) / elapsed_s
+        return rates
+
+    def utilization(self, record: Mapping[str, float]) -> dict[str, float]:
+        """Return the rates of one device, from the record of a step with what `record` returned.
+
+        MFU is over the time of the step's training (`compute`), and over all time since the last record (`wall`).
+        """
+        per_s = record["throughput/trained/tokens_per_s"]
+        rates = {"throughput/trained/tokens_per_s_per_device": per_s / self._devices}
+        flops, trained_s = record.get("flops/train/sum", 0.0), record.get("time/train/total_s", 0.0)
+        if not (flops and trained_s):
+            return rates
+        rates["throughput/trained/tflops_per_device"] = flops / trained_s / self._devices / 1e12
+        if peak := self._peak_tflops:
+            rates["mfu/train/compute"] = rates["throughput/trained/tflops_per_device"] / peak
+            rates["mfu/train/wall"] = flops / record["time/elapsed_s"] / self._devices / 1e12 / peak
         return rates

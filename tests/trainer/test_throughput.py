@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.trainer.throughput import Throughput
 
+ELAPSED = "time/elapsed_s"
 TRAINED, GENERATED = "throughput/trained/tokens_per_s", "throughput/generated/tokens_per_s"
 
 
 def test_rates_are_of_the_time_since_the_last_record() -> None:
     rates = Throughput(100.0)
-    assert rates.record(0, 400, 1_000, 110.0) == {TRAINED: 40.0, GENERATED: 100.0}
-    assert rates.record(1, 400, 1_600, 112.0) == {TRAINED: 200.0, GENERATED: 300.0}
+    assert rates.record(0, 400, 1_000, 110.0) == {TRAINED: 40.0, GENERATED: 100.0, ELAPSED: 10.0}
+    assert rates.record(1, 400, 1_600, 112.0) == {TRAINED: 200.0, GENERATED: 300.0, ELAPSED: 2.0}
 
 
 def test_plans_made_before_a_restart_have_no_rate_of_generation() -> None:
@@ -25,3 +28,21 @@ def test_a_counter_that_falls_began_again_at_zero() -> None:
     rates = Throughput(0.0)
     rates.record(0, 400, 90_000, 10.0)
     assert rates.record(1, 400, 4_000, 15.0)[GENERATED] == 800.0
+
+
+def test_utilization_is_of_the_time_of_training_and_of_all_time() -> None:
+    record = {TRAINED: 800.0, ELAPSED: 10.0, "flops/train/sum": 8e15, "time/train/total_s": 4.0}
+    assert Throughput(0.0, 2, 2000.0).utilization(record) == pytest.approx(
+        {
+            "throughput/trained/tokens_per_s_per_device": 400.0, "throughput/trained/tflops_per_device": 1000.0,
+            "mfu/train/compute": 0.5, "mfu/train/wall": 0.2,
+        }
+    )  # fmt: skip
+
+
+def test_what_is_unknown_has_no_utilization() -> None:
+    assert not [
+        key for key in Throughput(0.0, 1, 10.0).utilization({TRAINED: 1.0, ELAPSED: 1.0}) if "mfu" in key or "flops" in key
+    ]
+    record = {TRAINED: 1.0, ELAPSED: 1.0, "flops/train/sum": 1e12, "time/train/total_s": 1.0}
+    assert not [key for key in Throughput(0.0).utilization(record) if "mfu" in key]

@@ -34,9 +34,13 @@ class StepMetrics:
         self._sums.append(torch.stack([sums[name] for name in SUMS]).double())
         self._maxima = torch.maximum(self._maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
-    def report(self) -> dict[str, float]:
-        """Return metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0."""
-        of_rows = [row for of_rank in ranks.gather([row.tolist() for row in self._sums]) for row in of_rank]
+    def report(self, flops: float = 0.0) -> dict[str, float]:
+        """Return metrics over all ranks, equal on each of them. Collective. Without any token, means and extremes are 0.
+
+        `flops`: those of this rank's rows, 0 if unknown.
+        """
+        gathered = ranks.gather(([row.tolist() for row in self._sums], flops))
+        of_rows = [row for rows, _ in gathered for row in rows]
         sums = {name: math.fsum(row[place] for row in of_rows) for place, name in enumerate(SUMS)}
         maxima = dict(zip(MAXIMA, ranks.maximum(self._maxima).tolist(), strict=True))
         tokens = sums["tokens"]
@@ -59,6 +63,8 @@ class StepMetrics:
             "advantage/train/max": largest["advantage"],
             "advantage/train/min": -largest["negative_advantage"] if tokens else 0.0,
         }
+        if needed := math.fsum(of_rank for _, of_rank in gathered):
+            record["flops/train/sum"] = needed
         if self._clips:  # where they cannot act, 0 would look like a policy that hardly moves
             record |= {"clip_low/train/fraction": mean["clip_low"], "clip_high/train/fraction": mean["clip_high"]}
         if self._reference:

@@ -26,7 +26,7 @@ from services.config.model_files import check_model
 from services.protocol.messages import StepPlan
 from services.trainer import losses, ranks
 from services.trainer.losses.in_words import clips
-from services.trainer.model import export
+from services.trainer.model import export, flops
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.proofs import Proofs
@@ -40,6 +40,7 @@ from services.trainer.step import deepspeed_engine, denominators, priorities
 from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.fixed_point import FixedPointSum
 from services.trainer.step.metrics import Clock, StepMetrics
+from services.trainer.step.utilization import peak_tflops
 
 LOGPROB_CHUNK_TOKENS = 1024
 """Tokens whose logits are computed at a time. With a vocabulary of 150,000 that is 0.6 GB of float32; fewer tokens make the
@@ -70,7 +71,8 @@ class Policy:
     """The model of a run on one rank.
 
     Attributes: `module` (the Hugging Face model), `engine` (DeepSpeed's), `reference`, `zero_stage`, `world`, `device`,
-    `data_rank` (the rank whose rows of a plan this rank trains; all ranks of a sequence-parallel team have the same).
+    `peak_tflops` (peak of the device, 0 if unknown), `data_rank` (the rank whose rows of a plan this rank trains; all ranks of a
+    sequence-parallel team have the same).
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -90,6 +92,8 @@ class Policy:
         self._leads = self._team is None or self._team.rank == 0  # contributes for the team where values of ranks are summed
         scorer = self._proven()
         self.module = scorer.model
+        self._flops = flops.of_model(self.module)
+        self.peak_tflops = peak_tflops(config.trainer.peak_tflops, config.model.dtype, self.device)
         self.engine = deepspeed_engine.start(config, scorer)
         exact = config.trainer.deterministic and deepspeed_engine.keeps_gradients(config)
         self._exact = FixedPointSum(weight for weight in scorer.parameters() if weight.requires_grad) if exact else None
@@ -132,7 +136,7 @@ class Policy:
                 if self._exact is not None:
                     self._exact.reduce(len(batch) * self.world.size)
                 norms.append(self._optimizer_step(plan.step))
-        report = metrics.report()
+        report = metrics.report(self._flops_of(given))
         _refuse("the loss", report["loss/train/sum"], plan.step)
         if self.reference is not None:
             self.reference.after(plan.step)
@@ -278,6 +282,12 @@ class Policy:
             else:
                 self.engine.backward(output.loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
         return output.learning
+
+    def _flops_of(self, rows: Sequence[PackedRow]) -> float:
+        """Return the FLOPs that training on this rank's rows needs, 0 if the model's are unknown or another rank counts them."""
+        if self._flops is None or not self._leads:
+            return 0.0
+        return sum(self._flops.of_row(row.packing, len(row.targets)) for row in rows if row.samples)
 
     def _optimizer_step(self, step: int) -> float:
         """Clip and update. Returns the gradient's norm before clipping."""

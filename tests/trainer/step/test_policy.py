@@ -320,7 +320,7 @@ def test_metrics_are_those_of_all_tokens_for_any_layout(payloads: Any, samples: 
             assert one["tokens/train/sum"] + one["excluded/train/tokens"] == planned
             assert one["excluded/train/tokens"] > 0
             for name, value in one.items():
-                if not name.startswith("time/"):
+                if not name.startswith(("time/", "flops/")):  # prompts are shared by other responses
                     assert value == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-5), name
     first = results["alone"][0]["metrics"][0]
     assert first["ratio/train/mean"] == 1
@@ -357,7 +357,7 @@ def test_every_loss_and_denominator_follows_the_formula_on_any_number_of_ranks(
     for one in found:
         assert _largest_difference(one["gradients"][0], expected) < 1e-4
         for key, value in one["metrics"].items():
-            if not key.startswith("time/"):
+            if not key.startswith(("time/", "flops/")):  # more ranks, fewer shared prompts
                 assert value == pytest.approx(found[0]["metrics"][key], rel=1e-3, abs=1e-5), key
     metrics = found[0]["metrics"]
     assert not undocumented(metrics)
