@@ -67,6 +67,7 @@ class TrainLoop:
         self._ranks_told = time.monotonic()
         self._throughput = Throughput(time.monotonic(), self.config.trainer.ranks, worker.policy.peak_tflops)
         self._incarnation = 0
+        self._waited_s = 0.0  # for a plan, since the last record
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
         self._doing, self._sync_clock = metrics.phase_clock(), metrics.sync_clock()
@@ -139,7 +140,10 @@ class TrainLoop:
             self._say(phase="paused" if paused else "waiting for data", paused=paused)
             if not paused:
                 self.rounds.catch_up(self.step + 1)
+            began = time.monotonic()
             self.call(self.notifications.wait("steps", "control", "fleet", timeout=POLL_S))
+            if not paused:
+                self._waited_s += time.monotonic() - began
 
     def _train_next(self) -> None:
         started = time.monotonic()
@@ -190,11 +194,13 @@ class TrainLoop:
                 "checkpoint/failed": float(self.saving.failed),
                 "time_s": time.time(),
                 "time/step_s": step_s,
+                "time/wait_s": self._waited_s,
             }
             | self._throughput.record(
                 plan.step, plan.total_tokens, plan.stats.get("tokens/gen/total", 0.0), began := time.monotonic()
             )
         )
+        self._waited_s = 0.0
         record |= self._throughput.utilization(record)
         self.metrics.observe(plan, record)
         self.call(self.store.monitor.record(record))

@@ -32,6 +32,7 @@ class Interrupted(TrainLoop):
         self.saving: Any = SimpleNamespace(failed=0)
         self._throughput = Throughput(0.0)
         self._plans, self._incarnation, self._failed = {}, 0, 0
+        self._waited_s = 0.25
 
     def _say(self, **changes: object) -> None:
         pass
@@ -48,3 +49,4 @@ def test_a_step_that_was_committed_is_recorded_even_if_the_stop_comes_during_its
     (record,) = loop.recorded
     assert (record["step"], record["loss/train/sum"]) == (4, 0.5)
     assert record["time/step_s"] >= record["time/train_s"]
+    assert (record["time/wait_s"], loop._waited_s) == (0.25, 0.0), "the next record begins at zero"
