@@ -51,6 +51,7 @@ for command in (  # in the order of --help
     steering.checkpoint,
     steering.restore,
     watching.checkpoints,
+    watching.export,
     steering.stop,
     running.doctor,
     running.score,

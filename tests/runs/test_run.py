@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from services.config import to_toml
+from services.console.__main__ import main
 from services.console.local.redis_server import find_server
 from services.store import Store
 from tests.support.documented import undocumented
@@ -139,6 +140,22 @@ def test_a_run_ends_by_itself_with_everything_accounted_for(folder: Path, undist
     check_whole(folder, "calm")
     for name in ("config.toml", "summary.json", "report.png", "model/config.json"):
         assert (folder / "calm" / name).stat().st_size > 0
+
+
+def test_a_checkpoint_is_exported_without_a_server(
+    folder: Path, undisturbed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = folder / "calm", tmp_path / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    assert capsys.readouterr().out == f"checkpoint of step {STEPS - 1} written to {out}\n"
+    assert hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest() == undisturbed
+    assert main(["export", str(run), str(tmp_path), "--step", str(STEPS - 1)]) == 1
+    assert "exists and is no earlier export" in capsys.readouterr().err
+    assert main(["export", str(run), str(run / "model")]) == 2
+    assert "where the run itself writes its export" in capsys.readouterr().err
+    assert main(["export", str(run), str(out), "--step", "99"]) == 1
+    assert "the checkpoint of step 99" in capsys.readouterr().err
+    assert hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest() == undisturbed
 
 
 def test_every_kind_of_pod_killed_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:

@@ -1,4 +1,4 @@
-"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints."""
+"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints, export."""
 
 from __future__ import annotations
 
@@ -116,3 +116,21 @@ def checkpoints(
     from services.console.commands import checkpoints as verbs
 
     return verbs.checkpoints(run, as_json, verify)
+
+
+def export(
+    run: Run = "",
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to write; default: RUN/exports/step-N, or RUN/exports/latest.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default: the latest one.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint as a model in Hugging Face format, with tokenizer, chat template and sampling defaults.
+
+    It reads the run's folder and needs no server. Adapters are merged into the model and also written beside it. An earlier
+    export in OUT is replaced; any other folder is refused.
+    """
+    from services.console.inspect import export as verb
+
+    return verb.export(run, out, step, as_json)

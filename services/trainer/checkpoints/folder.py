@@ -175,7 +175,6 @@ class Checkpoints(CheckpointFolder):
 
 def facts_of(policy: Policy) -> dict[str, Any]:
     """Return the facts of this policy that a checkpoint records and that a loading policy must compare."""
-    parameters = sorted((name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in policy.module.named_parameters())
     return {
         "layout": LAYOUT,
         "run": policy.config.run.name,
@@ -183,8 +182,14 @@ def facts_of(policy: Policy) -> dict[str, Any]:
         "zero_stage": policy.zero_stage,
         "dtype": policy.config.model.dtype,
         "model": policy.config.model.path,
-        "parameters": hashlib.sha256(repr(parameters).encode()).hexdigest()[:16],
+        "parameters": parameters_digest(policy.module),
     }
+
+
+def parameters_digest(module: Any) -> str:
+    """Return a digest of the names and shapes of a model's parameters."""
+    parameters = sorted((name, tuple(getattr(one, "ds_shape", one.shape))) for name, one in module.named_parameters())
+    return hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
 
 
 def _unfit(policy: Policy, saved: Saved) -> str:

@@ -2,8 +2,8 @@
 
 Guarantees: the folder appears complete, with `manifest.json` as its completion marker, or not at all; the marker names the run,
 the step and the SHA-256 of every file, which `atomic_folders.check` compares; tied matrices are stored once; the folder loads
-with `from_pretrained`, samples by default as the run did, and serves in vLLM unchanged. Adapters are merged into the model. They
-are also stored next to it in peft's own format, for use on top of `model.path`.
+with `from_pretrained`, samples by default as the run did, has the run's chat template, and serves in vLLM unchanged. Adapters are
+merged into the model. They are also stored next to it in peft's own format, for use on top of `model.path`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def save(module: Any, state: dict[str, Tensor], config: RunConfig, step: int, fo
         if config.lora.rank:
             lora.save(module, state, partial / ADAPTER)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        if isinstance(config.data.chat_template, str):  # a template's text, or the name of one of the tokenizer's
+            tokenizer.chat_template = tokenizer.get_chat_template(config.data.chat_template)
         tokenizer.save_pretrained(partial)
         _generation_config(module, tokenizer, config.sampling).save_pretrained(partial)
         facts = {

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from services.runtime.atomic_folders import read_manifest
+from services.trainer.checkpoints import exporting
 from services.trainer.step import deepspeed_engine as engine
 from tests.support.rank_worker import Job, launch
-from tests.support.tiny_model import make_payloads, make_samples
+from tests.support.tiny_model import make_config, make_payloads, make_samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -106,6 +109,22 @@ def test_training_goes_on_as_it_would_have(taken: Any, results: dict[Any, list[A
         for name, value in origin["uninterrupted"][0].items():
             torch.testing.assert_close(result["after"][name], value, **close)
     assert len(results[taken]) == by
+
+
+@pytest.mark.parametrize("origin", ORIGINS, ids=str)
+def test_a_checkpoint_is_exported_from_files_alone(
+    origin: Origin, results: dict[Any, list[Any]], tiny_model: Path, tmp_path: Path
+) -> None:
+    """The result is, to the bit, what the ranks that wrote it would have exported."""
+    dtype, _, stage = origin
+    saved = results[origin][0]["saved"]
+    config = make_config(tiny_model, **_sections(dtype, stage))
+    assert exporting.write(config, saved.folder.parent, saved.step, tmp_path / "export").step == saved.step
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=getattr(torch, dtype)).state_dict()
+    expected = results[origin][0]["state"]["weights"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in expected.items())
+    assert read_manifest(tmp_path / "export").facts["dtype"] == dtype
 
 
 def test_ranks_in_both_keep_their_random_generators_and_new_ones_have_their_own(results: dict[Any, list[Any]]) -> None:

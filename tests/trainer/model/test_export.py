@@ -50,6 +50,13 @@ def test_the_marker_names_run_step_and_hashes(module: Any, config: RunConfig, tm
     assert all(bool((value == 7).all()) for value in loaded.parameters())
 
 
+def test_the_run_s_chat_template_goes_along(module: Any, tiny_model: Path, tmp_path: Path) -> None:
+    given = "{% for message in messages %}{{ message.content }}!{% endfor %}"
+    write(module, make_config(tiny_model, data={"chat_template": given}), 1, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "t5"}], tokenize=False) == "t5!"
+
+
 def kill_at(call: int, work: Callable[[], None]) -> bool:
     """Do `work` in a child that is killed at its `call`-th step on disk; whether it got that far."""
     pid = os.fork()

@@ -13,6 +13,8 @@ from services.config import ConfigError
 from services.config.loss import Loss
 from services.config.training import Lora
 from services.protocol.messages import RankPlan
+from services.runtime import atomic_folders
+from services.trainer.checkpoints import exporting
 from services.trainer.model import lora
 from services.trainer.model import policy_network as model
 from services.trainer.model.logprobs import token_logprobs
@@ -167,6 +169,21 @@ def test_what_is_sent_and_exported_is_what_peft_merges(name: str, models: dict[s
             exact = weights[f"{layer}.base_layer.weight"].double() + SCALE * b @ a
             assert not torch.equal(exact.to(received[key].dtype), weights[f"{layer}.base_layer.weight"])
             torch.testing.assert_close(received[key].double(), exact, rtol=rounding + 1e-6, atol=1e-6)  # rounded once
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", JOBS)
+def test_an_export_of_the_checkpoint_is_the_export_of_the_run(
+    name: str, models: dict[str, Path], results: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    path, dtype = _model_of(name, models)
+    targets = {"targets": ATTENTION} if name == "attention only" else {}
+    config = make_config(path, model={"dtype": dtype}, lora=OPTIONS | targets)
+    folder = results["folder"][0] / name
+    assert exporting.write(config, folder / "checkpoints", None, tmp_path / "export").step == 0
+    written, expected = (atomic_folders.check(one) for one in (tmp_path / "export", folder / "export"))
+    assert written == expected, "every file, to the bit"
 
 
 @pytest.mark.slow

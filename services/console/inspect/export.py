@@ -1,0 +1,49 @@
+"""Implements `grpo export`, which writes a checkpoint of a run in Hugging Face format, from its folder alone.
+
+Guarantees: torch is imported in a process of its own; a failure is one line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.paths import existing
+from services.console.printable import print_json, printable
+
+EXPORTS = "exports"
+"""Folder of a run with the exports that are written without OUT."""
+LATEST = -1  # instead of a step, for the process that writes
+
+
+def export(run: str, out: Path | None, step: int | None, as_json: bool) -> int:
+    """Write the checkpoint of `step`, by default the latest, to `out`, by default below the run's folder."""
+    folder = existing(run)
+    if missing := [name for name in ("torch", "transformers", "deepspeed") if importlib.util.find_spec(name) is None]:
+        raise ConsoleError(
+            f"grpo export needs {', '.join(missing)}: pip install 'grpo[trainer]', or run it in a trainer's pod", EXIT_CONFIG
+        )
+    if out is None:
+        out = folder.path / EXPORTS / ("latest" if step is None else f"step-{step:08d}")
+    elif out.resolve() == (folder.path / "model").resolve():
+        raise ConsoleError(f"{out} is where the run itself writes its export: give another folder", EXIT_CONFIG)
+    command = [sys.executable, "-m", "services.trainer.checkpoints.exporting"]
+    given = [str(folder.config), str(folder.checkpoints), str(LATEST if step is None else step), str(out.absolute())]
+    done = subprocess.run(
+        [*command, *given], capture_output=True, text=True, check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConsoleError(printable(last.removeprefix("error: ")), EXIT_FAILED)
+    written = json.loads(done.stdout.strip().splitlines()[-1])
+    if as_json:
+        print_json(written)
+    else:
+        print(f"checkpoint of step {written['step']} written to {written['folder']}")
+    return EXIT_OK
