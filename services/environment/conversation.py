@@ -11,6 +11,9 @@ from services.environment.programs.rows import row_for
 from services.environment.records import EnvironmentReply, reply_of
 from services.environment.rollout import FinishedRollout, LiveRollout
 
+CUT_OFF = "length"
+"""The finish of a turn at its limit of tokens, which ends the rollout: no reply of the environment follows it."""
+
 
 def restorable(live: LiveRollout) -> bool:
     """Return whether a rollout with records can go on from them: its last reply has the environment's state."""
@@ -27,7 +30,7 @@ async def converse(live: LiveRollout, process: ProgramProcess, prompt: list[dict
             while messages is not None:
                 reply = await live.complete(messages, tools)
                 message = reply.message
-                if reply.generated.finish == "length":
+                if reply.generated.finish == CUT_OFF:
                     live.truncated = True
                     break
                 added = await _reply(live, process, "turn", message)
@@ -66,7 +69,11 @@ async def _begin(
             conversation = [*(conversation or []), said(json.loads(record.reply))]
     await process.do(name, "restore", json.loads(state))
     last = live.records[-1]
-    if conversation is not None and not isinstance(last, EnvironmentReply):  # its tools may have run
+    if isinstance(last, EnvironmentReply):
+        return conversation, tools
+    if last.finish == CUT_OFF:
+        live.truncated, conversation = True, None
+    elif conversation is not None:  # its tools may have run
         added = await _reply(live, process, "unknown", json.loads(last.reply))
         conversation = None if added is None else [*conversation, *added]
     return conversation, tools
