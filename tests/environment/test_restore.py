@@ -1,0 +1,91 @@
+"""A rollout that is taken over at any of its records ends as it would have ended."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from services.config.environments import PythonEnvironment
+from services.environment.chat.format import ChatFormat
+from services.environment.conversation import converse, restorable
+from services.environment.programs.pool import ProgramProcess
+from services.environment.records import Record, unpack_records
+from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace
+from services.protocol.messages import Span
+from services.rollouts.generated import Generated, SamplingParameters
+from services.runtime.tracing import TraceRecorder
+from tests.environment.templates import FAMILIES, chat_of
+from tests.environment.test_programs import PROGRAMS, process
+from tests.support.harness import ticket
+
+TURNS = 4
+
+
+@dataclass
+class Policy:
+    """Says the same to the same conversation under the same seed; the turn `cut` stops at its limit of tokens."""
+
+    chat: ChatFormat
+    cut: int = -1
+    asked: list[int] = field(default_factory=list)
+
+    async def sample(
+        self, request: str, tokens: list[int], seed: int, sampling: SamplingParameters, rollout: str, version: int | None
+    ) -> Generated:
+        """Return words that depend on the conversation and the seed alone."""
+        turn = int(request.rsplit(".", 1)[1])
+        self.asked.append(turn)
+        said = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).hexdigest()
+        ids = np.array(self.chat.encode_plain(said), np.int32)
+        finish = "length" if turn == self.cut else "stop"
+        return Generated(ids, np.full(len(ids), -0.5, np.float32), [Span(0, 0, len(ids))], finish)
+
+
+def rollout(policy: Policy, prompt: list[dict[str, Any]], records: list[bytes], max_turns: int) -> tuple[LiveRollout, list[bytes]]:
+    """Return a rollout that goes on from records, and the list that its commits extend."""
+    committed = list(records)
+
+    async def commit(at: int, record: bytes) -> bool:
+        assert at == len(committed)
+        committed.append(record)
+        return True
+
+    place = RolloutPlace(ticket(0, row='{"messages": [], "columns": {}}'), 0, 0, "0-0.0.0")
+    begun: list[Record] = unpack_records(records)
+    live = LiveRollout(
+        place, Manner(SamplingParameters(16), 4096), policy.chat, prompt, cast(Any, policy), begun, max_turns, commit,
+        TraceRecorder(),
+    )  # fmt: skip
+    return live, committed
+
+
+def compared(done: FinishedRollout) -> tuple[Any, ...]:
+    """Return what of a finished rollout does not depend on time."""
+    sampled = [segment.completion.tokens.tolist() for segment in done.segments]
+    return sampled, done.answer, done.scores, done.truncated, done.turns
+
+
+@pytest.mark.parametrize(
+    ("cut", "max_turns", "truncated"),
+    [(-1, 10, False), (0, 10, True), (2, 10, True), (-1, 3, True)],
+    ids=["whole", "cut at once", "cut later", "out of turns"],
+)
+async def test_a_rollout_that_is_taken_over_ends_as_it_would_have(cut: int, max_turns: int, truncated: bool) -> None:
+    chat, prompt = chat_of(FAMILIES[0]), [{"role": "user", "content": "say 0"}]
+    echo = PythonEnvironment(name="echo", kind="python", function=f"{PROGRAMS}:Echo", options={"turns": TURNS})
+    async with process(echo) as program:
+        whole, records = rollout(Policy(chat, cut), prompt, [], max_turns)
+        expected = compared(await converse(whole, program, prompt))
+        assert expected[3] == truncated
+        for kept in range(1, len(records) + 1):
+            policy = Policy(chat, cut)
+            taken, committed = rollout(policy, prompt, records[:kept], max_turns)
+            assert restorable(taken)
+            already = len(taken.recorder.turns)
+            assert compared(await converse(taken, program, prompt)) == expected
+            assert len(committed) == len(records), "no turn more than without the loss"
+            assert policy.asked == list(range(already, expected[4])), "what was sampled is not sampled again"
