@@ -223,3 +223,11 @@ async def test_a_pod_that_leaves_is_forgotten_everywhere(store: Store) -> None:
     await store.fleet.leave(pod)
     left = [key for key in await dump(store) if key.rpartition(b":")[2] in (b"claimers", b"claimed", b"status", b"fleet")]
     assert left == []
+
+
+async def test_an_audit_before_anything_is_published_counts_what_there_is(store: Store) -> None:
+    fence = await store.run.create("config", "data", 4, 8) and await store.run.lead("d", 60)
+    assert fence is not None
+    assert await store.tickets.issue(fence, 0, [ticket(0)]) == 1
+    counted = await store.run.audit()
+    assert (counted["tickets"], counted["prepared"], counted["unpublished"]) == (1, 0, 0)

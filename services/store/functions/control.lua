@@ -117,7 +117,7 @@ register('audit', {}, function(prefix)
     'slots_used', number(prefix, 'slots_used'),
   }
   local unpublished = 0
-  for step = number(prefix, 'published_version'), number(prefix, 'prepared_step') do
+  for step = math.max(number(prefix, 'published_version'), 0), number(prefix, 'prepared_step') do -- -1: nothing is published
     unpublished = unpublished + #words(redis.call('HGET', prefix .. ':step:' .. step, 'fresh'))
   end
   result[#result + 1] = 'unpublished'
