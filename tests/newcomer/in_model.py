@@ -74,7 +74,7 @@ MISTAKES = [
         "no_chat_template",
         "model.path",
         "'model'",
-        "set data.chat_template = false",
+        "set data.chat_template to the path of one, or to false",
         [drop("model/chat_template.jinja"), put("model/tokenizer_config.json", "{}")],
     ),
     Mistake(

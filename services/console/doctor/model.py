@@ -144,4 +144,9 @@ def _fits(config: RunConfig, given: str, folder: Path) -> Iterator[Finding]:
     try:
         PromptTokenizer(folder, config.data)
     except ConfigError as error:
-        yield told("tokenizer", ConfigError(str(error).replace("model.path:", f"{given}:", 1)))
+        yield told("tokenizer", with_model_path(error, config))
+
+
+def with_model_path(error: Exception, config: RunConfig) -> ConfigError:
+    """Return an error of the tokenizer with the value of the key that it names."""
+    return ConfigError(str(error).replace("model.path:", f"model.path = {config.model.path!r}:", 1))

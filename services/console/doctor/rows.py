@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from services.config import ConfigError, RunConfig
 from services.config.data import FileSource, Source
 from services.console.doctor import Finding, fault, ok, told
+from services.console.doctor.model import with_model_path
 
 if TYPE_CHECKING:
     from services.dataprep.prompts.rows import Needs
@@ -44,7 +45,7 @@ def _source(what: str, key: str, source: Source, config: RunConfig) -> Iterator[
         read = PromptSource(config, [source])
     except ConfigError as error:
         faults = list(_faults(source, config)) if isinstance(source, FileSource) else []
-        for line in faults[:SHOWN] or [str(error)]:
+        for line in faults[:SHOWN] or [str(with_model_path(error, config))]:
             yield told(what, ConfigError(_with_key(line, key, source)))
         if len(faults) > SHOWN:
             path = f"{key}.path = {getattr(source, 'path', '')!r}"
