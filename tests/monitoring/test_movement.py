@@ -199,7 +199,7 @@ def test_trouble_of_a_trainer(tmp_path: Path, server: RedisServer) -> None:
         team = portal.call(flow.start(store))
         portal.call(flow.buffer(store, team, 2))
         portal.call(flow.prepare(store, team, 0, ["0-0", "0-1"]))
-        worker: Any = SimpleNamespace(sender=None, checkpoints=SimpleNamespace())
+        worker: Any = SimpleNamespace(sender=None, checkpoints=SimpleNamespace(), policy=SimpleNamespace(peak_tflops=0.0))
         loop = TrainLoop(service, portal, worker, commands, TrainerMetrics(service.registry), lambda: None)  # type: ignore[arg-type]
         assert loop._train_whole(0) == ("plan", "trained")
         assert value("grpo_trainer_condemned_groups_total") == 1

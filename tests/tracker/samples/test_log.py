@@ -61,13 +61,14 @@ def config_of(folder: Path, server: RedisServer | None = None, *overrides: str) 
     return small_config(folder, server, "samples.keep=100000", *overrides)
 
 
-async def follow_once(store: Store, config: RunConfig, folder: Path) -> None:
-    """Log everything that there is, in a tracker that is told to stop at once."""
-    stopping = asyncio.Event()
+async def follow_once(store: Store, config: RunConfig, folder: Path) -> CollectorRegistry:
+    """Log everything that there is, in a tracker that is told to stop at once. Return its metrics."""
+    stopping, registry = asyncio.Event(), CollectorRegistry()
     stopping.set()
-    made = SampleLog(config, store, folder, stopping, TrackerMetrics(CollectorRegistry()))
+    made = SampleLog(config, store, folder, stopping, TrackerMetrics(registry))
     await made.follow(Loop("samples", made.follow, 60))
     assert made.done.is_set()
+    return registry
 
 
 def logged(folder: Path, where: str = "") -> list[dict[str, Any]]:
@@ -210,8 +211,9 @@ async def test_what_was_missed_is_in_the_folder(store: Store, quick: None, tmp_p
     team = await start(store, slots=64)
     await store.samples.log(1, -1, 1.0, 0.0)
     await dropped(store, team, "filtered:zero", 0)
-    await follow_once(store, config_of(tmp_path), tmp_path)
+    metrics = await follow_once(store, config_of(tmp_path), tmp_path)
     assert SampleFolder(tmp_path / SAMPLES).status().missed == {"filtered": 1}
+    assert metrics.get_sample_value("grpo_tracker_missed_groups") == 1
 
 
 async def test_a_process_killed_again_and_again_logs_every_group_once(store: Store, server: RedisServer, tmp_path: Path) -> None:
