@@ -104,7 +104,7 @@ async def test_hostile_code_is_refused(tool: CodeTool, tmp_path: Path) -> None:
 )
 async def test_code_that_takes_too_much_is_ended(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    tool = CodeTool("0-0.2.0", 20.0 if "range" in code else 1.0, 512)
+    tool = CodeTool("0-0.2.0", 1.0 if "longer" in said else 20.0, 512)
     assert said in await run(tool, code)
     assert await run(tool, "import os; len(os.listdir('.'))") == "0"
     await tool.close()
