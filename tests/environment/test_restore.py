@@ -12,7 +12,6 @@ import pytest
 from services.config.environments import PythonEnvironment
 from services.environment.chat.format import ChatFormat
 from services.environment.conversation import converse, restorable
-from services.environment.programs.pool import ProgramProcess
 from services.environment.records import Record, unpack_records
 from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace
 from services.protocol.messages import Span
@@ -45,7 +44,9 @@ class Policy:
         return Generated(ids, np.full(len(ids), -0.5, np.float32), [Span(0, 0, len(ids))], finish)
 
 
-def rollout(policy: Policy, prompt: list[dict[str, Any]], records: list[bytes], max_turns: int) -> tuple[LiveRollout, list[bytes]]:
+def rollout(
+    policy: Policy, prompt: list[dict[str, Any]], records: list[bytes], max_turns: int
+) -> tuple[LiveRollout, list[bytes]]:
     """Return a rollout that goes on from records, and the list that its commits extend."""
     committed = list(records)
 

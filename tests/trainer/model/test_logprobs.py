@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.config import ConfigError
 from services.protocol.messages import Payload, RankPlan
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
@@ -305,5 +306,5 @@ def test_padding_at_most_doubles_the_work() -> None:
 
 
 def test_a_missing_model_names_its_key(tmp_path: Path) -> None:
-    with pytest.raises(attention.UnsupportedModel, match=r"model\.path = .*nowhere"):
+    with pytest.raises(ConfigError, match=r"model\.path = .*nowhere"):
         model.load(make_config(tmp_path / "nowhere").model, 1.0, 8, False)
