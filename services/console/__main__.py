@@ -52,6 +52,8 @@ for command in (  # in the order of --help
     steering.restore,
     watching.checkpoints,
     watching.export,
+    watching.record,
+    watching.replay_step,
     steering.stop,
     running.doctor,
     running.score,

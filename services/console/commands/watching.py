@@ -1,14 +1,16 @@
-"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints, export."""
+"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints, export,
+record, replay-step.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from services.console.commands import finish
-from services.console.options import Json, RedisUrl, Run
+from services.console.options import Json, RedisUrl, Run, WaitS
 
 
 def ls(
@@ -134,3 +136,48 @@ def export(
     from services.console.inspect import export as verb
 
     return verb.export(run, out, step, as_json)
+
+
+def record(
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Step to record.")],
+    run: Run = "",
+    redis_url: RedisUrl = "",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; default: NAME-step-N.bundle.")] = None,
+    weights: Annotated[bool, typer.Option("--weights", help="Include the weights; otherwise the bundle refers to them.")] = False,
+    wait_s: WaitS = 0,
+    as_json: Json = False,
+) -> int:
+    """Write a step of a run to one file, a bundle: plan, headers, payloads, configuration, versions, weights, results.
+
+    Possible while Redis holds the step, that is until a checkpoint covers it. The bundle begins at the last checkpoint before the
+    step, so it also has the steps in between. It contains prompts, completions and answers.
+    """
+    from services.console.bundles import record as verb
+
+    return finish(verb.record(run, step, redis_url, out, weights, wait_s, as_json))
+
+
+def replay_step(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="File that grpo record wrote.")],
+    stage: Annotated[
+        Literal["score", "settle", "pack", "loss", "train"], typer.Option(help="What to do again; train does what loss does.")
+    ] = "train",
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Relative difference between numbers that still counts as equal.")
+    ] = 0.0,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Run code and call services that the bundle names; only if you trust it.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write logprobs and entropy of the step by token (loss, train).")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare with what --save wrote, by token.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Do a stage of a recorded step again, without Redis, generators or GPU, and compare with what was.
+
+    Exit code 1: something differs; the first difference is named. Nothing in a bundle is executed without --run-code.
+    """
+    from services.console.bundles import replay as verb
+
+    return verb.replay(bundle, stage, tolerance, run_code, save, against, as_json)

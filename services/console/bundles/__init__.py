@@ -1,0 +1,1 @@
+"""Implements `grpo record` and `grpo replay-step` (docs/bundles.md)."""
