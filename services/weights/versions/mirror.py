@@ -1,0 +1,137 @@
+"""A receiver's copy of the tensors of one version, in host memory, to which deltas are applied.
+
+Guarantees: `apply` either ends with every tensor at the version's bits, each piece of them compared with its checksum, or raises
+and leaves what was there: a delta is undone, an anchor leaves nothing. What is applied has been checked: sizes by the manifest,
+positions and blocks as they are decoded. Bytes that come from outside may be anything.
+Cost: one copy of the tensors, and while a delta is applied the values that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from services.weights.checksums import WeightChanged, checksums
+from services.weights.collective import TensorMeta, huge_pages
+from services.weights.versions.encoder import as_tensor, bits
+from services.weights.versions.manifest import Piece, VersionManifest
+from services.weights.versions.pieces import decode
+from services.weights.versions.positions import InvalidVersion
+
+NOTHING = (0, -1)
+
+Undo = list[tuple[np.ndarray, np.ndarray | slice, np.ndarray]]
+"""Elements of a piece, where they changed, what was there."""
+
+
+class Mirror:
+    """Holds nothing until an anchor has been applied."""
+
+    def __init__(self) -> None:
+        self.held: tuple[int, int] = NOTHING
+        """The trainer's fence and the version whose bits these are."""
+        self._metas: list[TensorMeta] = []
+        self._tensors: list[torch.Tensor] = []
+        self._manifest: VersionManifest | None = None
+
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights under their Hugging Face names; adapters are merged into new tensors, others share the memory."""
+        if self._manifest is None:
+            raise RuntimeError("no version is held")
+        return [
+            (weight.name, merged([self._tensors[index] for index in weight.sources], weight.scale))
+            for weight in self._manifest.weights
+        ]
+
+    def apply(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Apply a version whose base is held, or an anchor. `parts`: index and bytes of every part, in any order, once each.
+
+        Raises `InvalidVersion`, `WeightChanged`, and whatever `parts` raises.
+        """
+        undo: Undo = []
+        if manifest.base is None:
+            self._empty(manifest)
+        elif self.held != (manifest.fence, manifest.base) or self._metas != manifest.tensors:
+            raise InvalidVersion(f"version {manifest.version} changes version {manifest.base}, which is not held")
+        try:
+            self._fill(manifest, parts, undo)
+        except BaseException:
+            if manifest.base is None:
+                self._forget()
+            else:
+                _take_back(undo)
+            raise
+        self.held, self._manifest = (manifest.fence, manifest.version), manifest
+
+    def _fill(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], undo: Undo) -> None:
+        of_part: dict[int, list[Piece]] = {}
+        for piece in manifest.pieces:
+            of_part.setdefault(piece.part if piece.blocks else -1, []).append(piece)
+        awaited = set(range(len(manifest.parts)))
+        for index, data in parts:
+            if index not in awaited or len(data) != manifest.parts[index].nbytes:
+                raise InvalidVersion(f"a part of version {manifest.version} has {len(data)} bytes, or was not awaited")
+            awaited.remove(index)
+            self._put(manifest, of_part.pop(index, []), data, undo)
+        if awaited:
+            raise InvalidVersion(f"version {manifest.version} lacks {len(awaited)} of its parts")
+        self._put(manifest, of_part.pop(-1, []), memoryview(b""), undo)  # those that did not change
+
+    def _put(self, manifest: VersionManifest, pieces: list[Piece], data: memoryview, undo: Undo) -> None:
+        held: list[np.ndarray] = []
+        for piece in pieces:
+            elements = bits(self._tensor(piece.tensor))[piece.start : piece.start + piece.count]
+            where, new = decode(piece.encoding, piece.changed, _blocks(piece, data), elements)
+            if manifest.base is not None and piece.blocks:
+                undo.append((elements, where, elements[where].copy()))
+            elements[where] = new
+            held.append(elements)
+        found = checksums(as_tensor(elements) for elements in held).tolist()
+        for piece, sums in zip(pieces, found, strict=True):
+            if tuple(sums) != piece.checksum:
+                raise WeightChanged(manifest.tensors[piece.tensor].name)
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        """Return a tensor's memory, allocated once the first bytes for it are there."""
+        if self._tensors[index].numel() == 0 and self._metas[index].nbytes:
+            meta = self._metas[index]
+            self._tensors[index] = huge_pages(meta.nbytes).view(getattr(torch, meta.dtype)).view(meta.shape)
+        return self._tensors[index]
+
+    def _empty(self, manifest: VersionManifest) -> None:
+        """Make room for an anchor, in the memory of before if its tensors have the same shapes."""
+        self.held, self._manifest = NOTHING, None
+        if self._metas != manifest.tensors:
+            self._metas = manifest.tensors
+            self._tensors = [torch.empty(0, dtype=getattr(torch, meta.dtype)) for meta in manifest.tensors]
+            for i, meta in enumerate(manifest.tensors):
+                if not meta.nbytes:
+                    self._tensors[i] = self._tensors[i].view(meta.shape)
+
+    def _forget(self) -> None:
+        self.held, self._manifest, self._metas, self._tensors = NOTHING, None, [], []
+
+
+@torch.no_grad()
+def merged(parts: list[torch.Tensor], scale: float) -> torch.Tensor:
+    """Return W + scale B A of `parts` W, A and B, computed in float32 and rounded once; the tensor itself if it is alone."""
+    if len(parts) == 1:
+        return parts[0].detach()
+    weight, a, b = parts
+    return torch.addmm(weight.float(), b, a, alpha=scale).to(weight.dtype)
+
+
+def _blocks(piece: Piece, data: memoryview) -> list[tuple[memoryview, int, bool]]:
+    found: list[tuple[memoryview, int, bool]] = []
+    start = piece.offset
+    for block in piece.blocks:
+        found.append((data[start : start + block.stored], block.raw, block.compressed))
+        start += block.stored
+    return found
+
+
+def _take_back(undo: Undo) -> None:
+    for elements, where, before in reversed(undo):
+        elements[where] = before

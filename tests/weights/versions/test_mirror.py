@@ -1,0 +1,182 @@
+"""A receiver's copy of the weights: versions are applied whole or not at all, whatever arrives."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.weights.checksums import WeightChanged
+from services.weights.versions import encoder
+from services.weights.versions.manifest import VersionManifest, decode, encode
+from services.weights.versions.mirror import NOTHING, Mirror
+from services.weights.versions.positions import InvalidVersion
+from tests.support.versions import FENCE, Publisher, assert_same_bits, change, copies, parameters
+
+Data = dict[int, memoryview]
+
+
+def wired(manifest: VersionManifest) -> VersionManifest:
+    return decode(encode(manifest))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_versions_are_applied_to_the_bit(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(encoder, "PART_BYTES", 50_000)
+    trained = parameters()
+    publisher, mirror = Publisher(trained, ranks), Mirror()
+    manifest, parts = publisher.anchor()
+    assert len(manifest.parts) > 1
+    mirror.apply(wired(manifest), reversed(parts.items()))
+    assert_same_bits(dict(mirror.weights()), copies(trained))
+    for version in range(1, 6):
+        change(trained, version, share=(0.0, 0.001, 0.02, 0.4, 1.0)[version - 1])
+        manifest, parts = publisher.delta()
+        mirror.apply(wired(manifest), parts.items())
+        assert mirror.held == (FENCE, version)
+        assert_same_bits(dict(mirror.weights()), copies(trained))
+
+
+def test_an_anchor_of_the_base_is_the_last_version() -> None:
+    trained = parameters()
+    publisher, mirror = Publisher(trained), Mirror()
+    publisher.anchor()
+    change(trained, 1)
+    publisher.delta()
+    expected = copies(trained)
+    change(trained, 2)  # training goes on while the anchor is written
+    [part] = publisher.encoders[0].whole()
+    manifest, parts = publisher._assembled([part], None)
+    mirror.apply(wired(manifest), parts.items())
+    assert_same_bits(dict(mirror.weights()), expected)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[tuple[VersionManifest, Data], tuple[VersionManifest, Data], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    trained = parameters()
+    publisher = Publisher(trained)
+    anchor, before = publisher.anchor(), copies(trained)
+    change(trained, 1)
+    return anchor, publisher.delta(), before, copies(trained)
+
+
+def test_a_delta_is_refused_without_its_base(pair) -> None:
+    anchor, delta, _, _ = pair
+    mirror = Mirror()
+    with pytest.raises(InvalidVersion, match="version 1 changes version 0, which is not held"):
+        mirror.apply(*_items(delta))
+    mirror.apply(*_items(anchor))
+    other = msgspec.structs.replace(delta[0], fence=FENCE + 1)
+    with pytest.raises(InvalidVersion, match="not held"):
+        mirror.apply(other, delta[1].items())
+    mirror.apply(*_items(delta))
+    with pytest.raises(InvalidVersion, match="not held"):
+        mirror.apply(*_items(delta))
+
+
+def test_a_wrong_checksum_undoes_the_whole_delta(pair) -> None:
+    anchor, (manifest, parts), before, after = pair
+    mirror = Mirror()
+    mirror.apply(*_items(anchor))
+    last = [piece for piece in manifest.pieces if piece.blocks][-1]
+    pieces = [msgspec.structs.replace(piece, checksum=(1, 2)) if piece is last else piece for piece in manifest.pieces]
+    with pytest.raises(WeightChanged, match=manifest.tensors[last.tensor].name):
+        mirror.apply(msgspec.structs.replace(manifest, pieces=pieces), parts.items())
+    assert mirror.held == (FENCE, 0)
+    assert_same_bits(dict(mirror.weights()), before)
+    mirror.apply(manifest, parts.items())
+    assert_same_bits(dict(mirror.weights()), after)
+
+
+def test_a_weight_that_changed_in_memory_is_noticed_by_the_next_delta(pair) -> None:
+    anchor, delta, _, _ = pair
+    mirror = Mirror()
+    mirror.apply(*_items(anchor))
+    dict(mirror.weights())["frozen"][3, 3] = 5.0
+    with pytest.raises(WeightChanged, match="frozen"):
+        mirror.apply(*_items(delta))
+
+
+def test_parts_that_do_not_come_leave_everything(pair) -> None:
+    anchor, (manifest, parts), before, _ = pair
+    mirror = Mirror()
+    mirror.apply(*_items(anchor))
+
+    def breaking():
+        yield from parts.items()
+        raise OSError("the link is down")
+
+    for wrong in (breaking(), [], [*parts.items(), *parts.items()], [(0, parts[0][:-1])], [(99, parts[0])]):
+        with pytest.raises((OSError, InvalidVersion)):
+            mirror.apply(manifest, wrong)
+        assert_same_bits(dict(mirror.weights()), before)
+    with pytest.raises(InvalidVersion, match="lacks"):
+        mirror.apply(anchor[0], [])
+    assert mirror.held == NOTHING, "an anchor that broke leaves nothing, not a mixture"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_bytes_end_in_an_error_or_in_the_right_bits(pair, data: st.DataObject) -> None:
+    anchor, (manifest, parts), before, after = pair
+    mirror = Mirror()
+    mirror.apply(*_items(anchor))
+    encoded, part = bytearray(encode(manifest)), bytearray(parts[0])
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged = data.draw(st.sampled_from([encoded, part]))
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        mirror.apply(decode(bytes(encoded)), [(0, memoryview(part))])
+    except (InvalidVersion, WeightChanged):
+        assert mirror.held in ((FENCE, 0), NOTHING)
+        if mirror.held != NOTHING:
+            assert_same_bits(dict(mirror.weights()), before)
+    else:
+        got = dict(mirror.weights())
+        for name in set(got) & set(after):
+            assert torch.equal(got[name].reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8))
+
+
+def variants(manifest: VersionManifest) -> list[tuple[str, VersionManifest]]:
+    """Return manifests that contradict themselves, with what is said of each."""
+    replace = msgspec.structs.replace
+    first, *others = manifest.pieces
+    block = replace(first.blocks[0], raw=10**15, stored=10**15)
+    tensors, weights = manifest.tensors, manifest.weights
+    return [
+        ("format 2", replace(manifest, format=2)),
+        ("do not cover", replace(manifest, pieces=others)),
+        ("do not cover", replace(manifest, pieces=manifest.pieces[:-1])),
+        ("begins at", replace(manifest, pieces=[replace(first, start=1), *others])),
+        ("begins at", replace(manifest, pieces=[replace(first, changed=first.count + 1), *others])),
+        ("impossible sizes", replace(manifest, pieces=[replace(first, blocks=[block, *first.blocks[1:]]), *others])),
+        ("impossible sizes", replace(manifest, pieces=[replace(first, encoding="runs"), *others])),
+        ("impossible sizes", replace(manifest, base=None)),
+        ("overlap", replace(manifest, pieces=[replace(first, offset=-1), *others])),
+        ("overlap", replace(manifest, pieces=[replace(first, part=5), *others])),
+        ("cannot hold", replace(manifest, parts=[replace(manifest.parts[0], nbytes=3)])),
+        ("cannot hold", replace(manifest, parts=[replace(manifest.parts[0], name="../../etc/passwd")])),
+        ("beyond int64", replace(manifest, pieces=[replace(first, checksum=(2**63, 0)), *others])),
+        ("impossible type", replace(manifest, tensors=[replace(tensors[0], dtype="Tensor"), *tensors[1:]])),
+        ("impossible type", replace(manifest, tensors=[replace(tensors[0], shape=[2**40, 2**40]), *tensors[1:]])),
+        ("occurs twice", replace(manifest, tensors=[tensors[1], *tensors[1:]])),
+        ("do not exist", replace(manifest, weights=[replace(weights[0], sources=[99])])),
+        ("do not exist", replace(manifest, weights=[replace(weights[0], sources=[])])),
+        ("of shapes", replace(manifest, weights=[replace(weights[0], sources=[0, 1, 2])])),
+    ]
+
+
+def test_a_manifest_that_contradicts_itself_is_refused(pair) -> None:
+    for said, manifest in variants(pair[1][0]):
+        with pytest.raises(InvalidVersion, match=said):
+            decode(encode(manifest))
+    for rubbish in (b"", b"\x00", b"\x81", b"{}", bytes(100)):
+        with pytest.raises(InvalidVersion, match="this is no manifest"):
+            decode(rubbish)
+
+
+def _items(version: tuple[VersionManifest, Data]):
+    return version[0], version[1].items()

@@ -1,0 +1,136 @@
+"""Changes of bits: exact for any bits, encoded by whatever is smallest, and safe to decode whatever the bytes are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.weights.versions import pieces, positions
+from services.weights.versions.encoder import bits
+from services.weights.versions.positions import InvalidVersion
+
+UNSIGNED = (np.uint8, np.uint16, np.uint32, np.uint64)
+CUTS = (0.0, 0.001, 0.02, 0.3, 0.97, 1.0)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Return elements and others of which some share differs: by anything, or by one unit in the last place."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    dtype, count = draw(st.sampled_from(UNSIGNED)), draw(st.integers(0, 3000))
+    old = random.integers(0, np.iinfo(dtype).max, count, dtype, endpoint=True)
+    steps = random.integers(0, np.iinfo(dtype).max, count, dtype, endpoint=True) if draw(st.booleans()) else np.ones(count, dtype)
+    change = random.random(count) < draw(st.sampled_from(CUTS))
+    return old, np.where(change, old + steps, old).astype(dtype)
+
+
+def restored(encoded: pieces.EncodedPiece, old: np.ndarray) -> np.ndarray:
+    blocks = [(memoryview(stored), raw, compressed) for stored, raw, compressed in encoded.blocks]
+    where, values = pieces.decode(encoded.encoding, encoded.changed, blocks, old)
+    new = old.copy()
+    new[where] = values
+    return new
+
+
+@settings(max_examples=150, deadline=None)
+@given(changes())
+def test_any_change_comes_back_to_the_bit(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    old, new = pair
+    encoded = pieces.encode(new, old)
+    assert np.array_equal(restored(encoded, old), new)
+    assert encoded.nbytes <= new.nbytes, "never more than the elements themselves"
+    assert encoded.changed == (new.size if encoded.encoding == "whole" else np.count_nonzero(new != old))
+    assert np.array_equal(pieces.changed_positions(new, old), np.flatnonzero(new != old))
+    assert np.array_equal(restored(pieces.encode(new, None), old), new)
+
+
+def special(dtype: torch.dtype) -> torch.Tensor:
+    """Return every kind of value whose bits a comparison of floats would confuse."""
+    integer = torch.int16 if dtype.itemsize == 2 else torch.int32
+    quiet = torch.tensor([float("nan"), 0.0, -0.0, float("inf"), float("-inf"), 1.0]).to(dtype).view(integer)
+    return torch.cat([quiet, quiet | 5, quiet ^ 1]).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_payloads_of_nan_and_signed_zeros_are_kept(dtype: torch.dtype) -> None:
+    values = special(dtype)
+    base = torch.zeros(4096, dtype=dtype)
+    other = base.clone()
+    other[100 : 100 + len(values)] = values
+    other[7] = -0.0
+    old, new = bits(base), bits(other)
+    encoded = pieces.encode(new, old)
+    assert encoded.encoding in ("gaps", "bitmap")
+    assert np.array_equal(restored(encoded, old), new)
+    assert restored(encoded, old)[7] != 0, "-0.0 is not 0.0"
+
+
+@pytest.mark.parametrize(
+    ("share", "step", "encoding"),
+    [(0.0, 1, "same"), (0.01, 1, "gaps"), (0.3, 1, "bitmap"), (1.0, 1, "dense"), (1.0, 0, "whole")],
+)
+def test_the_smallest_encoding_is_chosen(share: float, step: int, encoding: str) -> None:
+    random = np.random.default_rng(3)
+    old = random.integers(0, 2**16, 100_000, np.uint16)
+    change = random.random(old.size) < share
+    new = np.where(change, old + 1 if step else random.integers(0, 2**16, old.size, np.uint16), old).astype(np.uint16)
+    assert pieces.encode(new, old).encoding == encoding
+
+
+def test_a_fiftieth_of_the_weights_costs_about_a_byte_each() -> None:
+    random = np.random.default_rng(4)
+    old = random.integers(0, 2**16, 1 << 20, np.uint16)
+    change = random.random(old.size) < 0.02
+    new = (old + np.where(change, random.choice(np.array([1, 2**16 - 1], np.uint16), old.size), 0)).astype(np.uint16)
+    assert pieces.encode(new, old).nbytes < 1.2 * np.count_nonzero(change)
+
+
+@settings(max_examples=200, deadline=None)
+@given(changes(), st.data())
+def test_damaged_blocks_are_refused_or_change_only_what_they_may(
+    pair: tuple[np.ndarray, np.ndarray], data: st.DataObject
+) -> None:
+    old, new = pair
+    encoded = pieces.encode(new, old)
+    blocks = [(bytearray(stored), raw, compressed) for stored, raw, compressed in encoded.blocks]
+    if not any(stored for stored, _, _ in blocks):
+        return
+    stored = data.draw(st.sampled_from([stored for stored, _, _ in blocks if stored]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        stored[data.draw(st.integers(0, len(stored) - 1))] = data.draw(st.integers(0, 255))
+    before = old.copy()
+    try:
+        where, values = pieces.decode(encoded.encoding, encoded.changed, [(memoryview(s), r, c) for s, r, c in blocks], old)
+    except InvalidVersion:
+        pass
+    else:
+        assert values.dtype == old.dtype
+        assert old[where].shape == values.shape
+    assert np.array_equal(old, before), "decoding changes nothing itself"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 100), st.integers(0, 5000))
+def test_any_bytes_make_positions_in_range_or_none(encoded: bytes, changed: int, count: int) -> None:
+    for decode in (positions.decode_gaps, positions.decode_bitmap):
+        try:
+            found = decode(np.frombuffer(encoded, np.uint8), changed, count)
+        except InvalidVersion:
+            continue
+        assert found.size == changed
+        assert np.all(np.diff(found) > 0)
+        assert changed == 0 or (found[0] >= 0 and found[-1] < count)
+
+
+def test_a_block_that_would_unpack_to_more_than_announced_is_not_unpacked() -> None:
+    import zstandard
+
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
+    with pytest.raises(InvalidVersion, match="a compressed block of 67108864 bytes instead of 8"):
+        pieces.decode("dense", 8, [(memoryview(bomb), 8, True)], np.zeros(8, np.uint8))
+    streamed = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 26))
+    with pytest.raises(InvalidVersion):
+        pieces.decode("dense", 8, [(memoryview(streamed), 8, True)], np.zeros(8, np.uint8))
