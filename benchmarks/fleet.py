@@ -67,7 +67,7 @@ class NoEngine:
     async def join(self, round: Round, first_rank: int) -> None:
         """There is no group."""
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, limit_s: float | None = None) -> None:
         """There are no weights."""
 
     async def receive(self, version: int) -> None:

@@ -41,8 +41,8 @@
 {{- if and (eq $v.accelerator "none") (eq (dig "sync" "backend" "auto" $v.config) "nccl") }}
 {{- fail "config.sync.backend = nccl needs GPUs, but accelerator = none: set gloo or auto" }}
 {{- end }}
-{{- if and (eq (dig "sync" "backend" "auto" $v.config) "filesystem") (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
-{{- fail "config.sync.backend = filesystem passes weights through the volume of the runs: set storage.runs.accessMode = ReadWriteMany, or set storage.runs.existingClaim to one that trainers and generators can mount" }}
+{{- if and (eq (include "grpo.weightsVolume" .) "true") (ne $v.storage.runs.accessMode "ReadWriteMany") (not $v.storage.runs.existingClaim) }}
+{{- fail (printf "config.sync.backend = %s passes weights through the volume of the runs: set storage.runs.accessMode = ReadWriteMany, or set storage.runs.existingClaim to one that trainers and generators can mount" (dig "sync" "backend" "" $v.config)) }}
 {{- end }}
 {{- $parallel := int (dig "trainer" "sequence_parallel" 1 $v.config) }}
 {{- $ranks := mul $v.trainer.nodes $v.trainer.ranksPerNode }}

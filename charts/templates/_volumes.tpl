@@ -100,3 +100,9 @@ projected:
           - {key: ca.crt, path: api-ca.crt}
     {{- end }}
 {{- end }}
+
+{{/* true if weights pass through the volume of the runs: by files, or by a store of versions that is no bucket. */}}
+{{- define "grpo.weightsVolume" -}}
+{{- $backend := dig "sync" "backend" "auto" .Values.config }}
+{{- or (eq $backend "filesystem") (and (eq $backend "store") (not (contains "://" (dig "sync" "folder" "" .Values.config)))) }}
+{{- end }}

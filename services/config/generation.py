@@ -59,12 +59,13 @@ class Generator(Section):
 class Sync(Section):
     """Weight-sync rounds between the trainer and the generators."""
 
-    backend: Literal["auto", "gloo", "nccl", "filesystem"] = "auto"
-    """`nccl` for GPUs, `gloo` for CPUs; `auto` chooses by the machine. `filesystem` needs no network between the trainer and the
-    generators: weights pass through files in `sync.folder`."""
+    backend: Literal["auto", "gloo", "nccl", "filesystem", "store"] = "auto"
+    """`nccl` for GPUs, `gloo` for CPUs; `auto` chooses by the machine. `filesystem` and `store` need no network between the
+    trainer and the generators. `filesystem`: all weights pass through files in `sync.folder`. `store`: `sync.folder` keeps the
+    last versions, each as what changed since the one before; generators fetch them while they sample, and without the trainer."""
     folder: str = ""
-    """`filesystem`: a folder on a volume that the trainer and the generators share, used by this run alone. Empty: `weights` in
-    the run's folder."""
+    """`filesystem` and `store`: a folder on a volume that the trainer and the generators share, used by this run alone. Empty:
+    `weights` in the run's folder. `store` also takes a URL: `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`."""
     in_flight: Literal["keep", "drain", "abort"] = "keep"
     """What happens to unfinished completions when new weights are applied. `keep` continues them under the new weights and
     records the policy version of every token; `drain` starts no others and lets them finish first, for up to

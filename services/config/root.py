@@ -178,6 +178,11 @@ class RunConfig(Section):
         return Path(self.sync.folder or Path(self.run.dir) / self.run.name / "weights")
 
     @property
+    def weights_place(self) -> str:
+        """Folder or URL of the versions with `sync.backend = "store"`."""
+        return self.sync.folder if "://" in self.sync.folder else str(self.weights_folder.absolute())
+
+    @property
     def data_parallel(self) -> int:
         """Number of data-parallel ranks, or of teams with sequence parallelism."""
         return self.trainer.ranks // self.trainer.sequence_parallel

@@ -193,6 +193,9 @@ class PodStatus(msgspec.Struct, frozen=True):
         ""  # the pause in effect here: keep | drain | abort; empty: it works, or has not completed a requested pause yet
     )
     waiting: str = ""  # the service that its verifiers wait for, and why; empty: none
+    fetching: str = (
+        ""  # `<trainer's fence>/<version>`: the oldest version that it still reads from the store of weights; empty: none
+    )
 
     @property
     def member(self) -> str:
@@ -208,9 +211,9 @@ class Round(msgspec.Struct, frozen=True):
     phase: str  # gather | join | pause | transfer | done | failed
     members: dict[str, int]  # member -> first rank in the group; the sender is rank 0
     world_size: int
-    backend: str  # gloo | nccl | filesystem
-    host: str  # where members meet the sender, from gather on; for filesystem, the group's folder below the run's weights
-    port: int  # 0 for filesystem
+    backend: str  # gloo | nccl | filesystem | store
+    host: str  # where members meet the sender, from gather on; for filesystem and store, a folder below the run's weights
+    port: int  # 0 for filesystem and store
     attempt: int  # grows with every round opened; acknowledgements name it
     trainer_fence: int  # fence of the trainer: weights of one version are the same only if it is the same too
 

@@ -25,7 +25,7 @@ from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Sa
 from services.trainer.step import batches
 from services.trainer.step.policy import Policy, Trained
 from services.trainer.step.prefetch import REFUSALS, Fetched, Prefetch
-from services.trainer.weight_sender import make_weight_sender
+from services.trainer.weight_sender import make_sender
 
 
 class Worker:
@@ -41,7 +41,7 @@ class Worker:
         self.restored: Saved | None = None
         """The checkpoint that this process restored."""
         self.model_folder = folder / "model"
-        self.sender = make_weight_sender(config, policy.module, policy.world.rank)
+        self.sender = make_sender(config, policy.module, policy.world.rank, policy.world.size, ranks.gather)
 
     def operations(self) -> dict[str, Callable[[int], object]]:
         """Return the operations by name, for `RankCommands`."""

@@ -22,7 +22,7 @@ from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.store import Store
 from services.weights.membership import CollectiveGroup, Membership, answered
-from services.weights.sender import SendFailed, WeightSender
+from services.weights.sender import Sender, SendFailed
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class SyncRounds:
         notifications: Notifications,
         portal: Portal,
         fence: int,
-        sender: WeightSender,
+        sender: Sender,
         send: Callable[[], None],
         tick: Callable[[], None],
         begins: Callable[[str], None] = lambda _: None,
@@ -92,7 +92,9 @@ class SyncRounds:
             self._wait(RETRY_PAUSE_S)
 
     def catch_up(self, version: int) -> SyncReport | None:
-        """Bring `version` to the generators that do not hold it yet, if any."""
+        """Bring `version` to the generators that do not hold it yet, if any. From a store they fetch it themselves."""
+        if self._sender.backend == "store":
+            return None
         return self._try(version, lambda: self._behind(version), time.monotonic(), self._attempt)
 
     def _try(self, version: int, candidates: Callable[[], dict[str, int]], started: float, before: int) -> SyncReport | None:
@@ -127,14 +129,18 @@ class SyncRounds:
         }
 
     def _generators(self) -> list[PodStatus]:
-        """Return the generators to include. Those that could not reach the trainer are included only if there are no others."""
+        """Return the generators to include: not those that fetch weights themselves, and those that could not reach the trainer
+        only if there are no others.
+        """
         members = self._call(self.store.fleet.members(self.config.fleet.ttl_s))
-        loaded = [pod for pod in members if pod.kind == "generator" and pod.world > 0 and pod.phase != "draining"]
+        able = [pod for pod in members if pod.phase != "draining" and not pod.fetching]
+        loaded = [pod for pod in able if pod.kind == "generator" and pod.world > 0]
         return [pod for pod in loaded if not pod.unreached] or loaded
 
     def _attempt_round(self, version: int, worlds: dict[str, int]) -> set[str]:
         """Make one attempt. Returns the members that applied the version, or none if it must be retried."""
         self._attempt += 1
+        self._sender.label(version, self._fence)
         if not self._membership.fits(worlds):
             try:
                 self._address = self._sender.open()
@@ -167,6 +173,8 @@ class SyncRounds:
             self._give_up(version, group, set(group.ranks) - applied)
         self._judge(group)
         self._open(self._of_group(version, "done", group))
+        if self._sender.sweeps:  # what members announce is read after the store has told readers what stays
+            self._sender.sweep({pod.fetching for pod in self._call(self.store.fleet.members(self.config.fleet.ttl_s))})
         return applied
 
     def _judge(self, group: CollectiveGroup) -> None:

@@ -24,6 +24,7 @@ from services.protocol.messages import Round
 from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.metrics.declarations import PhaseClock
 from services.runtime.service import Service
+from services.weights.catch_up import CatchUp
 from services.weights.receiver import EngineDead, TransferFailed, WeightReceiver
 
 log = structlog.get_logger()
@@ -83,6 +84,7 @@ class WeightFollower:
     ) -> None:
         self.service, self.engine, self.metrics = service, engine, metrics
         self._evaluation, self._in_flight = evaluation, in_flight
+        self._late = CatchUp(service, engine) if service.config.sync.backend == "store" else None
         self._clock = metrics.sync_clock()
         self._seen: tuple[int, str] = (0, "")
         self._joined_epoch = 0
@@ -93,6 +95,13 @@ class WeightFollower:
     async def follow(self, loop: Loop) -> None:
         """Follow rounds and operators' pauses forever."""
         loop.limit_s = 2 * (self.service.config.sync.join_deadline_s + self.service.config.sync.transfer_deadline_s)
+        try:
+            await self._follow(loop)
+        finally:
+            if self._late is not None:
+                await self._late.close()
+
+    async def _follow(self, loop: Loop) -> None:
         current: Round | None = None
         while True:
             try:
@@ -104,6 +113,7 @@ class WeightFollower:
                 if current is None or not self._counts_on_me(current):
                     await self._offer()
                     await self._reach_again(current)
+                    await self._catch_up()
             except EngineDead as error:  # a stuck engine that stayed alive would keep its leases forever
                 raise Broken(str(error)) from None
             loop.progress()
@@ -129,6 +139,24 @@ class WeightFollower:
         """
         if self._evaluation is not None:
             await self._evaluation.offer()
+
+    async def _catch_up(self) -> None:
+        """Fetch the published weights from the store, if there is one, beside sampling; apply them once they are here."""
+        if self._late is None or (self._evaluation is not None and self._evaluation.version is not None):
+            return
+        try:
+            fetched = await self._late.step()
+            if fetched is None:
+                return
+            await self._pause()
+            await self.engine.receive(fetched.version)
+        except TransferFailed as error:
+            log.warning("failed to fetch weights", error=str(error))
+            self.metrics.sync_failures.inc()
+        else:
+            self.service.say(phase="ready", version=fetched.version, trainer_fence=fetched.fence)
+        self._late.over()
+        await self._leave_round()
 
     async def _reach(self, current: Round) -> None:
         """Check that the group's rendezvous, if it has one, can be reached.
@@ -160,10 +188,8 @@ class WeightFollower:
             self._clock.enter("")
             await self._leave_round()
             return
-        if self._evaluation is not None and self._evaluation.version is not None:
-            await self.service.store.fleet.acknowledge(
-                me, current.attempt, "declined", f"evaluating version {self._evaluation.version}"
-            )
+        if reason := self._why_decline():
+            await self.service.store.fleet.acknowledge(me, current.attempt, "declined", reason)
             return
         self._clock.enter(current.phase)
         try:
@@ -202,6 +228,12 @@ class WeightFollower:
             return
         self._clock.enter(WAITS.get(stage, ""))
         await self.service.store.fleet.acknowledge(me, current.attempt, stage)
+
+    def _why_decline(self) -> str:
+        """Return why the pod takes no part in rounds now, or an empty string."""
+        if self._evaluation is not None and self._evaluation.version is not None:
+            return f"evaluating version {self._evaluation.version}"
+        return "fetching weights from the store" if self._late is not None and self._late.busy else ""
 
     async def _pause(self) -> None:
         if self._in_flight is not None:

@@ -56,8 +56,10 @@ class WeightReceiver(Protocol):
         """Return whether `stage` receives while sampling; False if weights are written as they are received."""
         ...
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, limit_s: float | None = None) -> None:
         """Receive one full set of weights while sampling, for `receive` to apply; the current weights stay as they are.
+
+        `limit_s`: instead of `sync.transfer_deadline_s`.
 
         Call it only if `stages` is true and after joining. Raises like `receive`.
         """

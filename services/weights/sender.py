@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,53 @@ Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 class SendFailed(Exception):
     """The group could not be formed, or a transfer broke. Open another group under a new epoch."""
+
+
+class Sender(Protocol):
+    """What rounds need of a sender; see `WeightSender`."""
+
+    @property
+    def backend(self) -> str:
+        """Return its name in `sync.backend`."""
+        ...
+
+    @property
+    def ahead(self) -> bool:
+        """Return whether everything is sent before members are notified."""
+        ...
+
+    @property
+    def sweeps(self) -> bool:
+        """Return whether there may be something to sweep."""
+        ...
+
+    def label(self, version: int, fence: int) -> None:
+        """Say which version of which trainer the next `send` sends."""
+        ...
+
+    def open(self) -> tuple[str, int]:
+        """Open a group. Raises `SendFailed`."""
+        ...
+
+    def absent(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` that have not arrived."""
+        ...
+
+    def connect(self, world_size: int) -> None:
+        """Form the group. Raises `SendFailed`."""
+        ...
+
+    def send(self) -> None:
+        """All ranks: send every weight once. Raises `SendFailed`, on rank 0 only."""
+        ...
+
+    def sweep(self, readers: Iterable[str]) -> None:
+        """Delete what nobody needs, members that announced their reading included."""
+        ...
+
+    def close_group(self) -> None:
+        """Drop the group, if any."""
+        ...
 
 
 class WeightSender:
@@ -55,6 +102,15 @@ class WeightSender:
         self.manifest = plan_buckets([describe(name, first[name]) for name in order], bucket_bytes, config.sync.verify)
         """Return the manifest of every transfer."""
         self._transport = make_transport(config, fleeting=self._partitioned)
+
+    sweeps = False
+    """Return whether there may be something to sweep."""
+
+    def label(self, version: int, fence: int) -> None:
+        """Rank 0: say which version of which trainer the next `send` sends. Members learn that from the round."""
+
+    def sweep(self, readers: Iterable[str]) -> None:
+        """Rank 0: delete what members that announced their reading do not need. Groups keep nothing."""
 
     @property
     def backend(self) -> str:

@@ -21,12 +21,12 @@ from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
-from services.trainer.weight_sender import make_weight_sender
+from services.trainer.weight_sender import make_sender, make_weight_sender
 from services.verifiers.base import Job, Scores
 from services.weights.collective import BUCKET_BYTES
 from services.weights.leader import SyncReport, SyncRounds
 from services.weights.member import WeightFollower
-from services.weights.sender import WeightSender
+from services.weights.sender import Sender
 from tests.support.harness import PlainTokenizer, small_config
 from tests.support.scripted import ScriptedEngine
 
@@ -50,7 +50,7 @@ class World:
     portal: Portal
     store: Store
     fence: int
-    sender: WeightSender
+    sender: Sender
     rounds: SyncRounds
     model: torch.nn.Module
     engines: dict[str, ScriptedEngine] = field(default_factory=dict)
@@ -127,7 +127,8 @@ def open_world(
     fence = portal.call(store.run.attach_trainer())
     notifications = Notifications()
     model = model or torch.nn.Linear(8, 4)
-    sender = make_weight_sender(config, model, 0, bucket_bytes)
+    stores = config.sync.backend == "store"
+    sender = make_sender(config, model, 0, 1, lambda v: [v]) if stores else make_weight_sender(config, model, 0, bucket_bytes)
     listening = portal.start(notifications.listen(store))
     rounds = SyncRounds(config, store, notifications, portal, fence, sender, sender.send, lambda: None)
     world = World(config, portal, store, fence, sender, rounds, model)

@@ -68,6 +68,7 @@ class ScriptedEngine:
         self.weights: dict[str, Any] = {}  # as applied last, by name
         self._buffers: dict[int, Any] = {}  # that weights are received into
         self._staged: dict[str, Any] | None = None
+        self._mirror: Any = None  # of a store's versions
 
     async def start(self, config: RunConfig) -> None:
         options = config.generator.engine_options
@@ -130,10 +131,17 @@ class ScriptedEngine:
 
     async def join(self, round: Round, first_rank: int) -> None:
         from services.weights import collective, shared_folder
+        from services.weights.versions.mirror import WeightMirror
+
+        self._mirror = self._mirror or WeightMirror()
 
         limit_s = self._config.sync.join_deadline_s
 
         def connect() -> tuple[Any, Any]:
+            if round.backend == "store":
+                from services.weights.versions.reader import VersionReader
+
+                return None, VersionReader(f"{self._config.weights_place}/{round.host}", self._mirror)
             if round.backend == "filesystem":
                 return None, shared_folder.Inbox(self._config.weights_folder / round.host)
             store = collective.join_store(round.host, round.port, limit_s)
@@ -146,7 +154,7 @@ class ScriptedEngine:
         except (RuntimeError, TimeoutError) as error:
             raise TransferFailed(str(error)) from None
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, limit_s: float | None = None) -> None:
         self._staged = None
         from services.weights import checksums, collective
 
@@ -154,9 +162,11 @@ class ScriptedEngine:
             raise TransferFailed("no group")
         group, manifest = self._connection
 
-        deadline = collective.Deadline(self._config.sync.transfer_deadline_s)
+        deadline = collective.Deadline(limit_s or self._config.sync.transfer_deadline_s)
         try:
-            if group is None:
+            if self._config.sync.backend == "store":
+                self._staged = dict(await asyncio.to_thread(manifest.take, deadline, version))
+            elif group is None:
                 self._staged = dict(await asyncio.to_thread(manifest.take, deadline))
             else:
                 self._staged = dict(await asyncio.to_thread(collective.receive, group, manifest, deadline, self._buffers))

@@ -6,7 +6,7 @@ import torch
 
 from services.weights.host_memory import describe
 from services.weights.versions.encoder import EncodedPart, ShardEncoder, whole_shards
-from services.weights.versions.manifest import Part, VersionManifest, Weight, assemble
+from services.weights.versions.manifest import DataPart, VersionManifest, Weight, assemble
 
 FENCE = 7
 
@@ -34,7 +34,7 @@ class Publisher:
     def _assembled(self, parts: list[EncodedPart], base: int | None) -> tuple[VersionManifest, dict[int, memoryview]]:
         tensors = [describe(name, parameter) for name, parameter in self.parameters.items()]
         weights = [Weight(meta.name, [i], 0.0) for i, meta in enumerate(tensors)]
-        named = [(Part(part.name, part.nbytes), part.pieces) for part in parts]
+        named = [(DataPart(part.name, part.nbytes), part.pieces) for part in parts]
         manifest = assemble(self.version, FENCE, base, tensors, weights, named)
         data = {part.name: memoryview(b"".join(bytes(buffer) for buffer in part.buffers)) for part in parts}
         return manifest, {i: data[part.name] for i, part in enumerate(manifest.parts)}

@@ -250,9 +250,9 @@ def test_an_engine_that_stages_samples_while_it_receives(world: World, stages: b
     sampled: list[bool] = []
 
     class Watched(ScriptedEngine):
-        async def stage(self, version: int) -> None:
+        async def stage(self, version: int, limit_s: float | None = None) -> None:
             sampled.append(self._go.is_set())
-            await super().stage(version)
+            await super().stage(version, limit_s)
 
         async def receive(self, version: int) -> None:
             assert not self._go.is_set(), "weights are applied in a pause"

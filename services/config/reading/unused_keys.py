@@ -134,8 +134,8 @@ def _training(config: RunConfig) -> Rules:
 
 def _sync(config: RunConfig) -> Rules:
     sync = config.sync
-    if sync.backend != "filesystem":
-        yield "sync.folder", f'with sync.backend = "{sync.backend}"', 'set sync.backend = "filesystem"'
+    if sync.backend not in ("filesystem", "store"):
+        yield "sync.folder", f'with sync.backend = "{sync.backend}"', 'set sync.backend = "filesystem" or "store"'
     if sync.in_flight != "drain":
         yield "sync.drain_deadline_s", f'with sync.in_flight = "{sync.in_flight}"', 'set sync.in_flight = "drain"'
 

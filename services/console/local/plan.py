@@ -67,7 +67,7 @@ def most_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
 
     None: no bound, on CPUs and where weights travel through host memory, because generators then share GPUs.
     """
-    if not gpus or config.sync.backend in ("gloo", "filesystem") or sharing(config, gpus):
+    if not gpus or config.sync.backend in ("gloo", "filesystem", "store") or sharing(config, gpus):
         return None
     return (len(gpus) - config.trainer.ranks) // config.generator.tensor_parallel
 

@@ -158,9 +158,10 @@ class VllmEngine:
     async def join(self, round: Round, first_rank: int) -> None:
         """Join while generation continues: the worker connects in a thread, and its state is polled."""
         limit_s = self._config.sync.join_deadline_s
-        folder = self._config.weights_folder.absolute() / round.host if round.backend == "filesystem" else None
+        places = {"filesystem": self._config.weights_folder.absolute(), "store": self._config.weights_place}
+        folder = f"{places[round.backend]}/{round.host}" if round.backend in places else None
         info = {
-            "host": round.host if folder is None else str(folder),
+            "host": folder or round.host,
             "port": round.port,
             "first_rank": first_rank,
             "world_size": round.world_size,
@@ -181,12 +182,12 @@ class VllmEngine:
                     raise TransferFailed(f"weight group of epoch {round.epoch}: not all ranks joined within {limit_s} s")
                 await asyncio.sleep(_JOIN_POLL_S)
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, limit_s: float | None = None) -> None:
         """Receive while generation continues: the worker receives in a thread, and its state is polled."""
         self._staged = -1
-        limit_s = self._config.sync.transfer_deadline_s
+        limit_s = limit_s or self._config.sync.transfer_deadline_s
         async with self._limit(limit_s + _GRACE_S, "weight transfer"):
-            failures = {said for said in await self._llm.collective_rpc("stage_weights", args=(limit_s,)) if said}
+            failures = {said for said in await self._llm.collective_rpc("stage_weights", args=(limit_s, version)) if said}
             while not failures:
                 states = set(await self._llm.collective_rpc("weight_stage_state"))
                 if states == {"staged"}:

@@ -54,7 +54,7 @@ def set_environment(config: RunConfig, gpu: bool) -> None:
 
 
 def transport(config: RunConfig, gpu: bool) -> str:
-    """Return how weights are transferred: `nccl`, `gloo` or `filesystem`."""
+    """Return how weights are transferred: `nccl`, `gloo`, `filesystem` or `store`."""
     return config.sync.backend if config.sync.backend != "auto" else ("nccl" if gpu else "gloo")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from services.config import ConfigError
 from services.config.training import Lora
 from services.trainer.model import support
+from services.weights.versions import merge
 
 ADAPTER = "default"
 """peft's name for the only adapter of a layer."""
@@ -98,10 +99,7 @@ def merged(parts: Sequence[Tensor], options: Lora) -> Tensor:
     """Return the weight made of `parts`, named by `sources`: a new tensor where there is an adapter, otherwise the one part
     itself.
     """
-    if len(parts) == 1:
-        return parts[0].detach()
-    weight, a, b = parts
-    return torch.addmm(weight.float(), b, a, alpha=options.scale).to(weight.dtype)
+    return parts[0].detach() if len(parts) == 1 else merge.merged(list(parts), options.scale)
 
 
 def merged_state(state: Mapping[str, Tensor], options: Lora) -> dict[str, Tensor]:

@@ -4,10 +4,10 @@ Guarantees of all transports: joining a group runs concurrently with generation 
 a failure the worker can join another group and take a full update.
 With `sync.verify` each worker compares checksums of what arrived, before vLLM fuses and repacks it, with the sender's; `changed`
 names the first weight that differs. That is a result and not an error: with several workers an error would end the engine.
-`gloo` and `filesystem` receive all weights into host memory, in a thread next to generation, and apply them only then (staged): a
-transfer that breaks leaves the old weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that breaks leaves a
-mixture, which must not be sampled until a full update has arrived (services/weights/receivers/nccl.py). The same applies to
-weights that arrived changed.
+`gloo`, `filesystem` and `store` receive all weights into host memory, in a thread next to generation, and apply them only then
+(staged): a transfer that breaks leaves the old weights whole. vLLM's `nccl` writes as it receives (streamed): a transfer that
+breaks leaves a mixture, which must not be sampled until a full update has arrived (services/weights/receivers/nccl.py). The same
+applies to weights that arrived changed.
 """
 
 from __future__ import annotations
@@ -145,11 +145,14 @@ class StagingEngine(JoiningEngine):
 
     _staging: Future[list[tuple[str, torch.Tensor]]] | None = None
 
-    def take(self, connection: Any, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
-        """Receive all weights; runs in a thread next to generation. Raises `RuntimeError`, `TimeoutError` or `WeightChanged`."""
+    def take(self, connection: Any, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Receive all weights of `version`; runs in a thread next to generation.
+
+        Raises `RuntimeError`, `TimeoutError` or `WeightChanged`.
+        """
         raise NotImplementedError
 
-    def stage(self, timeout_s: float) -> None:
+    def stage(self, timeout_s: float, version: int) -> None:
         """Start to receive; `stage_state` reports when it is done. Raises `RuntimeError` without a group."""
         self.changed = ""
         connection = self.connection
@@ -157,7 +160,7 @@ class StagingEngine(JoiningEngine):
 
         def receive_all() -> None:
             try:
-                staging.set_result(self.take(connection, Deadline(timeout_s)))
+                staging.set_result(self.take(connection, Deadline(timeout_s), version))
             except Exception as error:  # passed on to the caller that takes the weights
                 if isinstance(error, WeightChanged):
                     self.changed = error.tensor
@@ -198,7 +201,7 @@ class GlooWeightTransferEngine(StagingEngine):
         return group, read_manifest(store), {}
 
     def take(
-        self, connection: tuple[ProcessGroupGloo, WeightManifest, dict[int, torch.Tensor]], deadline: Deadline
+        self, connection: tuple[ProcessGroupGloo, WeightManifest, dict[int, torch.Tensor]], deadline: Deadline, version: int
     ) -> list[tuple[str, torch.Tensor]]:
         """Receive every bucket."""
         group, manifest, buffers = connection
@@ -212,7 +215,7 @@ class FilesystemWeightTransferEngine(StagingEngine):
         """Open the group's folder."""
         return Inbox(Path(info.host))
 
-    def take(self, connection: Inbox, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+    def take(self, connection: Inbox, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
         """Read every file."""
         return connection.take(deadline)
 
@@ -222,11 +225,11 @@ class WorkerExtension:
 
     weight_transfer_engine: JoiningEngine
 
-    def stage_weights(self, timeout_s: float) -> str:
+    def stage_weights(self, timeout_s: float, version: int) -> str:
         """Start to receive. Returns an empty string, or why it could not start."""
         assert isinstance(self.weight_transfer_engine, StagingEngine)
         try:
-            self.weight_transfer_engine.stage(timeout_s)
+            self.weight_transfer_engine.stage(timeout_s, version)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -258,4 +261,5 @@ def _die_with_owner(owner: int) -> None:
 
 WeightTransferEngineFactory.register_engine("grpo_gloo", GlooWeightTransferEngine)
 WeightTransferEngineFactory.register_engine("grpo_filesystem", FilesystemWeightTransferEngine)
+WeightTransferEngineFactory.register_engine("grpo_store", "services.weights.receivers.store", "StoreWeightTransferEngine")
 WeightTransferEngineFactory.register_engine("grpo_nccl", "services.weights.receivers.nccl", "NcclWeightTransferEngine")

@@ -19,8 +19,8 @@ import torch
 
 from services.weights.checksums import checksums
 from services.weights.collective import huge_pages
-from services.weights.versions.manifest import Block, Piece
-from services.weights.versions.pieces import EncodedPiece, encode
+from services.weights.versions.manifest import Block, TensorPiece
+from services.weights.versions.pieces import UNCHANGED, EncodedPiece, encode
 
 PIECE_BYTES = 16 << 20
 """Largest piece. Pieces are dealt out to the ranks, so smaller ones share the work better; each costs 100 bytes of manifest."""
@@ -49,7 +49,7 @@ class EncodedPart:
 
     name: str
     nbytes: int
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     buffers: Sequence[bytearray | memoryview]
 
 
@@ -104,7 +104,7 @@ class ShardEncoder:
         offsets: list[int] = []
         for shard, base in zip(self._shards, self._base, strict=True):
             new = base if shard.frozen else bits(shard.read())
-            piece = encode(new, base)
+            piece = UNCHANGED if shard.frozen else encode(new, base)
             offsets.append(len(data))
             for stored, _, _ in piece.blocks:
                 data += stored
@@ -130,11 +130,11 @@ class ShardEncoder:
 
     def _described(
         self, shards: Sequence[Shard], elements: Sequence[np.ndarray], made: Sequence[EncodedPiece], offsets: Sequence[int]
-    ) -> list[Piece]:
+    ) -> list[TensorPiece]:
         """Return the pieces with the checksums of their elements."""
         sums = checksums(as_tensor(array) for array in elements).tolist()
         return [
-            Piece(
+            TensorPiece(
                 shard.tensor,
                 shard.start,
                 shard.count,

@@ -34,7 +34,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     compressed: bool
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
     """A run of elements of one flattened tensor."""
 
     tensor: int  # index among the manifest's tensors
@@ -48,7 +48,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     checksum: tuple[int, int]  # of the result, two int64 (services/weights/checksums.py)
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class DataPart(msgspec.Struct, frozen=True, array_like=True):
     """One object of data."""
 
     name: str
@@ -71,8 +71,8 @@ class VersionManifest(msgspec.Struct, frozen=True):
     fence: int
     base: int | None  # the version, of the same trainer, whose bits the differences start from; None for an anchor
     tensors: list[TensorMeta]
-    pieces: list[Piece]
-    parts: list[Part]
+    pieces: list[TensorPiece]
+    parts: list[DataPart]
     weights: list[Weight]
 
     @property
@@ -102,7 +102,7 @@ def assemble(
     base: int | None,
     tensors: list[TensorMeta],
     weights: list[Weight],
-    parts: Iterable[tuple[Part, list[Piece]]],
+    parts: Iterable[tuple[DataPart, list[TensorPiece]]],
 ) -> VersionManifest:
     """Return the manifest of `parts`, each with its pieces, which may come in any order."""
     named = sorted(parts, key=lambda part: part[0].name)
@@ -116,7 +116,7 @@ def encode(manifest: VersionManifest) -> bytes:
     return msgspec.msgpack.encode(manifest)
 
 
-def decode(encoded: bytes) -> VersionManifest:
+def decode(encoded: bytes | memoryview) -> VersionManifest:
     """Return the manifest in `encoded`, which need not be trusted. Raises `InvalidVersion`."""
     try:
         manifest = msgspec.msgpack.decode(encoded, type=VersionManifest)
@@ -169,7 +169,7 @@ def _check_pieces(manifest: VersionManifest) -> None:
         raise InvalidVersion("the pieces do not cover the tensors")
 
 
-def _raw_sizes(piece: Piece, itemsize: int, base: int | None) -> list[int] | None:
+def _raw_sizes(piece: TensorPiece, itemsize: int, base: int | None) -> list[int] | None:
     """Return the sizes that the piece's blocks must have, or None if the piece is impossible. Gaps have no fixed size."""
     if base is None and piece.encoding != WHOLE:
         return None

@@ -16,7 +16,8 @@ import torch
 from services.weights.checksums import WeightChanged, checksums
 from services.weights.collective import TensorMeta, huge_pages
 from services.weights.versions.encoder import as_tensor, bits
-from services.weights.versions.manifest import Piece, VersionManifest
+from services.weights.versions.manifest import TensorPiece, VersionManifest
+from services.weights.versions.merge import merged
 from services.weights.versions.pieces import decode
 from services.weights.versions.positions import InvalidVersion
 
@@ -26,7 +27,7 @@ Undo = list[tuple[np.ndarray, np.ndarray | slice, np.ndarray]]
 """Elements of a piece, where they changed, what was there."""
 
 
-class Mirror:
+class WeightMirror:
     """Holds nothing until an anchor has been applied."""
 
     def __init__(self) -> None:
@@ -59,14 +60,14 @@ class Mirror:
             self._fill(manifest, parts, undo)
         except BaseException:
             if manifest.base is None:
-                self._forget()
+                self.forget()
             else:
                 _take_back(undo)
             raise
         self.held, self._manifest = (manifest.fence, manifest.version), manifest
 
     def _fill(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], undo: Undo) -> None:
-        of_part: dict[int, list[Piece]] = {}
+        of_part: dict[int, list[TensorPiece]] = {}
         for piece in manifest.pieces:
             of_part.setdefault(piece.part if piece.blocks else -1, []).append(piece)
         awaited = set(range(len(manifest.parts)))
@@ -79,7 +80,7 @@ class Mirror:
             raise InvalidVersion(f"version {manifest.version} lacks {len(awaited)} of its parts")
         self._put(manifest, of_part.pop(-1, []), memoryview(b""), undo)  # those that did not change
 
-    def _put(self, manifest: VersionManifest, pieces: list[Piece], data: memoryview, undo: Undo) -> None:
+    def _put(self, manifest: VersionManifest, pieces: list[TensorPiece], data: memoryview, undo: Undo) -> None:
         held: list[np.ndarray] = []
         for piece in pieces:
             elements = bits(self._tensor(piece.tensor))[piece.start : piece.start + piece.count]
@@ -110,20 +111,12 @@ class Mirror:
                 if not meta.nbytes:
                     self._tensors[i] = self._tensors[i].view(meta.shape)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Hold nothing."""
         self.held, self._manifest, self._metas, self._tensors = NOTHING, None, [], []
 
 
-@torch.no_grad()
-def merged(parts: list[torch.Tensor], scale: float) -> torch.Tensor:
-    """Return W + scale B A of `parts` W, A and B, computed in float32 and rounded once; the tensor itself if it is alone."""
-    if len(parts) == 1:
-        return parts[0].detach()
-    weight, a, b = parts
-    return torch.addmm(weight.float(), b, a, alpha=scale).to(weight.dtype)
-
-
-def _blocks(piece: Piece, data: memoryview) -> list[tuple[memoryview, int, bool]]:
+def _blocks(piece: TensorPiece, data: memoryview) -> list[tuple[memoryview, int, bool]]:
     found: list[tuple[memoryview, int, bool]] = []
     start = piece.offset
     for block in piece.blocks:

@@ -44,6 +44,9 @@ class EncodedPiece:
         return sum(len(stored) for stored, _, _ in self.blocks)
 
 
+UNCHANGED = EncodedPiece("same", 0, [])
+
+
 def changed_positions(new: np.ndarray, old: np.ndarray) -> np.ndarray:
     """Return where `new` and `old` differ, [changed] int64. Both: [count] of the same unsigned type, contiguous."""
     stride = _STRIDE // new.itemsize
@@ -59,7 +62,7 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> EncodedPiece:
         return whole
     positions = changed_positions(new, old)
     if not positions.size:
-        return EncodedPiece("same", 0, [])
+        return UNCHANGED
     gaps, bitmap = gaps_nbytes(positions), -(-new.size // 8)
     if positions.size * new.itemsize + min(gaps, bitmap) >= new.nbytes:
         encoding, blocks, differences = "dense", list[np.ndarray](), _folded(new - old)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.weights.checksums import WeightChanged
 from services.weights.versions import encoder
 from services.weights.versions.manifest import VersionManifest, decode, encode
-from services.weights.versions.mirror import NOTHING, Mirror
+from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.positions import InvalidVersion
 from tests.support.versions import FENCE, Publisher, assert_same_bits, change, copies, parameters
 
@@ -27,7 +27,7 @@ def test_versions_are_applied_to_the_bit(ranks: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(encoder, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(encoder, "PART_BYTES", 50_000)
     trained = parameters()
-    publisher, mirror = Publisher(trained, ranks), Mirror()
+    publisher, mirror = Publisher(trained, ranks), WeightMirror()
     manifest, parts = publisher.anchor()
     assert len(manifest.parts) > 1
     mirror.apply(wired(manifest), reversed(parts.items()))
@@ -42,7 +42,7 @@ def test_versions_are_applied_to_the_bit(ranks: int, monkeypatch: pytest.MonkeyP
 
 def test_an_anchor_of_the_base_is_the_last_version() -> None:
     trained = parameters()
-    publisher, mirror = Publisher(trained), Mirror()
+    publisher, mirror = Publisher(trained), WeightMirror()
     publisher.anchor()
     change(trained, 1)
     publisher.delta()
@@ -65,7 +65,7 @@ def pair() -> tuple[tuple[VersionManifest, Data], tuple[VersionManifest, Data], 
 
 def test_a_delta_is_refused_without_its_base(pair) -> None:
     anchor, delta, _, _ = pair
-    mirror = Mirror()
+    mirror = WeightMirror()
     with pytest.raises(InvalidVersion, match="version 1 changes version 0, which is not held"):
         mirror.apply(*_items(delta))
     mirror.apply(*_items(anchor))
@@ -79,7 +79,7 @@ def test_a_delta_is_refused_without_its_base(pair) -> None:
 
 def test_a_wrong_checksum_undoes_the_whole_delta(pair) -> None:
     anchor, (manifest, parts), before, after = pair
-    mirror = Mirror()
+    mirror = WeightMirror()
     mirror.apply(*_items(anchor))
     last = [piece for piece in manifest.pieces if piece.blocks][-1]
     pieces = [msgspec.structs.replace(piece, checksum=(1, 2)) if piece is last else piece for piece in manifest.pieces]
@@ -93,7 +93,7 @@ def test_a_wrong_checksum_undoes_the_whole_delta(pair) -> None:
 
 def test_a_weight_that_changed_in_memory_is_noticed_by_the_next_delta(pair) -> None:
     anchor, delta, _, _ = pair
-    mirror = Mirror()
+    mirror = WeightMirror()
     mirror.apply(*_items(anchor))
     dict(mirror.weights())["frozen"][3, 3] = 5.0
     with pytest.raises(WeightChanged, match="frozen"):
@@ -102,7 +102,7 @@ def test_a_weight_that_changed_in_memory_is_noticed_by_the_next_delta(pair) -> N
 
 def test_parts_that_do_not_come_leave_everything(pair) -> None:
     anchor, (manifest, parts), before, _ = pair
-    mirror = Mirror()
+    mirror = WeightMirror()
     mirror.apply(*_items(anchor))
 
     def breaking():
@@ -122,7 +122,7 @@ def test_parts_that_do_not_come_leave_everything(pair) -> None:
 @given(data=st.data())
 def test_damaged_bytes_end_in_an_error_or_in_the_right_bits(pair, data: st.DataObject) -> None:
     anchor, (manifest, parts), before, after = pair
-    mirror = Mirror()
+    mirror = WeightMirror()
     mirror.apply(*_items(anchor))
     encoded, part = bytearray(encode(manifest)), bytearray(parts[0])
     for _ in range(data.draw(st.integers(1, 3))):

@@ -1,0 +1,167 @@
+"""Named objects in a folder or in a bucket: put whole, read, listed, deleted.
+
+Guarantees: an object under its name is complete, whatever is killed while it is written; every failure is an `OSError`; every
+call to a bucket has a time limit. A folder may be a volume that many machines share. Buckets (`s3://`, `gs://`, `az://`) take
+their credentials and endpoint from the environment, as the vendors' own tools do (obstore: AWS_ENDPOINT_URL and so on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_CONNECT = "5s"
+_SILENCE = "60s"  # for one request; a part of 64 MiB takes 6 s at 100 Mbit/s
+_RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=15)}
+
+Data = Sequence[bytes | bytearray | memoryview]
+
+
+class Objects(ABC):
+    """A place for objects. Names have slashes, and no component begins with a dot."""
+
+    @abstractmethod
+    def put(self, name: str, data: Data) -> None:
+        """Write an object from buffers, or replace it."""
+
+    @abstractmethod
+    def get(self, name: str) -> memoryview:
+        """Return an object's bytes. Raises `FileNotFoundError`, or another `OSError`."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all objects, and of what interrupted writes have left."""
+
+    @abstractmethod
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; missing ones are ignored."""
+
+
+class FolderObjects(Objects):
+    """Objects as files below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def put(self, name: str, data: Data) -> None:
+        """Write a file beside the final one, then rename it; both are on disk when this returns."""
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                for buffer in data:
+                    file.write(buffer)
+                file.flush()
+                os.fsync(file.fileno())  # a volume may report a failed write only now
+            partial.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        _sync_folder(path.parent)
+
+    def get(self, name: str) -> memoryview:
+        """Read a file. It is not mapped: the sender may remove it at any time."""
+        with (self._root / name).open("rb", buffering=0) as file:
+            data = bytearray(os.fstat(file.fileno()).st_size)
+            view, end = memoryview(data), 0
+            while end < len(data) and (read := file.readinto(view[end:])):
+                end += read
+        return view[:end]
+
+    def names(self) -> list[str]:
+        """Walk the folder."""
+        return [path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file()]
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Unlink files, and folders that are empty then."""
+        for name in names:
+            path = self._root / name
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty, or another process was faster
+                for parent in path.parents:
+                    if parent == self._root:
+                        break
+                    parent.rmdir()
+
+
+class BucketObjects(Objects):
+    """Objects in a bucket, by obstore."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from obstore import store
+        except ImportError:
+            raise OSError(f"{url} needs the package obstore: pip install 'grpo[bucket]'") from None
+        plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")  # obstore would refuse what the user named
+        limits: Any = {"connect_timeout": _CONNECT, "timeout": _SILENCE, "allow_http": plain}
+        with _as_os_errors(url):
+            self._store: Any = store.from_url(url, client_options=limits, retry_config=_RETRIES)
+        self._url = url
+
+    def put(self, name: str, data: Data) -> None:
+        """Put an object; a bucket shows it when it is complete."""
+        import obstore
+
+        with _as_os_errors(f"{self._url}/{name}"):
+            obstore.put(self._store, name, b"".join(data))
+
+    def get(self, name: str) -> memoryview:
+        """Get an object."""
+        import obstore
+
+        with _as_os_errors(f"{self._url}/{name}"):
+            return memoryview(obstore.get(self._store, name).bytes())
+
+    def names(self) -> list[str]:
+        """List the bucket below the URL."""
+        import obstore
+
+        with _as_os_errors(self._url):
+            return [found["path"] for page in obstore.list(self._store, chunk_size=1000) for found in page]
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete several at a time."""
+        import obstore
+
+        if given := list(names):
+            with _as_os_errors(self._url), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, given)
+
+
+def open_objects(place: str) -> Objects:
+    """Return the objects at `place`, a folder or a URL. Raises `OSError`."""
+    return BucketObjects(place) if "://" in place else FolderObjects(Path(place))
+
+
+@contextlib.contextmanager
+def _as_os_errors(what: str) -> Any:
+    """Turn obstore's exceptions into `OSError` with `what` and the first line of the reason."""
+    from obstore.exceptions import BaseError, NotFoundError
+
+    try:
+        yield
+    except (NotFoundError, FileNotFoundError) as error:
+        raise FileNotFoundError(f"{what}: {_first_line(error)}") from None
+    except (BaseError, ValueError) as error:
+        raise OSError(f"{what}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last; some volumes do not know how."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,37 @@
+"""A run whose weights travel by a store of versions: the same weights as over gloo, whatever is killed on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.weights.versions import catalogue
+from tests.runs.test_run import check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
+from tests.support.harness import save_model_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    save_model_folder(folder / "model")
+    return folder
+
+
+def test_a_run_by_a_store_survives_kills_and_ends_in_the_same_weights(folder: Path) -> None:
+    process = start(write_run(folder, "stored", "sync.backend=store"))
+    for done, victim in ((2, "generator-0"), (4, "trainer-0")):
+        wait_for(lambda done=done: steps_done(folder, "stored") >= done, process)
+        kill(folder, "stored", victim)
+    finish(process)
+    finish(start(write_run(folder, "calm", "generator.engine_options.token_s=0.0")))
+    assert weights(folder, "stored") == weights(folder, "calm")
+    check_whole(folder, "stored", STEPS)
+    [trainer] = (folder / "stored" / "weights").iterdir()
+    held = catalogue.decode((trainer / catalogue.CATALOGUE).read_bytes(), int(trainer.name))
+    assert held.newest == STEPS
+    assert held.existing([f"{trainer.name}/{path.relative_to(trainer)}" for path in trainer.rglob("*")]) == held
+    assert not list(trainer.rglob("*.partial"))

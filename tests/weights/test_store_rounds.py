@@ -1,0 +1,251 @@
+"""Rounds by a store of versions: deltas to those who follow, anchors and deltas to those who come late, without the trainer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.console.local.redis_server import RedisServer
+from services.weights.versions import catalogue
+from services.weights.versions.catalogue import CATALOGUE, Catalogue
+from tests.support.harness import wait_until
+from tests.support.rounds_world import World, open_world
+from tests.support.scripted import ScriptedEngine
+
+SIZE = 128
+
+
+@pytest.fixture
+def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
+    model = torch.nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)
+    with open_world(tmp_path, server, "sync.backend=store", f"sync.folder={tmp_path}/volume", model=model) as world:
+        yield world
+
+
+def step(world: World, seed: int) -> None:
+    """Change about a fiftieth of the weights."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in world.model.parameters():
+            weight += torch.where(torch.rand_like(weight) < 0.02, torch.randn_like(weight), 0.0)
+
+
+def known(world: World, tmp_path: Path) -> Catalogue:
+    return catalogue.decode((tmp_path / "volume" / str(world.fence) / CATALOGUE).read_bytes(), world.fence)
+
+
+def assert_equal(world: World, *names: str) -> None:
+    for name in names or world.engines:
+        held = world.engines[name].weights
+        for weight, tensor in world.model.named_parameters():
+            assert torch.equal(held[weight].view(torch.int16), tensor.detach().view(torch.int16)), (
+                f"{name} holds another {weight}"
+            )
+
+
+def test_members_follow_by_deltas(world: World, tmp_path: Path) -> None:
+    members = {world.member("a"), world.member("b")}
+    for version in range(5):
+        step(world, version)
+        report = world.train(version)
+        assert (set(report.members), report.attempts, report.epoch) == (members, 1, 1)
+        assert_equal(world)
+    held = known(world, tmp_path)
+    assert [entry.base for entry in held.entries] == [None, 0, 1, 2, 3]
+    anchor, *deltas = held.entries
+    assert anchor.nbytes == anchor.full_nbytes
+    assert all(entry.nbytes < 0.1 * entry.full_nbytes for entry in deltas)
+
+
+def test_a_latecomer_fetches_the_weights_without_the_trainer(world: World) -> None:
+    world.member("a")
+    for version in range(3):
+        step(world, version)
+        world.train(version)
+    world.member("late")  # nobody opens a round from here on
+
+    world.portal.call(wait_until(lambda: world.engines["late"].version == 2))
+    assert_equal(world, "late")
+    assert world.rounds.catch_up(2) is None
+    status = world.portal.call(world.store.fleet.members(60))
+    step(world, 3)
+    assert len(world.train(3).members) == len(status) == 2, "it takes part in the next round"
+    assert_equal(world)
+
+
+def test_a_member_that_missed_rounds_fetches_what_it_lacks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.member("a")
+    world.member("b")
+    world.train(0)
+    world.lanes["b"].version = 0  # it evaluates, and declines
+    for version in (1, 2, 3):
+        step(world, version)
+        world.train(version)
+    assert world.versions() == {"a": 3, "b": 0}
+    mirror = world.engines["b"]._mirror
+    applied: list[int | None] = []
+    apply = mirror.apply
+    monkeypatch.setattr(mirror, "apply", lambda made, parts: (applied.append(made.base), apply(made, parts))[1])
+    world.lanes["b"].version = None
+
+    world.portal.call(wait_until(lambda: world.versions()["b"] == 3))
+    assert applied == [0, 1, 2], "the deltas, not an anchor"
+    assert_equal(world)
+
+
+def test_a_member_that_fetches_declines_rounds_and_is_left_out_of_later_ones(world: World) -> None:
+    class Slow(ScriptedEngine):
+        async def stage(self, version: int, limit_s: float | None = None) -> None:
+            await released.wait()
+            await super().stage(version, limit_s)
+
+    import asyncio
+
+    alive = world.member("a")
+    world.train(0)
+    released = asyncio.Event()
+    late = world.member("late", Slow())
+
+    async def fetching() -> bool:
+        return any(pod.fetching for pod in await world.store.fleet.members(60) if pod.member == late)
+
+    world.portal.call(wait_until(fetching))
+    for version in (1, 2):
+        step(world, version)
+        report = world.train(version)
+        assert report.members == (alive,)
+        assert report.total_s < world.config.sync.join_deadline_s
+    world.portal.loop.call_soon_threadsafe(released.set)
+
+    world.portal.call(wait_until(lambda: world.versions()["late"] == 2))
+    assert_equal(world)
+
+
+def test_what_a_reader_has_announced_stays_and_goes_later(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "ANCHOR_EVERY", 2)
+    world.member("a")
+    announced = [f"{world.fence}/0"]
+    sweep = world.sender.sweep
+    monkeypatch.setattr(world.sender, "sweep", lambda readers: sweep([*readers, *announced]))
+    for version in range(8):
+        step(world, version)
+        world.train(version)
+    folder = tmp_path / "volume" / str(world.fence)
+    assert (folder / "0.anchor").exists()
+    assert (folder / "1.delta").exists()
+    assert known(world, tmp_path).entries[0].version >= 3, "the catalogue tells others where to begin"
+    announced.clear()
+    for version in range(8, 12):
+        step(world, version)
+        world.train(version)
+    assert not (folder / "0.anchor").exists()
+    assert {path.name for path in folder.iterdir()} - {CATALOGUE} <= {
+        entry.folder for entry in known(world, tmp_path).entries
+    } | {"11.anchor"}
+    late = world.member("late")
+    world.portal.call(wait_until(lambda: world.versions()["late"] == 11))
+    assert late
+    assert_equal(world)
+
+
+def test_a_store_that_lost_its_objects_gets_an_anchor(world: World, tmp_path: Path) -> None:
+    world.member("a")
+    for version in range(2):
+        step(world, version)
+        world.train(version)
+    shutil.rmtree(tmp_path / "volume")
+    step(world, 2)
+    world.train(2)
+    assert [entry.folder for entry in known(world, tmp_path).entries] == ["2.anchor"]
+    world.member("late")
+    world.portal.call(wait_until(lambda: world.versions()["late"] == 2))
+    assert_equal(world)
+
+
+def test_a_store_that_refuses_a_write_costs_an_attempt_and_no_anchor(world: World, tmp_path: Path) -> None:
+    world.member("a")
+    world.train(0)
+    step(world, 1)
+    (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").mkdir(parents=True)  # where its data is to be written
+    rounds = world.rounds
+    wait = rounds._wait
+    rounds._wait = lambda seconds: (shutil.rmtree(tmp_path / "volume" / str(world.fence) / "1.delta"), wait(0.0))[1]  # type: ignore
+    report = world.train(1)
+    assert report.attempts == 2
+    assert [entry.base for entry in known(world, tmp_path).entries] == [None, 0]
+    assert_equal(world)
+
+
+def test_damaged_data_is_refused_and_the_member_gets_the_weights_anyway(world: World, tmp_path: Path) -> None:
+    world.member("a")
+    world.train(0)
+    step(world, 1)
+    send = world.rounds._send
+
+    def damaging() -> None:
+        send()
+        if known(world, tmp_path).newest == 1 and not damaged:
+            path = tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0"
+            damaged.append(path.read_bytes())
+            data = bytearray(damaged[0])
+            data[len(data) // 2] ^= 4
+            path.write_bytes(data)
+
+    damaged: list[bytes] = []
+    world.rounds._send = damaging
+    before = world.engines["a"].weights
+    world.rounds._wait = lambda seconds: (  # type: ignore[method-assign]
+        (tmp_path / "volume" / str(world.fence) / "1.delta" / "0.0").write_bytes(damaged[0])
+    )
+    report = world.train(1)
+    assert report.attempts == 2
+    assert before is not world.engines["a"].weights
+    assert_equal(world)
+
+
+def test_a_new_trainer_begins_with_an_anchor_and_removes_what_the_old_one_left(world: World, tmp_path: Path) -> None:
+    world.member("a")
+    world.train(0)
+    old, world.fence = world.fence, world.portal.call(world.store.run.attach_trainer())
+    world.rounds._fence = world.fence
+    world.rounds._membership.breaks()  # its process knows of no group
+    step(world, 1)
+    assert world.train(1).attempts == 1
+    assert_equal(world)
+    assert [entry.base for entry in known(world, tmp_path).entries] == [None]
+    assert not (tmp_path / "volume" / str(old)).exists()
+
+
+DYING_WRITER = """
+import os, signal, sys
+import torch
+from services.weights.versions import objects
+from pathlib import Path
+store, rename = objects.FolderObjects(Path(sys.argv[1])), Path.rename
+store.put("1/0.anchor/0.0", [b"old"])
+def dying(self, target):
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = dying
+store.put("1/0.anchor/0.0", [b"new" * 1000])
+"""
+
+
+def test_an_object_is_whole_or_as_before_when_its_writer_is_killed(tmp_path: Path) -> None:
+    from services.weights.versions.catalogue import garbage
+    from services.weights.versions.objects import FolderObjects
+
+    done = subprocess.run([sys.executable, "-c", DYING_WRITER, str(tmp_path)], env=os.environ, check=False)
+    assert done.returncode == -signal.SIGKILL
+    store = FolderObjects(tmp_path)
+    assert bytes(store.get("1/0.anchor/0.0")) == b"old"
+    leftover = [name for name in store.names() if name.endswith(".partial")]
+    assert len(leftover) == 1
+    assert set(leftover) <= set(garbage(store.names(), Catalogue(2), [], [])), "the next trainer sweeps it"

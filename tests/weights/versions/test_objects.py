@@ -1,0 +1,145 @@
+"""Objects in a folder and in a bucket of a real S3 server: the same behaviour, and versions that travel by them."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.runtime.process_tools import free_port
+from services.weights.versions.objects import BucketObjects, FolderObjects, Objects, open_objects
+from tests.support.harness import wait_until
+from tests.support.rounds_world import open_world
+from tests.weights.test_store_rounds import assert_equal, step
+
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "tests",
+    "AWS_SECRET_ACCESS_KEY": "tests",
+    "AWS_REGION": "us-east-1",
+}
+BUCKET = "weights"
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the URL of a bucket at a server of its own."""
+    if importlib.util.find_spec("moto") is None:
+        pytest.skip("needs the S3 server of requirements/s3.txt")
+    port = free_port()
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from moto.server import main; sys.exit(main())",
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
+    said = (tmp_path_factory.mktemp("s3") / "server.log").open("wb")
+    server = subprocess.Popen(command, stdout=said, stderr=said)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+            patch.setenv(name, value)
+        try:
+            deadline = time.monotonic() + 60
+            while not _makes_bucket(port):
+                assert time.monotonic() < deadline, "no S3 server"
+                assert server.poll() is None, "the S3 server ended"
+            yield f"s3://{BUCKET}/run"
+        finally:
+            server.kill()
+            server.wait()
+            said.close()
+
+
+def _makes_bucket(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("PUT", f"/{BUCKET}", headers={"Authorization": "AWS tests:tests"})
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    if request.param == "folder":
+        return open_objects(str(tmp_path / "volume"))
+    return open_objects(f"{request.getfixturevalue('bucket')}-{tmp_path.name}")
+
+
+def test_objects_are_put_read_listed_and_deleted(objects: Objects) -> None:
+    assert objects.names() == []
+    objects.put("1/catalogue.json", [b"{}"])
+    objects.put("1/0.anchor/0.0", [b"ab", memoryview(b"cd"), bytearray(b"ef")])
+    objects.put("1/0.anchor/empty", [])
+    assert bytes(objects.get("1/0.anchor/0.0")) == b"abcdef"
+    assert bytes(objects.get("1/0.anchor/empty")) == b""
+    objects.put("1/0.anchor/0.0", [b"other"])
+    assert bytes(objects.get("1/0.anchor/0.0")) == b"other"
+    assert sorted(objects.names()) == ["1/0.anchor/0.0", "1/0.anchor/empty", "1/catalogue.json"]
+    objects.delete(["1/0.anchor/0.0", "1/0.anchor/empty", "1/never/was"])
+    assert objects.names() == ["1/catalogue.json"]
+    with pytest.raises(FileNotFoundError):
+        objects.get("1/0.anchor/0.0")
+
+
+def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
+    objects = FolderObjects(tmp_path)
+    objects.put("1/0.anchor/0.0", [b"x"])
+    objects.put("1/0.anchor/manifest", [b"x"])
+    objects.delete(["1/0.anchor/0.0"])
+    assert (tmp_path / "1/0.anchor").exists()
+    objects.delete(["1/0.anchor/manifest"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    objects = FolderObjects(tmp_path)
+    (tmp_path / "1" / "name").mkdir(parents=True)
+    with pytest.raises(OSError, match="name"):
+        objects.put("1/name", [b"x"])
+    assert objects.names() == []
+
+
+def test_a_server_that_is_not_there_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=re.escape("s3://weights/run/1/catalogue.json")):
+        BucketObjects("s3://weights/run").get("1/catalogue.json")
+    assert time.monotonic() - began < 20
+
+
+def test_a_place_that_is_none_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="nowhere://bucket"):
+        open_objects("nowhere://bucket")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(OSError, match=r"pip install 'grpo\[bucket\]'"):
+        open_objects("s3://weights/run")
+
+
+def test_rounds_and_latecomers_by_a_bucket(bucket: str, tmp_path: Path, server: RedisServer) -> None:
+    import torch
+
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    place = f"sync.folder={bucket}-rounds"
+    with open_world(tmp_path, server, "sync.backend=store", place, "sync.transfer_deadline_s=20", model=model) as world:
+        world.member("a")
+        for version in range(3):
+            step(world, version)
+            assert world.train(version).attempts == 1
+        assert_equal(world)
+        world.member("late")
+        world.portal.call(wait_until(lambda: world.versions()["late"] == 2))
+        assert_equal(world)
