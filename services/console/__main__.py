@@ -51,6 +51,7 @@ for command in (  # in the order of --help
     steering.checkpoint,
     steering.restore,
     watching.checkpoints,
+    watching.cost,
     watching.export,
     watching.record,
     watching.replay_step,

@@ -81,8 +81,9 @@ class GeneratorMetrics(Metrics):
     sync_failures: Counter = counter("grpo_generator_sync_failures_total", "", "Failed phases of weight-sync rounds.")
 
     def sync_clock(self) -> PhaseClock:
-        """Return a clock that records the phases of weight-sync rounds."""
-        return PhaseClock({phase: made.observe for phase, made in self.sync_s.items()})
+        """Return a clock that records the phases of weight-sync rounds; `rounds` is the last one."""
+        self.rounds = PhaseClock({phase: made.observe for phase, made in self.sync_s.items()})
+        return self.rounds
 
     def show_limit(self, limit: Limit, share: int) -> None:
         """Export how many tickets the pod may hold, and why."""

@@ -23,6 +23,9 @@ from services.weights.member import WeightFollower
 from services.weights.receiver import EngineDead
 
 LOOP_LIMIT_S = 60.0
+ACTIVITY_S = 0.1  # between looks at what the pod is doing
+STOPPED = ("pause", "paused", "transfer")
+"""Phases of a weight-sync round in which the engine does not sample."""
 ROUND_S = 3.0  # after the drain: limit of the wait for a weight-sync round that includes this pod
 
 
@@ -40,7 +43,7 @@ class GeneratorPod:
         self.rollouts = RolloutLoop(service, self.engine, tokenizer, self.verifiers, metrics, self.evaluation)
         self.weights = WeightFollower(service, self.engine, metrics, self.evaluation, self.rollouts.in_flight)
         self.pausing = Pausing(service, self.weights, (self.rollouts, self.evaluation))
-        self._loaded = asyncio.Event()
+        self._loaded, self._metrics = asyncio.Event(), metrics
         service.ready = self.rollouts.why_idle
 
     async def run(self) -> None:
@@ -64,6 +67,7 @@ class GeneratorPod:
         add("evaluation", after(self._loaded, self.evaluation.work))
         add("evaluation leases", after(self._loaded, self.evaluation.renew), lease_limit_s)
         add("concurrency", after(self._loaded, self.rollouts.adapt))
+        add("activity", self._note_activity)
         add("gauges", after(self._loaded, self.rollouts.show_gauges), LOOP_LIMIT_S + config.fleet.heartbeat_s)
 
     async def _work(self, loop: Loop) -> None:
@@ -83,6 +87,34 @@ class GeneratorPod:
         await self.evaluation.drain()
         if not self.service.view.ended:
             await self.weights.released(ROUND_S)
+
+    async def _note_activity(self, loop: Loop) -> None:
+        """Keep the pod's account up to date."""
+        self.service.activity.devices = self.service.config.generator.tensor_parallel
+        while True:
+            self.service.activity.enter(self._activity())
+            loop.progress()
+            await asyncio.sleep(ACTIVITY_S)
+
+    def _activity(self) -> str:
+        """Return what the pod is doing now (services/runtime/processes/activity.py)."""
+        status, state = self.service.status, self.service.view.state
+        if not self._loaded.is_set():
+            return "loading"
+        load, round_phase = self.engine.gauges(), self._metrics.rounds.phase
+        sampling = bool(load.running or load.waiting)
+        if status.paused:
+            return "paused"
+        if round_phase in STOPPED or (round_phase and not sampling):
+            return "syncing"
+        if self.rollouts.evaluating:
+            return "evaluating"
+        if sampling:
+            return "generating"
+        if self.rollouts.busy:
+            return "scoring"
+        behind = self.engine.version < 0 or (state is not None and self.engine.version != state.published_version)
+        return "syncing" if behind else "idle"
 
     async def _load(self) -> None:
         try:

@@ -21,6 +21,7 @@ from services.protocol.messages import PodStatus
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.metrics.pod import PodMetrics
 from services.runtime.notifications import Notifications
+from services.runtime.processes.activity import Activity
 from services.runtime.tracing import TraceRecorder, open_tracing
 from services.runtime.view import RunView
 from services.store import Store
@@ -46,6 +47,7 @@ class Service:
     view: RunView = field(init=False)
     metrics: PodMetrics = field(init=False)
     tracing: TraceRecorder = field(init=False)
+    activity: Activity = field(default_factory=Activity)  # what it spends its time on
     stays: bool = False  # stays after the run is over
     ready: Callable[[], str] = lambda: ""  # why the pod is not ready for work; empty if it is
 
@@ -126,7 +128,8 @@ class Service:
 
     async def _heartbeat(self, loop: Loop) -> None:
         while True:
-            self.claimers = await self.store.fleet.beat(self.status, self.config.fleet.ttl_s)
+            status = replace_status(self.status, gauges=self.status.gauges | self.activity.gauges())
+            self.claimers = await self.store.fleet.beat(status, self.config.fleet.ttl_s)
             loop.progress()
             await self.notifications.wait("heartbeat", timeout=self.config.fleet.heartbeat_s)
 

@@ -1,4 +1,6 @@
-"""Start a tracker pod, which writes the run's records to the trackers of `tracking` and its completions to the sample log."""
+"""Start a tracker pod, which writes the run's records to the trackers of `tracking`, its completions to the sample log, and its
+account.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ WRITE_LIMIT_S = 120.0  # a tracker that takes longer for a batch makes the pod f
 
 async def track(given: Arguments) -> None:
     """Run the pod from the run's creation to its end."""
+    from services.tracker.account import Accountant
     from services.tracker.follower import Follower, show_backlog
     from services.tracker.metrics import TrackerMetrics
     from services.tracker.samples.log import SampleLog
@@ -41,6 +44,9 @@ async def track(given: Arguments) -> None:
             samples = SampleLog(config, service.store, service.folder, service.stopping, metrics)
             service.add_loop("samples", samples.follow, WRITE_LIMIT_S)
             done.append(samples.done)
+        accountant = Accountant(config, service.store, service.folder, service.stopping)
+        service.add_loop("account", accountant.follow, WRITE_LIMIT_S)
+        done.append(accountant.done)
         service.say(phase="ready")
 
         async def until_done(loop: Loop) -> None:

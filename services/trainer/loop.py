@@ -27,7 +27,7 @@ from services.store import RunState
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.checkpoints.saving import Saving
 from services.trainer.losses.in_words import loss_in_words
-from services.trainer.metrics import TrainerMetrics
+from services.trainer.metrics import ACTIVITY, TrainerMetrics
 from services.trainer.rank_commands import RankCommands
 from services.trainer.step.discard_damaged import discard_damaged
 from services.trainer.step.engine_gap import check_gap
@@ -70,6 +70,7 @@ class TrainLoop:
         self._waited_s = 0.0  # for a plan, since the last record
         self.recovery = Recovery(self.config, self.store, self.fence, worker, commands, self.call, self.loop.progress)
         self.saving = Saving(self.config, self.store, self.fence, commands, self.recovery, self.call, self._say)
+        service.activity.devices = self.config.trainer.ranks
         self._doing, self._sync_clock = metrics.phase_clock(), metrics.sync_clock()
         self.rounds = SyncRounds(
             self.config,
@@ -268,6 +269,7 @@ class TrainLoop:
         """Call `Service.say` on the service's own thread, because other threads must not set its events."""
         if phase := changes.get("phase"):
             self._doing.enter(str(phase))
+            self.service.activity.enter(ACTIVITY[str(phase)])
         self._portal.loop.call_soon_threadsafe(partial(self.service.say, **changes))
 
     def _tick(self) -> None:

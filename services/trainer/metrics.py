@@ -14,6 +14,11 @@ PHASES = (
     "waiting for evaluation",
 )  # fmt: skip
 """The trainer's phases (`PodStatus.phase`)."""
+ACTIVITY = {
+    "restoring": "loading", "catching up": "retraining", "training": "training", "syncing": "syncing", "saving": "saving",
+    "waiting for data": "idle", "paused": "paused", "exporting": "saving", "waiting for evaluation": "idle",
+}  # fmt: skip
+"""Phase -> activity of the run's account (services/runtime/processes/activity.py)."""
 PARTS = ("fetch", "old", "reference", "forward", "backward", "step")
 
 

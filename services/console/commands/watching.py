@@ -1,5 +1,5 @@
-"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints, export,
-record, replay-step.
+"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints, cost,
+export, record, replay-step.
 """
 
 from __future__ import annotations
@@ -118,6 +118,20 @@ def checkpoints(
     from services.console.commands import checkpoints as verbs
 
     return verbs.checkpoints(run, as_json, verify)
+
+
+def cost(
+    run: Run = "",
+    price: Annotated[float, typer.Option(min=0, help="Price of a device-hour, to print costs.")] = 0.0,
+    as_json: Json = False,
+) -> int:
+    """Show what a run's devices spent their time on, by outcome: trained, filtered, stale, idle, loading, syncing and more.
+
+    It reads the run's folder and needs no server. A device is a GPU, or on a machine without GPUs a process.
+    """
+    from services.console.inspect import cost as verb
+
+    return verb.cost(run, price, as_json)
 
 
 def export(

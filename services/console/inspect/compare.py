@@ -36,8 +36,8 @@ def compare(first: str, second: str, metrics: Sequence[str], as_json: bool) -> i
     settings = [_settings(folder) for folder in folders]
     differ = {key: [one.get(key) for one in settings] for key in sorted(settings[0].keys() | settings[1].keys())}
     differ = {key: values for key, values in differ.items() if values[0] != values[1] and not key.startswith(IGNORED)}
-    records = [_records(folder.metrics, "step") for folder in folders]
-    rounds = [_records(folder.evaluations, "eval/version") for folder in folders]
+    records = [records_of(folder.metrics, "step") for folder in folders]
+    rounds = [records_of(folder.evaluations, "eval/version") for folder in folders]
     wanted = [name for name in metrics or CURVES if any(name in record for run in records for record in run.values())]
     last_rounds = [run[max(run)] if run else {} for run in rounds]
     scores = sorted({name for one in last_rounds for name in one if name.startswith("eval/") and name != "eval/version"})
@@ -79,7 +79,8 @@ def _flat(tree: Any, prefix: str) -> list[tuple[str, Any]]:
     return [(prefix, tree)]
 
 
-def _records(path: Path, key: str) -> dict[int, Mapping[str, float]]:
+def records_of(path: Path, key: str) -> dict[int, Mapping[str, float]]:
+    """Return the records of a file by number, e.g. `step`; the last one of each number counts."""
     found: dict[int, Mapping[str, float]] = {}
     with contextlib.suppress(OSError):
         for line in path.read_bytes().splitlines():

@@ -108,6 +108,11 @@ class PhaseClock:
     def __init__(self, notes: Mapping[str, Callable[[float], object]]) -> None:
         self._notes, self._phase, self._since = notes, "", time.monotonic()
 
+    @property
+    def phase(self) -> str:
+        """The phase at present."""
+        return self._phase
+
     def enter(self, phase: str) -> None:
         """Enter a phase, which ends the previous one unless it is the same."""
         now = time.monotonic()

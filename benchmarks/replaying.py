@@ -1,0 +1,213 @@
+"""Whether recorded steps replay bit-equal, and whether the account of devices closes, on runs with and without faults.
+
+    python -m benchmarks.replaying --json
+
+Each run trains a tiny model on scripted completions, in another configuration: ranks, ZeRO stages, adapters, dtypes, replay. Of
+each some steps are recorded while it runs, the last at a checkpoint, and every stage is replayed: `replay_equal` is the share of
+bundles whose score, settle, pack and train stages all equal what was. In the runs with faults a generator or the trainer is
+killed. `account_closes` is the largest relative difference, over all runs, between the sum of the account and device-seconds
+measured from outside: start and end of each pod's processes by the kernel. `record_share` is the CPU that Redis spends on reading
+a step for a bundle, over the run's median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # `python benchmarks/replaying.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.common import arguments, report, run
+from services.operations import account
+from tests.runs.test_run import write_run
+from tests.support.harness import save_model_folder
+
+STAGES = ("score", "settle", "pack", "train")
+RUNS: dict[str, tuple[str, ...]] = {
+    "plain": ("trainer.deterministic=true",),
+    "ranks": ("trainer.ranks=2", "trainer.zero_stage=1", "trainer.deterministic=false"),
+    "sharded": ("trainer.ranks=2", "trainer.zero_stage=3", "trainer.deterministic=false", "model.dtype=bfloat16"),
+    "adapters": ("lora.rank=4", "loss.kl_beta=0.1"),
+    "replayed": ("replay.max_uses=3", "replay.sampler=prioritized", "replay.capacity=64", "trainer.mini_batches=2"),
+}
+KILLED = {"plain": "generator-0", "ranks": "trainer-0", "replayed": "generator-0"}
+"""Run -> the pod that is killed after its third step."""
+STEPS, LONG, EVERY = 12, 40, 4  # steps of a run, of one with faults, and between checkpoints
+RECORDED = (2, 6, 9, 11)
+LOOK_S = 0.02
+FORKED_S = 2.0  # a process may still have the command line of the one that started it
+
+
+class Outside:
+    """Device-seconds of a run as the kernel sees them: from the start of a pod's first process to the end of its last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lives = folder, dict[str, list[float]]()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        known = dict[int, str]()
+        while not self._over.wait(LOOK_S):
+            now = time.clock_gettime(time.CLOCK_BOOTTIME)
+            for proc in Path("/proc").glob("[0-9]*"):
+                pid = int(proc.name)
+                began = 0.0 if known.get(pid) == "" else _started(proc)
+                if began and (pid not in known):
+                    pod = self._pod(proc)
+                    if pod or now - began > FORKED_S:
+                        known[pid] = pod
+                if began and known.get(pid):
+                    life = self.lives.setdefault(known[pid], [began, now])
+                    life[0], life[1] = min(life[0], began), now
+
+    def _pod(self, proc: Path) -> str:
+        try:
+            words = (proc / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            return ""
+        kinds = ("services.generator", "services.trainer")
+        if not any(word in kinds for word in words) or not any(str(self.folder) in word for word in words):
+            return ""
+        return words[words.index("--name") + 1] if "--name" in words else ""
+
+    def end(self) -> dict[str, float]:
+        """Stop looking and return the seconds of each pod."""
+        self._over.set()
+        self._thread.join()
+        return {pod: end - began for pod, (began, end) in self.lives.items()}
+
+
+def _started(proc: Path) -> float:
+    try:
+        fields = (proc / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return 0.0 if fields[0] == "Z" else int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def console(*words: str) -> dict[str, Any]:
+    """Run a command of the console with --json."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.console", *words, "--json"], capture_output=True, text=True, check=False
+    )
+    return json.loads(done.stdout) if done.stdout.strip() else {"error": done.stderr.strip()}
+
+
+def one_run(folder: Path, name: str, overrides: tuple[str, ...], say: Any) -> dict[str, Any]:
+    """Run one configuration, record its steps, kill if it is to be killed; what came out."""
+    path = write_run(
+        folder, name, f"run.steps={LONG if name in KILLED else STEPS}", f"checkpoint.every_steps={EVERY}", "checkpoint.keep=20",
+        "samples.keep=100000", "generator.count=1", "generator.engine_options.token_s=0.2", "filters.exclude_pass_rate=0",
+        *overrides,
+    )  # fmt: skip
+    outside = Outside(folder / name)
+    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    recorders = []
+    while not (folder / name / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.1)
+    bundles = [folder / f"{name}-{step}.bundle" for step in RECORDED]
+    for step, out in zip(RECORDED, bundles, strict=True):
+        words = [
+            sys.executable,
+            "-m",
+            "services.console",
+            "record",
+            str(step),
+            str(folder / name),
+            "--out",
+            str(out),
+            "--wait",
+            "300",
+        ]
+        if len(recorders) == 2:
+            recorders[0].wait()  # two at a time
+        recorders.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    if pod := KILLED.get(name):
+        while _steps(folder / name) < 4 and process.poll() is None:
+            time.sleep(0.1)
+        kill(folder / name, pod)
+    process.wait()
+    for recorder in recorders:
+        recorder.wait()
+    seen = outside.end()
+    found = account.read(folder / name)
+    devices = {pod: each.devices for pod, each in found.pods.items()}
+    truth = sum(seconds * devices[pod] for pod, seconds in seen.items() if pod in devices)
+    total = sum(found.device_seconds().values())
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    results = {
+        str(out.name): {stage: console("replay-step", str(out), "--stage", stage) for stage in STAGES}
+        for out in bundles
+        if out.exists()
+    }
+    say(f"{name}: exit {process.returncode}, account {total:.1f} s of {truth:.1f} s, {len(results)} bundles")
+    return {
+        "closes": abs(total - truth) / truth, "step_s": statistics.median(record["time/step_s"] for record in records),
+        "results": results, "sizes": [out.stat().st_size for out in bundles if out.exists()],
+    }  # fmt: skip
+
+
+def _steps(folder: Path) -> int:
+    return len((folder / "metrics.jsonl").read_text().splitlines())
+
+
+def kill(folder: Path, pod: str) -> None:
+    """Kill a pod's process."""
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (proc / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if pod in words and "--name" in words and any(str(folder) in word for word in words):
+            os.kill(int(proc.name), signal.SIGKILL)
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> object:
+    """Run all configurations, one after the other."""
+    say = (lambda text: None) if options.json else print
+    save_model_folder(folder / "model")
+    chosen = {name: RUNS[name] for name in (options.only.split(",") if options.only else RUNS)}
+    found = {name: one_run(folder, name, overrides, say) for name, overrides in chosen.items()}
+    equal, total, unequal = 0, 0, dict[str, Any]()
+    for each in found.values():
+        for bundle, stages in each["results"].items():
+            total += 1
+            different = {stage: answer for stage, answer in stages.items() if answer.get("different", 1)}
+            equal += not different
+            if different:
+                unequal[bundle] = {stage: answer.get("first") or answer.get("error") for stage, answer in different.items()}
+    closes = [each["closes"] for each in found.values()]
+    return report(
+        {
+            "bundles": total, "configurations": len(found), "replay_equal": equal / max(1, total), "unequal": unequal,
+            "account_closes_worst": max(closes),
+        },
+        {
+            "account_closes": closes, "bundle_bytes": [size for each in found.values() for size in each["sizes"]],
+            "step_s": [each["step_s"] for each in found.values()],
+        },
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Measure."""
+    parser = arguments(__doc__)
+    parser.add_argument("--only", default="", help=f"configurations, of {', '.join(RUNS)}, separated by commas")
+    return run(measure, parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The account of a run closes: every second of every pod is somewhere, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config import to_toml
+from services.console.__main__ import main
+from services.operations import account
+from services.operations.account import Account, by_outcome
+from services.operations.samples.columns import SCHEMA
+from services.operations.samples.folder import LogPosition
+from services.operations.samples.outcomes import sampled_tokens
+from services.protocol.messages import PodStatus
+from services.runtime.processes.activity import ACTIVITIES, Activity, process_age_s
+from services.tracker.samples.writer import PartWriter
+from tests.support.harness import small_config
+
+
+def status(name: str, boot: str, devices: int = 1, **seconds: float) -> PodStatus:
+    gauges = {"devices": float(devices)} | {f"seconds/{activity}": spent for activity, spent in seconds.items()}
+    kind = name.partition("-")[0]
+    return PodStatus(kind=kind, name=name, boot=boot, host="", pid=1, url="", phase="", version=0, world=0, gauges=gauges)
+
+
+def test_a_killed_pod_s_absence_is_counted_and_a_departed_one_s_is_not() -> None:
+    found = Account()
+    found.observe([(status("generator-0", "a", 2, loading=5.0, generating=10.0), 0.5)], 100.0, 1.0)
+    assert found.pods["generator-0"].seconds() == {"loading": 5.0, "generating": 10.5}, "it lives on after its heartbeat"
+    old = status("generator-0", "a", 2, loading=5.0, generating=10.5)
+    found.observe([(old, 0.0)], 100.0, 1.0)
+    new = status("generator-0", "b", 2, loading=3.0)
+    found.observe([(old, 8.0), (new, 0.0)], 108.0, 1.0)  # the killed one has not expired yet
+    assert found.pods["generator-0"].seconds() == {"loading": 8.0, "generating": 10.5, "down": 5.0}
+    assert found.device_seconds() == {"loading": 16.0, "generating": 21.0, "down": 10.0}
+    found.observe([], 108.5, 1.0)
+    assert found.pods["generator-0"].left
+    found.observe([(status("generator-0", "c", 2, loading=1.0), 0.0)], 200.0, 1.0)
+    assert found.pods["generator-0"].seconds() == {"loading": 9.0, "generating": 10.5, "down": 5.0}
+
+
+lives = st.lists(st.tuples(st.floats(0.5, 50), st.floats(0.0, 20), st.sampled_from(ACTIVITIES)), min_size=1, max_size=6)
+
+
+@given(lives=lives, restarts=st.sets(st.integers(0, 5)))
+def test_it_closes(lives: list[tuple[float, float, str]], restarts: set[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A pod lives, is killed and starts again after a while; its observer is restarted at times."""
+    folder = tmp_path_factory.mktemp("account")
+    found, now, stale = Account(), 1000.0, list[tuple[PodStatus, float]]()
+    for number, (lived_s, down_s, activity) in enumerate(lives):
+        now += down_s if number else 0.0
+        for part in (0.3, 1.0):
+            beat_s = now + part * lived_s
+            spent = dict.fromkeys(("loading", activity), part * lived_s / len({"loading", activity}))
+            new = status("trainer-0", str(number), 3, **spent)
+            found.observe([*((old, beat_s - at_s) for old, at_s in stale), (new, 0.0)], beat_s, 1.0)
+        now += lived_s
+        stale = [(new, now)]
+        if number in restarts:
+            account.write(folder, found)
+            found = account.read(folder)
+    total = sum(found.device_seconds().values())
+    assert total == pytest.approx(3 * (now - 1000.0))
+    outcomes = by_outcome(found, {"trained": 30.0, "stale": 10.0})
+    assert sum(outcomes.values()) == pytest.approx(total)
+    assert by_outcome(found, {})["generated"] == pytest.approx(
+        found.device_seconds().get("generating", 0.0) + found.device_seconds().get("scoring", 0.0)
+    )
+
+
+def test_a_process_counts_from_its_start() -> None:
+    before_s, activity = process_age_s(), Activity()
+    assert activity.gauges() == {}, "it has no devices"
+    activity.devices = 2
+    activity.enter("idle")
+    time.sleep(0.05)
+    spent = activity.spent()
+    assert spent["loading"] == pytest.approx(before_s, abs=0.5)
+    assert spent["idle"] >= 0.05
+    assert sum(spent.values()) == pytest.approx(process_age_s(), abs=0.1)
+    assert activity.gauges().keys() == {"devices", "seconds/loading", "seconds/idle"}
+
+
+def test_cost_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "paid"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(small_config(tmp_path, None, "run.name=paid")))
+    assert main(["cost", str(run)]) == 2
+    assert "has no account.json" in capsys.readouterr().err
+    found = Account()
+    pods = [
+        status("trainer-0", "a", 2, loading=600.0, training=1800.0),
+        status("generator-0", "b", generating=3600.0, idle=1200.0),
+    ]
+    found.observe([(pod, 0.0) for pod in pods], 1e9, 1.0)
+    account.write(run, found)
+    row = dict.fromkeys(SCHEMA.names) | {"sample": 0, "incarnation": 1, "tool_tokens": 10, "notes": ""}
+    rows = [
+        row | {"payload": "0-1.1", "step": 1, "outcome": "trained", "reason": "", "length": 310, "solved": True},
+        row | {"payload": "0-1.1", "step": 2, "outcome": "trained", "reason": "", "length": 310, "solved": True},  # replayed
+        row | {"payload": "0-2.1", "step": 1, "outcome": "filtered", "reason": "zero", "length": 110, "solved": False},
+    ]
+    PartWriter(run / "samples", 1000).write(rows, LogPosition(1, 2))
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "reward/gen/mean": 0.1 * i}) + "\n" for i in range(6)))
+    assert sampled_tokens(run).by_outcome == {"trained": 300.0, "filtered: zero": 100.0}
+    assert main(["cost", str(run), "--json", "--price", "2"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["device_seconds"] == {"trained": 2 * 1800 + 2700, "filtered: zero": 900, "loading": 1200, "idle": 1200}
+    assert facts["total"] == sum(facts["device_seconds"].values()) == 9600
+    assert facts["cost"] == pytest.approx(9600 / 3600 * 2)
+    assert facts["per"]["a solved prompt"] == 9600
+    assert facts["per"]["a point of mean reward gained"] == pytest.approx(9600 / 0.5)
+    assert main(["cost", str(run), "--price", "2"]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "total 2.667 100.0% 5.333" in table
+    assert "a solved prompt: 5.333" in table
