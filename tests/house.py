@@ -83,7 +83,7 @@ def strict_errors() -> Measure:
 
 def keys() -> Measure:
     """Count the keys of the configuration. Keys that kinds of source share count once; sections are none."""
-    return Measure("keys", len({re.sub(r"\[\](\([^)]*\))?", "", key.key) for key in configuration_keys()}), 211)
+    return Measure("keys", len({re.sub(r"\[\](\([^)]*\))?", "", key.key) for key in configuration_keys()}), 212)
 
 
 def function_max() -> Measure:

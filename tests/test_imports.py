@@ -30,7 +30,7 @@ SERVICE_LAYERS = {
 MAY_IMPORT = {layer: {*LAYERS[:i], layer} for i, layer in enumerate(LAYERS)} | {
     service: {*layers, service} for service, layers in SERVICE_LAYERS.items()
 }
-LIGHT_WEIGHTS = ("member", "membership", "receiver")  # the other modules move tensors
+LIGHT_WEIGHTS = ("catalogue", "catch_up", "member", "membership", "reaching", "receiver")  # the other modules move tensors
 HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 
 

@@ -70,6 +70,10 @@ class Sync(Section):
     """What happens to unfinished completions when new weights are applied. `keep` continues them under the new weights and
     records the policy version of every token; `drain` starts no others and lets them finish first, for up to
     `drain_deadline_s`; `abort` restarts them. With `drain` and `abort` every completion has a single version."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """What happens to the KV cache when new weights are applied. `recompute` drops it, and unfinished completions are prefilled
+    again under the new weights. `keep` lets them go on with the KV that they have, computed under older weights; requests that
+    start later never use it. The logprobs are those the tokens were sampled with in both cases."""
     drain_deadline_s: float = Field(default=10.0, gt=0)
     """`drain`: completions that have not finished by then restart under the new weights."""
     host: str = ""

@@ -78,6 +78,15 @@ class GeneratorMetrics(Metrics):
         "Duration of the phases of weight-sync rounds: the pod's own part of each, and its waits for the others.", "phase",
         (*SYNC_PHASES, *SYNC_WAITS),
     )  # fmt: skip
+    pause_s: Histogram = histogram(
+        "grpo_generator_sync_pause_seconds", "seconds", "Time that the engine did not sample because new weights were applied."
+    )
+    fetched_bytes: Counter = counter(
+        "grpo_generator_fetched_weights_bytes_total", "bytes", "Bytes of weights fetched from the store of versions."
+    )
+    catch_ups: Counter = counter(
+        "grpo_generator_catch_ups_total", "", "Times that the pod fetched the published weights from the store outside rounds."
+    )
     sync_failures: Counter = counter("grpo_generator_sync_failures_total", "", "Failed phases of weight-sync rounds.")
 
     def sync_clock(self) -> PhaseClock:

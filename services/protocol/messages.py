@@ -193,9 +193,10 @@ class PodStatus(msgspec.Struct, frozen=True):
         ""  # the pause in effect here: keep | drain | abort; empty: it works, or has not completed a requested pause yet
     )
     waiting: str = ""  # the service that its verifiers wait for, and why; empty: none
-    fetching: str = (
-        ""  # `<trainer's fence>/<version>`: the oldest version that it still reads from the store of weights; empty: none
-    )
+    fetching: str = ""  # `<trainer's fence>/<version>`: the oldest version of weights that it still reads from the store
+    weights: dict[
+        str, float
+    ] = {}  # of its last weights. Generator: bytes, pause_s, catch_ups. Trainer: bytes, share, changed, delta
 
     @property
     def member(self) -> str:

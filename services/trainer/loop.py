@@ -233,7 +233,14 @@ class TrainLoop:
             "time/transfer_s": report.transfer_s,
             "fleet/generators": float(len(report.members)),
             "sync/attempts": float(report.attempts),
+            **{f"sync/{name}": value for name, value in self._sent().items() if name != "delta"},
         }
+
+    def _sent(self) -> dict[str, float]:
+        """Return what the last version took, if it went to a store, and tell the fleet."""
+        sent = self.worker.sender.sent
+        self._say(weights=sent)
+        return sent
 
     def _sync_begins(self, phase: str) -> None:
         self._sync_clock.enter(phase)

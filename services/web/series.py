@@ -18,7 +18,7 @@ CHARTED = (
     "staleness/trained/mean", "staleness/trained/max", "throughput/generated/tokens_per_s", "throughput/trained/tokens_per_s",
     "length/train/mean", "length/gen/mean", "tokens/train/sum", "entropy/train/mean", "logprob_gap/train/mean",
     "gradient/train/norm", "replay/buffer/groups", "fleet/generators", "time/step_s", "time/train_s", "time/sync_s",
-    "time/transfer_s", "sync/attempts", "checkpoint/failed",
+    "time/transfer_s", "sync/attempts", "sync/share", "sync/changed", "checkpoint/failed",
 )  # fmt: skip
 """Metrics kept of every step (docs/metrics.md): about 200 bytes per step in memory."""
 LARGEST = frozenset({"staleness/trained/max", "sync/attempts", "checkpoint/failed"})

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import structlog
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
@@ -25,6 +26,7 @@ from services.runtime.loops import Broken, Fatal, Loop
 from services.runtime.metrics.declarations import PhaseClock
 from services.runtime.service import Service
 from services.weights.catch_up import CatchUp
+from services.weights.reaching import reachable
 from services.weights.receiver import EngineDead, TransferFailed, WeightReceiver
 
 log = structlog.get_logger()
@@ -40,6 +42,9 @@ class RoundMetrics(Protocol):
     """Metrics that a member records of its rounds."""
 
     sync_failures: Counter
+    pause_s: Histogram
+    fetched_bytes: Counter
+    catch_ups: Counter
 
     def sync_clock(self) -> PhaseClock:
         """Return a clock that records the phases of the rounds."""
@@ -89,6 +94,7 @@ class WeightFollower:
         self._seen: tuple[int, str] = (0, "")
         self._joined_epoch = 0
         self._paused_for_round = False
+        self._paused_at, self._catch_ups = 0.0, 0
         self.frozen = False
         """Whether an operator's pause keeps the engine from sampling."""
 
@@ -154,9 +160,19 @@ class WeightFollower:
             log.warning("failed to fetch weights", error=str(error))
             self.metrics.sync_failures.inc()
         else:
-            self.service.say(phase="ready", version=fetched.version, trainer_fence=fetched.fence)
+            self._catch_ups += 1
+            self.metrics.catch_ups.inc()
+            self._say_held(fetched.version, fetched.fence)
         self._late.over()
         await self._leave_round()
+
+    def _say_held(self, version: int, fence: int) -> None:
+        """Report new weights, and what they took."""
+        pause_s, nbytes = time.monotonic() - self._paused_at, self.engine.fetched_bytes
+        self.metrics.pause_s.observe(pause_s)
+        self.metrics.fetched_bytes.inc(nbytes)
+        took = {"bytes": float(nbytes), "pause_s": pause_s, "catch_ups": float(self._catch_ups)}
+        self.service.say(phase="ready", version=version, trainer_fence=fence, weights=took)
 
     async def _reach(self, current: Round) -> None:
         """Check that the group's rendezvous, if it has one, can be reached.
@@ -166,7 +182,7 @@ class WeightFollower:
         if not current.port:  # a folder needs no connection
             return
         limit_s = REACH_SHARE * self.service.config.sync.join_deadline_s
-        reached, place = await _reachable(current.host, current.port, limit_s), f"{current.host}:{current.port}"
+        reached, place = await reachable(current.host, current.port, limit_s), f"{current.host}:{current.port}"
         self.service.say(unreached="" if reached else place)
         if not reached:
             await self.service.store.fleet.beat(self.service.status, self.service.config.fleet.ttl_s)  # the trainer reads it next
@@ -178,7 +194,7 @@ class WeightFollower:
         """Poll the rendezvous of rounds that exclude this pod, and report when it can be reached."""
         if current is None or not self.service.status.unreached:
             return
-        if await _reachable(current.host, current.port, REACH_AGAIN_S):
+        if await reachable(current.host, current.port, REACH_AGAIN_S):
             log.info("the trainer is reachable again", host=current.host, port=current.port)
             self.service.say(unreached="")
 
@@ -213,7 +229,7 @@ class WeightFollower:
                     await self.engine.receive(current.version)
                     if self.service.status.version < 0:
                         log.info("synced", member=me, version=current.version, epoch=current.epoch)
-                    self.service.say(phase="ready", version=current.version, trainer_fence=current.trainer_fence)
+                    self._say_held(current.version, current.trainer_fence)
                     await self._leave_round()
                     await self._offer()  # before the acknowledgement reaches the trainer, so that no later round can come first
                     stage = "applied"
@@ -238,6 +254,7 @@ class WeightFollower:
     async def _pause(self) -> None:
         if self._in_flight is not None:
             await self._obeying(self._in_flight.quiesce(self.frozen))
+        self._paused_at = time.monotonic()
         await self.engine.pause()
         self._paused_for_round = True
 
@@ -278,14 +295,3 @@ class WeightFollower:
         self.frozen = wanted
         self.service.notifications.notify("frozen")
         log.info("frozen" if wanted else "resumed")
-
-
-async def _reachable(host: str, port: int, limit_s: float) -> bool:
-    """Return whether something listens there."""
-    try:
-        async with asyncio.timeout(limit_s):
-            _, writer = await asyncio.open_connection(host, port)
-    except OSError:  # unknown name, connection refused or no route; includes timeouts
-        return False
-    writer.close()
-    return True

@@ -33,9 +33,14 @@ class WeightReceiver(Protocol):
         """
         ...
 
+    @property
+    def fetched_bytes(self) -> int:
+        """Return the bytes that the last `stage` read from a store of versions; 0 without one."""
+        ...
+
     async def pause(self) -> None:
-        """Stop sampling and drop the KV cache; completions stay and are prefilled again after `resume`. Raises
-        `TransferFailed`.
+        """Stop sampling; completions stay. With `sync.kv = "recompute"` drop the KV cache, so that they are prefilled again after
+        `resume`. Raises `TransferFailed`.
         """
         ...
 

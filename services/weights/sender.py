@@ -46,6 +46,11 @@ class Sender(Protocol):
         """Return whether there may be something to sweep."""
         ...
 
+    @property
+    def sent(self) -> dict[str, float]:
+        """Return what the last `send` took: bytes, share of all bytes, share of the elements that changed, 1 for a delta."""
+        ...
+
     def label(self, version: int, fence: int) -> None:
         """Say which version of which trainer the next `send` sends."""
         ...
@@ -105,6 +110,11 @@ class WeightSender:
 
     sweeps = False
     """Return whether there may be something to sweep."""
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Return nothing: a group always gets all weights."""
+        return {}
 
     def label(self, version: int, fence: int) -> None:
         """Rank 0: say which version of which trainer the next `send` sends. Members learn that from the round."""

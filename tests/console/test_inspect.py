@@ -711,6 +711,7 @@ def test_the_command_line_reaches_every_verb(server: RedisServer, tmp_path: Path
             (("inspect", "group", "0-0"), "removed from the replay table after use"),
             (("inspect", "step", "0"), "0, prepared"),
             (("inspect", "ledger"), "dead letters"),
+            (("inspect", "sync"), "published"),
             (("inspect", "deadletter"), "broke"),
             (("inspect", "deadletter", id), "ticket, "),
             (("replay", "requeue", "--reason", "broke"), "1 requeued, 0 refused"),

@@ -56,6 +56,7 @@ class World:
     engines: dict[str, ScriptedEngine] = field(default_factory=dict)
     lanes: dict[str, EvaluationWorker] = field(default_factory=dict)
     tasks: dict[str, list[asyncio.Task[None]]] = field(default_factory=dict)
+    metrics: dict[str, GeneratorMetrics] = field(default_factory=dict)
     gathered: set[str] = field(default_factory=set)  # everybody a round has counted on
 
     def member(self, name: str, engine: ScriptedEngine | None = None, follows: bool = True) -> str:
@@ -72,6 +73,7 @@ class World:
                 shared = (service, engine, PlainTokenizer(), AnyVerifier(), GeneratorMetrics(service.registry))
                 lane = self.lanes[name] = EvaluationWorker(*shared)  # type: ignore[arg-type]
                 rollouts = RolloutLoop(*shared, lane)  # type: ignore[arg-type]
+                self.metrics[name] = rollouts.metrics
                 follower = WeightFollower(service, engine, rollouts.metrics, lane, rollouts.in_flight)
                 bodies = (
                     service._listen, service._heartbeat, service.view.follow, follower.follow,

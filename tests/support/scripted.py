@@ -59,6 +59,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.version, self.whole, self.world, self.stages = -1, True, 1, True
+        self.fetched_bytes = 0
         self._go = asyncio.Event()
         self._go.set()
         self._running: dict[str, _Running] = {}
@@ -166,6 +167,7 @@ class ScriptedEngine:
         try:
             if self._config.sync.backend == "store":
                 self._staged = dict(await asyncio.to_thread(manifest.take, deadline, version))
+                self.fetched_bytes = manifest.fetched.nbytes
             elif group is None:
                 self._staged = dict(await asyncio.to_thread(manifest.take, deadline))
             else:

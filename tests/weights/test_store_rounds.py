@@ -75,6 +75,9 @@ def test_a_latecomer_fetches_the_weights_without_the_trainer(world: World) -> No
     world.portal.call(wait_until(lambda: world.engines["late"].version == 2))
     assert_equal(world, "late")
     assert world.rounds.catch_up(2) is None
+    registry = world.metrics["late"]
+    assert registry.catch_ups._value.get() == 1
+    assert registry.fetched_bytes._value.get() > SIZE * SIZE * 2, "an anchor and two deltas"
     status = world.portal.call(world.store.fleet.members(60))
     step(world, 3)
     assert len(world.train(3).members) == len(status) == 2, "it takes part in the next round"

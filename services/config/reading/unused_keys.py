@@ -136,6 +136,9 @@ def _sync(config: RunConfig) -> Rules:
     sync = config.sync
     if sync.backend not in ("filesystem", "store"):
         yield "sync.folder", f'with sync.backend = "{sync.backend}"', 'set sync.backend = "filesystem" or "store"'
+    if sync.in_flight != "keep":
+        reason = f'with sync.in_flight = "{sync.in_flight}", which leaves no completion to keep it for'
+        yield "sync.kv", reason, 'set sync.in_flight = "keep"'
     if sync.in_flight != "drain":
         yield "sync.drain_deadline_s", f'with sync.in_flight = "{sync.in_flight}"', 'set sync.in_flight = "drain"'
 

@@ -77,6 +77,14 @@ def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> in
 
 
 @inspect_app.command()
+def sync(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
+    """Show weight sync: the last round, what the trainer sent, and what each generator holds and paused for."""
+    from services.console.inspect import verbs
+
+    return finish(verbs.sync(run, redis_url, as_json))
+
+
+@inspect_app.command()
 def deadletter(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[ID] [RUN]", help="Dead letter to show with its body; default: list them.")

@@ -16,11 +16,13 @@ from services.console.commands.control import Target
 from services.console.commands.control import requeue as request_requeue
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.inspect import tables
+from services.console.inspect.sync_table import sync_table
 from services.console.printable import print_json, safe_json
 from services.operations.inspection import Answer, deadletters
 from services.operations.inspection.buffer import inspect_buffer
 from services.operations.inspection.group import inspect_group
 from services.operations.inspection.step import inspect_step
+from services.operations.inspection.sync import inspect_sync
 from services.operations.inspection.text import TextReader
 from services.protocol.errors import NotFound
 from services.store.calls.inspection import Sort
@@ -63,6 +65,14 @@ async def step(run: str, redis_url: str, number: int, offset: int, limit: int, a
         row_tokens = attached.config.trainer.row_tokens if attached.config else None
         found = await inspect_step(attached.store, number, row_tokens, offset, limit)
     _show(found, tables.step_tables(found), as_json)
+    return EXIT_OK
+
+
+async def sync(run: str, redis_url: str, as_json: bool) -> int:
+    """Show weight sync."""
+    async with _looking(run, redis_url) as attached:
+        found = await inspect_sync(attached.store, attached.ttl_s)
+    _show(found, sync_table(found), as_json)
     return EXIT_OK
 
 

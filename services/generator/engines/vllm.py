@@ -51,7 +51,9 @@ class VllmEngine:
         self.whole = True
         self.world = 1
         self.stages = False
+        self.fetched_bytes = 0
         self._staged = -1  # the version staged in the workers, ready to be applied
+        self._loads = 0  # weights applied; a version that is trained again is other weights
         self._started: AsyncLLM | None = None
         self._prefixes: dict[str, Generated | None] = {}  # of running completions, by request id
         self._prompts: dict[str, tuple[int, float]] = {}  # of running completions: hash of the prompt, start time
@@ -111,7 +113,8 @@ class VllmEngine:
         self._prefixes[request_id] = prefix
         self._prompts[request_id] = hash(tuple(tokens)), time.monotonic()
         try:
-            output = await last(self._llm.generate(tokens_input(tokens), parameters, request_id))
+            salted = tokens_input(tokens, cache_salt=f"weights {self._loads}")  # KV of older weights may still be in the cache
+            output = await last(self._llm.generate(salted, parameters, request_id))
         except EngineDeadError as error:
             raise EngineDead(f"vLLM's engine core died while generating {request_id}; see its log for the reason") from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
@@ -144,9 +147,11 @@ class VllmEngine:
             await asyncio.sleep(_ABORT_POLL_S)
 
     async def pause(self) -> None:
-        """Stop after the current iteration; keep the requests, drop the KV cache and the prefix cache."""
+        """Stop after the current iteration; keep the requests, and drop the KV cache and the prefix cache unless `sync.kv` keeps
+        them.
+        """
         async with self._limit(self._config.sync.join_deadline_s, "pause"):
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self._llm.pause_generation(mode="keep", clear_cache=self._config.sync.kv == "recompute")
 
     async def resume(self) -> None:
         """Resume sampling."""
@@ -191,6 +196,7 @@ class VllmEngine:
             while not failures:
                 states = set(await self._llm.collective_rpc("weight_stage_state"))
                 if states == {"staged"}:
+                    self.fetched_bytes = sum(await self._llm.collective_rpc("weights_fetched"))
                     self._staged = version
                     return
                 if "staging" not in states:
@@ -228,6 +234,7 @@ class VllmEngine:
                 self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
                 raise WeightsChanged(changed[0])
         self.version, self.whole = version, True
+        self._loads += 1
 
     def gauges(self) -> Gauges:
         """Count the load here, since vLLM's own statistics cost some percent of throughput.

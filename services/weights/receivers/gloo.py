@@ -143,6 +143,8 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 class StagingEngine(JoiningEngine):
     """Receives into host memory while generation continues."""
 
+    fetched_bytes = 0
+    """What the last transfer read from a store of versions."""
     _staging: Future[list[tuple[str, torch.Tensor]]] | None = None
 
     def take(self, connection: Any, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
@@ -238,6 +240,11 @@ class WorkerExtension:
         """Return `StagingEngine.stage_state` of this worker."""
         assert isinstance(self.weight_transfer_engine, StagingEngine)
         return self.weight_transfer_engine.stage_state()
+
+    def weights_fetched(self) -> int:
+        """Return `StagingEngine.fetched_bytes` of this worker."""
+        assert isinstance(self.weight_transfer_engine, StagingEngine)
+        return self.weight_transfer_engine.fetched_bytes
 
     def weight_group_state(self) -> str:
         """Return `JoiningEngine.join_state` of this worker."""

@@ -29,4 +29,6 @@ class StoreWeightTransferEngine(StagingEngine):
 
     def take(self, connection: VersionReader, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
         """Fetch what leads to the version."""
-        return connection.take(deadline, version)
+        weights = connection.take(deadline, version)
+        self.fetched_bytes = connection.fetched.nbytes
+        return weights

@@ -85,8 +85,16 @@ class StoreWeightSender:
         self._label = (0, 0)
         self.sweeps = False
         """Return whether there may be something to sweep."""
-        self.last: Entry | None = None
-        """Rank 0: what the last `send` wrote."""
+        self._last: Entry | None = None  # what the last `send` wrote
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Return what the last `send` took: bytes, share of all bytes, share of the elements that changed, 1 for a delta."""
+        if self._last is None:
+            return {}
+        share = self._last.nbytes / max(1, self._last.full_nbytes)
+        delta = float(self._last.base is not None)
+        return {"bytes": float(self._last.nbytes), "share": share, "changed": self._last.changed, "delta": delta}
 
     def label(self, version: int, fence: int) -> None:
         """Rank 0: say which version of which trainer the next `send` sends."""
@@ -233,7 +241,7 @@ class StoreWeightSender:
             self._write_catalogue(self._catalogue.with_entry(entry).trimmed())
         except OSError as error:
             raise SendFailed(f"failed to write version {task.version}: {error}") from error
-        self.last = entry
+        self._last = entry
 
     def _describe(self, version: int, base: int | None, parts: Described) -> Entry:
         made = manifest.assemble(version, self._catalogue.fence, base, self._tensors, self._weights, parts)

@@ -1,0 +1,98 @@
+"""`sync.kv = "keep"`: completions go on with the KV that they have, and nobody else ever uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from services.generator.engines.vllm import VllmEngine
+from services.protocol.messages import Span
+from services.rollouts.generated import SamplingParameters
+from tests.support.tiny_vllm import make_config, make_model, perturb, reference_logprobs
+from tests.weights.test_weight_transfer import Pair, made, until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("default"),  # importing vLLM warns
+]
+
+PROMPT = [5, 17, 33, 65, 129]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def keeping(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    folder = tmp_path_factory.mktemp("keeping")
+    model = make_model(folder, tied=False)
+    engine = VllmEngine()
+    config = make_config(folder, sync={"kv": "keep", "join_deadline_s": 3.0, "transfer_deadline_s": 10.0})
+    await engine.start(config)
+    yield Pair(engine, model, config)
+    await engine.close()
+
+
+def mixed_logprobs(old: Any, new: Any, prompt: list[int], tokens: np.ndarray, cut: int) -> np.ndarray:
+    """Return the logprobs of tokens[cut:] by `new`, over KV that `old` computed for all but the last token before the cut."""
+    import torch
+
+    whole = torch.tensor([prompt + tokens.tolist()])
+    kept = len(prompt) + cut - 1
+    with torch.no_grad():
+        cache = old(whole[:, :kept], use_cache=True).past_key_values
+        logits = new(whole[:, kept:-1], past_key_values=cache).logits[0]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        return logprobs.gather(1, whole[0, kept + 1 :, None])[:, 0].numpy()
+
+
+async def test_completions_go_on_with_the_kv_that_they_have(keeping: Pair) -> None:
+    await keeping.make_group()
+    await keeping.update()
+    old, before = deepcopy(keeping.model), keeping.version
+    running = [
+        asyncio.create_task(keeping.engine.generate(f"kept-{i}", [*PROMPT, 3 + i], 50 + i, SamplingParameters(150)))
+        for i in range(8)
+    ]
+    await until(lambda: all(task.done() or made(keeping.engine, f"kept-{i}") >= 20 for i, task in enumerate(running)))
+    perturb(keeping.model, 7)
+    await keeping.update()
+    lived = 0
+    for i, completion in enumerate(await asyncio.gather(*running)):
+        if len(completion.spans) < 2:
+            continue
+        lived += 1
+        prompt, cut = [*PROMPT, 3 + i], completion.spans[0].end
+        assert completion.spans == [Span(before, 0, cut), Span(keeping.version, cut, len(completion.tokens))]
+        by_old = reference_logprobs(old, prompt, completion.tokens)
+        np.testing.assert_allclose(completion.logprobs[:cut], by_old[:cut], atol=1e-4)
+        expected = mixed_logprobs(old, keeping.model, prompt, completion.tokens, cut)
+        np.testing.assert_allclose(completion.logprobs[cut:], expected, atol=1e-4)
+        by_new = reference_logprobs(keeping.model, prompt, completion.tokens)
+        assert np.abs(completion.logprobs[cut:] - by_new[cut:]).max() > 1e-3, "it was prefilled again"
+    assert lived > 3
+
+
+async def test_later_requests_never_see_kv_of_older_weights(keeping: Pair) -> None:
+    prompt = [3 + i % 300 for i in range(200)]  # longer than a block of the prefix cache
+    await keeping.make_group()
+    for step in range(3):
+        perturb(keeping.model, 300 + step)
+        await keeping.update()
+        answer = await keeping.engine.generate(f"salted-{step}", prompt, step, SamplingParameters(8))
+        np.testing.assert_allclose(answer.logprobs, reference_logprobs(keeping.model, prompt, answer.tokens), atol=1e-4)
+
+
+async def test_requests_of_one_version_still_share_their_prompt(keeping: Pair) -> None:
+    prompt = [7 + i % 200 for i in range(230)]
+    await keeping.engine.generate("first", prompt, 0, SamplingParameters(1))
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    salted = tokens_input(prompt, cache_salt=f"weights {keeping.engine._loads}")
+    outputs = [output async for output in keeping.engine._llm.generate(salted, SamplingParams(max_tokens=1), "second")]
+    assert (outputs[-1].num_cached_tokens or 0) >= 128, "a block of the prefix cache"
