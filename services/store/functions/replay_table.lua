@@ -70,10 +70,10 @@ local function add_weight(t, change)
   t.weight_sum = sum
 end
 
--- Return the number of the clocks for a weight above 0, 1 for the lightest (as in store/snapshot_format.py).
+-- Return the number of the clocks for a weight in LIGHTEST to HEAVIEST, 1 to CLOCKS (as in store/snapshot_format.py).
 local function clock_of(weight)
   local _, exponent = math.frexp(weight)
-  return math.max(1, math.min(CLOCKS, math.floor((exponent - 1) / SPAN) + 3))
+  return math.floor((exponent - 1) / SPAN) + 3
 end
 
 -- Return the weight that drives the clock of a group in the table.
@@ -103,16 +103,9 @@ local function wind(t, group, weight, variate)
   end
 end
 
--- Stop a group's clock. Returns the rest of its variate: Exp(1)-distributed again, by memorylessness.
+-- Stop a group's clock.
 local function unwind(t, group, weight)
-  local key, now = t.key .. 'idle', t.idle_now
-  if weight > 0 then
-    local n = clock_of(weight)
-    key, now = t.key .. 'clock:' .. n, t.now[n]
-  end
-  local rings = tonumber(redis.call('ZSCORE', key, group))
-  redis.call('ZREM', key, group)
-  return math.max((rings - now) * (weight > 0 and weight or 1), 0)
+  redis.call('ZREM', t.key .. (weight > 0 and 'clock:' .. clock_of(weight) or 'idle'), group)
 end
 
 local function enter_table(t, group, seq, oldest, weight, variate)

@@ -26,6 +26,6 @@ register('log_samples', {
     end
   end
   local left = redis.call('XLEN', prefix .. ':samples')
-  redis.call('HSET', state, 'bytes', left > 0 and math.max(0, (tonumber(held[4]) or 0) - freed) or 0)
+  redis.call('HSET', state, 'bytes', left > 0 and (tonumber(held[4]) or 0) - freed or 0)
   return left
 end)
