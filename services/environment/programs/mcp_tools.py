@@ -29,69 +29,92 @@ class ServerLost(BadReply):
 
 
 class McpSession:
-    """A connection to a server, from its first use to `close`. One task holds it, as the library demands."""
+    """A connection to a server, from its first use to `close`. One task holds it, as the library demands.
+
+    If it ends, a session that rollouts share is begun again with its next use; any other is not, since its server has forgotten
+    what it was told.
+    """
 
     def __init__(self, setup: ProgramSetup) -> None:
         self._setup = setup
-        self._holding: asyncio.Task[None] | None = None
-        self._opened: asyncio.Future[Any] | None = None
-        self._closing = asyncio.Event()
+        self._held: HeldSession | None = None
 
     @property
     def used(self) -> bool:
         """Whether the server may have been asked for anything."""
-        return self._opened is not None
+        return self._held is not None
 
     async def client(self) -> Any:
         """Return the library's client, connected. Raises `ServerLost`."""
-        if self._opened is None or (self._holding is not None and self._holding.done() and self._setup.shared):
-            self._opened = asyncio.get_running_loop().create_future()
-            self._holding = asyncio.create_task(self._hold(self._opened))
-        return await asyncio.shield(self._opened)
+        if self._held is None or (self._setup.shared and self._held.over):
+            self._held = HeldSession(self._setup)
+        return await asyncio.shield(self._held.opened)
+
+    def lost(self, client: Any) -> None:
+        """Take note that a client's connection has ended."""
+        if self._held is not None and self._held.is_of(client):
+            self._held.closing.set()
 
     async def close(self) -> None:
         """End the connection, and the server if it was started for it."""
-        self._closing.set()
-        if self._holding is not None:
-            if self._opened is not None and not self._opened.done():
-                self._holding.cancel()
-            await asyncio.gather(self._holding, return_exceptions=True)
+        if self._held is not None:
+            await self._held.close()
 
-    async def _hold(self, opened: asyncio.Future[Any]) -> None:
-        from services.environment.programs.mcp_transport import StdioServer
+
+class HeldSession:
+    """A connection, and the task that holds it."""
+
+    def __init__(self, setup: ProgramSetup) -> None:
+        self._setup = setup
+        self.closing = asyncio.Event()
+        self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold())
+
+    @property
+    def over(self) -> bool:
+        """Whether the connection has ended, or is about to."""
+        return self._task.done() or self.closing.is_set()
+
+    def is_of(self, client: Any) -> bool:
+        """Return whether a client is the one of this connection."""
+        return (
+            self.opened.done() and not self.opened.cancelled() and not self.opened.exception() and self.opened.result() is client
+        )
+
+    async def close(self) -> None:
+        """End it."""
+        self.closing.set()
+        if not self.opened.done():
+            self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _hold(self) -> None:
+        from services.environment.programs.mcp_transport import StdioServer, over_http
 
         server = StdioServer(self._setup.command, os.getcwd())
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(START_LIMIT_S):
-                    client = await stack.enter_async_context(await _client(self._setup, server, stack))
-                opened.set_result(client)
-                await self._closing.wait()
+                    from mcp import Client
+
+                    streams = server.streams() if self._setup.command else over_http(self._setup.url, _token(self._setup))
+                    client = await stack.enter_async_context(Client(streams))
+                self.opened.set_result(client)
+                await self.closing.wait()
         except BaseException as error:  # of a server, or of the library that reads what it says
-            if not opened.done():
+            if not self.opened.done():
                 why = "; ".join([_reason(error), *server.errors])[: 3 * ERROR_CHARACTERS]
-                opened.set_exception(ServerLost(f"the MCP server {named(self._setup)} cannot be used: {why}"))
-                opened.exception()  # it may be that nobody waits
+                self.opened.set_exception(ServerLost(f"the MCP server {named(self._setup)} cannot be used: {why}"))
+                self.opened.exception()  # it may be that nobody waits
             if isinstance(error, asyncio.CancelledError):
                 raise
 
 
-async def _client(setup: ProgramSetup, server: Any, stack: contextlib.AsyncExitStack) -> Any:
-    from mcp import Client
-
-    if setup.command:
-        return Client(server.streams())
+def _token(setup: ProgramSetup) -> str:
     token = os.environ.get(setup.token_env, "") if setup.token_env else ""
     if setup.token_env and not token:
         raise ServerLost(f'token_env = "{setup.token_env}": the variable is not set; set it where the run is started')
-    if not token:
-        return Client(setup.url)
-    import httpx2
-    from mcp.client.streamable_http import streamable_http_client
-
-    bearer = {"Authorization": f"Bearer {token}"}
-    http = await stack.enter_async_context(httpx2.AsyncClient(headers=bearer, timeout=httpx2.Timeout(START_LIMIT_S, read=None)))
-    return Client(streamable_http_client(setup.url, http_client=http))
+    return token
 
 
 class McpTool:
@@ -116,7 +139,10 @@ class McpTool:
             return f"Error: the tool took longer than {self._limit_s:g} s"
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                raise ServerLost(f"the MCP server ended during a call of {self.name!r}") from None
+                self._session.lost(client)
+                raise ServerLost(
+                    f"the MCP server was lost during a call of {self.name!r}: {error.message}"[:ERROR_CHARACTERS]
+                ) from None
             return f"Error: {error.message}"[:ERROR_CHARACTERS]
         except Exception as error:  # an answer that the library refuses
             return f"Error: {_reason(error)}"
@@ -147,7 +173,7 @@ async def listed(session: McpSession) -> list[dict[str, Any]]:
     """Return the descriptions of a server's tools, in OpenAI's form. Raises `ServerLost`, `Unusable`."""
     client, cursor = await session.client(), None
     found: list[dict[str, Any]] = []
-    while True:
+    for _ in range(MOST_TOOLS):
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:
             function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
