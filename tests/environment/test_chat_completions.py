@@ -98,13 +98,14 @@ def test_the_sampling_of_the_run_wins_and_the_reply_says_so(client: Any, rollout
     reply = ask(model="any", messages=[USER], temperature=0.2, top_p=1.0, extra_body={"unheard_of": 1})
     assert reply.headers["x-grpo-sampling"] == "temperature=0.7"
     assert "x-grpo-sampling" not in ask(model="any", messages=[USER], temperature=0.7).headers
+    assert ask(model="any", messages=[USER], tool_choice="required").headers["x-grpo-sampling"] == "tool_choice=auto"
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"n": 2}, "n = 2 is not supported"),
-        ({"tool_choice": "required"}, "tool_choice = 'required' is not supported"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice = {'type': 'function', 'function'"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs = 3"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_tokens": 0}, "max_tokens = 0 must be an integer of at least 1"),

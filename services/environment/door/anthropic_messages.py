@@ -16,7 +16,7 @@ def read(body: Mapping[str, Any]) -> Question:
     """Return what a body asks. Raises `RequestRefused`."""
     choice: Any = body.get("tool_choice") or {}
     kind = cast("dict[str, Any]", choice).get("type", "auto") if isinstance(choice, dict) else choice
-    if kind not in ("auto", "none"):
+    if kind not in ("auto", "none", "any"):
         raise RequestRefused(f"tool_choice = {shown(kind)} is not supported here: leave it out", code="unsupported_value")
     system = _texts("system", body["system"]) if body.get("system") else ""
     messages = [{"role": "system", "content": system}] if system else []
@@ -24,7 +24,7 @@ def read(body: Mapping[str, Any]) -> Question:
         messages += _messages(f"messages[{i}]", message)
     return Question(
         messages=messages,
-        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(listed(body, "tools"))] if kind == "auto" else [],
+        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(listed(body, "tools"))] if kind != "none" else [],
         overrides=overrides(body, "stop_sequences", "max_tokens"),
         stream=flag(body, "stream"),
     )

@@ -14,6 +14,8 @@ from services.rollouts.generated import SamplingParameters
 MOST_STOPS = 16
 LONGEST_TOKENS = 1 << 31
 SAMPLING = ("temperature", "top_p", "top_k")
+FORCED = ("required", {"type": "any"})
+"""How OpenAI's and Anthropic's clients ask for a reply that calls a tool, whichever one."""
 
 
 def integer(body: Mapping[str, Any], *names: str) -> int | None:
@@ -75,10 +77,13 @@ def refuse_unsupported(body: Mapping[str, Any], *supported: tuple[str, tuple[obj
 
 
 def overruled(body: Mapping[str, Any], sampling: SamplingParameters) -> str:
-    """Return which sampling parameters of a body are not those of the run, whose are used; empty: none."""
+    """Return which wishes of a body about sampling are not met, and what is used instead; empty: none."""
     theirs = {name: body[name] for name in SAMPLING if isinstance(body.get(name), int | float)}
     ours = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    return ", ".join(f"{name}={ours[name]}" for name, value in theirs.items() if value != ours[name])
+    noted = [f"{name}={ours[name]}" for name, value in theirs.items() if value != ours[name]]
+    if body.get("tool_choice") in FORCED:
+        noted.append("tool_choice=auto")
+    return ", ".join(noted)
 
 
 def shown(value: object) -> str:
