@@ -54,6 +54,8 @@ def test_the_pod_has_what_it_needs_and_no_number() -> None:
     (container,) = spec["containers"]
     assert container["command"] == ["python", "-m", "services.environment", "--stay"]
     assert [source["secretRef"]["name"] for source in container["envFrom"]] == ["search-key", "reward-key"]
+    (asking,) = template(objects, "dataprep")["spec"]["containers"]
+    assert [source["secretRef"]["name"] for source in asking["envFrom"]] == ["search-key"], "for the tools of MCP servers"
     assert not spec["automountServiceAccountToken"]
     assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
     budget = chart.named(objects, "PodDisruptionBudget", "demo-environment")["spec"]
@@ -74,6 +76,9 @@ def test_it_reaches_redis_generators_and_what_the_values_list() -> None:
     assert generators["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "generator"
     assert redis["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
     assert sandbox == own
+    asks = chart.named(objects, "NetworkPolicy", "demo-tools")
+    assert chosen(asks, template(objects, "dataprep")["metadata"]["labels"]), "dataprep asks MCP servers for their tools"
+    assert asks["spec"]["egress"] == [own]
     online = chart.render(chart.changed(VALUES, "environment.internet", True))
     policy = chart.named(online, "NetworkPolicy", "demo-internet")
     assert chosen(policy, labels)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from functools import cache
 from typing import Any
 
 from services.config.environments import EnvironmentConfig, drives_itself
 from services.dataprep.prompts.errors import DataError
-from services.runtime.process_tools import die_with_parent
 from services.verifiers.sandbox.interpreters import in_interpreter, inherited
 from services.verifiers.sandbox.process import START_LIMIT_S, worker_environment
 from services.verifiers.sandbox.scratch import Scratch
 
 ASKED = "services.environment.programs.shared_tools"  # the environment's code runs there, without secrets
+GUARD = "services.environment.programs.guard"  # ends whatever that code has started
 
 
 def tools_of(environment: EnvironmentConfig | None) -> list[dict[str, Any]]:
@@ -32,12 +34,17 @@ def _asked(name: str, environment: str, kept: tuple[str, ...], interpreter: str)
     scratch = Scratch()
     try:
         python, variables = in_interpreter(interpreter, scratch.path, worker_environment(str(scratch.path), kept))
-        answer = subprocess.run(
-            [python, "-m", ASKED], input=environment, stdout=subprocess.PIPE, text=True, check=True,
-            timeout=START_LIMIT_S, cwd=scratch.path,
-            env=variables, preexec_fn=die_with_parent,
+        with subprocess.Popen(
+            [sys.executable, "-S", "-m", GUARD, str(os.getpid()), python, "-m", ASKED],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=scratch.path, env=variables,
             process_group=0,  # keeps Ctrl-C from reaching it
-        ).stdout  # fmt: skip
+        ) as asked:  # fmt: skip
+            try:
+                answer, _ = asked.communicate(environment, timeout=START_LIMIT_S)
+            finally:
+                asked.terminate()
+        if asked.returncode:
+            raise subprocess.CalledProcessError(asked.returncode, ASKED)
         found = json.loads(answer)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         raise DataError(f"environment {name!r} cannot be asked for its tools: {error}; see its output above") from None
