@@ -45,6 +45,15 @@ class ToolEnvironment(CommonEnvironment):
     memory_mib: int = Field(default=512, ge=64)
     """Memory limit of the code that the tool `python` runs."""
 
+    @model_validator(mode="after")
+    def _calls_end_before_their_reply(self) -> Self:
+        if (self.tools or isinstance(self, McpEnvironment)) and self.tool_timeout_s > self.timeout_s / 2:
+            raise ValueError(
+                f"tool_timeout_s = {self.tool_timeout_s:g} is more than half of timeout_s = {self.timeout_s:g}, so that a slow "
+                "call would fail its rollout instead of being answered: lower it, or raise timeout_s"
+            )
+        return self
+
 
 class PythonEnvironment(ToolEnvironment):
     """A Python class, one object of which takes part in each rollout (docs/environments.md)."""

@@ -1,5 +1,7 @@
 """Drives a rollout whose environment is an agent: a program that asks the policy through the door until it returns a reward.
 
+Guarantees: when the rollout has ended, nothing is sampled for it any longer.
+
 Waits for: the program. Unblocked by: its end, or its own time limit, in which the policy's time does not count.
 """
 
@@ -16,7 +18,7 @@ import uvicorn
 from services.environment.door.app import make_door
 from services.environment.door.rollouts import RolloutOver
 from services.environment.programs.frames import StepDone
-from services.environment.programs.pool import ProgramFailed, ProgramProcess
+from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess
 from services.environment.programs.rows import row_for
 from services.environment.rollout import FinishedRollout, LiveRollout
 
@@ -57,7 +59,7 @@ class Door:
 
 
 async def run_agent(live: LiveRollout, process: ProgramProcess, door: Door, limit_s: float) -> FinishedRollout:
-    """Run an agent to its end. Raises `ProgramFailed`, `LeaseLost`, `GenerationFailed`."""
+    """Run an agent to its end. Raises `ProgramFailed`, `LeaseLost`, `StoreError`."""
     key = f"rollout-{secrets.token_urlsafe(24)}"
     door.open[key] = live
     given = {"url": door.url, "key": key, "row": row_for(live.place.ticket.row, live.place.ticket.answer)}
@@ -65,8 +67,12 @@ async def run_agent(live: LiveRollout, process: ProgramProcess, door: Door, limi
     running = asyncio.ensure_future(process.do(live.place.name, "run", given))
     try:
         while not (await asyncio.wait([running], timeout=WATCH_S))[0]:
+            if live.lost:
+                raise live.lost
             if time.monotonic() - began - live.policy_s > limit_s:
-                raise ProgramFailed(f"the agent took longer than timeout_s = {limit_s:g}, without the policy's turns")
+                why = f"the agent took longer than timeout_s = {limit_s:g}, without the policy's turns"
+                await process.stop(live.place.name, why)
+                raise ProgramFailed(why)
         scores = await _scores(running, live)
         if live.lost:
             raise live.lost
@@ -78,12 +84,16 @@ async def run_agent(live: LiveRollout, process: ProgramProcess, door: Door, limi
         running.cancel()
         door.close(key)
         process.drop(live.place.name)
+        await live.asked.close()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def _scores(running: asyncio.Future[StepDone], live: LiveRollout) -> dict[str, float] | None:
     """Return the reward of an agent that has ended; one that a limit stopped may have none."""
     try:
         return (await running).value
+    except ProcessLost:
+        raise
     except ProgramFailed:
         if not live.truncated:
             raise

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from services.environment.door.rollouts import ContextFull, RolloutOver
-from services.environment.programs.pool import ProgramFailed, ProgramProcess
+from services.environment.programs.process import ProgramFailed, ProgramProcess
 from services.environment.programs.rows import row_for
-from services.environment.records import EnvironmentReply, reply_of
+from services.environment.records import EnvironmentReply, Record, reply_of
 from services.environment.rollout import FinishedRollout, LiveRollout
 
 CUT_OFF = "length"
 """The finish of a turn at its limit of tokens, which ends the rollout: no reply of the environment follows it."""
 
 
-def restorable(live: LiveRollout) -> bool:
-    """Return whether a rollout with records can go on from them: its last reply has the environment's state."""
-    replies = [record for record in live.records if isinstance(record, EnvironmentReply)]
+def restorable(records: Sequence[Record]) -> bool:
+    """Return whether a rollout can go on from its records: its last reply has the environment's state."""
+    replies = [record for record in records if isinstance(record, EnvironmentReply)]
     return bool(replies) and bool(replies[-1].snapshot)
 
 

@@ -23,7 +23,8 @@ from services.environment.chat.format import ChatFormat
 from services.environment.conversation import converse, restorable
 from services.environment.generators import GeneratorFleet
 from services.environment.metrics import EnvironmentMetrics
-from services.environment.programs.pool import ProgramFailed, ProgramPool, ProgramProcess
+from services.environment.programs.pool import ProgramPool
+from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess
 from services.environment.records import Record
 from services.environment.rollout import FinishedRollout, LeaseLost, LiveRollout, Manner, RolloutPlace, records_of
 from services.protocol.messages import Header, Row, Ticket
@@ -35,6 +36,11 @@ from services.verifiers.base import Job, Scores, combine, solved
 from services.verifiers.scoring import Scoring
 
 log = structlog.get_logger()
+
+PAUSES_S = (0.0, 0.0, 5.0, 30.0)
+"""Pauses before a rollout's attempts, by failures so far: what it needs may be away for seconds, as a server that restarts is."""
+MAX_LOSSES = 16
+"""Times that a rollout may lose its process because of others, before it is left out."""
 
 
 @dataclass
@@ -170,32 +176,50 @@ class GroupRunner:
     ) -> None:  # fmt: skip
         """Run one rollout to its end, starting it again when it fails."""
         row, records = msgspec.json.decode(group.ticket.row, type=Row), records_of(data)
-        begun = bool(data)
-        for attempt in range(self._config.generator.max_attempts):
-            live = self._live(group, environment, manner, turns, sample, restarts, records, row)
-            if begun and restorable(live):
+        begun, failures, losses = bool(data), 0, 0
+        while failures < self._config.generator.max_attempts and losses < MAX_LOSSES:
+            await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
+            live = self._restored(group, environment, manner, turns, sample, restarts, records, row) if records else None
+            if live is not None:
                 self._metrics.continued.inc()
-            elif begun:
-                restarts += 1
-                if not await turns.restart(sample, restarts):
-                    raise LeaseLost
-                self._metrics.restarts.inc()
+            else:
+                if begun:
+                    restarts += 1
+                    if not await turns.restart(sample, restarts):
+                        raise LeaseLost
+                    self._metrics.restarts.inc()
                 live = self._live(group, environment, manner, turns, sample, restarts, [], row)
-            begun = True
-            lost = False  # whether its process died, perhaps because of another rollout
+            begun, records = True, []
             try:
                 async with self._pools[environment.name].process() as process:
-                    try:
-                        group.finished[sample] = await self._drive(live, process, environment, row)
-                    finally:
-                        lost = not process.alive
+                    group.finished[sample] = await self._drive(live, process, environment, row)
+                group.failed.pop(sample, None)
                 return
             except (ProgramFailed, GenerationFailed, ValueError, TypeError) as error:  # the latter two: of what it replied
-                log.warning("rollout failed", ticket=group.ticket.id, sample=sample, attempt=attempt, error=str(error))
-                group.failed[sample], records = str(error), list(live.records) if lost else []
+                if isinstance(error, ProcessLost):  # its program is gone, its turns are not
+                    records = list(live.records)
+                blameless = isinstance(error, ProcessLost) and not error.suspected
+                losses, failures = losses + blameless, failures + (not blameless)
+                log.warning("rollout failed", ticket=group.ticket.id, sample=sample, failures=failures, error=str(error))
+                group.failed[sample] = str(error)
             finally:
                 self._fleet.forget(live.place.name)
         self._metrics.left_out.inc()
+
+    def _restored(
+        self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
+        records: list[Record], row: Row,
+    ) -> LiveRollout | None:  # fmt: skip
+        """Return a rollout that goes on from its records; None: it cannot, or they are not what a rollout records."""
+        if not restorable(records):
+            return None
+        try:
+            return self._live(group, environment, manner, turns, sample, restarts, records, row)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # whatever damaged records lead to
+            log.warning(
+                "a rollout's turns cannot be read: it starts again", ticket=group.ticket.id, sample=sample, error=repr(error)
+            )
+            return None
 
     async def _drive(
         self, live: LiveRollout, process: ProgramProcess, environment: EnvironmentConfig, row: Row

@@ -12,7 +12,8 @@ from services.environment.generators import GeneratorFleet
 from services.environment.group import GroupRunner
 from services.environment.loop import EnvironmentLoop
 from services.environment.metrics import EnvironmentMetrics
-from services.environment.programs.pool import ProgramPool, ProgramUnusable
+from services.environment.programs.pool import ProgramPool
+from services.environment.programs.process import ProgramUnusable
 from services.runtime.loops import Fatal, Loop, after
 from services.runtime.service import Service
 from services.verifiers.base import VerifierFailure

@@ -19,17 +19,21 @@ from typing import Any
 from services.config import RunConfig
 from services.environment.chat.format import ChatFormat
 from services.environment.door.resends import AskedTurns
-from services.environment.door.rollouts import RUN, ContextFull, Overrides, RolloutOver, TurnReply, Usage
+from services.environment.door.rollouts import RUN, ContextFull, Overrides, RolloutOver, TurnLost, TurnReply, Usage
 from services.environment.generators import GeneratorFleet, limited
-from services.environment.recording.recorder import Call, Recorder
+from services.environment.recording.recorder import Call, Recorder, TooLong
 from services.environment.records import EnvironmentReply, Record, pack_record, unpack_records
+from services.protocol.errors import StoreError
 from services.protocol.messages import Ticket, Turn
 from services.rollouts.generated import SamplingParameters, Segment
 from services.runtime.tracing import TraceRecorder
 
 
-class LeaseLost(Exception):
+class LeaseLost(TurnLost):
     """Another pod holds the ticket now."""
+
+    def __init__(self) -> None:
+        super().__init__("another pod holds its ticket now")
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class LiveRollout:
         )
         self.asked = AskedTurns()
         self.truncated = False
-        self.lost: LeaseLost | None = None
+        self.lost: LeaseLost | StoreError | None = None  # why it cannot go on here
         self._asked = len(self.recorder.turns)  # turns begun
         self._committing = asyncio.Lock()
         self._calls, self._calls_began, self._policy_s = 0, 0.0, 0.0  # under way, since when any has been, time before that
@@ -136,13 +140,25 @@ class LiveRollout:
     ) -> TurnReply:
         """Return what the policy says to a conversation, committed.
 
-        Raises `BadMessages`, `RolloutOver`, `ContextFull`, `LeaseLost`, `GenerationFailed`.
+        Raises `BadMessages`, `RolloutOver`, `ContextFull`, `LeaseLost`, `StoreError`, `GenerationFailed`.
         """
-        return await self._turn(self.recorder.plan(messages, tools), overrides)
+        with self._room():
+            call = self.recorder.plan(messages, tools, self._context)
+        return await self._turn(call, overrides)
 
     async def complete_text(self, prompt: str | list[int], overrides: Overrides = RUN) -> TurnReply:
         """Return what follows a text or token ids, committed. Raises like `complete`."""
-        return await self._turn(self.recorder.plan_text(prompt), overrides)
+        with self._room():
+            call = self.recorder.plan_text(prompt, self._context)
+        return await self._turn(call, overrides)
+
+    @contextlib.contextmanager
+    def _room(self) -> Generator[None]:
+        try:
+            yield
+        except TooLong as error:
+            self.truncated = True
+            raise ContextFull(str(error)) from None
 
     async def _turn(self, call: Call, overrides: Overrides) -> TurnReply:
         turn = self._asked
@@ -173,10 +189,13 @@ class LiveRollout:
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
 
     async def append(self, record: Record) -> None:
-        """Commit a record. Raises `LeaseLost`."""
-        if not await self._commit(len(self._records), pack_record(record)):
-            self.lost = LeaseLost()
-            raise self.lost
+        """Commit a record. Raises `LeaseLost` and `StoreError`, after which the rollout cannot go on here."""
+        try:
+            if not await self._commit(len(self._records), pack_record(record)):
+                raise LeaseLost
+        except (LeaseLost, StoreError) as error:
+            self.lost = error
+            raise
         self._records.append(record)
         if isinstance(record, EnvironmentReply):
             self.environment_s += record.seconds

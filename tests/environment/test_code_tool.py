@@ -117,6 +117,8 @@ async def test_folders_of_any_depth_are_deleted_and_links_are_not_followed(tool:
     assert (await run(tool, deep)).endswith("it was emptied")
     assert await run(tool, "import os; os.symlink('../kept', 'link'); os.mkfifo('pipe')") == ""
     assert tool.snapshot() is None, "what is no plain file cannot be kept"
+    assert await run(tool, "import os; os.unlink('pipe'); os.unlink('link'); open(b'\\xff', 'w').close()") == ""
+    assert tool.snapshot() is None, "nor can a name that is no text"
     await tool.close()
     assert os.listdir(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "file").exists()
@@ -175,7 +177,7 @@ from services.config.environments import PythonEnvironment
 from services.environment.programs.pool import ProgramPool
 from services.verifiers.sandbox.scratch import remove
 async def main():
-    made = ProgramPool(PythonEnvironment(name="code", kind="python", tools=["python"], tool_timeout_s=600))
+    made = ProgramPool(PythonEnvironment(name="code", kind="python", tools=["python"], tool_timeout_s=300))
     await made.start()
     process = made.processes[0]
     await process.do("kill-9.0.0", "start", {})

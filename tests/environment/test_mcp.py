@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import os
 import subprocess
@@ -12,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2
 import pytest
 
 from services.config import ConfigError
 from services.config.environments import McpEnvironment
-from services.environment.programs.pool import ProgramFailed, ProgramPool, ProgramProcess, ProgramUnusable
+from services.environment.programs.mcp_transport import _CarefulClient
+from services.environment.programs.pool import ProgramPool
+from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
 from services.runtime.process_tools import free_port
 from tests.support.harness import save_tokenizer_folder, small_config, wait_until
 
@@ -74,7 +79,7 @@ async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_
         assert flood.endswith("(1000000 characters, cut)")
         assert (await say(process, "a", "babble"))[0] == "said"
         assert (await say(process, "a", "absent"))[0].startswith("Error: there is no tool 'absent'")
-        with pytest.raises(ProgramFailed, match="the MCP server ended during a call of 'die'"):
+        with pytest.raises(ProgramFailed, match="the MCP server was lost during a call of 'die'"):
             await say(process, "a", "die")
         assert (await say(process, "b", "count"))[0] == "2", "another rollout's server goes on"
         assert (await process.do("b", "turn", {"content": "done"})).value["messages"] is None
@@ -86,9 +91,7 @@ async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_
 
 async def test_a_server_at_a_url_may_be_shared_and_its_rollouts_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    server = subprocess.Popen(  # noqa: ASYNC220 - returns once the process is forked
-        [*SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    server = serving(port)
     try:
         await wait_until(lambda: _answers(port), 30.0)
         monkeypatch.setenv("TESTS_TOKEN", "secret")
@@ -100,9 +103,54 @@ async def test_a_server_at_a_url_may_be_shared_and_its_rollouts_continued(monkey
             assert (said, snapshot) == ("2", {"own": None, "sets": [{}]})
             await process.do("c", "restore", snapshot)
             assert (await say(process, "c", "count"))[0] == "3"
+            server.kill()
+            server.wait()
+            for rollout, why in (("a", "was lost"), ("b", "cannot be used")):
+                with pytest.raises(ProgramFailed, match=why):
+                    await say(process, rollout, "count")
+            server = serving(port)
+            await wait_until(lambda: _answers(port), 30.0)
+            assert (await say(process, "c", "count"))[0] == "1", "rollouts find the server that replaces it"
     finally:
         server.kill()
         server.wait()
+
+
+async def test_a_shared_server_that_dies_is_started_again() -> None:
+    async with worker(command=SERVER, shared=True) as process:
+        for rollout in ("a", "b"):
+            await process.do(rollout, "start", {})
+        with pytest.raises(ProgramFailed, match="was lost during a call of 'die'"):
+            await say(process, "a", "die")
+        assert (await say(process, "b", "count"))[0] == "1"
+
+
+async def _endless() -> AsyncIterator[bytes]:
+    while True:
+        yield b"x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("response", "why"),
+    [
+        (httpx2.Response(200, content=_endless()), "more than 16 MiB"),
+        (httpx2.Response(200, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"}), "compresses its answers"),
+        (httpx2.Response(503, json={}), "status 503"),
+        (httpx2.Response(404, json={"error": "no such session"}), "status 404"),
+        (httpx2.Response(400, text="<html>"), "status 400"),
+        (httpx2.Response(400, json={"error": "wrong arguments"}), ""),
+        (httpx2.Response(200, json={"result": 1}), ""),
+    ],
+    ids=lambda given: f"{given.status_code}" if isinstance(given, httpx2.Response) else given,
+)
+async def test_what_is_no_answer_of_a_server_over_http_ends_the_connection(response: httpx2.Response, why: str) -> None:
+    async with _CarefulClient(transport=httpx2.MockTransport(lambda _: response)) as client:
+        with pytest.raises(httpx2.TransportError, match=why) if why else contextlib.nullcontext():
+            await client.post("http://server/mcp", headers={"mcp-session-id": "1"}, json={})
+
+
+def serving(port: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _answers(port: int) -> bool:
@@ -119,7 +167,7 @@ def _answers(port: int) -> bool:
         ({"command": ["/nowhere/server"]}, "'/nowhere/server' cannot be used: FileNotFoundError"),
         ({"url": "http://127.0.0.1:9/mcp"}, "'http://127.0.0.1:9/mcp' cannot be used"),
         ({"url": "http://127.0.0.1:9/mcp", "token_env": "UNSET_TOKEN"}, 'token_env = "UNSET_TOKEN": the variable is not set'),
-        ({"url": "http://x/mcp", "interpreter": "/nowhere/python"}, "cannot be run .No such file or directory.: make it with"),
+        ({"url": "http://x/mcp", "interpreter": "/nowhere/python"}, "cannot be run .*No such file or directory.*: make it with"),
     ],
 )
 async def test_a_server_that_cannot_be_used_is_named_with_the_reason(keys: dict[str, Any], said: str) -> None:

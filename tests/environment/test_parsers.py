@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -72,6 +74,24 @@ def test_a_malformed_call_says_what_is_wrong(family: str, text: str) -> None:
     with pytest.raises(MalformedCall) as caught:
         PARSERS[family](text, [TOOL])
     assert str(caught.value)
+
+
+ENDLESS = (" ", "<tool_call>", "<arg_key>a</arg_key><arg_value>", "<parameter=a>", "[TOOL_CALLS]", "</function> ", "[f(")
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_what_a_model_repeats_without_end_takes_no_longer_than_it_is_long(family: str) -> None:
+    for piece in ENDLESS:
+        for begin in ("", "<tool_call>f", "<tool_call><function=f>", "[", "<|python_tag|>"):
+            began = time.process_time()
+            with contextlib.suppress(MalformedCall):
+                PARSERS[family](begin + piece * (200_000 // len(piece)) + "</tool_call>", [TOOL])
+            assert time.process_time() - began < 2.0, (begin, piece)
+
+
+def test_a_name_that_no_text_can_have_is_replaced() -> None:
+    (call,) = PARSERS["hermes"]('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [TOOL]).calls
+    assert call.name == "?"
 
 
 @pytest.mark.parametrize("family", PARSERS)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from services.config.environments import AgentEnvironment, PythonEnvironment
 from services.console.doctor.environments import environments
 from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
-from services.environment.programs.pool import ProgramFailed, ProgramPool, ProgramProcess, ProgramUnusable
+from services.environment.programs.pool import ProgramPool
+from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
 from services.environment.programs.tools import answered, methods_of
 from services.environment.records import RECORD_BYTES, pack_record, reply_of, unpack_records
 from tests.support.harness import save_tokenizer_folder, small_config
@@ -99,7 +100,10 @@ def test_records_are_whole_or_none() -> None:
         pack_record(reply_of([], "x" * RECORD_BYTES, 0.0))
 
 
-async def test_a_program_that_hangs_costs_its_process_and_the_next_one_works(tmp_path: Path) -> None:
+async def test_a_program_that_blocks_costs_its_process_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.environment.programs.process.STOP_LIMIT_S", 0.5)
     code = (
         "import time\nclass Slow:\n    def turn(self, message):\n        time.sleep(60)\n    def score(self):\n        return 1\n"
     )

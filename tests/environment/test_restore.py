@@ -85,7 +85,7 @@ async def test_a_rollout_that_is_taken_over_ends_as_it_would_have(cut: int, max_
         for kept in range(1, len(records) + 1):
             policy = Policy(chat, cut)
             taken, committed = rollout(policy, prompt, records[:kept], max_turns)
-            assert restorable(taken)
+            assert restorable(unpack_records(records[:kept]))
             already = len(taken.recorder.turns)
             assert compared(await converse(taken, program, prompt)) == expected
             assert len(committed) == len(records), "no turn more than without the loss"

@@ -35,7 +35,8 @@ async def _loaded(config: RunConfig, tried: RunConfig) -> list[Finding]:
 
 async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried: EnvironmentConfig) -> Finding:
     from services.console.offline import Offline
-    from services.environment.programs.pool import ProgramFailed, ProgramPool, ProgramUnusable
+    from services.environment.programs.pool import ProgramPool
+    from services.environment.programs.process import ProgramFailed, ProgramUnusable
     from services.environment.programs.rows import row_for
 
     what = f"environment {given.name}"

@@ -47,6 +47,8 @@ def packed(folder: Path) -> dict[str, str] | None:
         size += known.st_size + len(path)
         if not stat.S_ISREG(known.st_mode) or size > KEPT_BYTES:
             return None
+        if not path.isprintable():  # such as a name that is not UTF-8, which no record holds
+            return None
         try:
             data = (folder / path).read_bytes()
         except OSError:  # its mode forbids it

@@ -133,15 +133,15 @@ async def _output(process: asyncio.subprocess.Process, code: bytes) -> tuple[byt
         process.stdin.write(code)
         process.stdin.close()
     kept, size = bytearray(), 0
-    while data := await process.stdout.read(1 << 16):
+    while data := await process.stdout.read(1 << 16):  # to the end, even of a killed one: otherwise asyncio does not see it
         size += len(data)
         kept += data[: max(0, 4 * SHOWN_CHARACTERS - len(kept))]
         if size > OUTPUT_BYTES:
             _kill(process)
-            return bytes(kept), True
-    return bytes(kept), False
+    return bytes(kept), size > OUTPUT_BYTES
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)  # Popen.kill may take the exit status, so that asyncio does not find it

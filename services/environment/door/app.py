@@ -24,7 +24,8 @@ from services.environment.chat.messages import BadMessages
 from services.environment.door import anthropic_messages, chat_completions, responses, text_completions
 from services.environment.door.fields import overruled
 from services.environment.door.resends import attempt_of, digest_of
-from services.environment.door.rollouts import OpenRollout, Question, RequestRefused, Rollouts, TurnReply
+from services.environment.door.rollouts import OpenRollout, Question, RequestRefused, Rollouts, TurnLost, TurnReply
+from services.protocol.errors import StoreError
 from services.rollouts.generated import GenerationFailed
 
 MOST_BYTES = 64 << 20
@@ -81,6 +82,8 @@ def make_door(rollouts: Rollouts) -> FastAPI:
     app.add_exception_handler(BadMessages, _bad_messages)
     app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(GenerationFailed, _failed)
+    app.add_exception_handler(TurnLost, _lost)
+    app.add_exception_handler(StoreError, _lost)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientDisconnect, _gone)
     return app
@@ -190,6 +193,10 @@ async def _too_deep(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return _error(request, 503, "generation_failed", f"the policy failed: {error}")
+
+
+async def _lost(request: Request, error: Exception) -> Response:
+    return _error(request, 503, "rollout_lost", "the turn could not be kept: the rollout ends here")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

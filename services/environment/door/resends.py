@@ -73,6 +73,13 @@ class AskedTurns:
             asked.unread = await gone()
         return reply
 
+    async def close(self) -> None:
+        """End the turns that are under way: nobody will read them."""
+        under_way = [each.turn for each in self._turns if not each.turn.done()]
+        for turn in under_way:
+            turn.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
     def _ended(self, asked: AskedTurn, done: asyncio.Task[TurnReply]) -> None:
         """Forget a turn that failed, for it sampled nothing to repeat, and the oldest that are answered."""
         answered = [each for each in self._turns if each.turn.done()]

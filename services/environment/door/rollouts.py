@@ -32,6 +32,10 @@ class ContextFull(RequestRefused):
         super().__init__(message, 400, "context_length_exceeded")
 
 
+class TurnLost(Exception):
+    """A turn could not be kept: the rollout ends here, and goes on or starts again elsewhere."""
+
+
 class Overrides(NamedTuple):
     """What a request may choose of its sampling."""
 
@@ -90,7 +94,7 @@ class OpenRollout(Protocol):
         ...
 
     async def complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], overrides: Overrides) -> TurnReply:
-        """Record and return the policy's reply. Raises `BadMessages`, `RequestRefused` and `GenerationFailed`."""
+        """Record and return the policy's reply. Raises `BadMessages`, `RequestRefused`, `GenerationFailed` and `TurnLost`."""
         ...
 
     async def complete_text(self, prompt: str | list[int], overrides: Overrides) -> TurnReply:

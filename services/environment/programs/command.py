@@ -1,53 +1,89 @@
-"""An agent that is a program of its own: started once per rollout, ended with it.
+"""An agent that is a program of its own: started once per rollout in a folder of its own, ended with it.
 
 The program finds the policy at OPENAI_BASE_URL with OPENAI_API_KEY (and ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY), its data row
-as JSON in GRPO_ROW, and prints its reward as the last line of its output: a number, or a JSON object of numbers with the key
-`score`.
+as JSON in the file GRPO_ROW_FILE and, unless it is too long for a variable, in GRPO_ROW, and prints its reward as the last line
+of its output: a number, or a JSON object of numbers with the key `score`.
+
+Guarantees: when the program has ended, or the rollout, so has whatever it has started, and its folder is deleted; of what it
+prints only the end is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from services.environment.programs import guard
 from services.environment.programs.loaded import BadReply
-from services.runtime.process_tools import die_with_parent
+from services.verifiers.sandbox.scratch import remove
 
-OUTPUT_BYTES = 1 << 20
+TAIL_BYTES = 1 << 16
+VARIABLE_BYTES = 100_000
+"""Longest row in a variable: the kernel takes no variable of more than 128 KiB."""
 
 
 async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
     """Run the program for one rollout and return what it printed last, decoded. Raises `BadReply`."""
-    url = given["url"]
-    variables = {
-        "OPENAI_BASE_URL": url, "OPENAI_API_KEY": given["key"], "GRPO_ROW": json.dumps(given["row"], default=str),
-        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": given["key"],
-    }  # fmt: skip
-    process = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE, limit=OUTPUT_BYTES, start_new_session=True, preexec_fn=die_with_parent,
-    )  # fmt: skip
+    folder = Path(tempfile.mkdtemp(prefix="agent-", dir=os.getcwd()))
     try:
-        output, errors = await process.communicate()
+        status, output, errors = await _ended(command, folder, given)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+        await asyncio.shield(asyncio.to_thread(remove, folder))
     last = _last_line(output)
-    if process.returncode:
-        raise BadReply(f"{command[0]} ended with exit status {process.returncode}: {_last_line(errors) or 'it printed no error'}")
+    if status:
+        raise BadReply(f"{command[0]} ended with exit status {status}: {_last_line(errors)[:500] or 'it printed no error'}")
     if not last:
         return None
     try:
         return json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadReply(f"{command[0]} printed {last[:200]!r} last: print the reward, a number, as the last line") from None
+
+
+async def _ended(command: Sequence[str], folder: Path, given: dict[str, Any]) -> tuple[int, bytes, bytes]:
+    """Run the program to its end; return its exit status and the end of what it printed, to its output and its errors."""
+    row, work = folder / "row.json", folder / "work"
+    row.write_text(json.dumps(given["row"], default=str))
+    work.mkdir()
+    process = await asyncio.create_subprocess_exec(
+        *guard.guarded(), *command, env={**os.environ, **_variables(given, row, work)}, cwd=work,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))  # read to the end: otherwise asyncio does not see it
+    try:
+        output, errors = await asyncio.shield(tails)
+        return await process.wait(), output, errors
+    finally:
+        if process.returncode is None:
+            process.terminate()  # the guard, which ends the others
+            await asyncio.shield(asyncio.gather(tails, process.wait()))
+
+
+def _variables(given: dict[str, Any], row: Path, work: Path) -> dict[str, str]:
+    url, text = given["url"], row.read_text()
+    local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
+    return {
+        "OPENAI_BASE_URL": url, "OPENAI_API_KEY": given["key"], "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": given["key"], "GRPO_ROW_FILE": str(row), "TMPDIR": str(work), "NO_PROXY": local, "no_proxy": local,
+        **({"GRPO_ROW": text} if len(text) <= VARIABLE_BYTES else {}),
+    }  # fmt: skip
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """Read to the end, and return the end of it."""
+    kept = b""
+    while data := await stream.read(1 << 16):
+        kept = (kept + data)[-TAIL_BYTES:]
+    return kept
 
 
 def _last_line(output: bytes) -> str:
     lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else ""
+    return lines[-1] if lines else ""

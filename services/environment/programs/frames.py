@@ -20,6 +20,7 @@ class ProgramSetup(msgspec.Struct, array_like=True):
     tools: list[str] = []  # built-in
     tool_timeout_s: float = 30.0
     memory_mib: int = 512  # of code that the policy writes
+    timeout_s: float = 600.0  # for one reply
 
 
 class Started(msgspec.Struct, array_like=True):
@@ -33,7 +34,7 @@ class ProgramStep(msgspec.Struct, array_like=True):
 
     id: int
     rollout: str
-    do: str  # start | turn | unknown | score | restore | close | run
+    do: str  # start | turn | unknown | score | restore | run | stop | close
     given: Any = None
 
 

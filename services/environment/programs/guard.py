@@ -17,6 +17,11 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _STATE, _PARENT = 0, 1  # of /proc/PID/stat, after the name
 
 
+def guarded() -> list[str]:
+    """Return what to put before a command that this process starts, for it to run under a guard."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+
+
 def main() -> int:
     """Run the command of the arguments to its end and return its exit status."""
     libc = ctypes.CDLL(None)
@@ -79,7 +84,7 @@ def _children() -> list[int]:
 
 def _close_inherited() -> None:
     """Close the command's descriptors, so that the other end sees when the command has gone."""
-    os.closerange(3, 256)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,12 @@ class BadReply(Exception):
 class LoadedProgram:
     """One object of a class of one's own, in one rollout, with tools that are not its own."""
 
-    def __init__(self, made: Any = None, sets: Sequence[ToolSet] = ()) -> None:
-        """`made`: the object; None: the rollout ends with the first reply that calls no tool, and scores nothing."""
-        self._made, self._sets = made, list(sets)
+    def __init__(self, made: Any = None, sets: Sequence[ToolSet] = (), timeout_s: float = float("inf")) -> None:
+        """`made`: the object; None: the rollout ends with the first reply that calls no tool, and scores nothing.
+
+        `timeout_s` is the time limit of a reply.
+        """
+        self._made, self._sets, self._timeout_s = made, list(sets), timeout_s
         self._tools: dict[str, Callee] = {}
 
     async def start(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +43,7 @@ class LoadedProgram:
         if error := message.get("error"):
             return await self._reply([{"role": "user", "content": f"Error: {error}"}])
         if message.get("tool_calls"):
-            return await self._reply(await answered(message, self._tools))
+            return await self._reply(await answered(message, self._tools, self._timeout_s))
         return await self._reply(_messages(await self._maybe("turn", message)))
 
     async def unknown(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Tools of an environment: what the policy may call. A class's own are described by their signatures and docstrings.
 
 Guarantees: whatever a model writes as a call is answered with a text of bounded length, its fault if there is one; only a tool's
-own exceptions of the kind `Exception` are told to the model, and end nothing.
+own exceptions of the kind `Exception` are told to the model, and end nothing. However many calls a turn has, they take bounded
+time and space together.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, get_type_hints
@@ -17,6 +19,12 @@ from pydantic import BaseModel, ValidationError, create_model
 ERROR_CHARACTERS = 500
 ANSWER_CHARACTERS = 200_000
 """Most characters of what a tool says that the model is told: more than most models' contexts hold."""
+TURN_CHARACTERS = 2 * ANSWER_CHARACTERS
+"""Most characters of what all tools of a turn say: even escaped as JSON, they fit into a record."""
+TURN_CALLS = 100
+"""Most calls of a turn that are made."""
+TURN_SHARE = 0.5
+"""Part of `timeout_s` after which no further call of a turn is begun: the rest is for the one that is under way."""
 
 CODE = "python"
 """Name of the built-in tool that runs code, which classes and configurations may list."""
@@ -90,20 +98,33 @@ class Tool:
             if inspect.isawaitable(said):
                 said = await said
         except Exception as error:  # the model is told, and may do better
-            return f"Error: {type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+            return f"Error: {_told(error)}"[:ERROR_CHARACTERS]
         return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
 
 
-async def answered(message: Mapping[str, Any], tools: Mapping[str, Callee]) -> list[dict[str, Any]]:
-    """Call the tools that an assistant's message calls, one after the other; return a message for each call, or none."""
+async def answered(
+    message: Mapping[str, Any], tools: Mapping[str, Callee], timeout_s: float = float("inf")
+) -> list[dict[str, Any]]:
+    """Call the tools that an assistant's message calls, one after the other; return a message for each call, or none.
+
+    `timeout_s` is the time limit of a reply. Calls that would exceed it, or the limits above, are not made, and answered so.
+    """
     replies: list[dict[str, Any]] = []
-    for call in message.get("tool_calls") or ():
+    began, room = time.monotonic(), TURN_CHARACTERS
+    for number, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]
         tool = tools.get(function["name"])
         if tool is None:
             said = f"Error: there is no tool {function['name']!r}; the tools are {', '.join(tools)}"
+        elif number >= TURN_CALLS:
+            said = f"Error: not called, since one message may call at most {TURN_CALLS} tools"
+        elif time.monotonic() - began > TURN_SHARE * timeout_s:
+            said = "Error: not called, since the calls before it took too long: make fewer calls in one message"
+        elif not room:
+            said = "Error: not called, since the calls before it said too much: make fewer calls in one message"
         else:
-            said = shortened(await tool.call(_arguments(function["arguments"])), ANSWER_CHARACTERS)
+            said = shortened(await tool.call(_arguments(function["arguments"])), min(ANSWER_CHARACTERS, room))
+            room -= len(said)
         replies.append({"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": said})
     return replies
 
@@ -113,7 +134,7 @@ def shortened(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     note = f" … ({len(text)} characters, cut)"
-    return text[: most - len(note)] + note
+    return (text[: max(0, most - len(note))] + note)[:most]
 
 
 def lists_code(program: object, listed: Sequence[Any]) -> bool:
@@ -131,12 +152,19 @@ def methods_of(program: object, listed: Sequence[Any]) -> dict[str, Tool]:
     return {method.__name__: Tool(method) for method in methods}
 
 
+def _told(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of its own __str__
+        return type(error).__name__
+
+
 def _arguments(text: object) -> object:
     if not isinstance(text, str):
         return text
     try:
         return json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

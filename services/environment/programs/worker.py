@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -27,7 +27,7 @@ from services.environment.programs.frames import ProgramSetup, ProgramStep, Star
 from services.environment.programs.kinds import Kind, opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
 from services.runtime.own_code import Unusable
-from services.verifiers.sandbox.frames import LENGTH, frame
+from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 
 _OURS = str(Path(__file__).resolve().parents[3] / "services")
 
@@ -36,8 +36,12 @@ def main() -> None:
     """Serve the socket whose descriptor is the first argument; the second is this process' own folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pod, which then ends this process
     os.chdir(sys.argv[2])
-    with contextlib.suppress(EOFError, ConnectionError):
-        asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    with asyncio.Runner() as runner, contextlib.suppress(EOFError, ConnectionError):
+        loop = runner.get_loop()
+        serving = loop.create_task(_serve(socket.socket(fileno=int(sys.argv[1]))))
+        while not serving.done():
+            with contextlib.suppress(SystemExit):  # of a task that a program began: it ends that task, and nothing else
+                loop.run_until_complete(serving)
 
 
 async def _serve(pod: socket.socket) -> None:
@@ -51,12 +55,8 @@ async def _serve(pod: socket.socket) -> None:
         return
     worker = ProgramWorker(kind)
     writer.write(frame(Started()))
-    running: set[asyncio.Task[None]] = set()
     while True:
-        step = msgspec.msgpack.decode(await _frame(reader), type=ProgramStep)
-        task = asyncio.create_task(worker.answer(step, writer))
-        running.add(task)
-        task.add_done_callback(running.discard)
+        worker.begin(msgspec.msgpack.decode(await _frame(reader), type=ProgramStep), writer)
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
@@ -70,45 +70,87 @@ class ProgramWorker:
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._programs: dict[str, LoadedProgram] = {}
-        self._agents: dict[str, asyncio.Task[Any]] = {}
+        self._steps: dict[str, set[asyncio.Task[None]]] = {}  # under way, by rollout
 
-    async def answer(self, step: ProgramStep, writer: asyncio.StreamWriter) -> None:
+    def begin(self, step: ProgramStep, writer: asyncio.StreamWriter) -> None:
+        """Begin a step. `stop` and `close` first end what the rollout is doing."""
+        if step.do in ("stop", "close"):
+            for task in self._steps.get(step.rollout, ()):
+                task.cancel()
+        task = asyncio.create_task(self._answer(step, writer))
+        self._steps.setdefault(step.rollout, set()).add(task)
+        task.add_done_callback(lambda done: self._ended(step, done, writer))
+
+    def _ended(self, step: ProgramStep, task: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
+        if task.cancelled():  # before it could begin
+            writer.write(frame(StepDone(step.id, error="stopped")))
+        self._steps[step.rollout].discard(task)
+        if not self._steps[step.rollout]:
+            del self._steps[step.rollout]
+
+    async def _answer(self, step: ProgramStep, writer: asyncio.StreamWriter) -> None:
         """Do a step and send what came of it."""
         started = time.monotonic()
         try:
             done = StepDone(step.id, await self._do(step))
-            data = frame(done)
-        except BadReply as error:
-            data = frame(StepDone(step.id, error=str(error)))
-        except BaseException as error:  # anything that a program raises is its failure, reported with the reason
-            data = frame(StepDone(step.id, error=reason_of(error), seconds=time.monotonic() - started))
-        else:
             done.seconds = time.monotonic() - started
-            data = frame(done)
+            data = _encoded(done)
+        except BaseException as error:  # anything that a program raises is its failure, reported with the reason
+            why = str(error) if isinstance(error, BadReply) else reason_of(error)
+            data = frame(StepDone(step.id, error=_sayable(why), seconds=time.monotonic() - started))
         writer.write(data)
         with contextlib.suppress(ConnectionError):
             await writer.drain()
 
     async def _do(self, step: ProgramStep) -> Any:
-        if step.do == "run":
-            agent = self._agents[step.rollout] = asyncio.ensure_future(self._kind.run(step.given))
-            return await agent
-        if step.do == "close":
-            if agent := self._agents.pop(step.rollout, None):
-                agent.cancel()
-            program = self._programs.pop(step.rollout, None)
-            return await program.close() if program else None
-        if step.do in ("start", "restore"):
-            self._programs[step.rollout] = self._kind.program(step.rollout)
+        match step.do:
+            case "stop":
+                return None
+            case "run":
+                return await self._kind.run(step.given)
+            case "close":
+                program = self._programs.pop(step.rollout, None)
+                return await program.close() if program else None
+            case "start" | "restore":
+                self._programs[step.rollout] = self._kind.program(step.rollout)
+            case _:
+                pass
         action: Callable[[Any], Any] = getattr(self._programs[step.rollout], step.do)
         return await action(step.given)
 
 
 def reason_of(error: BaseException) -> str:
     """Return what was raised and in which line, since its traceback is not shown."""
-    text = f"{type(error).__name__}: {error}"[:500]
+    try:
+        text = f"{type(error).__name__}: {error}"[:500]
+    except Exception:  # of its own __str__
+        text = type(error).__name__
     own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OURS)]
     return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
+
+
+def _encoded(done: StepDone) -> bytes:
+    """Return the frame of an answer. Raises `BadReply` for one that is too large."""
+    try:
+        data = frame(done)
+    except UnicodeEncodeError:  # a lone surrogate, which models write and programs repeat
+        data = frame(StepDone(done.id, _sayable(done.value), seconds=done.seconds))
+    if len(data) - LENGTH.size > REPLY_BYTES:
+        raise BadReply(f"the reply has {len(data)} bytes, more than {REPLY_BYTES}")
+    return data
+
+
+def _sayable(value: Any) -> Any:
+    """Return a value without lone surrogates."""
+    match value:
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case list() | tuple():
+            return [_sayable(each) for each in cast("list[Any]", value)]
+        case dict():
+            return {_sayable(key): _sayable(each) for key, each in cast("dict[Any, Any]", value).items()}
+        case _:
+            return value
 
 
 if __name__ == "__main__":

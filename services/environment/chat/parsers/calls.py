@@ -55,6 +55,7 @@ def call_of(value: object) -> ToolCall:
     name = fields.get("name")
     if not isinstance(name, str) or not name:
         raise MalformedCall('a tool call has no "name", or it is no string')
+    name = name.encode("utf-8", "replace").decode()  # a lone surrogate cannot be passed on
     return ToolCall(name, arguments_of(name, fields.get("arguments", fields.get("parameters"))))
 
 

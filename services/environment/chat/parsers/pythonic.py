@@ -11,16 +11,17 @@ from typing import Any
 
 from services.environment.chat.parsers.calls import Found, MalformedCall, ToolCall
 
-BEGINNING = re.compile(r"\s*(<\|python_start\|>)?\s*\[\s*[A-Za-z_][\w.]*\s*\(")
+BEGINNING = re.compile(r"(<\|python_start\|>\s*)?\[\s*[A-Za-z_][\w.]*\s*\(")
 LONGEST = 64_000
 """Characters that are parsed: Python's parser takes memory of its own for every level of nesting."""
 
 
 def pythonic(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
     """Find a list of calls with constant keyword arguments, which is the whole text."""
-    if not BEGINNING.match(text):
+    body = text.strip()
+    if not BEGINNING.match(body):
         return Found(text, [])
-    body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if len(body) > LONGEST:
         raise MalformedCall(f"the tool calls have more than {LONGEST} characters")
     try:

@@ -12,7 +12,7 @@ from services.environment.chat.parsers.json_calls import tagged
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
-ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+KEY, VALUE = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*", re.DOTALL), re.compile(r"<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
@@ -24,7 +24,7 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
         if found is None:
             raise MalformedCall("a tool call must be <function=NAME>…</function>")
         name, body = found.groups()
-        pairs, rest = _pairs(PARAMETER, body)
+        pairs, rest = _pairs(body)
         if rest.strip():
             raise MalformedCall(f"the call of {name} holds something other than <parameter=KEY>…</parameter>")
         calls.append(_call(name, [(key, _inner(value)) for key, value in pairs], tools))
@@ -43,20 +43,31 @@ def glm4(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
         if body.startswith("{"):
             calls.append(ToolCall(name, arguments_of(name, loads(body, f"the arguments of {name}"))))
             continue
-        pairs, rest = _pairs(ARGUMENT, body)
+        pairs, rest = _keys_and_values(body)
         if rest.strip():
             raise MalformedCall(f"the call of {name} holds something other than <arg_key>…</arg_key><arg_value>…</arg_value>")
         calls.append(_call(name, [(key.strip(), value) for key, value in pairs], tools))
     return Found(outside, calls)
 
 
-def _pairs(pattern: re.Pattern[str], body: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the pairs that `body` begins with, and the rest."""
+def _pairs(body: str) -> tuple[list[tuple[str, str]], str]:
+    """Return the parameters that `body` begins with, and the rest."""
     pairs: list[tuple[str, str]] = []
     end = 0
-    while (found := pattern.match(body, end)) is not None:
+    while (found := PARAMETER.match(body, end)) is not None:
         pairs.append((found[1], found[2]))
         end = found.end()
+    return pairs, body[end:]
+
+
+def _keys_and_values(body: str) -> tuple[list[tuple[str, str]], str]:
+    """Return the keys with their values that `body` begins with, and the rest."""
+    pairs: list[tuple[str, str]] = []
+    end = 0
+    # two patterns: one for both would look for the value behind every end of a key, which takes quadratic time
+    while (key := KEY.match(body, end)) is not None and (value := VALUE.match(body, key.end())) is not None:
+        pairs.append((key[1], value[1]))
+        end = value.end()
     return pairs, body[end:]
 
 

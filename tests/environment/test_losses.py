@@ -1,0 +1,154 @@
+"""What is lost with a worker process, a damaged record, a lease or a long conversation, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import openai
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.environment.agent import Door, run_agent
+from services.environment.door.rollouts import ContextFull
+from services.environment.programs.frames import StepDone
+from services.environment.programs.process import ProcessLost, ProgramFailed
+from services.environment.rollout import LeaseLost
+from services.protocol import codec
+from services.protocol.errors import RedisUnreachable
+from services.protocol.messages import Turn
+from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
+from tests.environment.templates import FAMILIES, chat_of
+from tests.environment.test_pod import N, environment, fleet, groups, issue, overrides
+from tests.environment.test_restore import Policy, rollout
+from tests.support.harness import buried, wait_until
+
+PROMPT = [{"role": "user", "content": "say 0"}]
+
+
+def worker_of(guard: int) -> int:
+    """Return the process that a guard watches over."""
+    return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
+
+
+async def test_rollouts_lose_no_turn_with_a_process_that_others_end(tmp_path: Path, server: RedisServer) -> None:
+    log = tmp_path / "log"
+    given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
+    given += [f"sampling.group_size={N}", "generator.max_attempts=3", "generator.lease_s=5"]
+    async with fleet(tmp_path, server, *given) as (service, engine), environment(service.config) as pod:
+        engine._token_s = 0.01
+        [process] = pod.rollouts._groups._pools["world"].processes
+        await issue(service.store, 0)
+        for turns in range(1, 5):
+            await wait_until(lambda turns=turns: log.exists() and log.read_text().count(f"turn {turns}\n") >= N, 20.0)
+            await wait_until(lambda: process.alive, 20.0)
+            assert process.pid is not None
+            os.kill(worker_of(process.pid), signal.SIGKILL)
+        [(header, _)] = await groups(service.store, 1)
+        assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
+        assert log.read_text().count("start 0") == N
+        assert await buried(service.store) == []
+
+
+@pytest.mark.parametrize("damage", ["base", "messages", "reply", "bytes"])
+async def test_a_rollout_whose_turns_are_damaged_starts_again(damage: str, tmp_path: Path, server: RedisServer) -> None:
+    log = tmp_path / "log"
+    given = overrides(tmp_path, "python", "Echo", options={"turns": 6, "log": str(log)})
+    async with fleet(tmp_path, server, *given, f"sampling.group_size={N}") as (service, engine):
+        engine._token_s = 0.01
+        store = service.store
+        async with environment(service.config):
+            await issue(store, 0)
+            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") == N, 20.0)
+        turns = store.keys.turns("0-0")
+        turn = codec.decode((await store.client.hget(turns, "0:1") or b"")[1:], Turn)
+        damaged = {
+            "base": lambda: b"T" + codec.encode(msgspec.structs.replace(turn, base=9)),
+            "messages": lambda: b"T" + codec.encode(msgspec.structs.replace(turn, messages="{")),
+            "reply": lambda: b"T" + codec.encode(msgspec.structs.replace(turn, reply="[]")),
+            "bytes": lambda: b"Tx",
+        }[damage]()
+        await store.client.hset(turns, "0:1", damaged)
+        async with environment(service.config, "environment-1"):
+            [(header, _)] = await groups(store, 1)
+        assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
+        assert log.read_text().count("start 0") == N + 1
+
+
+class Program:
+    """A worker process that answers as it is told."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def do(self, rollout: str, what: str, given: Any) -> StepDone:
+        """Do what it was told."""
+        return await self.answer()
+
+    def drop(self, rollout: str) -> None:
+        """Do nothing."""
+
+
+async def test_what_a_limit_has_stopped_is_no_reward_if_its_process_is_lost() -> None:
+    live, _ = rollout(Policy(chat_of(FAMILIES[0])), PROMPT, [], 1)
+    await live.complete(PROMPT, [])
+    live.truncated = True
+
+    async def lost() -> StepDone:
+        raise ProcessLost("its worker process died", suspected=True)
+
+    async def failed() -> StepDone:
+        raise ProgramFailed("run: APIStatusError: the rollout has had 1 turns")
+
+    with pytest.raises(ProcessLost):
+        await run_agent(live, cast(Any, Program(lost)), Door("m"), 60.0)
+    assert (await run_agent(live, cast(Any, Program(failed)), Door("m"), 60.0)).scores is None
+
+
+async def test_nothing_is_sampled_for_an_agent_that_has_ended() -> None:
+    live, _ = rollout(Policy(chat_of(FAMILIES[0])), PROMPT, [], 9)
+    await live.complete(PROMPT, [])
+    never = asyncio.Event()
+
+    async def gone() -> bool:
+        return False
+
+    async def ends() -> StepDone:
+        return StepDone(0, {"score": 1.0})
+
+    asked = live.asked.begin(b"", 0, gone, cast(Any, never.wait()), {})
+    assert (await run_agent(live, cast(Any, Program(ends)), Door("m"), 60.0)).scores == {"score": 1.0}
+    assert asked.turn.cancelled()
+
+
+def test_a_conversation_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of(FAMILIES[0])
+    live, _ = rollout(Policy(chat), PROMPT, [], 9)
+    monkeypatch.setattr(chat, "_encoded", lambda *_: pytest.fail("it was tokenised"))
+    for ask in (live.complete([{"role": "user", "content": "x" * 10_000_000}], []), live.complete_text("x" * 10_000_000)):
+        with pytest.raises(ContextFull, match="characters, which are more than 4096 tokens"):
+            asyncio.run(ask)
+    assert live.truncated
+
+
+@pytest.mark.parametrize("error", [LeaseLost(), RedisUnreachable("no answer from redis.internal")])
+def test_a_turn_that_cannot_be_kept_is_told_in_a_way_that_no_client_repeats(error: Exception) -> None:
+    given = ScriptedRollout(FAMILIES[0], "1")
+    asked: list[int] = []
+
+    async def complete(*_: Any) -> Any:
+        asked.append(1)
+        raise error
+
+    given.complete = complete
+    with served(ScriptedRollouts({"k": given})) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="k") as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hello"}])
+        assert (caught.value.status_code, len(asked)) == (503, 1)
+        assert json.loads(caught.value.response.content)["error"]["code"] == "rollout_lost"
+        assert "redis.internal" not in caught.value.response.text
