@@ -85,6 +85,11 @@ class Program:
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
+        self.stopped: list[str] = []
+
+    async def stop(self, rollout: str, why: str) -> None:
+        """Take note of why."""
+        self.stopped.append(why)
 
     async def do(self, rollout: str, what: str, given: Any) -> StepDone:
         """Do what it was told."""
@@ -108,6 +113,18 @@ async def test_what_a_limit_has_stopped_is_no_reward_if_its_process_is_lost() ->
     with pytest.raises(ProcessLost):
         await run_agent(live, cast(Any, Program(lost)), Door("m"), 60.0)
     assert (await run_agent(live, cast(Any, Program(failed)), Door("m"), 60.0)).scores is None
+
+
+async def test_an_agent_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.environment.agent.WATCH_S", 0.02)
+    live, _ = rollout(Policy(chat_of(FAMILIES[0])), PROMPT, [], 9)
+    program = Program(asyncio.Event().wait)
+    with pytest.raises(ProgramFailed, match=r"longer than timeout_s = 0\.1, without the policy's turns"):
+        await run_agent(live, cast(Any, program), Door("m"), 0.1)
+    assert len(program.stopped) == 1
+    live.lost = LeaseLost()
+    with pytest.raises(LeaseLost):
+        await run_agent(live, cast(Any, Program(asyncio.Event().wait)), Door("m"), 60.0)
 
 
 async def test_nothing_is_sampled_for_an_agent_that_has_ended() -> None:
