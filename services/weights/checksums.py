@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 _WORDS = 256  # a row of 2 KiB; fewer make more sums to mix, more are slower to sum by column
@@ -73,9 +74,12 @@ def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     columns = torch.zeros(_WORDS if full else 0, dtype=torch.int64, device=tensor.device)
     if full:
         words = flat[:full].view(torch.int64).view(-1, _WORDS)
-        for piece in words.split(_PIECE) if words.device.type == "cpu" else (words,):
-            rows.append(piece.sum(1))
-            columns += piece.sum(0)
+        if words.device.type == "cpu" and torch.get_num_threads() > 1:
+            rows.append(_sum_alone(words, columns))
+        else:
+            for piece in words.split(_PIECE) if words.device.type == "cpu" else (words,):
+                rows.append(piece.sum(1))
+                columns += piece.sum(0)
     if rest := flat.numel() - full:
         padded = torch.zeros(-(-rest // 8) * 8, dtype=torch.uint8, device=tensor.device)
         padded[:rest] = flat[full:]
@@ -88,6 +92,21 @@ def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not rows:  # an empty tensor
         return columns, columns
     return rows[0] if len(rows) == 1 else torch.cat(rows), columns
+
+
+def _sum_alone(words: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the sums of every row and add those of every column to `columns`, on this thread alone.
+
+    Threads would meet at the end of every piece; on a machine whose cores are busy that took fifty times as long. One thread of
+    torch's own takes 0.7 of numpy's time.
+    """
+    table, by_column = words.numpy(), columns.numpy()
+    by_row = np.empty(len(table), np.int64)
+    for start in range(0, len(table), _PIECE):
+        piece = table[start : start + _PIECE]
+        np.add.reduce(piece, axis=1, out=by_row[start : start + _PIECE])
+        by_column += np.add.reduce(piece, axis=0)
+    return torch.from_numpy(by_row)
 
 
 def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

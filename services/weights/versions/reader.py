@@ -75,7 +75,7 @@ class VersionReader:
         pool = ThreadPoolExecutor(AHEAD, "fetch-weights")
         try:
             for entry in self._way_to(version, deadline):
-                self._apply(pool, entry, deadline)
+                self._apply(pool, entry, deadline, entry.version == version)
                 objects, nbytes, full = objects + 1 + len(entry.parts), nbytes + entry.nbytes, entry.full_nbytes
         except OSError as error:
             raise RuntimeError(f"cannot fetch version {version}: {error}") from error
@@ -101,7 +101,7 @@ class VersionReader:
                     raise
                 time.sleep(_POLL_S)
 
-    def _apply(self, pool: ThreadPoolExecutor, entry: Entry, deadline: Deadline) -> None:
+    def _apply(self, pool: ThreadPoolExecutor, entry: Entry, deadline: Deadline, last: bool) -> None:
         place = entry.folder
         described = pool.submit(self._objects.get, f"{place}/{MANIFEST}")
         fetching = deque((i, pool.submit(self._objects.get, f"{place}/{name}")) for i, name in enumerate(entry.parts[:AHEAD]))
@@ -120,11 +120,11 @@ class VersionReader:
                     fetching.append((following, pool.submit(self._objects.get, f"{place}/{entry.parts[following]}")))
                 yield names[entry.parts[i]], data
 
-        self._put(made, parts())
+        self._put(made, parts(), last)
 
-    def _put(self, made: VersionManifest, parts: Iterator[tuple[int, memoryview]]) -> None:
+    def _put(self, made: VersionManifest, parts: Iterator[tuple[int, memoryview]], last: bool) -> None:
         """Apply a version: a delta once all of it is here, so that a broken link touches nothing; an anchor as it comes."""
-        self._mirror.apply(made, parts if made.base is None else list(parts))
+        self._mirror.apply(made, parts if made.base is None else list(parts), last)
 
 
 def _result(future: Future[memoryview], deadline: Deadline) -> memoryview:

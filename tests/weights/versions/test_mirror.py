@@ -91,6 +91,21 @@ def test_a_wrong_checksum_undoes_the_whole_delta(pair) -> None:
     assert_same_bits(dict(mirror.weights()), after)
 
 
+def test_a_chain_is_compared_at_its_end(pair) -> None:
+    (manifest, parts), delta, _, after = pair
+    damaged = {0: memoryview(bytearray(parts[0]))}
+    damaged[0][1000] ^= 1  # a byte of the first weight
+    mirror = WeightMirror()
+    with pytest.raises(WeightChanged):
+        mirror.apply(manifest, damaged.items())
+    mirror.apply(manifest, damaged.items(), last=False)
+    with pytest.raises(WeightChanged, match=manifest.tensors[0].name):
+        mirror.apply(*_items(delta))
+    mirror.apply(manifest, parts.items(), last=False)
+    mirror.apply(*_items(delta))
+    assert_same_bits(dict(mirror.weights()), after)
+
+
 def test_a_weight_that_changed_in_memory_is_noticed_by_the_next_delta(pair) -> None:
     anchor, delta, _, _ = pair
     mirror = WeightMirror()

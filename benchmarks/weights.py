@@ -1,0 +1,265 @@
+"""Weights as versions: what a delta weighs, costs and restores (`sync.backend = "store"`, docs/sync.md).
+
+    python -m benchmarks.weights --json
+    python -m benchmarks.weights --parts encoding versions
+
+A Qwen3 of 113 MB in bfloat16 with random weights, trained by real steps of AdamW at 1e-6 on random tokens: float32 masters,
+forward and backward in float32 (bfloat16 is slower on CPUs), and the weights published are the masters rounded, as in DeepSpeed.
+The first `WARM` steps are not counted: Adam's first steps are larger. Parts:
+
+`encoding`: `delta_share`, bytes of a delta over those of the weights (goal 0.03); `changed_share`; `encode_share`, seconds of
+encoding over those of the training step of `--tokens` (goal 0.05); `send_share`, those of the whole `send`, with fsync.
+`late`: `late_join_ratio`, seconds of an empty receiver to an anchor and `STEPS` deltas over those of reading the same files, both
+from the disk, whose cache is dropped (goal 1.5).
+`versions`: `versions_identical`, the share of the versions that a receiver takes, out of `VERSIONS` of 1 MB, after which blake2b
+of what it holds equals that of the trainer's weights; it misses some and catches up. Others: `versions_compared`, `versions_s`.
+`pause`: `pause_s_per_gb`, from vLLM's pause to its resumption with the new weights, by GB of weights (goal 0.25).
+`lora`: `lora_share`, bytes of a version of adapters of rank 8 over those of the model (goal 0.01).
+`link`: rounds over a link of 100 Mbit/s and 80 ms (slow_link.py; Redis and an S3 server behind it) and over loopback:
+`slow_link_ratio`, (training step + round) on loopback over that on the link (goal 0.9); `slow_round_s`, `slow_join_s`.
+`kv`: `kv_keep_gain`, seconds from the end of a round until 64 sequences of 4,000 tokens have all sampled again, `sync.kv`
+recompute over keep (goal 5), of a model of 1.6 MB, since 64 prefills of more take minutes here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import weights_engine
+from benchmarks.common import arguments, report, run
+from services.config.load import validate
+from services.trainer.weight_sender import make_sender
+from services.weights.collective import Deadline
+from services.weights.versions.mirror import WeightMirror
+from services.weights.versions.reader import VersionReader
+from services.weights.versions.sender import StoreWeightSender
+
+FENCE, WARM, STEPS, RATE, VERSIONS, RANK = 1, 2, 4, 1e-6, 1500, 8
+PARTS = ("encoding", "late", "versions", "lora", "pause", "link", "kv")
+
+
+def make_config(folder: Path, **sections: dict[str, Any]) -> Any:
+    """A run whose versions are in `folder`."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "bfloat16", "max_tokens": 512},
+        "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
+        "verifiers": [{"kind": "exact"}],
+        "sampling": {"max_tokens": 192},
+        "sync": {"backend": "store", "folder": str(folder / "volume")},
+    }
+    return validate({**tree, **sections}, origin="benchmark")
+
+
+class Trained:
+    """A model with float32 masters, whose rounded weights are published."""
+
+    def __init__(self, folder: Path, tokens: int, lora: int = 0) -> None:
+        self.folder, self._tokens = folder, tokens
+        self.master = weights_engine.make_model(folder)
+        sections = {"lora": {"rank": lora, "alpha": 16.0}} if lora else {}
+        config = make_config(folder, **sections)
+        self.published: Any = self.master
+        if lora:
+            from services.trainer.model.lora import attach
+
+            self.master.bfloat16().requires_grad_(False)
+            attach(self.master, config.lora, str(folder))
+        else:
+            import copy
+
+            self.published = copy.deepcopy(self.master).bfloat16()
+        trained = [weight for weight in self.master.parameters() if weight.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=RATE if not lora else 10 * RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.sender = make_sender(config, self.published, 0, 1, lambda value: [value])
+        assert isinstance(self.sender, StoreWeightSender)
+        self.version = -1
+
+    def step(self) -> float:
+        """Train, and round; the seconds that training took."""
+        began = time.perf_counter()
+        ids = torch.randint(0, self.master.config.vocab_size, (self._tokens // 512, 512))
+        self.master(input_ids=ids, labels=ids).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        took_s = time.perf_counter() - began
+        if self.published is not self.master:
+            with torch.no_grad():
+                for rounded, master in zip(self.published.parameters(), self.master.parameters(), strict=True):
+                    rounded.copy_(master)
+        return took_s
+
+    def send(self) -> float:
+        """Publish the next version; the seconds that it took."""
+        began = time.perf_counter()
+        self.version += 1
+        self.sender.label(self.version, FENCE)
+        if self.version == 0:
+            self.sender.open()
+        self.sender.send()
+        return time.perf_counter() - began
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return sum(weight.numel() * 2 for weight in weights_engine.distinct(self.published))
+
+
+def encoding(model: Trained, samples: dict[str, list[float]]) -> None:
+    """Real steps, each published."""
+    model.send()
+    encoder = model.sender._encoder  # pyright: ignore[reportAttributeAccessIssue]
+    spent: list[float] = []
+    encode = encoder.encode
+
+    def timed() -> Any:
+        began = time.perf_counter()
+        made = encode()
+        spent.append(time.perf_counter() - began)
+        return made
+
+    encoder.encode = timed
+    for i in range(WARM + STEPS):
+        step_s, send_s = model.step(), model.send()
+        if i < WARM:
+            continue
+        sent = model.sender.sent
+        assert sent["delta"], "a version was written as an anchor"
+        for name, value in {
+            "delta_share": sent["share"], "changed_share": sent["changed"], "encode_share": spent[-1] / step_s,
+            "send_share": send_s / step_s, "encode_s": spent[-1], "step_s": step_s, "model_mb": model.nbytes / 1e6,
+        }.items():  # fmt: skip
+            samples.setdefault(name, []).append(value)
+
+
+def late(model: Trained, samples: dict[str, list[float]]) -> None:
+    """An empty receiver beside plain reads of the same files: an anchor, and deltas of a fiftieth of the weights."""
+    folder = model.folder / "volume" / str(FENCE)
+    for version in range(STEPS + 1):
+        if version:
+            with torch.no_grad():
+                for weight in weights_engine.distinct(model.published):
+                    weight.mul_(torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype))
+        model.send()
+    for _ in range(5):
+        mirror = WeightMirror()
+        read_s = fetch_s = 0.0
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        drop_cache(files)
+        began = time.perf_counter()
+        for path in files:
+            path.read_bytes()
+        read_s = time.perf_counter() - began
+        drop_cache(files)
+        began = time.perf_counter()
+        held = VersionReader(str(folder), mirror).take(Deadline(600), model.version)
+        fetch_s = time.perf_counter() - began
+        expected = dict(model.published.named_parameters())
+        assert all(torch.equal(expected[name], tensor) for name, tensor in held if name in expected)
+        samples.setdefault("late_join_ratio", []).append(fetch_s / read_s)
+        samples.setdefault("late_join_s", []).append(fetch_s)
+
+
+def drop_cache(files: list[Path]) -> None:
+    """Have the next read come from the disk; the files were synced."""
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def versions(folder: Path, samples: dict[str, list[float]]) -> None:
+    """Many versions of few weights: about a fiftieth of them move by a few units in the last place."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(2)))
+    config = make_config(folder)
+    sender: Any = make_sender(config, model, 0, 1, lambda value: [value])
+    mirror, same, compared = WeightMirror(), 0, 0
+    began = time.perf_counter()
+    for version in range(VERSIONS):
+        with torch.no_grad():
+            for weight in model.parameters():
+                bits = weight.view(torch.int16)
+                bits += torch.where(torch.rand(weight.shape) < 0.02, torch.randint(-1, 2, weight.shape), 0).to(torch.int16)
+        sender.label(version, FENCE)
+        if version == 0:
+            sender.open()
+        sender.send()
+        if sender.sweeps:
+            sender.sweep([])
+        if version % 7 in (3, 4) and version != VERSIONS - 1:
+            continue  # the receiver misses some, and catches up by several deltas
+        held = dict(VersionReader(str(folder / "volume" / str(FENCE)), mirror).take(Deadline(60), version))
+        compared += 1
+        same += digest(held) == digest({name: weight.detach() for name, weight in model.named_parameters()})
+    samples["versions_identical"] = [same / compared]
+    samples["versions_compared"] = [float(compared)]
+    samples["versions_s"] = [time.perf_counter() - began]
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """By nothing that the transfer itself uses."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(weights.items()):
+        hashed.update(name.encode())
+        hashed.update(weight.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def lora(folder: Path, tokens: int, samples: dict[str, list[float]]) -> None:
+    """Adapters of rank 8 on every linear layer."""
+    model = Trained(folder, tokens, RANK)
+    full = sum(w.numel() * 2 for n, w in model.master.named_parameters() if ".lora_" not in n)
+    model.send()
+    for _ in range(3):
+        model.step()
+        model.send()
+        samples.setdefault("lora_share", []).append(model.sender.sent["bytes"] / full)
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Every part that was asked for."""
+    samples: dict[str, list[float]] = {}
+    torch.manual_seed(1)
+    parts = set(options.parts)
+    model: Trained | None = None
+    if parts & {"encoding", "link"}:
+        model = Trained(folder / "trained", options.tokens)
+        encoding(model, samples)
+    if "late" in parts:
+        late(Trained(folder / "late", options.tokens), samples)
+    if "versions" in parts:
+        versions(folder / "many", samples)
+    if "lora" in parts:
+        lora(folder / "lora", options.tokens, samples)
+    if "pause" in parts:
+        await weights_engine.pause(folder / "pause", samples)
+    if "kv" in parts:
+        await weights_engine.kept(folder / "kv", samples)
+    if model is not None and "link" in parts:
+        from benchmarks import weights_link
+
+        await asyncio.to_thread(
+            weights_link.link, folder / "link", model.published, statistics.median(samples["step_s"]), samples
+        )
+    report({"benchmark": "weights", "tokens": options.tokens, "threads": torch.get_num_threads()}, samples)
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a training step, a multiple of 512")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    return run(measure, parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

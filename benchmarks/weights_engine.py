@@ -1,0 +1,134 @@
+"""The engine's part of benchmarks/weights.py: pauses of a real vLLM, and what follows them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.config.load import validate
+from services.generator.engines.vllm import VllmEngine
+from services.protocol.messages import Round
+from services.rollouts.generated import SamplingParameters
+from services.trainer.weight_sender import make_sender
+
+SEQUENCES, LENGTH, PAUSES = 64, 4000, 6
+
+
+def make_model(folder: Path, **changed: int) -> Any:
+    """A Qwen3 with random weights in `folder`, 56 million of them unless sizes are changed."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **changed}))
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    words = {f"t{i}": i for i in range(model.config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0", unk_token="t2")
+    fast.save_pretrained(folder)
+    return model
+
+
+def distinct(model: Any) -> list[torch.Tensor]:
+    """Its parameters, tied ones once."""
+    return list({id(weight): weight for weight in model.parameters()}.values())
+
+
+class Served:
+    """A vLLM, and a trainer's model that it follows by a store."""
+
+    def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, **changed: int) -> None:
+        self.model = make_model(folder, max_position_embeddings=tokens, **changed).to(getattr(torch, dtype))
+        self.nbytes = sum(weight.numel() * weight.element_size() for weight in distinct(self.model))
+        mib = 2048
+        tree: dict[str, Any] = {
+            "model": {"path": str(folder), "dtype": dtype, "max_tokens": tokens},
+            "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": tokens - 64},
+            "verifiers": [{"kind": "exact"}],
+            "sampling": {"max_tokens": 64},
+            "generator": {"max_num_seqs": SEQUENCES, "cpu_kv_cache_mib": mib},
+            "sync": {"backend": "store", "folder": str(folder / "volume"), "kv": kv},
+        }
+        self.config = validate(tree, origin="benchmark")
+        self.sender = make_sender(self.config, self.model, 0, 1, lambda value: [value])
+        self.engine, self.version = VllmEngine(), -1
+
+    async def update(self) -> float:
+        """Publish a version of which a fiftieth differs, stage it, and apply it; seconds from pause to resumption."""
+        with torch.no_grad():
+            for weight in distinct(self.model):
+                weight *= torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype)
+        self.version += 1
+        self.sender.label(self.version, 1)
+        host, _ = self.sender.open()
+        self.sender.send()
+        await self.engine.join(Round(0, self.version, "join", {}, 0, "store", host, 0, 0, 1), 1)
+        await self.engine.stage(self.version)
+        began = time.perf_counter()
+        await self.engine.pause()
+        await self.engine.receive(self.version)
+        await self.engine.resume()
+        return time.perf_counter() - began
+
+
+async def pause(folder: Path, samples: dict[str, list[float]]) -> None:
+    """Pauses of an engine with 113 MB of weights."""
+    served = Served(folder, "bfloat16", 512, "recompute")
+    await served.engine.start(served.config)
+    try:
+        await served.update()  # the first one is an anchor, and fills memory
+        for _ in range(PAUSES):
+            took_s = await served.update()
+            samples.setdefault("pause_s", []).append(took_s)
+            samples.setdefault("pause_s_per_gb", []).append(took_s / served.nbytes * 1e9)
+    finally:
+        await served.engine.close()
+
+
+async def kept(folder: Path, samples: dict[str, list[float]]) -> None:
+    """How long 64 long sequences need after a round until all sample again, with their KV and without it."""
+    small = {
+        "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32,
+    }  # fmt: skip
+    for kv in ("recompute", "keep"):
+        served = Served(folder / kv, "float32", LENGTH + 256, kv, **small)
+        await served.engine.start(served.config)
+        try:
+            await served.update()
+            prompts = torch.randint(3, 1024, (SEQUENCES, LENGTH)).tolist()
+            running = [
+                asyncio.create_task(served.engine.generate(f"long-{i}", prompt, i, SamplingParameters(200)))
+                for i, prompt in enumerate(prompts)
+            ]
+            await _all_made(served.engine, 2)
+            await served.update()
+            began, before = time.perf_counter(), _made(served.engine)
+            while any(made <= before.get(name, 0) for name, made in _made(served.engine).items()):
+                await asyncio.sleep(0.005)
+            samples[f"kv_{kv}_s"] = [time.perf_counter() - began]
+            await served.engine.abort()
+            await asyncio.gather(*running)
+        finally:
+            await served.engine.close()
+    samples["kv_keep_gain"] = [samples["kv_recompute_s"][0] / samples["kv_keep_s"][0]]
+
+
+def _made(engine: VllmEngine) -> dict[str, int]:
+    """Tokens so far by sequence."""
+    return {name: len(partial.tokens) for name, partial in engine.snapshot().items()}
+
+
+async def _all_made(engine: VllmEngine, tokens: int) -> None:
+    while len(made := _made(engine)) < SEQUENCES or min(made.values()) < tokens:
+        await asyncio.sleep(0.05)

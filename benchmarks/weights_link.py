@@ -1,0 +1,87 @@
+"""The link's part of benchmarks/weights.py: real rounds with a generator behind 100 Mbit/s and 80 ms.
+
+The trainer's side, Redis and an S3 server are near; the generator reaches Redis and S3 over the link only. It follows rounds with
+an engine that holds what it received, and joins late once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.slow_link import SlowLink
+from benchmarks.weights_engine import distinct
+from services.console.local.redis_server import RedisServer
+from services.runtime.process_tools import free_port
+from tests.support.rounds_world import World, open_world
+from tests.weights.versions.test_objects import BUCKET, KEYS, _makes_bucket
+
+BITS_PER_S, ROUND_TRIP_S, ROUNDS = 100e6, 0.08, 5
+
+
+def link(folder: Path, model: Any, step_s: float, samples: dict[str, list[float]]) -> None:
+    """Rounds over loopback, then over the link."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from moto.server import main; sys.exit(main())",
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ |= KEYS
+    try:
+        while not _makes_bucket(port):
+            assert server.poll() is None, "the S3 server of requirements/s3.txt did not start"
+        near = _rounds(folder / "near", model, port, None)
+        with SlowLink(BITS_PER_S, ROUND_TRIP_S) as slow:
+            far = _rounds(folder / "far", model, port, slow)
+    finally:
+        server.kill()
+        server.wait()
+    samples["near_round_s"], samples["slow_round_s"] = near[1:], far[1:]
+    samples["slow_join_s"] = far[:1]
+    samples["slow_link_ratio"] = [(step_s + a) / (step_s + b) for a, b in zip(near[1:], far[1:], strict=True)]
+
+
+def _rounds(folder: Path, model: Any, port: int, slow: SlowLink | None) -> list[float]:
+    """Return the seconds of the first round, which brings everything, and of others."""
+    folder.mkdir(parents=True)
+    redis = RedisServer(folder)
+    redis.start()
+    place = f"sync.folder=s3://{BUCKET}/{folder.name}"
+    limits = ("sync.join_deadline_s=60", "sync.transfer_deadline_s=300")
+    try:
+        os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+        with open_world(folder, redis, "sync.backend=store", place, *limits, model=model) as world:
+            if slow is not None:
+                _behind(world, redis, port, slow)
+            world.member("generator")
+            took = [world.train(0).total_s]
+            for version in range(1, ROUNDS + 1):
+                with torch.no_grad():
+                    for weight in distinct(model):
+                        weight *= torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype)
+                took.append(world.train(version).total_s)
+            assert all(torch.equal(world.engines["generator"].weights[n], w) for n, w in model.named_parameters())
+            return took
+    finally:
+        redis.stop()
+
+
+def _behind(world: World, redis: RedisServer, port: int, slow: SlowLink) -> None:
+    """Have the generators of `world` use Redis and S3 over the link; the trainer's side has opened its own by now."""
+    from services.store import Store
+
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{slow.port_to(port)}"
+    host = redis.url.rpartition(":")[0]
+    far = f"{host}:{slow.port_to(int(redis.url.rpartition(':')[2].partition('/')[0]))}"
+    world.store = world.portal.call(Store.connect(far, "rounds", redis.password))

@@ -1,0 +1,243 @@
+"""Kills whoever writes or reads a store of versions, over and over: `python -m tests.weights.store_storm --kills 500 --seed 1`.
+
+Writers and readers are processes, forked once torch is loaded, and killed by SIGKILL after a random time: while they encode,
+write a part, a manifest or the catalogue, sweep, fetch or apply. After every kill of a writer, an empty receiver fetches the
+version that was published last; whatever a reader has applied is compared with what that trainer's version is, which anybody can
+compute: the weights of a version are a function of the trainer's fence and the version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.weights.collective import Deadline
+from services.weights.versions import catalogue
+from services.weights.versions.mirror import WeightMirror
+from services.weights.versions.reader import VersionReader
+from services.weights.versions.sender import StoreWeightSender
+from tests.support.tiny_vllm import make_config
+
+LENGTH, TENSORS = 200_000, 3
+LIMIT_S = 60.0
+"""Within which a writer has published, or a reader applied; else something hangs."""
+SEEN_S = 0.05, 0.1
+"""Mean seconds from the first sign of a reader, and of a writer, to its end."""
+
+Tell = Callable[..., None]
+
+
+def first_of(fence: int) -> torch.nn.ParameterDict:
+    """Return the weights that a trainer begins with."""
+    torch.manual_seed(fence)
+    return torch.nn.ParameterDict({f"w{i}": torch.nn.Parameter(torch.randn(LENGTH).bfloat16()) for i in range(TENSORS)})
+
+
+@torch.no_grad()
+def step(fence: int, version: int, model: torch.nn.ParameterDict) -> None:
+    """Turn the weights of the version before into those of `version`."""
+    torch.manual_seed(fence * 1_000_003 + version)
+    for weight in model.values():
+        places = torch.randint(0, LENGTH, (LENGTH // 50,))
+        weight[places] = torch.randn(len(places)).bfloat16()
+
+
+def checksum(weights: dict[str, torch.Tensor]) -> str:
+    """By nothing that the transfer uses."""
+    return hashlib.blake2b(b"".join(weights[name].view(torch.int16).numpy().tobytes() for name in sorted(weights))).hexdigest()
+
+
+class Forked:
+    """A process that tells JSON lines."""
+
+    def __init__(self, body: Callable[[Tell], None]) -> None:
+        self._lines, writing = os.pipe()
+        self._rest = b""
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._live(body, writing)
+        os.close(writing)
+
+    def _live(self, body: Callable[[Tell], None], writing: int) -> None:
+        def tell(**facts: Any) -> None:
+            os.write(writing, json.dumps(facts).encode() + b"\n")
+
+        try:
+            body(tell)
+        except BaseException as error:
+            tell(error=f"{type(error).__name__}: {error}")
+        os._exit(1)
+
+    def told(self, limit_s: float) -> list[dict[str, Any]]:
+        """Return what it has said by now; waits up to `limit_s` for something."""
+        found: list[dict[str, Any]] = []
+        while select.select([self._lines], [], [], 0.0 if found else limit_s)[0]:
+            data = os.read(self._lines, 1 << 16)
+            if not data:
+                break
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            found += [json.loads(line) for line in whole]
+        return found
+
+    def kill(self) -> list[dict[str, Any]]:
+        """Kill it, and return the rest of what it said."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        found = self.told(1.0)
+        os.close(self._lines)
+        return found
+
+
+def write(place: str, fence: int, tell: Tell) -> None:
+    """Publish version after version, as a trainer does."""
+    config = make_config(Path("nowhere"), sync={"backend": "store", "folder": place})
+    model, version = first_of(fence), 0
+    sender = StoreWeightSender(config, dict(model.items()), {name: [name] for name in model}, 0)
+    while True:
+        sender.label(version, fence)
+        if version == 0:
+            sender.open()
+        sender.send()
+        tell(published=version, fence=fence)
+        if sender.sweeps:
+            sender.sweep([])
+        version += 1
+        step(fence, version, model)
+
+
+def read(place: str, fence: int, tell: Tell) -> None:
+    """Follow the newest version, as a generator does."""
+    mirror = WeightMirror()
+    while True:
+        try:
+            reader = VersionReader(f"{place}/{fence}", mirror)
+            newest = reader.catalogue().newest
+            if newest is None or mirror.held == (fence, newest):
+                time.sleep(0.002)
+                continue
+            held = dict(reader.take(Deadline(20), newest))
+        except RuntimeError as error:  # the version was swept under its hands: it announced nothing
+            tell(failed=str(error)[:200])
+            continue
+        tell(applied=newest, fence=fence, checksum=checksum(held))
+
+
+@dataclass
+class Tally:
+    """What a storm has seen."""
+
+    writers: int = 0
+    readers: int = 0
+    published: int = 0
+    compared: int = 0
+    fetched: int = 0
+    failed: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Storm:
+    """One writer and one reader at a time."""
+
+    def __init__(self, place: str, seed: int) -> None:
+        self.place, self.random, self.tally = place, random.Random(seed), Tally()
+        self._known: dict[int, tuple[list[str], torch.nn.ParameterDict]] = {}
+        self._last = (0, -1)
+
+    def run(self, kills: int) -> Tally:
+        """Kill so many processes."""
+        fence = 0
+        while self.tally.writers + self.tally.readers < kills:
+            fence += 1
+            writer = Forked(lambda tell, fence=fence: write(self.place, fence, tell))
+            self._heed(writer.told(LIMIT_S), "a writer published nothing")
+            for _ in range(self.random.randint(0, 3)):
+                reader = Forked(lambda tell, fence=fence: read(self.place, fence, tell))
+                self._heed(reader.told(LIMIT_S), "a reader applied nothing")
+                time.sleep(self.random.expovariate(1 / SEEN_S[0]))
+                self._heed(reader.kill())
+                self.tally.readers += 1
+                self._heed(writer.told(0.0))
+            time.sleep(self.random.expovariate(1 / SEEN_S[1]))
+            self._heed(writer.kill())
+            self.tally.writers += 1
+            self._fetch()
+        return self.tally
+
+    def _heed(self, said: list[dict[str, Any]], otherwise: str = "") -> None:
+        if otherwise and not said:
+            self.tally.wrong.append(otherwise)
+        for line in said:
+            if "error" in line:
+                self.tally.wrong.append(line["error"])
+            elif "failed" in line:
+                self.tally.failed += 1
+            elif "published" in line:
+                self.tally.published += 1
+                self._last = line["fence"], line["published"]
+            else:
+                self.tally.compared += 1
+                if line["checksum"] != self._of(line["fence"], line["applied"]):
+                    self.tally.wrong.append(f"a reader held other weights than version {line['applied']} of {line['fence']}")
+
+    def _fetch(self) -> None:
+        """Fetch what was published last into an empty receiver."""
+        fence, version = self._last
+        try:
+            held = dict(VersionReader(f"{self.place}/{fence}", WeightMirror()).take(Deadline(20), version))
+        except (RuntimeError, TimeoutError) as error:
+            self.tally.wrong.append(f"version {version} of {fence} was published and cannot be fetched: {error}")
+            return
+        self.tally.fetched += 1
+        if checksum(held) != self._of(fence, version):
+            self.tally.wrong.append(f"version {version} of {fence} was fetched with other weights")
+
+    def _of(self, fence: int, version: int) -> str:
+        """Return the checksum that a version must have."""
+        known, model = self._known.setdefault(fence, ([], first_of(fence)))
+        while len(known) <= version:
+            if known:
+                step(fence, len(known), model)
+            known.append(checksum({name: weight.detach() for name, weight in model.items()}))
+        return known[version]
+
+
+def storm(kills: int, seed: int) -> Tally:
+    """Run a storm in a folder of its own, with anchors and sweeps every few versions."""
+    torch.set_num_threads(1)  # a forked process has no threads but its own
+    place, every = tempfile.mkdtemp(), catalogue.ANCHOR_EVERY
+    catalogue.ANCHOR_EVERY = 4
+    try:
+        return Storm(place, seed).run(kills)
+    finally:
+        catalogue.ANCHOR_EVERY = every
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    tally = storm(options.kills, options.seed)
+    print(json.dumps(asdict(tally)))
+    return 1 if tally.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
