@@ -53,7 +53,7 @@ class SlowLink:
     async def _connect(self, near: asyncio.StreamReader, answers: asyncio.StreamWriter, port: int) -> None:
         await asyncio.sleep(self._round_trip_s)
         far, requests = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, asyncio.CancelledError):
             await asyncio.gather(self._carry(near, requests, 0), self._carry(far, answers, 1))
 
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: int) -> None:

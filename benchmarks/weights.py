@@ -17,8 +17,8 @@ of what it holds equals that of the trainer's weights; it misses some and catche
 `lora`: `lora_share`, bytes of a version of adapters of rank 8 over those of the model (goal 0.01).
 `link`: rounds over a link of 100 Mbit/s and 80 ms (slow_link.py; Redis and an S3 server behind it) and over loopback:
 `slow_link_ratio`, (training step + round) on loopback over that on the link (goal 0.9); `slow_round_s`, `slow_join_s`.
-`kv`: `kv_keep_gain`, seconds from the end of a round until 64 sequences of 4,000 tokens have all sampled again, `sync.kv`
-recompute over keep (goal 5), of a model of 1.6 MB, since 64 prefills of more take minutes here.
+`kv`: `kv_keep_gain`, seconds from the end of a round until `--sequences` of 4,000 tokens have all sampled again, `sync.kv`
+recompute over keep (goal 5), of a model of 1.6 MB, since prefills of more take minutes here.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     if "pause" in parts:
         await weights_engine.pause(folder / "pause", samples)
     if "kv" in parts:
-        await weights_engine.kept(folder / "kv", samples)
+        await weights_engine.kept(folder / "kv", options.sequences, samples)
     if model is not None and "link" in parts:
         from benchmarks import weights_link
 
@@ -257,6 +257,7 @@ def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a training step, a multiple of 512")
+    parser.add_argument("--sequences", type=int, default=64, help="sequences of the part `kv`, at most 64")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     return run(measure, parser.parse_args())
 

@@ -50,7 +50,7 @@ class Served:
     def __init__(self, folder: Path, dtype: str, tokens: int, kv: str, **changed: int) -> None:
         self.model = make_model(folder, max_position_embeddings=tokens, **changed).to(getattr(torch, dtype))
         self.nbytes = sum(weight.numel() * weight.element_size() for weight in distinct(self.model))
-        mib = 2048
+        mib = 1024
         tree: dict[str, Any] = {
             "model": {"path": str(folder), "dtype": dtype, "max_tokens": tokens},
             "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": tokens - 64},
@@ -95,8 +95,8 @@ async def pause(folder: Path, samples: dict[str, list[float]]) -> None:
         await served.engine.close()
 
 
-async def kept(folder: Path, samples: dict[str, list[float]]) -> None:
-    """How long 64 long sequences need after a round until all sample again, with their KV and without it."""
+async def kept(folder: Path, sequences: int, samples: dict[str, list[float]]) -> None:
+    """How long that many long sequences need after a round until all sample again, with their KV and without it."""
     small = {
         "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32,
@@ -106,12 +106,12 @@ async def kept(folder: Path, samples: dict[str, list[float]]) -> None:
         await served.engine.start(served.config)
         try:
             await served.update()
-            prompts = torch.randint(3, 1024, (SEQUENCES, LENGTH)).tolist()
+            prompts = torch.randint(3, 1024, (sequences, LENGTH)).tolist()
             running = [
                 asyncio.create_task(served.engine.generate(f"long-{i}", prompt, i, SamplingParameters(200)))
                 for i, prompt in enumerate(prompts)
             ]
-            await _all_made(served.engine, 2)
+            await _all_made(served.engine, sequences, 2)
             await served.update()
             began, before = time.perf_counter(), _made(served.engine)
             while any(made <= before.get(name, 0) for name, made in _made(served.engine).items()):
@@ -129,6 +129,6 @@ def _made(engine: VllmEngine) -> dict[str, int]:
     return {name: len(partial.tokens) for name, partial in engine.snapshot().items()}
 
 
-async def _all_made(engine: VllmEngine, tokens: int) -> None:
-    while len(made := _made(engine)) < SEQUENCES or min(made.values()) < tokens:
+async def _all_made(engine: VllmEngine, sequences: int, tokens: int) -> None:
+    while len(made := _made(engine)) < sequences or min(made.values()) < tokens:
         await asyncio.sleep(0.05)
