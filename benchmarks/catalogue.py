@@ -252,6 +252,25 @@ SUITE = (
         "with the broadcast itself, so checksums add a quarter to a third here, and little over a network (docs/sync.md).",
     ),
     Benchmark(
+        "weights",
+        "Weights as versions",
+        "all weights, the training step, plain reads of the same files, loopback, KV computed again",
+        420,
+        (
+            Figure("delta_share", "bytes of a delta over those of the weights", 0.03, "lower"),
+            Figure("encode_share", "seconds of encoding over those of the training step", 0.05, "lower"),
+            Figure("versions_identical", "versions that a receiver holds to the bit", 1.0, tolerance=0.0),
+            Figure("late_join_ratio", "an empty receiver's seconds over those of reading the same files", 1.5, "lower"),
+            Figure("slow_link_ratio", "steps/s over 100 Mbit/s and 80 ms against loopback", 0.9),
+            Figure("lora_share", "bytes of a version of adapters over those of the model", 0.01, "lower"),
+            Figure("kv_keep_gain", "seconds until all sequences sample again, recompute over keep", 5.0),
+            Figure("pause_s_per_gb", "vLLM's pause, s per GB of weights", 0.25, "lower", ratio=False),
+        ),
+        ("--sequences", "8"),
+        gap="A reload of vLLM repacks all weights in the pause; a second copy of the model, or writing only what changed, would "
+        "not. The share of adapters falls with the width of the model (docs/sync.md).",
+    ),
+    Benchmark(
         "sync_1gb",
         "Weight sync, 1 GB",
         "a bare `torch.distributed` broadcast of the same bytes, gloo, 1 GB",

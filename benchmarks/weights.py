@@ -33,6 +33,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # `python benchmarks/weights.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import torch
 
 from benchmarks import weights_engine
