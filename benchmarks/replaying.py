@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ranks": ("trainer.ranks=2", "trainer.zero_stage=1", "trainer.deterministic=false"),
     "sharded": ("trainer.ranks=2", "trainer.zero_stage=3", "trainer.deterministic=false", "model.dtype=bfloat16"),
     "adapters": ("lora.rank=4", "loss.kl_beta=0.1"),
-    "replayed": ("replay.max_uses=3", "replay.sampler=prioritized", "replay.capacity=64", "trainer.mini_batches=2"),
+    "replayed": ("replay.max_uses=2", "replay.sampler=prioritized", "replay.capacity=64", "trainer.mini_batches=2"),
 }
 KILLED = {"plain": "generator-0", "ranks": "trainer-0", "replayed": "generator-0"}
 """Run -> the pod that is killed after its third step."""
@@ -154,10 +154,20 @@ def one_run(folder: Path, name: str, overrides: tuple[str, ...], say: Any) -> di
         if out.exists()
     }
     say(f"{name}: exit {process.returncode}, account {total:.1f} s of {truth:.1f} s, {len(results)} bundles")
+    say(f"{name}: unequal {unequal_of(results)}")
     return {
         "closes": abs(total - truth) / truth, "step_s": statistics.median(record["time/step_s"] for record in records),
         "results": results, "sizes": [out.stat().st_size for out in bundles if out.exists()],
     }  # fmt: skip
+
+
+def unequal_of(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the stages that gave something else, by bundle, with the first difference or the error."""
+    found = dict[str, Any]()
+    for bundle, stages in results.items():
+        if different := {stage: answer for stage, answer in stages.items() if answer.get("different", 1)}:
+            found[bundle] = {stage: answer.get("first") or answer.get("error") for stage, answer in different.items()}
+    return found
 
 
 def _steps(folder: Path) -> int:
@@ -181,14 +191,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
     save_model_folder(folder / "model")
     chosen = {name: RUNS[name] for name in (options.only.split(",") if options.only else RUNS)}
     found = {name: one_run(folder, name, overrides, say) for name, overrides in chosen.items()}
-    equal, total, unequal = 0, 0, dict[str, Any]()
-    for each in found.values():
-        for bundle, stages in each["results"].items():
-            total += 1
-            different = {stage: answer for stage, answer in stages.items() if answer.get("different", 1)}
-            equal += not different
-            if different:
-                unequal[bundle] = {stage: answer.get("first") or answer.get("error") for stage, answer in different.items()}
+    total = sum(len(each["results"]) for each in found.values())
+    unequal = {bundle: why for each in found.values() for bundle, why in unequal_of(each["results"]).items()}
+    equal = total - len(unequal)
     closes = [each["closes"] for each in found.values()]
     return report(
         {

@@ -7,7 +7,10 @@ incarnation replaces is removed, even if the new incarnation does not evaluate t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 INCARNATION = "run/incarnation"
@@ -65,3 +68,13 @@ class History(Generic[T]):
         for number in numbers:
             del self.rows[number], self._lives[number]
         return bool(numbers)
+
+
+def recorded(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file with one a line, e.g. `metrics.jsonl`. A missing file has none; a torn line is left out."""
+    with contextlib.suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record

@@ -49,11 +49,12 @@ def add_console(service: Service, describe: Describe = running) -> Watch:
 async def show(
     config: RunConfig, store: Store, say: Callable[[str], None], until: asyncio.Event,
     describe: Describe = running, last: Callable[[], bool] = lambda: True,
+    add: Callable[[Service, Describe], Watch] = add_console,
 ) -> None:  # fmt: skip
     """Serve the console of a run until `until` is set, without joining its fleet.
 
     `say` receives the address. `describe` returns what the run is doing. `last`: whether pages are sent a last frame, by which
-    they know that the console was stopped; otherwise they connect again.
+    they know that the console was stopped; otherwise they connect again. `add` adds the page to the service.
     """
     config = at_its_port(config)
     status = PodStatus(
@@ -61,7 +62,7 @@ async def show(
         version=-1, world=0, gauges={},
     )  # fmt: skip
     service = Service("web", config, store, status)
-    async with serve(service, api_tokens(config)) as url, _watching(service, add_console(service, describe), until, last):
+    async with serve(service, api_tokens(config)) as url, _watching(service, add(service, describe), until, last):
         say(url)
         await until.wait()
 

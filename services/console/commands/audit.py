@@ -5,9 +5,25 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from services.operations.inspection.ledger import OUTCOMES, PLACES, AuditReport, assess, audit
+from services.console.attach import attach, existing
+from services.console.errors import ConsoleError
+from services.console.reading.from_folder import folder_instead
+from services.operations.inspection.ledger import OUTCOMES, PLACES, AuditReport, assess, audit, audit_of_end
 
-__all__ = ["AuditReport", "as_table", "assess", "audit"]
+__all__ = ["AuditReport", "as_table", "assess", "audit", "counted"]
+
+
+async def counted(run: str, redis_url: str) -> AuditReport:
+    """Audit a run; of one that is over and whose Redis is gone, return the audit of its end. Raises `ConsoleError`."""
+    try:
+        async with attach(run, redis_url) as attached:
+            await existing(attached)
+            return await audit(attached.store)
+    except ConsoleError as error:
+        found = audit_of_end(folder_instead(run, redis_url, error).path)
+        if found is None:
+            raise error from None
+        return found
 
 
 def as_table(report: AuditReport) -> Table:

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from services.console.attach import Attached, attach, existing
-from services.console.errors import EXIT_FAILED, EXIT_OK
+from services.console.errors import EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.printable import cell, print_json, printable
+from services.console.reading.from_folder import folder_instead, show_status
 from services.operations.awaited import awaited
 from services.operations.observe import Member, fleet
 from services.store import RunState
@@ -21,7 +22,15 @@ WIDE = 160  # columns where there is no terminal, as in `kubectl exec`: names of
 
 
 async def status(run: str, redis_url: str, as_json: bool) -> int:
-    """Show a run's state and its pods."""
+    """Show a run's state and its pods; of a run that is over and whose Redis is gone, what its folder says."""
+    try:
+        return await _status(run, redis_url, as_json)
+    except ConsoleError as error:
+        show_status(folder_instead(run, redis_url, error), as_json)
+        return EXIT_OK
+
+
+async def _status(run: str, redis_url: str, as_json: bool) -> int:
     async with attach(run, redis_url) as attached:
         state = await existing(attached)
         members = await fleet(attached.store, attached.ttl_s)
@@ -50,14 +59,11 @@ async def status(run: str, redis_url: str, as_json: bool) -> int:
 
 async def audit(run: str, redis_url: str, as_json: bool) -> int:
     """Account for every ticket. Return exit code 1 when the counts do not balance."""
-    from services.console.commands.audit import as_table
-    from services.console.commands.audit import audit as count
+    from services.console.commands.audit import as_table, counted
 
-    async with attach(run, redis_url) as attached:
-        await existing(attached)
-        found = await count(attached.store)
+    found = await counted(run, redis_url)
     if as_json:
-        print_json({"run": attached.name, **found.as_dict()})
+        print_json(found.as_dict())
     else:
         from rich.console import Console
 

@@ -1,6 +1,7 @@
 """Implements `grpo web`, which serves the web console of a run while the command runs.
 
 Guarantees: the page stays at its address while the run stops, starts and ends: whoever has the run's Redis up, the page reads it.
+The page of a run that is over and whose Redis is gone shows what its folder has.
 Waits for: Ctrl-C or SIGTERM, and for another process to take the run's folder, looked at every `WATCH_S`.
 """
 
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from typing import cast
 
-from services.config import RunConfig
+from services.config import RunConfig, load_resolved
 from services.console.attach import Attached, attach, existing
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_REDIS, ConsoleError
-from services.console.local.folder import RunFolder
 from services.console.local.lock import holder
+from services.console.paths import RunPaths
+from services.console.reading.from_folder import NOTE, describe, folder_instead, with_tokens
 from services.runtime.http.credentials import api_tokens
 from services.runtime.process_tools import free_port
 
@@ -30,7 +33,10 @@ async def web(run: str, redis_url: str, host: str, port: int) -> int:
             async with attach(run, redis_url) as attached:
                 served = await _serve(attached, host, port, told, served)
         except ConsoleError as error:
-            if not served or error.code != EXIT_REDIS:
+            if not served:
+                await _serve_folder(folder_instead(run, redis_url, error), host, port, told)
+                return EXIT_OK
+            if error.code != EXIT_REDIS:
                 raise
             await asyncio.sleep(AGAIN_S)
     return EXIT_OK
@@ -60,6 +66,23 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
     return word
 
 
+async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Event) -> None:
+    """Serve the page of a run whose Redis is gone until Ctrl-C."""
+    from services.store import Store
+    from services.web.from_folder import GoneStore, console_of
+    from services.web.serving import show
+
+    with with_tokens(load_resolved(folder.config), folder) as given:
+        config = _here(given, folder, host, port)
+
+        def say(url: str) -> None:
+            words = f"run {folder.path.name}: {describe(folder).word}; {NOTE}"
+            print(words, _links(url, config)[-1], "(Ctrl-C to quit)", sep="\n  ", flush=True)
+
+        add, store = console_of(folder.path), cast("Store", GoneStore())
+        await show(config, store, say, told, lambda _: describe(folder), add=add)
+
+
 async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) -> None:
     """Set `until` when the command is to end, or when the run's folder has another holder than when it was attached."""
     while not told.is_set():
@@ -76,7 +99,7 @@ def _links(url: str, config: RunConfig) -> list[str]:
     return [f"to control it:   {url}/#token={tokens.operate}", f"only to look on: {look}"]
 
 
-def _here(config: RunConfig, folder: RunFolder, host: str, port: int) -> RunConfig:
+def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfig:
     """Return the configuration with the page's address and the folder's present location."""
     return config.model_copy(
         update={

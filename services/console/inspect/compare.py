@@ -6,7 +6,6 @@ Guarantees: reads files only, so the runs may be running, finished or from anoth
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from services.console.errors import EXIT_OK
 from services.console.paths import RunPaths, existing
 from services.console.printable import columns, print_json
+from services.operations.history import recorded
 
 CURVES = (
     "reward/train/mean", "reward/gen/mean", "reward/train/zero_std_share", "length/train/mean", "entropy/train/mean",
@@ -82,11 +82,9 @@ def _flat(tree: Any, prefix: str) -> list[tuple[str, Any]]:
 def records_of(path: Path, key: str) -> dict[int, Mapping[str, float]]:
     """Return the records of a file by number, e.g. `step`; the last one of each number counts."""
     found: dict[int, Mapping[str, float]] = {}
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
-                found[int(record[key])] = record
+    for record in recorded(path):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found[int(record[key])] = record
     return dict(sorted(found.items()))
 
 

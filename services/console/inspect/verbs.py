@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from rich.console import Console, RenderableType
 
 from services.console.attach import Attached, attach, existing
-from services.console.commands.audit import as_table
-from services.console.commands.audit import audit as count
+from services.console.commands.audit import as_table, counted
 from services.console.commands.control import Target
 from services.console.commands.control import requeue as request_requeue
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
@@ -78,8 +77,7 @@ async def sync(run: str, redis_url: str, as_json: bool) -> int:
 
 async def ledger(run: str, redis_url: str, as_json: bool) -> int:
     """Show the counts of an audit."""
-    async with _looking(run, redis_url) as attached:
-        found = await count(attached.store)
+    found = await counted(run, redis_url)
     if as_json:
         print_json(found.as_dict())
     else:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from services.protocol.errors import StoreError
 from services.store import Store
@@ -28,6 +31,7 @@ OUTCOMES = {
     "failed": "dead letters",
 }
 FILTERED = "filtered"
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,26 @@ class AuditReport:
         return {**asdict(self), "messages": list(self.messages), "slots_ok": self.slots_ok, "ok": self.ok}
 
 
+class _Summary(msgspec.Struct):
+    """What is read of a run's summary."""
+
+    audit: AuditReport
+
+
 async def audit(store: Store) -> AuditReport:
     """Audit a run. Raise `StoreError` when it does not exist."""
     if await store.run.state() is None:
         raise StoreError(f"there is no run {store.keys.name!r} on this Redis: check run.name and redis.url")
     return assess(store.keys.name, await store.run.audit())
+
+
+def audit_of_end(folder: Path) -> AuditReport | None:
+    """Return the audit in a run's folder, made when the run ended; None: it did not end in order."""
+    try:
+        summary = msgspec.json.decode((folder / SUMMARY).read_bytes(), type=_Summary)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return summary.audit
 
 
 def assess(run: str, counts: Mapping[str, int]) -> AuditReport:

@@ -1,0 +1,72 @@
+"""What a run's folder alone says of it, for `grpo status`, `audit`, `inspect ledger` and `web` where its Redis is gone.
+
+Guarantees: a run that runs is never shown from its folder: then its Redis is only out of reach, which is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from services.config import RunConfig
+from services.console import paths
+from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
+from services.console.local import conditions
+from services.console.paths import RunPaths
+from services.console.printable import print_json, printable
+from services.operations import figures
+from services.operations.condition import Condition
+from services.operations.history import recorded
+
+NOTE = "its Redis is gone: this is what its folder says"
+
+
+def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
+    """Return the folder of a run that was trained and does not run, if its Redis is gone as `error` says; else raise `error`."""
+    folder = None if redis_url else paths.find(run)
+    gone = error.code in (EXIT_REDIS, EXIT_CONFIG)
+    if folder is None or not gone or folder.untrained or conditions.of(folder).word in ("running", "paused"):
+        raise error
+    return folder
+
+
+def show_status(folder: RunPaths, as_json: bool) -> None:
+    """Print what the run was doing last."""
+    said, found = folder.told("run"), conditions.of(folder)
+    last: dict[str, Any] = next(reversed(list(recorded(folder.metrics))), {})
+    rounds = list(recorded(folder.evaluations))
+    if as_json:
+        print_json({
+            "run": said["name"], "condition": vars(found), "state": None, "pods": [], "last_step": last,
+            "evaluation": {"last": rounds[-1] if rounds else {}}, "note": NOTE,
+        })  # fmt: skip
+        return
+    print(f"{printable(said['name'])}  {int(last.get('step', -1)) + 1}/{said['steps']} steps  {printable(found)}")
+    if last:
+        print(printable(figures.step_line(last, said["steps"], None)))
+    if rounds:
+        print(printable(figures.evaluation_line(rounds[-1])))
+    print(NOTE)
+
+
+def describe(folder: RunPaths) -> Condition:
+    """Return how the run was left."""
+    return conditions.of(folder)
+
+
+@contextlib.contextmanager
+def with_tokens(config: RunConfig, folder: RunPaths) -> Iterator[RunConfig]:
+    """Give the configuration with the folder's own tokens or, where it has none, one for this page alone."""
+    import secrets
+
+    with tempfile.TemporaryDirectory(prefix="grpo-web-") as work:
+        token, read = folder.token, folder.read_token
+        if not token.exists():
+            token = Path(work) / "token"
+            token.write_text(secrets.token_urlsafe())
+            token.chmod(0o600)
+        given = {"token_file": str(token), "read_token_file": str(read) if read.exists() else ""}
+        yield config.model_copy(update={"api": config.api.model_copy(update=given)})

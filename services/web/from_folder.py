@@ -1,0 +1,128 @@
+"""The page of a run whose Redis is gone: charts, samples, ledger, checkpoints and configuration from the run's folder alone.
+
+Guarantees: nothing is written; what only Redis knew (the replay table, plans, dead letters) is answered with 503 and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, HTTPException
+from fastapi import Path as InPath
+
+from services.config import RunConfig
+from services.operations.history import EVALUATED, INCARNATION, STEP, History, recorded
+from services.operations.inspection.ledger import AuditReport, audit_of_end
+from services.operations.inspection.step import Step
+from services.operations.observe import Look
+from services.protocol.errors import StoreError
+from services.runtime.checkpoints import CheckpointFolder
+from services.runtime.http.endpoints import checkpoints
+from services.runtime.http.endpoints.inspection import inspection_router
+from services.runtime.service import Service
+from services.store import RunState, Store
+from services.web import series
+from services.web.api import console_router
+from services.web.pages import Pages
+from services.web.samples import samples_router
+from services.web.watch import Describe, Watch
+
+WHY = "the run's Redis is gone, and the folder does not have this"
+
+
+class GoneStore:
+    """Stands in for a store: every call raises `StoreError`."""
+
+    def __getattr__(self, name: str) -> GoneStore:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    async def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise `StoreError`."""
+        raise StoreError(WHY)
+
+
+class FolderWatch(Watch):
+    """The run as its files say it was left."""
+
+    def __init__(self, config: RunConfig, folder: Path, describe: Describe) -> None:
+        super().__init__(cast("Store", GoneStore()), config.fleet.ttl_s, None, describe)
+        self._config, self._folder = config, folder
+        self._read_s: tuple[float, ...] = ()
+
+    async def look(self) -> None:
+        """Read the files if they have changed."""
+        async with self._once:
+            files = [self._folder / "metrics.jsonl", self._folder / "evaluations.jsonl"]
+            changed_s = tuple(file.stat().st_mtime if file.exists() else 0.0 for file in files)
+            if changed_s != self._read_s:
+                steps, rounds = [await asyncio.to_thread(_records, file) for file in files]
+                self.steps, self.rounds = History(STEP, series.keep), History(EVALUATED, dict)
+                for record in steps:
+                    self.steps.add(record)
+                for record in rounds:
+                    self.rounds.add(record)
+                self.rounds.outlive(self.steps)
+                self._read_s = changed_s
+                self._observer.last = Look(state=self._state(steps[-1] if steps else {}))
+            self._looked_at = max(changed_s)
+
+    def _state(self, last: dict[str, Any]) -> RunState:
+        step = int(last.get(STEP, -1))
+        saved = [one.step for one in CheckpointFolder(self._folder / "checkpoints").complete()]
+        state = RunState(
+            steps=self._config.run.steps, slots=self._config.slots, slots_used=0, cursor=0, published_version=step + 1,
+            prepared_step=step, committed_step=step, checkpointed_step=max(saved, default=-1), leader="", paused={}, stopping="",
+            finished="", dataset="", config="", incarnation=int(last.get(INCARNATION, 0)),
+        )  # fmt: skip
+        found = self._describe(state)
+        return replace(state, finished=found.detail or found.word) if found.word == "finished" else state
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    return list(recorded(file))
+
+
+def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
+    """Return what adds the page of the run in `folder` to a service."""
+
+    def add(service: Service, describe: Describe) -> Watch:
+        watch = FolderWatch(service.config, folder, describe)
+        app = service.app
+        app.include_router(_kept(service, folder, watch))
+        checkpoints.add_routes(service)
+        app.include_router(inspection_router(service))
+        app.include_router(console_router(service, watch))
+        app.include_router(samples_router(service))
+        app.mount("/", Pages(), name="page")
+        return watch
+
+    return add
+
+
+def _kept(service: Service, folder: Path, watch: FolderWatch) -> APIRouter:
+    """Return the endpoints of a run that the folder can answer, too."""
+    router = APIRouter(prefix="/v1", tags=["folder"], dependencies=[service.app.state.reader])
+
+    @router.get("/audit")
+    async def audited() -> AuditReport:
+        """Return the audit of the run's end."""
+        if (found := audit_of_end(folder)) is None:
+            raise HTTPException(503, "the run has no summary.json: it did not end in order, and its Redis is gone")
+        return found
+
+    @router.get("/steps/{n}")
+    async def step(n: Annotated[int, InPath(ge=0, le=2**31)]) -> Step:
+        """Return a step's metrics."""
+        await watch.look()
+        found = next((one for one in reversed(list(recorded(folder / "metrics.jsonl"))) if one.get(STEP) == n), None)
+        if found is None:
+            raise HTTPException(404, f"step {n} is not in metrics.jsonl")
+        return Step(step=n, state="retired", plan=None, record=found)
+
+    return router

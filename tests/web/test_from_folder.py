@@ -1,0 +1,122 @@
+"""A run of which only the folder is left: its page and the commands that read it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import cast
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from services.config import RunConfig, load_resolved, to_toml
+from services.console.__main__ import main
+from services.operations.condition import Condition
+from services.operations.inspection.ledger import assess
+from services.store import Store
+from services.web.from_folder import GoneStore, console_of
+from services.web.serving import show
+from tests.operations.samples.made import made_row, write_log
+from tests.support.harness import save_tokenizer_folder, small_config, wait_until
+from tests.web import browser
+
+STEPS = 4
+COUNTS = {
+    "tickets": 0, "headers": 0, "buffered": 0, "prepared": 0, "requeued": 0, "reissue": 0, "slots_used": 0, "outstanding": 0,
+    "unpublished": 0, "refused_submits": 0, "ledger:issued": 32, "ledger:trained": 32,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a finished run, copied from another machine without its Redis."""
+    config = small_config(tmp_path, None, "run.name=left", f"run.steps={STEPS}", "redis.url=redis://127.0.0.1:1/0")
+    run = tmp_path / "left"
+    run.mkdir()
+    save_tokenizer_folder(tmp_path / "model")
+    (run / "config.toml").write_text(to_toml(config))
+    records = [{"step": i, "reward/train/mean": 0.1 * i, "time_s": 1e9 + i, "run/incarnation": 1} for i in range(STEPS)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 9, "torn')
+    (run / "evaluations.jsonl").write_text('{"eval/version": 4, "eval/math/solved": 0.5, "run/incarnation": 1}\n')
+    report = assess("left", COUNTS)
+    (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": STEPS, "audit": report.as_dict()}))
+    write_log(run / "samples", [made_row(i) for i in range(40)])
+    return run
+
+
+def test_commands_read_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(folder)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "left 4/4 steps finished" in text
+    assert "reward 0.300" in text
+    assert "its Redis is gone" in text
+    assert main(["status", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["condition"]["word"], found["last_step"]["step"], found["state"]) == ("finished", 3, None)
+    for command in (["audit"], ["inspect", "ledger"]):
+        assert main([*command, str(folder), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["outcomes"]["trained"] == 32
+    shutil.move(folder / "summary.json", folder / "was.json")
+    assert main(["audit", str(folder)]) == 3
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_run_that_was_never_trained_is_still_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "metrics.jsonl").unlink()
+    assert main(["status", str(folder)]) == 3
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest_asyncio.fixture
+async def served(folder: Path) -> AsyncIterator[str]:
+    config: RunConfig = load_resolved(folder / "config.toml")
+    told, until = list[str](), asyncio.Event()
+    store = cast("Store", GoneStore())
+    task = asyncio.create_task(
+        show(config, store, told.append, until, lambda _: Condition("finished", "trained 4 of 4 steps"), add=console_of(folder))
+    )
+    await wait_until(lambda: told or task.done())
+    yield told[0]
+    until.set()
+    await task
+
+
+async def test_the_page_s_endpoints_answer_from_files(served: str) -> None:
+    async with httpx.AsyncClient(base_url=f"{served}/v1", timeout=30) as http:
+
+        async def answer(path: str) -> dict[str, object]:
+            found = await http.get(path)
+            assert found.status_code == 200, found.text
+            return found.json()
+
+        charts = await answer("/console/series")
+        assert charts["steps"] == [0, 1, 2, 3]
+        assert (await answer("/console/steps"))["total"] == STEPS
+        assert (await answer("/console/evaluations"))["rounds"][0]["eval/math/solved"] == 0.5  # pyright: ignore
+        assert (await answer("/console/samples"))["of"] == 40
+        assert (await answer("/audit"))["outcomes"]["trained"] == 32  # pyright: ignore
+        assert (await answer("/steps/2"))["record"]["step"] == 2  # pyright: ignore
+        assert (await answer("/checkpoints"))["checkpoints"] == []
+        gone = await http.get("/buffer")
+        assert (gone.status_code, "Redis is gone" in gone.json()["detail"]) == (503, True)
+        assert (await http.get("/steps/9")).status_code == 404
+
+
+@pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
+async def test_the_page_shows_charts_samples_and_ledger(served: str) -> None:
+    def look() -> None:
+        with browser.chromium() as chromium, browser.opened(chromium, served) as page:
+            page.wait_for_selector("text=4 of 4 steps", timeout=browser.LIMIT_MS)
+            assert "finished" in page.inner_text("header")
+            page.wait_for_selector("figure.chart >> text=Groups without signal", timeout=browser.LIMIT_MS)
+            page.goto(f"{served}/#/ledger")
+            page.wait_for_selector("text=All 32 tickets are accounted for", timeout=browser.LIMIT_MS)
+            page.goto(f"{served}/#/samples")
+            page.wait_for_selector("text=0-9, 3", timeout=browser.LIMIT_MS)
+            assert page.complaints == []
+
+    await asyncio.to_thread(look)
