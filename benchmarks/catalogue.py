@@ -418,6 +418,18 @@ SUITE = (
         gap="Sorting whole columns; a dictionary for names would make equality cheaper.",
     ),
     Benchmark(
+        "replaying",
+        "Bundles and the account of devices",
+        "what was recorded; start and end of processes by the kernel",
+        850,
+        (
+            Figure("replay_equal", "share of bundles all of whose stages replay bit-equal", 1.0, ratio=False),
+            Figure("account_closes", "account against device-seconds seen from outside", 0.01, "lower", ratio=False),
+            Figure("bundle_bytes", "of a bundle that refers to its weights", None, "lower", ratio=False),
+        ),
+        gap="A process takes a second or two to end after it has left the fleet, which nobody counts: less the longer a run.",
+    ),
+    Benchmark(
         "samplers",
         "Samplers",
         "float64, as the trainer defines logprobs",

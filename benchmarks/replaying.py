@@ -6,8 +6,7 @@ Each run trains a tiny model on scripted completions, in another configuration: 
 each some steps are recorded while it runs, the last at a checkpoint, and every stage is replayed: `replay_equal` is the share of
 bundles whose score, settle, pack and train stages all equal what was. In the runs with faults a generator or the trainer is
 killed. `account_closes` is the largest relative difference, over all runs, between the sum of the account and device-seconds
-measured from outside: start and end of each pod's processes by the kernel. `record_share` is the CPU that Redis spends on reading
-a step for a bundle, over the run's median step.
+measured from outside: start and end of each pod's processes by the kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 KILLED = {"plain": "generator-0", "ranks": "trainer-0", "replayed": "generator-0"}
 """Run -> the pod that is killed after its third step."""
-STEPS, LONG, EVERY = 12, 40, 4  # steps of a run, of one with faults, and between checkpoints
+STEPS, LONG, EVERY = 12, 24, 4  # steps of a run, of one with faults, and between checkpoints
 RECORDED = (2, 6, 9, 11)
 LOOK_S = 0.02
 FORKED_S = 2.0  # a process may still have the command line of the one that started it
