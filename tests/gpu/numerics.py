@@ -1,0 +1,198 @@
+"""Stages that compare what the device computes with float64 on the CPU, and measure what it costs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from services.config.loss import POLICIES, Loss
+from services.trainer import losses
+from services.trainer.losses import objective
+from services.trainer.losses.tokens import Tokens
+from services.trainer.model.attention import Packing
+from services.trainer.model.attention import packed_attention as attend
+from services.trainer.model.logprobs import token_logprobs
+from tests.gpu.bench import Bench, Figures, difference
+
+
+def device(bench: Bench) -> Figures:
+    """Name the device and its software, and measure its products of matrices and its copies."""
+    import transformers
+    from torch.cuda import nccl
+
+    figures: Figures = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if not bench.dry:
+        seen = torch.cuda.get_device_properties(0)
+        figures |= {
+            "name": seen.name, "memory_gib": round(seen.total_memory / 2**30, 1), "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, nccl.version())),
+        }  # fmt: skip
+    size = bench.size(8192, 128)
+    one = torch.randn(size, size, device=bench.device, dtype=bench.dtype)
+    seconds = bench.timed(lambda: one @ one)
+    copied = torch.empty(bench.size(2**30, 2**16), device=bench.device, dtype=torch.uint8)
+    target = torch.empty_like(copied)
+    copying = bench.timed(lambda: target.copy_(copied))
+    return figures | {
+        "matmul_tflops": round(2e-12 * size**3 / seconds, 3),
+        "copy_gb_per_s": round(2e-9 * copied.numel() / copying, 2),
+    }
+
+
+def all_losses(bench: Bench) -> Figures:
+    """Compare loss and gradient of every policy term with float64 on the CPU, for logprobs in float32."""
+    torch.manual_seed(0)
+    count = bench.size(100_000, 500)
+    values = {
+        name: torch.randn(count, dtype=torch.float64) * scale + shift
+        for name, scale, shift in (("logprobs", 0.3, -1), ("behaviour", 0.3, -1), ("reference", 0.3, -1), ("advantages", 1, 0))
+    }
+    errors: dict[str, float] = {}
+    for policy in POLICIES:
+        config = Loss(policy=policy, kl_beta=0.1, entropy_coefficient=0.01)
+        losses.check(config)
+        expected = _loss(values, config, torch.device("cpu"), torch.float64)
+        found = _loss(values, config, bench.device, torch.float32)
+        errors[policy] = max(difference(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    return {"worst_error": max(errors.values()), "errors": errors, "tokens": count}
+
+
+def _loss(values: dict[str, torch.Tensor], config: Loss, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    columns = {name: column.to(torch.float32).to(device, dtype) for name, column in values.items()}
+    logprobs = columns["logprobs"].clone().requires_grad_()
+    ones = torch.ones_like(logprobs)
+    samples = torch.arange(len(logprobs), device=device) // 50
+    tokens = Tokens(
+        logprobs, columns["behaviour"], columns["behaviour"], columns["reference"], columns["advantages"], ones, ones,
+        -logprobs, samples,
+    )  # fmt: skip
+    loss = objective.compute(tokens, config, float(len(logprobs))).loss
+    loss.backward()
+    assert logprobs.grad is not None
+    return [loss.detach(), logprobs.grad]
+
+
+class _Layer(torch.nn.Module):
+    """Stands for the layer that attention is called for."""
+
+
+def _row(bench: Bench) -> tuple[Packing, list[tuple[int, int]], int]:
+    """Groups of responses that share a prompt, in one row; each response's prompt and own length."""
+    group, groups = 8, bench.size(4, 2)
+    prompt, response = bench.size(512, 5), bench.size(448, 7)
+    lengths, prompts, start = [], [], 0
+    for _ in range(groups):
+        lengths += [prompt + response, *[response] * (group - 1)]
+        prompts += [(0, 0), *[(start, prompt)] * (group - 1)]
+        start += prompt + group * response
+    return Packing.of(lengths, prompts), [(prompt, response)] * (group * groups), start
+
+
+def _states(bench: Bench, tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    heads, kv, size = (16, 8, 128) if not bench.dry else (4, 2, 16)
+    torch.manual_seed(1)
+    return [
+        torch.randn(1, count, tokens, size, device=bench.device, dtype=dtype, requires_grad=True) for count in (heads, kv, kv)
+    ]
+
+
+def _dense(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
+    """The attention of a row by a mask, in float64 on the CPU, [T, heads, D]."""
+    query, key, value = (each.detach().double().cpu()[0] for each in states)
+    key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=_mask(packing)).transpose(0, 1)
+
+
+def _mask(packing: Packing) -> torch.Tensor:
+    """Which tokens a token of the row attends to, [T, T] bool."""
+    tokens, bounds = int(packing.own[-1]), packing.whole.tolist()
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for begin, end in itertools.pairwise(bounds):
+        places = packing.sequences[begin:end]
+        mask[places[:, None], places[None]] |= torch.ones(len(places), len(places), dtype=torch.bool).tril()
+    return mask
+
+
+def _attended(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
+    query, key, value = states
+    return attend(_Layer(), query, key, value, None, packing=packing)[0]
+
+
+def packed_attention(bench: Bench) -> Figures:
+    """Compare packed attention with shared prompts against a dense mask in float64, and time it against sequences alone."""
+    packing, shapes, tokens = _row(bench)
+    placed = packing.to(bench.device)
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        states = _states(bench, tokens, dtype)
+        out = _attended(states, placed)
+        errors[str(dtype)] = difference(out[0].detach(), _dense(states, packing))
+    states = _states(bench, tokens, bench.dtype)
+
+    def packed() -> None:
+        _attended(states, placed).float().sum().backward()
+
+    prompt, response = shapes[0]
+    alone = [torch.randn(len(shapes), each.shape[1], prompt + response, each.shape[3], device=bench.device, dtype=bench.dtype,
+                         requires_grad=True) for each in states]  # fmt: skip
+
+    def each_alone() -> None:
+        F.scaled_dot_product_attention(alone[0], alone[1], alone[2], is_causal=True, enable_gqa=True).float().sum().backward()
+
+    return {"errors": errors, "tokens": tokens, "speed_ratio": bench.timed(each_alone) / bench.timed(packed)}
+
+
+def flex_attention(bench: Bench) -> Figures:
+    """Compare FlexAttention with a block mask for shared prompts against packed attention: its error, and its speed."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    packing, _, tokens = _row(bench)
+    mask = _mask(packing).to(bench.device)
+    blocks = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, tokens, tokens, device=str(bench.device))
+    run: Any = flex if bench.dry else torch.compile(flex)
+    states = _states(bench, tokens, bench.dtype)
+    out = run(*(each.detach() for each in states), block_mask=blocks, enable_gqa=True)
+    placed = packing.to(bench.device)
+
+    def packed() -> None:
+        _attended(states, placed).float().sum().backward()
+
+    def flexible() -> None:
+        run(*states, block_mask=blocks, enable_gqa=True).float().sum().backward()
+
+    error = difference(out[0].transpose(0, 1), _dense(states, packing))
+    figures: Figures = {"worst_error": error, "tokens": tokens}
+    if not bench.dry:  # without compilation only the forward pass exists, and its speed says nothing
+        figures["speed_ratio"] = bench.timed(packed) / bench.timed(flexible)
+    return figures
+
+
+def chunked_logprobs(bench: Bench) -> Figures:
+    """Compare chunked logprobs with those of whole logits: error, peak memory, time."""
+    vocabulary, hidden, count = bench.size(151_936, 96), bench.size(1024, 48), bench.size(8192, 64)
+    torch.manual_seed(2)
+    weight = torch.randn(vocabulary, hidden, device=bench.device, dtype=bench.dtype, requires_grad=True)
+    states = (torch.randn(count, hidden, device=bench.device, dtype=bench.dtype) / hidden**0.5).requires_grad_()
+    targets = torch.randint(vocabulary, (count,), device=bench.device)
+
+    def chunked() -> torch.Tensor:
+        found, _ = token_logprobs(states, weight, targets, 1.0, bench.size(1024, 16))
+        found.sum().backward()
+        return found.detach()
+
+    def whole() -> torch.Tensor:
+        found = (states @ weight.T).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        found.sum().backward()
+        return found.detach()
+
+    peaks = {}
+    for name, call in (("chunked", chunked), ("whole", whole)):
+        bench.forget_peak()
+        call()
+        peaks[name] = round(bench.peak_mib())
+    error = difference(chunked(), whole())
+    return {"worst_error": error, "peak_mib": peaks, "speed_ratio": bench.timed(whole) / bench.timed(chunked)}

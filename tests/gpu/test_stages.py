@@ -1,0 +1,58 @@
+"""Every stage runs at toy sizes on a CPU, so that an hour of a GPU is not spent on typing errors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.__main__ import ROOT, main
+from tests.gpu.bench import Bench
+from tests.gpu.stages import STAGES
+
+RANKS = "tests.gpu.training"
+"""What starts DeepSpeed, which belongs to a process of its own."""
+ALONE = ("whole_run", "flex_attention")
+"""What needs processes, or a compiler that tests do without."""
+
+
+@pytest.mark.parametrize(
+    "name", [stage.name for stage in STAGES if not stage.function.startswith(RANKS) and stage.name not in ALONE]
+)
+def test_a_stage_has_figures(name: str, tmp_path: Path) -> None:
+    [stage] = [stage for stage in STAGES if stage.name == name]
+    module, function = stage.function.split(":")
+    figures = getattr(importlib.import_module(module), function)(Bench(tmp_path, True))
+    assert json.loads(json.dumps(figures)) == figures
+    errors = [figures.get("worst_error", 0.0), figures.get("errors", {}).get("torch.float32", 0.0)]
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_stages_that_train_and_a_whole_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu", "--dry", "--json", "--out", str(tmp_path), "--only"]
+    names = ["step_8k", "determinism", "checkpoint", *ALONE]  # the other steps differ in their sizes alone
+    done = subprocess.run(
+        [*command, *names], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "results.json").read_text())
+    assert (found["stages"], found["failed"]) == (len(names), 0)
+    assert found["figures"]["determinism"]["bit_equal"]
+    assert found["figures"]["checkpoint"]["resumed_bit_equal"]
+
+
+def test_a_stage_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.__main__.STAGES", (STAGES[0].__class__("none", "tests.gpu.numerics:none", 30), STAGES[0]))
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "--dry", "--out", str(tmp_path), "--only", "none", "device"])
+    assert main() == 1
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["failed_stages"] == ["none"]
+    assert "failure" not in found["figures"]["device"]
