@@ -111,12 +111,12 @@ async def kept(folder: Path, sequences: int, samples: dict[str, list[float]]) ->
                 asyncio.create_task(served.engine.generate(f"long-{i}", prompt, i, SamplingParameters(200)))
                 for i, prompt in enumerate(prompts)
             ]
-            await _all_made(served.engine, sequences, 2)
+            await _all_begun(served.engine, running)
             await served.update()
             began, before = time.perf_counter(), _made(served.engine)
             while any(made <= before.get(name, 0) for name, made in _made(served.engine).items()):
                 await asyncio.sleep(0.005)
-            samples[f"kv_{kv}_s"] = [time.perf_counter() - began]
+            samples[f"kv_{kv}_s"], samples[f"kv_{kv}_sequences"] = [time.perf_counter() - began], [float(len(before))]
             await served.engine.abort()
             await asyncio.gather(*running)
         finally:
@@ -129,6 +129,7 @@ def _made(engine: VllmEngine) -> dict[str, int]:
     return {name: len(partial.tokens) for name, partial in engine.snapshot().items()}
 
 
-async def _all_made(engine: VllmEngine, sequences: int, tokens: int) -> None:
-    while len(made := _made(engine)) < sequences or min(made.values()) < tokens:
+async def _all_begun(engine: VllmEngine, running: list[asyncio.Task[Any]]) -> None:
+    """Wait until every sequence that has not ended by then has sampled two tokens; some end early, by sampling the end."""
+    while len(made := _made(engine)) + sum(task.done() for task in running) < len(running) or min(made.values(), default=2) < 2:
         await asyncio.sleep(0.05)
