@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.__main__ import ROOT, main
+from tests.gpu.__main__ import ROOT, main, run_stage
 from tests.gpu.bench import Bench
 from tests.gpu.stages import STAGES
+from tests.support.preloading.starter import PLAIN
 
 RANKS = "tests.gpu.training"
 """What starts DeepSpeed, which belongs to a process of its own."""
@@ -37,7 +38,7 @@ def test_a_stage_has_figures(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_stages_that_train_and_a_whole_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gpu", "--dry", "--json", "--out", str(tmp_path), "--only"]
-    names = ["step_8k", "determinism", "checkpoint", *ALONE]  # the other steps differ in their sizes alone
+    names = ["step_8k", "determinism", "checkpoint", "whole_run"]  # the other steps differ in their sizes alone
     done = subprocess.run(
         [*command, *names], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
@@ -47,6 +48,14 @@ def test_stages_that_train_and_a_whole_run(tmp_path: Path) -> None:
     assert (found["stages"], found["failed"]) == (len(names), 0)
     assert found["figures"]["determinism"]["bit_equal"]
     assert found["figures"]["checkpoint"]["resumed_bit_equal"]
+
+
+@pytest.mark.slow
+def test_flex_attention_runs_with_its_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLAIN, "1")  # preloaded processes have no compiler
+    [stage] = [stage for stage in STAGES if stage.name == "flex_attention"]
+    figures = run_stage(stage, tmp_path, True, 100)
+    assert figures["worst_error"] < 1e-5, figures
 
 
 def test_a_stage_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

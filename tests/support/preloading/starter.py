@@ -35,6 +35,7 @@ STARTERS = (
     "services.trainer.node",
     "tests.console.local.launch",
     "tests.faults",
+    "tests.gpu",
     "tests.sync_faults",
 )
 """Modules that start processes themselves."""
