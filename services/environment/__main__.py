@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from services.runtime.entry import Arguments, ending, main, open_service
+from services.runtime.entry import Arguments, end_process, main, open_service
 
 
 async def run(given: Arguments) -> None:
@@ -16,4 +14,4 @@ async def run(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending(main("environment", run)))
+    end_process(main("environment", run))

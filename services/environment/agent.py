@@ -77,7 +77,7 @@ async def run_agent(live: LiveRollout, process: ProgramProcess, door: Door, limi
         if live.lost:
             raise live.lost
         if not live.recorder.turns:
-            raise ProgramFailed("the agent ended without asking the policy")
+            raise ProgramFailed("the agent exited without calling the policy")
         live.environment_s += max(0.0, time.monotonic() - began - live.policy_s)
         return live.finished(scores)
     finally:

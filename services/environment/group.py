@@ -232,7 +232,7 @@ class GroupRunner:
         self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
         records: list[Record], row: Row,
     ) -> LiveRollout:  # fmt: skip
-        place = RolloutPlace(group.ticket, sample, restarts, f"{group.claim.payload}.{sample}.{restarts}")
+        place = RolloutPlace(group.ticket, environment.name, sample, restarts, f"{group.claim.payload}.{sample}.{restarts}")
 
         async def commit(at: int, record: bytes) -> bool:
             return await turns.commit(sample, restarts, at, record)

@@ -23,23 +23,23 @@ class EnvironmentMetrics(Metrics):
     )
     turns: Counter = counter("grpo_environment_turns_total", "", "Turns of finished rollouts.")
     program_s: Counter = counter(
-        "grpo_environment_program_seconds_total", "seconds", "Time that environments took to reply, in finished rollouts."
+        "grpo_environment_program_seconds_total", "seconds", "Time that environments took to reply, over finished rollouts."
     )
     policy_s: Counter = counter(
-        "grpo_environment_policy_seconds_total", "seconds", "Time that turns waited for the policy, in finished rollouts."
+        "grpo_environment_policy_seconds_total", "seconds", "Time that rollouts waited for the policy, over finished rollouts."
     )
     tool_calls: Counter = counter("grpo_environment_tool_calls_total", "", "Tool calls of finished rollouts.")
     malformed_calls: Counter = counter(
         "grpo_environment_malformed_calls_total",
         "",
-        "Replies whose tool calls could not be read and were answered with the reason.",
+        "Replies of the policy whose tool calls could not be parsed; the policy got the reason.",
     )
     restarts: Counter = counter(
         "grpo_environment_restarted_rollouts_total", "", "Rollouts started again after a failure or a loss."
     )
     continued: Counter = counter("grpo_environment_continued_rollouts_total", "", "Rollouts continued from another pod's turns.")
     left_out: Counter = counter(
-        "grpo_environment_left_out_rollouts_total", "", "Rollouts that failed for good and left their group."
+        "grpo_environment_left_out_rollouts_total", "", "Rollouts left out of their group because they failed for good."
     )
     refused: Counter = counter(
         "grpo_environment_refused_submits_total", "tickets", "Groups refused on submission because their lease was lost."

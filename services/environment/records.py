@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from services.protocol import codec
-from services.protocol.messages import Turn
+from services.protocol.payloads import Turn
 
 TURN, REPLY = b"T", b"R"
 RECORD_BYTES = 8 << 20

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,17 @@ from services.environment.generators import GeneratorFleet, limited
 from services.environment.recording.recorder import Call, Recorder, TooLong
 from services.environment.records import EnvironmentReply, Record, pack_record, unpack_records
 from services.protocol.errors import StoreError
-from services.protocol.messages import Ticket, Turn
+from services.protocol.messages import Ticket
+from services.protocol.payloads import Turn
 from services.rollouts.generated import SamplingParameters, Segment
-from services.runtime.tracing import TraceRecorder
+from services.runtime.tracing import TraceRecorder, gen_ai
 
 
 class LeaseLost(TurnLost):
     """Another pod holds the ticket now."""
 
     def __init__(self) -> None:
-        super().__init__("another pod holds its ticket now")
+        super().__init__("another pod has claimed its ticket")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RolloutPlace:
     """Which rollout it is."""
 
     ticket: Ticket
+    environment: str
     sample: int
     restarts: int
     name: str  # unique among those of all pods and attempts
@@ -105,6 +107,7 @@ class LiveRollout:
             chat, place.ticket.prompt, prompt, [record for record in records if isinstance(record, Turn)]
         )
         self.asked = AskedTurns()
+        self._began, self._read = time.monotonic(), 0  # tokens that the policy has read
         self.truncated = False
         self.lost: LeaseLost | StoreError | None = None  # why it cannot go on here
         self._asked = len(self.recorder.turns)  # turns begun
@@ -170,6 +173,7 @@ class LiveRollout:
             self.truncated = True
             raise ContextFull(f"{len(call.tokens)} tokens leave no room for more within {self._context}")
         self._asked += 1
+        self._read += len(call.tokens)
         sampling = limited(self.sampling, min(room, overrides.max_tokens or room))
         began = time.monotonic()
         waited_s = 0.0 if self._calls else began - self._idle_since
@@ -183,7 +187,10 @@ class LiveRollout:
                 call, generated, (*self.sampling.stop, *overrides.stop), waited_s, time.monotonic() - began
             )
             await self.append(self.recorder.turns[-1])
-        self._trace("turn", began, read=len(call.tokens), sampled=len(generated.tokens), finish=generated.finish)
+        if self.place.ticket.trace:
+            told = gen_ai.inference("chat", sampling, len(call.tokens), len(generated.tokens), [generated.finish])
+            told["gen_ai.conversation.id"] = self.place.name
+            self._trace("turn", began, told)
         if generated.finish == "length" and len(generated.tokens) >= room:
             self.truncated = True
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
@@ -199,15 +206,19 @@ class LiveRollout:
         self._records.append(record)
         if isinstance(record, EnvironmentReply):
             self.environment_s += record.seconds
-            self._trace("environment", time.monotonic() - record.seconds)
+            if self.place.ticket.trace:
+                calls = json.loads(self.recorder.turns[-1].reply).get("tool_calls") or () if self.recorder.turns else ()
+                self._trace("environment", time.monotonic() - record.seconds, gen_ai.tools(calls, self.place.name))
 
-    def _trace(self, name: str, began: float, **attributes: str | int | float) -> None:
+    def _trace(self, name: str, began: float, told: Mapping[str, gen_ai.Attribute]) -> None:
         """Record a span of the group's trace."""
         place = self.place
-        self._tracing.record(name, place.ticket.trace, began, None, sample=place.sample, restarts=place.restarts, **attributes)
+        self._tracing.record(name, place.ticket.trace, began, None, told, sample=place.sample, restarts=place.restarts)
 
     def finished(self, scores: dict[str, float] | None) -> FinishedRollout:
         """Return what became of it."""
+        read, sampled = self._read, sum(len(turn.tokens) for turn in self.recorder.turns)
+        self._trace("rollout", self._began, gen_ai.agent(self.place.environment, self.place.name, read, sampled))
         said = [json.loads(turn.reply) for turn in self.recorder.turns]
         return FinishedRollout(
             self.recorder.segments(), said[-1].get("content") or "", scores, self.truncated, len(said), self.environment_s,

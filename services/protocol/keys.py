@@ -179,6 +179,10 @@ class Keys:
         """Hash: lease and position of the sample log, and how many groups it missed, by outcome."""
         return f"{self.prefix}:samples:state"
 
+    def logprob_gaps(self, step: int, rank: int) -> str:
+        """String: logprob gaps of the tokens that a data-parallel rank trained in a step, for the sample log. Expires."""
+        return f"{self.prefix}:logprob_gaps:{step}.{rank}"
+
     @property
     def notifications(self) -> str:
         """Pattern of the pub/sub channels `all` and `few`: names of topics that changed. A hint; state is read from the keys."""
@@ -220,3 +224,8 @@ class Keys:
     def trained(self, epoch: int) -> str:
         """Bitmap: dataset rows of the epoch that were trained; proves that none was trained twice."""
         return f"{self.prefix}:trained:{epoch}"
+
+
+def user_name(run: str, kind: str) -> str:
+    """Return the name of the Redis user of a kind of service."""
+    return f"{run}.{kind}"

@@ -1,5 +1,7 @@
 """Message types. Each names its producer and its consumers; `PROTOCOL_VERSION` is the schema version that a run is bound to.
 
+The messages that hold tokens are in payloads.py, because numpy takes long to import.
+
 Guarantees: decoding untrusted bytes returns a valid value or raises `codec.CorruptMessage`; nothing is executed.
 """
 
@@ -8,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 
 PROTOCOL_VERSION = 8
 """Schema version of all messages and of the key layout; stored in the run's hash and checked by every service."""
@@ -26,12 +27,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     answer: str  # gold answer, or the task's entry as JSON (reasoning_gym)
     group_size: int
     source: str  # name of the prompt source; its verifiers score the completions
-    trace: str = ""  # trace context (services/runtime/tracing.py); empty: no trace
+    trace: str = ""  # trace context (services/runtime/tracing); empty: no trace
     row: str = ""  # JSON of `Row`, for verifiers that are given it; empty: none is
-
-
-def _no_tokens() -> np.ndarray:
-    return np.zeros(0, np.int32)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -95,41 +92,6 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     version: int
     start: int
     end: int
-
-
-class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of a group of n rollouts with s segments. Produced by generators, consumed by trainer ranks.
-
-    Completions, one per segment, are concatenated, and so are contexts.
-    """
-
-    prompt: np.ndarray  # [P] int32
-    lengths: np.ndarray  # [s] int32
-    tokens: np.ndarray  # [sum lengths] int32
-    logprobs: np.ndarray  # [sum lengths] float32, behaviour logprobs at the sampling temperature
-    spans: np.ndarray  # [k, 4] int32: segment, version, start, end
-    tool_spans: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    # [k, 3] int32: segment, start, end of tokens that the policy did not sample
-    notes: list[str] = []  # [n] JSON: verifier -> what it said besides its score; empty: none said anything
-    rollout: np.ndarray = msgspec.field(default_factory=_no_tokens)
-    # [s] int32: owner of each segment, ascending; empty: segment i belongs to rollout i
-    context_lengths: np.ndarray = msgspec.field(default_factory=_no_tokens)
-    # [s] int32: tokens of its own context, 0: it follows the prompt; empty: all do
-    context: np.ndarray = msgspec.field(default_factory=_no_tokens)  # [sum context_lengths] int32, never trained
-    turns: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 4), np.float32))
-    # [t, 4] float32: segment, first token after the turn, seconds that the policy waited before it, seconds that it took
-
-    @property
-    def owners(self) -> np.ndarray:
-        """Return the rollout of each segment, [s]."""
-        return self.rollout if len(self.rollout) else np.arange(len(self.lengths))
-
-    @property
-    def own_contexts(self) -> list[np.ndarray]:
-        """Return the tokens of each segment's own context, [s]; empty: it follows the prompt."""
-        if not len(self.context_lengths):
-            return [self.context] * len(self.lengths)
-        return np.split(self.context, np.cumsum(self.context_lengths)[:-1])
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -223,32 +185,3 @@ SYNC_PHASES = ("gather", "join", "pause", "transfer")
 """Phases of a round that its members acknowledge, in order."""
 CHANGED = "arrived changed: "
 """Prefix of the detail of a `failed` acknowledgement of the phase transfer, followed by the first weight that changed."""
-
-
-class Partial(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens so far of a group. Produced by a generator that hands a ticket back, consumed by the next one that claims it."""
-
-    finish: list[str]  # [n] stop | length: that completion is done; empty: it continues
-    lengths: np.ndarray  # [n] int32
-    tokens: np.ndarray  # [sum lengths] int32
-    logprobs: np.ndarray  # [sum lengths] float32
-    spans: np.ndarray  # [k, 4] int32: sample, version, start, end
-    tool_spans: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    # [k, 3] int32: sample, start, end of tokens that the policy did not sample
-
-
-class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a rollout and its reply. Produced by environments before a tool runs, consumed by the next holder."""
-
-    segment: int  # which segment of the rollout it extends; the number of segments so far: it opens one
-    base: int  # the turn whose messages and reply `messages` follow; -1: none
-    context: np.ndarray  # [C] int32, tokens after the segment's last one; of a new segment all of its own, empty: the prompt
-    tokens: np.ndarray  # [T] int32, sampled
-    logprobs: np.ndarray  # [T] float32, behaviour logprobs of `tokens`
-    spans: np.ndarray  # [k, 3] int32: version, start, end within `tokens`
-    finish: str  # stop | length
-    messages: str  # JSON: the messages that the call adds to those of `base`
-    tools: str  # JSON: the tools of the call if it has no base, otherwise empty: they are those of `base`
-    reply: str  # JSON: the assistant's message
-    waited_s: float = 0.0  # since the rollout's turn before, or since it began
-    sampled_s: float = 0.0  # until the policy had replied

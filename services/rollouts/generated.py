@@ -65,7 +65,7 @@ class SamplingParameters:
     def training(cls, config: RunConfig) -> SamplingParameters:
         """Return the parameters of training completions."""
         sampling = config.sampling
-        return cls(sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop))
+        return cls(sampling.max_tokens, sampling.temperature, stop=tuple(sampling.stop))
 
     @classmethod
     def evaluation(cls, config: RunConfig) -> SamplingParameters:

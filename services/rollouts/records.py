@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from services.protocol import codec
-from services.protocol.messages import Header, Partial, Payload, Span, Ticket
+from services.protocol.messages import Header, Span, Ticket
+from services.protocol.payloads import Partial, Payload
 from services.rollouts.generated import Generated, GenerationFailed, Segment
 
 

@@ -49,7 +49,7 @@ def read_results(results: Any, count: int) -> Verdict:
     names = set[str].intersection(*(_numbers(other) for other in others))
     if len(names) > MOST_PARTS:
         raise BadResult(
-            f"returned {len(names)} numbers beside the score, more than {MOST_PARTS}: return fewer, or put them in a list"
+            f"returned {len(names)} numbers in addition to the score, more than {MOST_PARTS}: return fewer, or put them in a list"
         )
     parts = {name: [float(other[name]) for other in others] for name in sorted(names)}
     return Verdict(list(scores), parts, [_note(other) for other in others])
@@ -140,7 +140,7 @@ def _note(rest: Mapping[str, Any]) -> str:
     try:
         note = msgspec.json.encode(rest, enc_hook=str)
     except Exception as error:  # a value of one's own may raise anything here
-        raise BadResult(f"what was returned beside the score is not JSON: {type(error).__name__}: {error}") from None
+        raise BadResult(f"what was returned in addition to the score is not JSON: {type(error).__name__}: {error}") from None
     if len(note) > NOTE_BYTES:
-        raise BadResult(f"returned {len(note)} bytes beside the score, more than {NOTE_BYTES}: return less")
+        raise BadResult(f"returned {len(note)} bytes in addition to the score, more than {NOTE_BYTES}: return less")
     return note.decode("utf-8", "replace")

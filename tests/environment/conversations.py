@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from services.environment.recording.recorder import Recorder
-from services.protocol.messages import Span, Turn
+from services.protocol.messages import Span
+from services.protocol.payloads import Turn
 from services.rollouts.generated import Generated, Segment
 from tests.environment.templates import Family, chat_of
 

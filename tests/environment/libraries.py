@@ -16,14 +16,16 @@ async def agents(client: Any, row: dict[str, Any]) -> float:
     return digits_in(result.final_output)
 
 
-async def smol(client: Any, row: dict[str, Any]) -> float:
-    """Ask the policy by the library smolagents, which waits for replies in a thread."""
-    from smolagents import EMPTY_PROMPT_TEMPLATES, OpenAIServerModel, ToolCallingAgent
+async def waiting(client: Any, row: dict[str, Any]) -> float:
+    """Ask the policy as libraries do that wait for replies in a thread, and ask for tool calls whatever is said: smolagents."""
+    from openai import OpenAI
 
-    model = OpenAIServerModel("policy", api_base=str(client.base_url), api_key=client.api_key)
-    prompts = {**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Answer."}  # the library's own are longer than the tests' context
-    agent = ToolCallingAgent(tools=[], model=model, prompt_templates=prompts, max_steps=2, verbosity_level=0)
-    return digits_in(str(await asyncio.to_thread(agent.run, row["prompt"][0]["content"])))
+    tools = [{"type": "function", "function": {"name": "final_answer", "parameters": {"type": "object", "properties": {}}}}]
+    with OpenAI(base_url=str(client.base_url), api_key=client.api_key) as theirs:
+        reply = await asyncio.to_thread(
+            theirs.chat.completions.create, model="policy", messages=row["prompt"], tools=tools, tool_choice="required"
+        )
+    return digits_in(reply.choices[0].message.content or "")
 
 
 async def claude(client: Any, row: dict[str, Any]) -> float:

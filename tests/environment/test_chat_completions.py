@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from services.rollouts.generated import SamplingParameters
 from tests.environment.conversations import TOOL, exact_turns
 from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.templates import FAMILIES
+from tests.support.lazily import Lazily
+
+openai = Lazily("openai")
 
 CHATML, QWEN3 = FAMILIES[:2]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

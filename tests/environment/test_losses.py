@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import openai
 import pytest
 
 from services.console.local.redis_server import RedisServer
@@ -21,12 +20,15 @@ from services.environment.programs.process import ProcessLost, ProgramFailed
 from services.environment.rollout import LeaseLost
 from services.protocol import codec
 from services.protocol.errors import RedisUnreachable
-from services.protocol.messages import Turn
+from services.protocol.payloads import Turn
 from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.templates import FAMILIES, chat_of
 from tests.environment.test_pod import N, environment, fleet, groups, issue, overrides
 from tests.environment.test_restore import Policy, rollout
 from tests.support.harness import buried, wait_until
+from tests.support.lazily import Lazily
+
+openai = Lazily("openai")
 
 PROMPT = [{"role": "user", "content": "say 0"}]
 

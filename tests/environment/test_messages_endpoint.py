@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from tests.environment.conversations import exact_turns
 from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.templates import FAMILIES
+from tests.support.lazily import Lazily
+
+anthropic = Lazily("anthropic")
 
 QWEN3 = FAMILIES[1]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from services.environment.recording.recorder import Recorder
 from tests.environment.conversations import exact_turns
 from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.templates import FAMILIES
+from tests.support.lazily import Lazily
+
+openai = Lazily("openai")
 
 QWEN3 = FAMILIES[1]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

@@ -23,4 +23,4 @@ def test_every_configuration_of_the_page_is_valid(tmp_path: Path) -> None:
             continue
         config = validate({**base, "verifiers": [], **tree, "data": {**base["data"], **tree["data"]}}, "docs/environments.md")
         kinds += [environment.kind for environment in config.environments]
-    assert set(kinds) == {"python", "mcp", "agent"}
+    assert set(kinds) == {"python", "mcp", "agent", "verifiers"}

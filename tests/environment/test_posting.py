@@ -124,8 +124,13 @@ async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
         served.replies = [b"HTTP/1.1 200 OK\r\n"]  # and no more
         asking = asyncio.create_task(one.post(served.url, "/", b""))
         await wait_until(lambda: served.heads, 5.0)
+        assert served.closed == 0
         asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         await wait_until(lambda: served.closed == 1, 5.0)
+        assert (await one.post(served.url, "/", b"next")).body == b"next"
+        assert served.connections == 2
 
 
 async def test_who_serves_over_tls_is_verified(tmp_path: Path) -> None:

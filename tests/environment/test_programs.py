@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.environments import AgentEnvironment, PythonEnvironment
+from services.config.environments import AgentEnvironment, EnvironmentConfig, PythonEnvironment
 from services.console.doctor.environments import environments
 from services.environment.programs.loaded import BadReply, LoadedProgram, scores_of
 from services.environment.programs.pool import ProgramPool
@@ -40,7 +40,7 @@ def called(name: str, arguments: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def process(environment: PythonEnvironment | AgentEnvironment) -> AsyncIterator[ProgramProcess]:
+async def process(environment: EnvironmentConfig) -> AsyncIterator[ProgramProcess]:
     pool = ProgramPool(environment)
     try:
         async with pool.process() as one:
@@ -129,7 +129,7 @@ async def test_a_command_prints_its_reward_last_and_its_failures_have_reasons() 
         assert (await one.do("a", "run", {**given, "row": {"reward": parts}})).value == {"score": 1.0, "part": 2.0}
         with pytest.raises(ProgramFailed, match="print the reward, a number, as the last line"):
             await one.do("a", "run", {**given, "row": {"reward": "none"}})
-        with pytest.raises(ProgramFailed, match="exit status 1: KeyError: 'reward'"):
+        with pytest.raises(ProgramFailed, match="exited with status 1: KeyError: 'reward'"):
             await one.do("a", "run", {**given, "row": {}})
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from services.environment.recording.recorder import Recorder
 from services.protocol import codec
-from services.protocol.messages import Span, Turn
+from services.protocol.messages import Span
+from services.protocol.payloads import Turn
 from services.rollouts.generated import Generated, GenerationFailed
 from tests.environment.conversations import Program, exact_turns
 from tests.environment.templates import FAMILIES, Family, chat_of

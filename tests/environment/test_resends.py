@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import anthropic
 import httpx
 import httpx2
-import openai
 import pytest
 
 from services.environment.door import resends
 from tests.environment.rollouts import ScriptedRollout, ScriptedRollouts, served
 from tests.environment.templates import FAMILIES
+from tests.support.lazily import Lazily
+
+anthropic = Lazily("anthropic")
+openai = Lazily("openai")
 
 USER = {"role": "user", "content": "How many?"}
 ASK: dict[str, Any] = {"model": "any", "messages": [USER], "max_tokens": 50}

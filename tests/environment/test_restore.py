@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,10 +17,11 @@ from services.environment.records import Record, unpack_records
 from services.environment.rollout import FinishedRollout, LiveRollout, Manner, RolloutPlace
 from services.protocol.messages import Span
 from services.rollouts.generated import Generated, SamplingParameters
-from services.runtime.tracing import TraceRecorder
+from services.runtime.tracing import OtlpTracing, TraceRecorder, gen_ai
 from tests.environment.templates import FAMILIES, chat_of
 from tests.environment.test_programs import PROGRAMS, process
-from tests.support.harness import ticket
+from tests.support.collector import collecting
+from tests.support.harness import small_config, ticket, wait_until
 
 TURNS = 4
 
@@ -45,7 +47,7 @@ class Policy:
 
 
 def rollout(
-    policy: Policy, prompt: list[dict[str, Any]], records: list[bytes], max_turns: int
+    policy: Policy, prompt: list[dict[str, Any]], records: list[bytes], max_turns: int, tracing: TraceRecorder | None = None
 ) -> tuple[LiveRollout, list[bytes]]:
     """Return a rollout that goes on from records, and the list that its commits extend."""
     committed = list(records)
@@ -55,11 +57,13 @@ def rollout(
         committed.append(record)
         return True
 
-    place = RolloutPlace(ticket(0, row='{"messages": [], "columns": {}}'), 0, 0, "0-0.0.0")
+    tracing = tracing or TraceRecorder()
+    given = ticket(0, row='{"messages": [], "columns": {}}', trace=tracing.begin())
+    place = RolloutPlace(given, "echo", 0, 0, "0-0.0.0")
     begun: list[Record] = unpack_records(records)
     live = LiveRollout(
         place, Manner(SamplingParameters(16), 4096), policy.chat, prompt, cast(Any, policy), begun, max_turns, commit,
-        TraceRecorder(),
+        tracing,
     )  # fmt: skip
     return live, committed
 
@@ -90,3 +94,38 @@ async def test_a_rollout_that_is_taken_over_ends_as_it_would_have(cut: int, max_
             assert compared(await converse(taken, program, prompt)) == expected
             assert len(committed) == len(records), "no turn more than without the loss"
             assert policy.asked == list(range(already, expected[4])), "what was sampled is not sampled again"
+
+
+async def test_a_rollout_is_traced_by_the_conventions_for_generative_ai(tmp_path: Path) -> None:
+    chat, prompt = chat_of(FAMILIES[0]), [{"role": "user", "content": "say 0"}]
+    echo = PythonEnvironment(name="echo", kind="python", function=f"{PROGRAMS}:Echo", options={"turns": TURNS})
+    with collecting() as collector:
+        config = small_config(tmp_path, None, f"tracing.endpoint={collector.url}")
+        tracing = OtlpTracing(config, "environment", "environment-0")
+        async with process(echo) as program:
+            live, _ = rollout(Policy(chat), prompt, [], 10, tracing)
+            done = await converse(live, program, prompt)
+        await wait_until(lambda: any(span.name == "rollout" for span in collector.spans), 60)
+        tracing.close()
+    turns = [span.attributes for span in collector.spans if span.name == "turn"]
+    [whole] = [span.attributes for span in collector.spans if span.name == "rollout"]
+    assert len(turns) == done.turns
+    for turn in turns:
+        assert (turn["gen_ai.operation.name"], turn["gen_ai.request.model"]) == ("chat", config.model.path)
+        assert turn["gen_ai.conversation.id"] == whole["gen_ai.conversation.id"]
+        assert [each.string_value for each in turn["gen_ai.response.finish_reasons"].values] == ["stop"]
+    assert (whole["gen_ai.operation.name"], whole["gen_ai.agent.name"]) == ("invoke_agent", "echo")
+    for usage in ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"):
+        assert whole[usage] == sum(turn[usage] for turn in turns) > 0
+
+
+def test_a_reply_to_tool_calls_is_one_by_the_conventions() -> None:
+    call = {"id": "call-1", "function": {"name": "add", "arguments": "{}"}}
+    assert gen_ai.tools([], "0.0") == {}
+    one, two = gen_ai.tools([call], "0.0"), gen_ai.tools([call, call], "0.0")
+    assert (one["gen_ai.operation.name"], one["gen_ai.tool.name"], one["gen_ai.tool.call.id"]) == (
+        "execute_tool",
+        "add",
+        "call-1",
+    )
+    assert two == {"gen_ai.operation.name": "execute_tool", "gen_ai.conversation.id": "0.0"}

@@ -17,7 +17,7 @@ from services.environment.programs.kinds import Agent
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProcessLost, ProgramFailed, ProgramProcess
 from services.environment.programs.tools import TURN_CALLS, TURN_CHARACTERS
-from services.environment.records import pack_record, reply_of
+from services.environment.records import pack_record, reply_of, unpack_records
 from services.runtime.own_code import Unusable
 from tests.environment.test_programs import called, process
 from tests.support.harness import wait_until
@@ -195,7 +195,9 @@ async def test_the_calls_of_a_turn_have_limits_together(world: PythonEnvironment
 
 
 def test_the_largest_answers_of_a_turn_fit_into_a_record() -> None:
-    pack_record(reply_of([{"role": "tool", "content": "\U0001f642" * TURN_CHARACTERS}] * 1, None, 0.0))
+    answer = {"role": "tool", "tool_call_id": "0" * 64, "content": "\U0001f642" * (TURN_CHARACTERS // TURN_CALLS)}
+    record = reply_of([answer] * TURN_CALLS, None, 0.0)
+    assert unpack_records([pack_record(record)]) == [record], "`pack_record` raises for a record that is too large"
 
 
 async def test_a_command_has_a_folder_of_its_own_and_may_print_without_end() -> None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.protocol.codec import CorruptMessage, decode, encode
-from services.protocol.messages import Header, Partial, Payload, PodStatus, RankPlan, Round, Sample, Span, StepPlan, Ticket
+from services.protocol.messages import Header, PodStatus, RankPlan, Round, Sample, Span, StepPlan, Ticket
+from services.protocol.payloads import Partial, Payload
 from tests.support.harness import ticket
 
 MUTATIONS = 10_000

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.protocol import codec
-from services.protocol.messages import Header, Partial, Payload, Span
+from services.protocol.messages import Header, Span
+from services.protocol.payloads import Partial, Payload
 from services.rollouts.generated import Generated, GenerationFailed, Segment
 from services.rollouts.records import make_header, number_contexts, pack_partial, pack_payload, unpack_partial
 from tests.support.harness import ticket

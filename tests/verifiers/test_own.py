@@ -216,7 +216,7 @@ async def test_asynchronous_calls_of_a_group_run_together(own: Path) -> None:
         ("fork", "PermissionError"),
         ("program", "PermissionError"),
         ("memory", "MemoryError"),
-        ("huge", r"returned \d+ bytes beside the score, more than 16384: return less"),
+        ("huge", r"returned \d+ bytes in addition to the score, more than 16384: return less"),
         ("frames", "the worker wrote garbage to its pool and was killed"),
         ("text", r"returned '1.0' \(str\): return a number"),
         ("none", "returned None"),
@@ -229,7 +229,7 @@ async def test_asynchronous_calls_of_a_group_run_together(own: Path) -> None:
 async def test_whatever_a_function_does_the_ticket_has_a_reason_and_the_pool_lives(
     own: Path, completion: str, reason: str
 ) -> None:
-    limit = 0.5 if completion in ("hang", "stuck") else 10
+    limit = 0.5 if completion in ("hang", "stuck") else 100
     async with scoring(own, "act", f"timeout_s={limit}") as made:
         with pytest.raises(VerifierFailure, match=reason) as caught:
             await made.score(job("ok", completion))

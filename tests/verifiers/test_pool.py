@@ -147,7 +147,7 @@ async def test_hostile_groups_do_not_starve_the_others():
     ],
 )
 async def test_hostile_mathematics_ends(completion: str):
-    async with running(verifier("math", timeout_s=1.0)) as pool:
+    async with running(verifier("math", timeout_s=2.0)) as pool:  # a new worker imports within it
         for gold in ("72", r"\frac{\sqrt{2}}{2}"):
             (outcome,) = await asyncio.gather(scored(pool, [completion], gold, "main"), return_exceptions=True)
             assert outcome == {"math": [0.0]} or (isinstance(outcome, VerifierFailure) and "time limit" in outcome.reason)

@@ -8,17 +8,13 @@ Run as `python -I -B runner.py ROOT PARENT MEMORY_BYTES CPU_S`, in the folder th
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import linecache
 import os
 import signal
 import sys
 import sysconfig
-import traceback
 from pathlib import Path
 
-NAME = "<code>"
 UNCONFINED = 3
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DATA = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
@@ -32,6 +28,7 @@ def main() -> None:
         return
     sys.path.insert(0, root)
     from services.verifiers.sandbox.confine import confine_alone
+    from services.verifiers.sandbox.script import run
 
     sys.path.remove(root)
     code = sys.stdin.buffer.read().decode(errors="replace")
@@ -42,26 +39,6 @@ def main() -> None:
         sys.exit(UNCONFINED)
     del sys.argv[1:]
     run(code)
-
-
-def run(code: str) -> None:
-    """Run code as the main module; print the value of a last expression, as an interactive Python does."""
-    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
-    try:
-        tree = ast.parse(code, NAME)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, NAME, "exec"), names)
-        if isinstance(last, ast.Expr):
-            sys.displayhook(eval(compile(ast.Expression(last.value), NAME, "eval"), names))
-    except SystemExit:
-        raise
-    except BaseException as error:  # whatever it is, the policy is told
-        sys.stdout.flush()
-        shown = traceback.TracebackException.from_exception(error)
-        shown.stack = traceback.StackSummary.from_list([each for each in shown.stack if each.filename == NAME])
-        print("".join(shown.format()), file=sys.stderr, flush=True)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

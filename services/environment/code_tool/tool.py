@@ -11,33 +11,23 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from services.environment.code_tool import folder, runner
-from services.environment.programs.tools import Callee, shortened
+from services.environment.code_tool import runner
+from services.environment.code_tool.replies import FULL, LOUD, SLOW, PythonTool, code_of, told
 from services.runtime.own_code import Unusable
+from services.verifiers.sandbox import folder
 from services.verifiers.sandbox.scratch import remove
+from services.verifiers.sandbox.script import KEPT_BYTES, OUTPUT_BYTES
 
-OUTPUT_BYTES = 1 << 20
-"""Most output of a call; with more, it is ended."""
-SHOWN_CHARACTERS = 10_000
-FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 10_000
-FULL = f"the working directory may have {FOLDER_BYTES >> 20} MiB and {FOLDER_ENTRIES} entries; it was emptied"
 LOOK_S = 0.1  # between looks at how full the folder is
-DESCRIBED = (
-    "Run Python code and return what it prints, and the value of its last expression. Files in the working directory are kept "
-    "between calls, variables are not. There is no network."
-)
 _ROOT = Path(__file__).resolve().parents[3]
 _at_once = asyncio.Semaphore(os.cpu_count() or 1)
 
 
-class CodeTool:
-    """The tool `python` of one rollout."""
-
-    name = "python"
+class CodeTool(PythonTool):
+    """Runs the code in a process of this machine."""
 
     def __init__(self, rollout: str, limit_s: float, memory_mib: int) -> None:
         """`rollout` names it, and is part of the names of its folder and processes."""
@@ -46,22 +36,11 @@ class CodeTool:
         self._process: asyncio.subprocess.Process | None = None
         self._closed = False
 
-    @property
-    def described(self) -> dict[str, Any]:
-        """Return it as chat templates take it: a JSON schema in OpenAI's form."""
-        schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
-        return {"type": "function", "function": {"name": self.name, "description": DESCRIBED, "parameters": schema}}
-
-    @property
-    def tools(self) -> Sequence[Callee]:
-        """Return the tool."""
-        return [self]
-
     async def call(self, arguments: object) -> str:
         """Return what the code prints, or what is wrong."""
-        code = cast("dict[str, Any]", arguments).get("code") if isinstance(arguments, dict) else None
-        if not isinstance(code, str):
-            return "Error: code: Field required" if code is None else "Error: code: Input should be a valid string"
+        code, wrong = code_of(arguments)
+        if wrong:
+            return wrong
         async with _at_once:
             if self._closed:
                 return "Error: the rollout has ended"
@@ -84,27 +63,26 @@ class CodeTool:
             if watching.done():
                 fault = FULL
             elif not reading.done():
-                fault = f"the code ran longer than {self._limit_s:g} s"
+                fault = SLOW
         finally:
             watching.cancel()
             _kill(process)
             output, cut = await reading
             status = await process.wait()
-        if await asyncio.to_thread(folder.over, self._folder, FOLDER_BYTES, FOLDER_ENTRIES):
+        if await asyncio.to_thread(folder.over, self._folder, folder.FOLDER_BYTES, folder.FOLDER_ENTRIES):
             fault = FULL
             await asyncio.to_thread(remove, self._folder)
         if status == runner.UNCONFINED:
             raise Unusable('tools = ["python"] needs a kernel with seccomp and Landlock (Linux 5.13, not switched off)')
         if cut and not fault:
-            fault = f"the code printed more than {OUTPUT_BYTES >> 20} MiB"
+            fault = LOUD
         if status < 0 and not fault:
-            fault = f"the code was killed by {signal.Signals(-status).name}, perhaps for its memory or its processor time"
-        said = shortened(output.decode(errors="replace").rstrip(), SHOWN_CHARACTERS)
-        return "\n".join(filter(None, [said, f"Error: {fault}" if fault else ""]))
+            fault = signal.Signals(-status).name
+        return told(output.decode(errors="replace"), fault, self._limit_s)
 
     async def _watch(self) -> None:
         """End when the folder has grown too large."""
-        while not await asyncio.to_thread(folder.over, self._folder, FOLDER_BYTES, FOLDER_ENTRIES):
+        while not await asyncio.to_thread(folder.over, self._folder, folder.FOLDER_BYTES, folder.FOLDER_ENTRIES):
             await asyncio.sleep(LOOK_S)
 
     def snapshot(self) -> Any:
@@ -135,7 +113,7 @@ async def _output(process: asyncio.subprocess.Process, code: bytes) -> tuple[byt
     kept, size = bytearray(), 0
     while data := await process.stdout.read(1 << 16):  # to the end, even of a killed one: otherwise asyncio does not see it
         size += len(data)
-        kept += data[: max(0, 4 * SHOWN_CHARACTERS - len(kept))]
+        kept += data[: max(0, KEPT_BYTES - len(kept))]
         if size > OUTPUT_BYTES:
             _kill(process)
     return bytes(kept), size > OUTPUT_BYTES

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.environment.programs import guard
 from services.environment.programs.loaded import BadReply
+from services.verifiers.sandbox import guard
 from services.verifiers.sandbox.scratch import remove
 
 TAIL_BYTES = 1 << 16
@@ -36,7 +36,7 @@ async def run_command(command: Sequence[str], given: dict[str, Any]) -> Any:
         await asyncio.shield(asyncio.to_thread(remove, folder))
     last = _last_line(output)
     if status:
-        raise BadReply(f"{command[0]} ended with exit status {status}: {_last_line(errors)[:500] or 'it printed no error'}")
+        raise BadReply(f"{command[0]} exited with status {status}: {_last_line(errors)[:500] or 'it printed no error'}")
     if not last:
         return None
     try:

@@ -7,10 +7,19 @@ from typing import Any
 import msgspec
 
 
+class SandboxAccess(msgspec.Struct, array_like=True):
+    """How to reach the service that keeps sandboxes on a cluster."""
+
+    url: str
+    token: str = ""  # for sandboxes alone
+    ca_file: str = ""
+    server_name: str = ""
+
+
 class ProgramSetup(msgspec.Struct, array_like=True):
     """First frame to a worker: what it needs of its environment's configuration."""
 
-    kind: str  # python | agent | mcp
+    kind: str  # python | agent | mcp | verifiers
     function: str = ""
     options: dict[str, Any] = {}
     command: list[str] = []  # of an agent that is a program of its own, or of an MCP server
@@ -21,6 +30,9 @@ class ProgramSetup(msgspec.Struct, array_like=True):
     tool_timeout_s: float = 30.0
     memory_mib: int = 512  # of code that the policy writes
     timeout_s: float = 600.0  # for one reply
+    environment: str = ""  # id of an environment of the library verifiers
+    max_turns: int = 16  # after which that environment ends the rollout itself
+    sandbox: SandboxAccess | None = None  # for code that the policy writes; None: a confined process runs it
 
 
 class Started(msgspec.Struct, array_like=True):
@@ -34,7 +46,7 @@ class ProgramStep(msgspec.Struct, array_like=True):
 
     id: int
     rollout: str
-    do: str  # start | turn | unknown | score | restore | run | stop | close
+    do: str  # start | turn | unknown | score | restore | run | rows | stop | close
     given: Any = None
 
 
@@ -45,3 +57,5 @@ class StepDone(msgspec.Struct, array_like=True):
     value: Any = None
     error: str = ""
     seconds: float = 0.0  # that its code took
+    lost: bool = False  # whether it is an error because a sandbox was lost: what came of the step is unknown
+    suspected: bool = False  # whether the code in it may be why

@@ -10,8 +10,9 @@ import inspect
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from services.environment.code_tool.sandboxed import SandboxService, SandboxTool
 from services.environment.code_tool.tool import CodeTool
 from services.environment.programs.command import run_command
 from services.environment.programs.frames import ProgramSetup
@@ -19,7 +20,14 @@ from services.environment.programs.loaded import LoadedProgram, scores_of
 from services.environment.programs.tools import CODE, ToolSet, lists_code, methods_of
 from services.runtime.own_code import Unusable, imported
 
-LIBRARIES = {"mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2")}
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+OPEN_SHARE = 0.25
+"""Part of `timeout_s` for which a rollout's first call of code may wait for a sandbox."""
+LIBRARIES = {
+    "mcp": ("mcp", "mcp>=2"), "agent": ("openai", "openai>=2"), "verifiers": ("verifiers", "verifiers>=0.3,<0.5"),
+}  # fmt: skip
 """Kind -> the module that it needs, and what to install."""
 
 
@@ -41,11 +49,15 @@ class Kind:
 
     def program(self, rollout: str) -> LoadedProgram:
         """Return the program of a rollout that replies to the policy."""
-        raise Unusable(f"an environment of kind {self._setup.kind} asks the policy by itself")
+        raise Unusable(f"an environment of kind {self._setup.kind} calls the policy itself")
 
     async def run(self, given: Any) -> dict[str, float] | None:
         """Run a rollout that asks the policy by itself; return its reward as `score` and its parts, or None if it gives none."""
         raise Unusable(f"an environment of kind {self._setup.kind} replies to the policy")
+
+    async def rows(self, start: int, count: int, evaluation: bool, limited: bool) -> list[dict[str, Any]]:
+        """Return up to `count` rows of the environment's own data from number `start`; fewer: there are no more."""
+        raise Unusable(f"an environment of kind {self._setup.kind} has no rows of its own")
 
 
 class Conversing(Kind):
@@ -60,6 +72,7 @@ class Conversing(Kind):
             raise Unusable("options have no effect without function: remove them")
         self._server: list[dict[str, Any]] = []
         self._session: Any = None
+        self._sandboxes = SandboxService(setup.sandbox) if setup.sandbox else None
 
     async def open(self) -> None:
         """List the tools of the server, and try the tool that runs code."""
@@ -71,13 +84,15 @@ class Conversing(Kind):
             if not self._setup.shared:
                 await self._session.close()
                 self._session = None
-        if self._runs_code(self._class):
+        if self._runs_code(self._class) and self._sandboxes is None:
             await self._try_code()
 
     async def close(self) -> None:
-        """End the session with the server."""
+        """End the session with the server, and the connections."""
         if self._session is not None:
             await self._session.close()
+        if self._sandboxes is not None:
+            self._sandboxes.close()
 
     def shared_tools(self) -> list[dict[str, Any]]:
         """Return the descriptions of the tools that all rollouts have, in the order in which rollouts list them."""
@@ -108,8 +123,11 @@ class Conversing(Kind):
         listed = getattr(program, "tools", ())
         return CODE in self._setup.tools or (isinstance(listed, list | tuple) and lists_code(program, cast("list[Any]", listed)))
 
-    def _code(self, rollout: str) -> CodeTool:
-        return CodeTool(rollout, self._setup.tool_timeout_s, self._setup.memory_mib)
+    def _code(self, rollout: str) -> CodeTool | SandboxTool:
+        setup = self._setup
+        if self._sandboxes is None:
+            return CodeTool(rollout, setup.tool_timeout_s, setup.memory_mib)
+        return SandboxTool(rollout, setup.tool_timeout_s, setup.memory_mib, self._sandboxes, OPEN_SHARE * setup.timeout_s)
 
 
 class Agent(Kind):
@@ -127,14 +145,18 @@ class Agent(Kind):
         """Run the agent with access to the policy."""
         if self._setup.command:
             return scores_of(await run_command(self._setup.command, given))
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-        # A door on the loopback interface: without TLS, whose certificates take longer to load than most requests, and proxies.
-        http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        client = AsyncOpenAI(base_url=given["url"], api_key=given["key"], max_retries=0, timeout=None, http_client=http)
-        async with client:
+        async with policy_client(given) as client:
             said = self._function(client, given["row"], **self._setup.options)
             return scores_of(await said if inspect.isawaitable(said) else said)
+
+
+def policy_client(given: Any) -> AsyncOpenAI:
+    """Return a client that asks the policy in the rollout that `run` was given."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    # A door on the loopback interface: without TLS, whose certificates take longer to load than most requests, and proxies.
+    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    return AsyncOpenAI(base_url=given["url"], api_key=given["key"], max_retries=0, timeout=None, http_client=http)
 
 
 def _class_tools(program: Any) -> list[dict[str, Any]]:
@@ -159,6 +181,18 @@ async def opened(setup: ProgramSetup) -> Kind:
                 f'kind = "{setup.kind}" needs the library {needs}, which {python} does not have: '
                 f"run {python} -m pip install '{install}'"
             ) from None
-    kind = (Agent if setup.kind == "agent" else Conversing)(setup)
+    kind = _kind_of(setup)
     await kind.open()
     return kind
+
+
+def _kind_of(setup: ProgramSetup) -> Kind:
+    match setup.kind:
+        case "agent":
+            return Agent(setup)
+        case "verifiers":
+            from services.environment.programs.verifiers_library.kind import LibraryEnvironment
+
+            return LibraryEnvironment(setup)
+        case _:
+            return Conversing(setup)

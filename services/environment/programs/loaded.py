@@ -126,5 +126,5 @@ def _messages(said: Any) -> list[dict[str, Any]] | None:
         return [{"role": "user", "content": said}]
     listed = cast("list[Any]", [said] if isinstance(said, dict) else said if isinstance(said, list) else [None])
     if not all(isinstance(each, dict) and "role" in each for each in listed):
-        raise BadReply(f"{said!r} is no reply: return a text, a list of messages with `role` and `content`, or None")
+        raise BadReply(f"{said!r} is not a reply: return a text, a list of messages with `role` and `content`, or None")
     return cast("list[dict[str, Any]]", listed)

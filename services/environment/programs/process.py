@@ -21,10 +21,11 @@ from services.config.environments import (
     EnvironmentConfig,
     McpEnvironment,
     ToolEnvironment,
+    VerifiersEnvironment,
     code_of,
 )
-from services.environment.programs import guard
-from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
+from services.environment.programs.frames import ProgramSetup, ProgramStep, SandboxAccess, Started, StepDone
+from services.verifiers.sandbox import guard
 from services.verifiers.sandbox.frames import LENGTH, REPLY_BYTES, frame
 from services.verifiers.sandbox.interpreters import in_interpreter, inherited
 from services.verifiers.sandbox.process import worker_environment
@@ -37,7 +38,7 @@ REAP_LIMIT_S = 10.0
 """A guard ends its worker within milliseconds; past this limit it is killed."""
 NEEDED = ("msgspec", "pydantic")
 """Libraries that a worker needs in the virtual environment that it runs in, besides those of its environment's kind."""
-BEGINNINGS = ("start", "restore", "run")
+BEGINNINGS = ("start", "restore", "run", "rows")
 """Steps that begin a program; the others are of one that was begun in the same process."""
 
 
@@ -46,7 +47,7 @@ class ProgramFailed(Exception):
 
 
 class ProcessLost(ProgramFailed):
-    """The process of a rollout's program has ended, and the program with it."""
+    """The process of a rollout's program has ended, and the program with it; or the sandbox in which its code ran."""
 
     def __init__(self, message: str, suspected: bool = False) -> None:
         """`suspected`: the rollout was doing something then, which may be why."""
@@ -61,9 +62,11 @@ class ProgramUnusable(Exception):
 class ProgramProcess:
     """One process, which can be started again."""
 
-    def __init__(self, environment: EnvironmentConfig) -> None:
+    def __init__(self, environment: EnvironmentConfig, sandbox: SandboxAccess | None = None) -> None:
+        """`sandbox`: where code of the policy runs; None: in a confined process."""
         self._environment = environment
         self._setup = setup_of(environment)
+        self._setup.sandbox = sandbox
         self.rollouts = 0
         self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -136,6 +139,8 @@ class ProgramProcess:
             raise ProgramFailed(f"{what}: {error}") from None
         finally:
             self._waiting.pop(number, None)
+        if done.lost:
+            raise ProcessLost(f"{what}: {done.error}", done.suspected)
         if done.error:
             raise ProgramFailed(f"{what}: {done.error}")
         return done
@@ -214,6 +219,8 @@ def setup_of(environment: EnvironmentConfig) -> ProgramSetup:
     setup = ProgramSetup(environment.kind, code_of(environment), environment.options, timeout_s=environment.timeout_s)
     if isinstance(environment, AgentEnvironment | McpEnvironment):
         setup.command = environment.command
+    if isinstance(environment, VerifiersEnvironment):
+        setup.environment, setup.max_turns = environment.id, environment.max_turns
     if isinstance(environment, ToolEnvironment):
         setup.tools, setup.tool_timeout_s = list(environment.tools), environment.tool_timeout_s
         setup.memory_mib = environment.memory_mib

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
+from services.environment.code_tool.sandboxed import SandboxLost
 from services.environment.programs.frames import ProgramSetup, ProgramStep, Started, StepDone
 from services.environment.programs.kinds import Kind, opened
 from services.environment.programs.loaded import BadReply, LoadedProgram
@@ -55,8 +56,12 @@ async def _serve(pod: socket.socket) -> None:
         return
     worker = ProgramWorker(kind)
     writer.write(frame(Started()))
-    while True:
-        worker.begin(msgspec.msgpack.decode(await _frame(reader), type=ProgramStep), writer)
+    try:
+        while True:
+            worker.begin(msgspec.msgpack.decode(await _frame(reader), type=ProgramStep), writer)
+    finally:
+        with contextlib.suppress(Exception):  # nobody is there to be told
+            await kind.close()
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
@@ -95,6 +100,9 @@ class ProgramWorker:
             done = StepDone(step.id, await self._do(step))
             done.seconds = time.monotonic() - started
             data = _encoded(done)
+        except SandboxLost as error:
+            seconds = time.monotonic() - started
+            data = frame(StepDone(step.id, error=_sayable(str(error)), seconds=seconds, lost=True, suspected=error.suspected))
         except BaseException as error:  # anything that a program raises is its failure, reported with the reason
             why = str(error) if isinstance(error, BadReply) else reason_of(error)
             data = frame(StepDone(step.id, error=_sayable(why), seconds=time.monotonic() - started))
@@ -108,6 +116,8 @@ class ProgramWorker:
                 return None
             case "run":
                 return await self._kind.run(step.given)
+            case "rows":
+                return await self._kind.rows(**step.given)
             case "close":
                 program = self._programs.pop(step.rollout, None)
                 return await program.close() if program else None

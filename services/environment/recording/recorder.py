@@ -20,7 +20,7 @@ from services.environment.chat.format import ChatFormat, Parsed, message_of
 from services.environment.chat.messages import PROMPT, BadMessages, canonical, normalised, normalised_tools
 from services.environment.recording.extension import Reply, extension
 from services.environment.recording.segments import segment_of
-from services.protocol.messages import Turn
+from services.protocol.payloads import Turn
 from services.rollouts.generated import Generated, GenerationFailed, Segment
 
 LONGEST = 1 << 40

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.protocol.messages import Span, Turn
+from services.protocol.messages import Span
+from services.protocol.payloads import Turn
 from services.rollouts.generated import Generated, Segment, TurnTime
 
 

@@ -23,7 +23,7 @@ class CompletionText(msgspec.Struct):
     """A finished completion."""
 
     text: str
-    finish: Annotated[str, _text("`stop`, or `length` if it reached the most tokens that it may have")]
+    finish: Annotated[str, _text("`stop`, or `length` if it reached the maximum number of tokens")]
 
 
 class ScoreRequest(msgspec.Struct):
@@ -40,7 +40,7 @@ class ScoreRequest(msgspec.Struct):
 ScoreAndMore = Annotated[
     dict[str, Any],
     msgspec.Meta(
-        description="a score, and what else is to be kept with the completion",
+        description="a score, and anything else to store with the completion",
         extra_json_schema={"required": ["score"], "properties": {"score": {"type": "number"}}},
     ),
 ]
@@ -49,7 +49,7 @@ ScoreAndMore = Annotated[
 class ScoreReply(msgspec.Struct):
     """The scores of a group."""
 
-    scores: Annotated[list[float | ScoreAndMore], _text("one for each completion, in their order")]
+    scores: Annotated[list[float | ScoreAndMore], _text("one for each completion, in the same order")]
 
 
 class HttpVerifier:
@@ -68,7 +68,7 @@ class HttpVerifier:
         try:
             reply = msgspec.json.decode(answer, type=ScoreReply)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise BadResult(f'answered with something else than {{"scores": […]}}: {error}') from None
+            raise BadResult(f'answered with something other than {{"scores": […]}}: {error}') from None
         return read_results(reply.scores, len(completions))
 
 

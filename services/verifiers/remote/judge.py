@@ -104,7 +104,7 @@ class JudgeVerifier:
         try:
             choices = msgspec.json.decode(answer, type=ChatReply).choices
         except (msgspec.DecodeError, RecursionError) as error:
-            raise BadResult(f"answered with something else than a chat completion: {error}") from None
+            raise BadResult(f"answered with something other than a chat completion: {error}") from None
         if not choices:
             raise BadResult("answered with a chat completion without choices")
         text = choices[0].message.content or ""
@@ -122,7 +122,7 @@ class JudgeVerifier:
         low, high = self._config.bounds or (-MOST_SCORE, MOST_SCORE)
         for score in scores:
             if not (math.isfinite(score) and low <= score <= high):
-                raise ValueError(f"score {score:g}, which is outside of [{low:g}, {high:g}],")
+                raise ValueError(f"score {score:g}, which is outside [{low:g}, {high:g}],")
         return scores
 
     def _from_json(self, text: str) -> list[float]:

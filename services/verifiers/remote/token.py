@@ -53,5 +53,5 @@ class ServiceToken:
         else:
             return ""
         if not (token.isascii() and token.isprintable()):
-            raise VerifierFailure(f"{self}: the token has characters that a header cannot hold: check what was stored")
+            raise VerifierFailure(f"{self}: the token has characters that a header cannot contain: check what was stored")
         return token

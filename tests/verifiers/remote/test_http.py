@@ -79,10 +79,10 @@ async def test_a_service_that_is_overloaded_is_left_alone_for_as_long_as_it_asks
         ("status:404", r"answered 404"),
         ("status:401", r"answered 401"),
         ("redirect:/elsewhere", r"answered 307"),
-        ("raw:", r"something else than .* truncated"),
-        ("raw:<html>", r"something else than .* malformed"),
+        ("raw:", r"something other than .* truncated"),
+        ("raw:<html>", r"something other than .* malformed"),
         ("raw:[0, 0]", r"Expected `object`, got `array`"),
-        ("raw:" + "[" * 100_000, r"something else than"),
+        ("raw:" + "[" * 100_000, r"something other than"),
         ('raw:{"scores": [{"a":' + "[" * 100_000, r"maximum recursion depth"),
         ('raw:{"scores": [1]}', r"1 results for 2 completions"),
         ('raw:{"scores": [1, null]}', r"scores\[1\]"),
@@ -200,7 +200,7 @@ async def test_no_text_repeats_the_token(service: FlakyServer, monkeypatch: pyte
         ({"token_env": "NO_SUCH_TOKEN"}, "token_env = NO_SUCH_TOKEN: the environment variable is not set or empty"),
         ({"token_file": "/no/such/token"}, r"token_file = /no/such/token: the file cannot be read \(No such file"),
         ({"token_file": "/dev/null"}, "token_file = /dev/null: the file is empty"),
-        ({"token_file": "/proc/self/cmdline"}, "token_file = .*characters that a header cannot hold"),
+        ({"token_file": "/proc/self/cmdline"}, "token_file = .*characters that a header cannot contain"),
     ],
 )
 async def test_a_token_that_is_missing_is_found_at_start(settings: dict[str, str], reason: str) -> None:
@@ -222,7 +222,7 @@ def test_addresses_may_not_contain_passwords(tmp_path: Path) -> None:
 
 
 def test_only_one_place_of_the_token_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="token_env is set, too"):
+    with pytest.raises(ConfigError, match="token_env is also set"):
         small_config(tmp_path, None, 'verifiers=[{kind="http", url="http://host", token_env="A", token_file="b"}]')
 
 

@@ -54,7 +54,7 @@ def call_of(value: object) -> ToolCall:
     fields = cast("dict[str, Any]", value)
     name = fields.get("name")
     if not isinstance(name, str) or not name:
-        raise MalformedCall('a tool call has no "name", or it is no string')
+        raise MalformedCall('a tool call has no "name", or it is not a string')
     name = name.encode("utf-8", "replace").decode()  # a lone surrogate cannot be passed on
     return ToolCall(name, arguments_of(name, fields.get("arguments", fields.get("parameters"))))
 

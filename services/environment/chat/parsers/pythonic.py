@@ -37,7 +37,7 @@ def pythonic(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
 
 def _call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call):
-        raise MalformedCall("the list holds something other than calls")
+        raise MalformedCall("the list contains something other than calls")
     name = _dotted(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise MalformedCall(f"the arguments of {name} must be named: {name}(key=value)")
@@ -55,5 +55,5 @@ def _dotted(node: ast.expr) -> str:
         parts.append(node.attr)
         node = node.value
     if not isinstance(node, ast.Name):
-        raise MalformedCall("the list holds a call of something without a name")
+        raise MalformedCall("the list contains a call without a name")
     return ".".join([node.id, *reversed(parts)])

@@ -26,7 +26,7 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
         name, body = found.groups()
         pairs, rest = _pairs(body)
         if rest.strip():
-            raise MalformedCall(f"the call of {name} holds something other than <parameter=KEY>…</parameter>")
+            raise MalformedCall(f"the call of {name} contains something other than <parameter=KEY>…</parameter>")
         calls.append(_call(name, [(key, _inner(value)) for key, value in pairs], tools))
     return Found(outside, calls)
 
@@ -45,7 +45,7 @@ def glm4(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
             continue
         pairs, rest = _keys_and_values(body)
         if rest.strip():
-            raise MalformedCall(f"the call of {name} holds something other than <arg_key>…</arg_key><arg_value>…</arg_value>")
+            raise MalformedCall(f"the call of {name} contains something other than <arg_key>…</arg_key><arg_value>…</arg_value>")
         calls.append(_call(name, [(key.strip(), value) for key, value in pairs], tools))
     return Found(outside, calls)
 

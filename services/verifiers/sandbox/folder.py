@@ -12,6 +12,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+FOLDER_BYTES, FOLDER_ENTRIES = 64 << 20, 10_000
+"""Most that may be in it."""
 DEPTH = 50
 """Most folders in one another."""
 KEPT_BYTES = 256 << 10
@@ -58,11 +60,18 @@ def packed(folder: Path) -> dict[str, str] | None:
 
 
 def unpack(folder: Path, files: dict[str, str]) -> None:
-    """Write the files that `packed` returned."""
+    """Write the files that `packed` returned. Raises ValueError for a path that leaves the folder."""
     for path, data in files.items():
+        if not inside(path):
+            raise ValueError(f"the path {path!r} leaves the folder")
         place = folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(base64.b85decode(data))
+
+
+def inside(path: str) -> bool:
+    """Return whether a relative path stays in its folder."""
+    return not path.startswith("/") and ".." not in path.split("/")
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -1,0 +1,60 @@
+"""What the tool `python` says of itself and of its calls, wherever the code runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, cast
+
+from services.environment.programs.tools import Callee, shortened
+from services.verifiers.sandbox.folder import FOLDER_BYTES, FOLDER_ENTRIES
+from services.verifiers.sandbox.script import OUTPUT_BYTES
+
+SHOWN_CHARACTERS = 10_000
+DESCRIBED = (
+    "Run Python code and return what it prints, and the value of its last expression. Files in the working directory are kept "
+    "between calls, variables are not. There is no network."
+)
+SLOW, FULL, LOUD = "slow", "full", "loud"
+"""What ends a call, besides signals."""
+
+
+class PythonTool(ABC):
+    """The tool `python` of one rollout. Where the code runs is a subclass."""
+
+    name = "python"
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return it as chat templates take it: a JSON schema in OpenAI's form."""
+        schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+        return {"type": "function", "function": {"name": self.name, "description": DESCRIBED, "parameters": schema}}
+
+    @property
+    def tools(self) -> Sequence[Callee]:
+        """Return the tool."""
+        return [self]
+
+    @abstractmethod
+    async def call(self, arguments: object) -> str:
+        """Return what the code prints, or what is wrong."""
+
+
+def code_of(arguments: object) -> tuple[str, str]:
+    """Return the code of a call, and what is wrong with its arguments, or ""."""
+    code = cast("dict[str, Any]", arguments).get("code") if isinstance(arguments, dict) else None
+    if isinstance(code, str):
+        return code, ""
+    return "", "Error: code: Field required" if code is None else "Error: code: Input should be a valid string"
+
+
+def told(output: str, fault: str, limit_s: float) -> str:
+    """Return what a call says: what the code printed, and what ended it."""
+    meaning = {
+        "": "",
+        SLOW: f"the code ran longer than {limit_s:g} s",
+        FULL: f"the working directory may have {FOLDER_BYTES >> 20} MiB and {FOLDER_ENTRIES} entries; it was emptied",
+        LOUD: f"the code printed more than {OUTPUT_BYTES >> 20} MiB",
+    }
+    said = meaning.get(fault, f"the code was killed by {fault}, perhaps for its memory or its processor time")
+    return "\n".join(filter(None, [shortened(output.rstrip(), SHOWN_CHARACTERS), f"Error: {said}" if said else ""]))
