@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Self
 
@@ -112,11 +112,18 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
         ]
 
 
+Gathered = Iterator[tuple[Bucket, list[torch.Tensor]]]
+"""Buckets with their tensors, in the manifest's order, each whole until the next is requested."""
+
+
 class WeightManifest(msgspec.Struct, frozen=True, array_like=True):
     """Everything that one transfer sends, in order."""
 
     buckets: list[Bucket]
     verified: bool = False  # whether [tensors, 2] int64 checksums follow the last bucket
+    aliases: dict[str, str] = {}  # further names of tied weights, which travel once -> the name they travel under
+    deltas: bool = False  # whether a heading precedes each transfer, which may be a delta (versions/broadcast.py)
+    sparse: bool = False  # whether deltas are patches for the tensors that members sample with (sparse/patch.py)
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +134,11 @@ class WeightManifest(msgspec.Struct, frozen=True, array_like=True):
     def tensors(self) -> list[TensorMeta]:
         """Return every tensor, in the order sent."""
         return [meta for bucket in self.buckets for meta in bucket.tensors]
+
+    def with_aliases(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Return `weights`, and those of them that are tied under their further names, too: they share the memory."""
+        held = dict(weights)
+        return weights + [(name, held[source]) for name, source in self.aliases.items() if source in held]
 
 
 def plan_buckets(tensors: Iterable[TensorMeta], bucket_bytes: int, verified: bool = False) -> WeightManifest:
@@ -285,7 +297,7 @@ def receive(
         sent = torch.empty(len(weights), 2, dtype=torch.int64)
         broadcast(group, sent, deadline)
         check([name for name, _ in weights], held, sent)
-    return weights
+    return manifest.with_aliases(weights)
 
 
 def _own_address(host: str) -> str | None:

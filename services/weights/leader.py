@@ -158,9 +158,11 @@ class SyncRounds:
         ready = self._phase(self._of_group(version, "pause", group))
         if ready != set(group.ranks):
             return self._give_up(version, group, set(group.ranks) - ready)
-        transfer = self._of_group(version, "transfer", group)
+        transfer, began = self._of_group(version, "transfer", group), time.monotonic()
         if not self._sender.ahead:
             self._open(transfer)
+        held = {self._applied.get(member) for member in group.ranks}
+        self._sender.members_hold(held.pop() if len(held) == 1 else None)
         try:
             self._send()
         except SendFailed as error:
@@ -171,6 +173,8 @@ class SyncRounds:
         applied = self._collect(transfer, self.config.sync.transfer_deadline_s)
         if applied != set(group.ranks):
             self._give_up(version, group, set(group.ranks) - applied)
+        else:
+            self._sender.took(self._answered - began)
         self._judge(group)
         self._open(self._of_group(version, "done", group))
         if self._sender.sweeps:  # what members announce is read after the store has told readers what stays

@@ -23,6 +23,14 @@ class WeightsChanged(TransferFailed):
         self.tensor = tensor
 
 
+class WeightsMisloaded(TransferFailed):
+    """The engine does not hold what was loaded into it, so it must not sample. `tensor` is the first weight that differs."""
+
+    def __init__(self, tensor: str) -> None:
+        super().__init__(f"loaded differs from what arrived: {tensor}")
+        self.tensor = tensor
+
+
 class WeightReceiver(Protocol):
     """Takes complete sets of weights, between `pause` and `resume`."""
 

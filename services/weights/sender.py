@@ -2,7 +2,8 @@
 
 Guarantees: names are those of the Hugging Face model, with tied weights under each of their names; adapters are merged only into
 what is sent; at most one bucket is gathered at a time, never the whole model; every wait has a limit; with `sync.verify`,
-checksums follow, computed from the weights and not from buffers they are copied into. After a failure the group cannot be used
+checksums follow, computed from the weights and not from buffers they are copied into; what changed is sent only if every member
+acknowledged what it changes, and after anything that failed all weights are. After a failure the group cannot be used
 again: all ranks have gone through all gathers, so they stay in step, and rank 0 opens another group.
 For the transports, see services/weights/transports.py. Buffers of the model are not sent, because training does not change them.
 """
@@ -13,12 +14,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from services.config import RunConfig
-from services.weights.collective import BUCKET_BYTES, Deadline, let_go, plan_buckets
+from services.weights.collective import BUCKET_BYTES, Deadline, Gathered, let_go, plan_buckets
+from services.weights.encoding_choice import EncodingChoice
 from services.weights.host_memory import as_they_lie, describe
-from services.weights.transports import FAILURES, Gathered, make_transport
+from services.weights.transports import FAILURES, make_transport
+from services.weights.versions.broadcast import BroadcastEncoder, Heading
 
 Merge = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Builds a weight from its parts."""
@@ -53,6 +57,14 @@ class Sender(Protocol):
 
     def label(self, version: int, fence: int) -> None:
         """Say which version of which trainer the next `send` sends."""
+        ...
+
+    def members_hold(self, version: int | None) -> None:
+        """Say which version of this trainer all members of the next `send` hold; None: they hold several, others or none."""
+        ...
+
+    def took(self, seconds: float) -> None:
+        """Take how long the last `send` took until every member had applied it."""
         ...
 
     def open(self) -> tuple[str, int]:
@@ -97,27 +109,51 @@ class WeightSender:
     ) -> None:
         """`parts` names the parameters that each weight is built from; the first has the weight's shape. `merge` builds the
         weight. A tied weight is listed under each of its names, because an engine that repacks its weights holds two copies of
-        it.
+        it; it travels once.
         """
         self._sync, self._merge, self._parts = config.sync, merge, parts
         self._sender = rank == 0
         self._partitioned = any(hasattr(weight, "ds_id") for weights in parts.values() for weight in weights)
-        first = {name: weight for name, (weight, *_) in self._parts.items()}
+        names = _names(parts)
+        first = {name: parts[name][0] for name, source in names.items() if name == source}
         order = list(first) if self._partitioned else as_they_lie(first)
-        self.manifest = plan_buckets([describe(name, first[name]) for name in order], bucket_bytes, config.sync.verify)
+        planned = plan_buckets([describe(name, first[name]) for name in order], bucket_bytes, config.sync.verify)
+        aliases = {name: source for name, source in names.items() if name != source}
+        deltas, sparse = config.sync.encoding != "full", config.sync.encoding == "sparse"
+        self.manifest = msgspec.structs.replace(planned, aliases=aliases, deltas=deltas, sparse=sparse)
         """Return the manifest of every transfer."""
         self._transport = make_transport(config, fleeting=self._partitioned)
+        frozen = [name for name in first if not any(weight.requires_grad for weight in parts[name])]
+        self._encoder = BroadcastEncoder(self.manifest, frozen) if deltas and not sparse and self._sender else None
+        self._choice = EncodingChoice(config.sync.encoding)
+        self._label = (0, 0)  # fence and version
+        self._last: dict[str, float] = {}
+        self._sent: tuple[int, int] | None = None  # the same, of the weights that the encoder has a copy of
+        self._members_hold: int | None = None
+        self._chosen: bool | None = None  # whether the last `send` was a delta, if it could have been either
 
     sweeps = False
     """Return whether there may be something to sweep."""
 
     @property
     def sent(self) -> dict[str, float]:
-        """Return nothing: a group always gets all weights."""
-        return {}
+        """Return what the last `send` took: bytes, share of all bytes, share of the elements that changed, 1 for a delta. Nothing
+        with `sync.encoding = "full"`.
+        """
+        return self._last
 
     def label(self, version: int, fence: int) -> None:
-        """Rank 0: say which version of which trainer the next `send` sends. Members learn that from the round."""
+        """Rank 0: say which version of which trainer the next `send` sends."""
+        self._label = (fence, version)
+
+    def members_hold(self, version: int | None) -> None:
+        """Rank 0: say which version of this trainer all members of the next `send` hold, by their acknowledgements."""
+        self._members_hold = version
+
+    def took(self, seconds: float) -> None:
+        """Rank 0: take how long the last `send` took until every member had applied it."""
+        if self._chosen is not None:
+            self._choice.took(self._chosen, seconds)
 
     def sweep(self, readers: Iterable[str]) -> None:
         """Rank 0: delete what members that announced their reading do not need. Groups keep nothing."""
@@ -138,7 +174,7 @@ class WeightSender:
 
         Raises `SendFailed` if the folder cannot be created.
         """
-        self.close_group()
+        self._transport.close()
         try:
             return self._transport.open(self.manifest)
         except OSError as error:
@@ -170,7 +206,7 @@ class WeightSender:
         gathered = self._gathered()
         try:
             if self._sender:
-                self._transport.send(gathered, self.manifest, Deadline(self._sync.transfer_deadline_s))
+                self._send(gathered, Deadline(self._sync.transfer_deadline_s))
         except FAILURES as error:
             let_go(error)
             self.close_group()
@@ -179,9 +215,31 @@ class WeightSender:
             for _ in gathered:  # after a failure too: the other ranks continue gathering
                 pass
 
+    def _send(self, gathered: Gathered, deadline: Deadline) -> None:
+        """Send all weights, or what changed if every member holds what was sent last."""
+        if self._encoder is None:
+            self._transport.send(gathered, self.manifest, deadline)
+            return
+        (fence, version), base, sent = self._label, self._members_hold, self._sent
+        self._sent = self._members_hold = self._chosen = None  # until all of it is sent
+        possible = base is not None and base < version and sent == (fence, base)
+        delta = possible and self._choice.delta()
+        if delta:
+            assert base is not None
+            encoded = self._encoder.encode(gathered, base, fence, version)
+            self._transport.send_delta(encoded, deadline)
+            nbytes, changed = encoded.heading.nbytes, encoded.changed
+        else:
+            self._transport.send(self._encoder.remember(gathered), self.manifest, deadline, Heading(fence, version))
+            nbytes, changed = self.manifest.nbytes, 1.0
+        self._sent, self._chosen = (fence, version), delta if possible else None
+        share = nbytes / max(1, self.manifest.nbytes)
+        self._last = {"bytes": float(nbytes), "share": share, "changed": changed, "delta": float(delta)}
+
     def close_group(self) -> None:
-        """Rank 0: drop the group and its store, if any."""
+        """Rank 0: drop the group and its store, if any; the next transfer has all weights."""
         self._transport.close()
+        self._sent = None
 
     def _gathered(self) -> Gathered:
         """Yield each bucket while its weights are whole on this rank. Collective under ZeRO-3: all ranks must iterate to the
@@ -198,3 +256,9 @@ class WeightSender:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         return GatheredParameters(list({id(weight): weight for weight in weights}.values()))
+
+
+def _names(parts: Mapping[str, Sequence[torch.nn.Parameter]]) -> dict[str, str]:
+    """Return under which name each weight travels: its own, or the first of those that are tied."""
+    firsts: dict[tuple[int, ...], str] = {}
+    return {name: firsts.setdefault(tuple(map(id, weights)), name) for name, weights in parts.items()}

@@ -22,9 +22,12 @@ from safetensors.torch import load, save_file
 
 from services.weights.checksums import check, checksums
 from services.weights.collective import Bucket, Deadline, WeightManifest
+from services.weights.versions.broadcast import Heading, adopt, apply
+from services.weights.versions.mirror import WeightMirror
 
 _MANIFEST = "manifest.json"
 _SUMS = "checksums"
+_HEADING, _PAYLOAD = "heading", "payload"
 
 
 class Outbox:
@@ -56,6 +59,10 @@ class Outbox:
     def put(self, number: int, bucket: Bucket, buffer: torch.Tensor) -> None:
         """Add a bucket, whose tensors are in `buffer` (uint8, host memory)."""
         self._save(str(number), dict(bucket.views(buffer)))
+
+    def put_heading(self, heading: Heading, payload: torch.Tensor | None = None) -> None:
+        """Add the heading, with the payload of a delta ([nbytes] uint8)."""
+        self._save(_HEADING, {_HEADING: heading.encoded()} | ({} if payload is None else {_PAYLOAD: payload}))
 
     def put_checksums(self, sums: torch.Tensor) -> None:
         """Add the checksums of all tensors, [tensors, 2] int64."""
@@ -95,12 +102,27 @@ class Inbox:
                 f"cannot read {folder} here ({error}): put sync.folder on a volume that trainer and generators share"
             ) from None
 
-    def take(self, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
-        """Read the next transfer into memory.
+    def take(self, deadline: Deadline, mirror: WeightMirror | None = None) -> list[tuple[str, torch.Tensor]]:
+        """Read the next transfer into memory; a delta is applied to `mirror`, which groups with `deltas` need.
 
         Raises `RuntimeError` or `TimeoutError` if it is missing or differs from the manifest, and `WeightChanged`.
         """
         self._transfer += 1
+        if mirror is None or not self._manifest.deltas:
+            return self._take_whole(deadline)
+        found = self._load(_HEADING)
+        heading = Heading.decoded(found.get(_HEADING, torch.empty(0)), self._manifest)
+        if heading.is_delta:
+            payload = found.get(_PAYLOAD)
+            if payload is None or payload.dtype != torch.uint8 or payload.shape != (heading.nbytes,):
+                raise RuntimeError(f"a delta in {self._folder} does not have the {heading.nbytes} bytes that it announces")
+            return apply(mirror, heading, payload)
+        mirror.forget()
+        weights = self._take_whole(deadline)
+        adopt(mirror, heading, self._manifest, weights)
+        return weights
+
+    def _take_whole(self, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
         weights: list[tuple[str, torch.Tensor]] = []
         held: list[torch.Tensor] = []
         for i, bucket in enumerate(self._manifest.buckets):
@@ -118,7 +140,7 @@ class Inbox:
             if sent is None or sent.dtype != torch.int64 or sent.shape != (len(weights), 2):
                 raise RuntimeError(f"the checksums in {self._folder} do not match its {len(weights)} tensors")
             check([name for name, _ in weights], held, sent)
-        return weights
+        return self._manifest.with_aliases(weights)
 
     def _load(self, name: str) -> dict[str, torch.Tensor]:
         path = _file(self._folder, self._transfer, name)

@@ -1,4 +1,4 @@
-"""How weights travel from the trainer's rank 0: over a gloo group, through a folder, over an NCCL group.
+"""How weights travel from the trainer's rank 0: over a gloo group or through a folder here, over NCCL in nccl_transport.py.
 
 Guarantees: a transport is opened, connected and used by rank 0 only; every wait has a limit; errors are those of `FAILURES`, and
 after one the transport must be opened again. Weights arrive bucket by bucket, each whole only until the next is requested.
@@ -8,7 +8,6 @@ Receivers: services/weights/receivers/gloo.py and nccl.py.
 from __future__ import annotations
 
 import socket
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -21,12 +20,9 @@ from safetensors import SafetensorError
 from services.config import RunConfig
 from services.weights.checksums import checksums
 from services.weights.collective import (
-    BUCKET_BYTES,
     CONNECTIONS,
-    NCCL_ID,
-    Abort,
-    Bucket,
     Deadline,
+    Gathered,
     WeightManifest,
     absent,
     begin_broadcast,
@@ -37,9 +33,8 @@ from services.weights.collective import (
 )
 from services.weights.host_memory import HostBuckets
 from services.weights.shared_folder import Outbox
-
-Gathered = Iterator[tuple[Bucket, list[torch.Tensor]]]
-"""Buckets with their tensors, in the manifest's order, each whole until the next is requested."""
+from services.weights.sparse.patch import Patch
+from services.weights.versions.broadcast import EncodedDelta, Heading
 
 FAILURES = (RuntimeError, TimeoutError, OSError, SafetensorError)
 
@@ -71,15 +66,27 @@ class Transport(ABC):
         """Form the group of `world_size` ranks, including the sender."""
 
     @abstractmethod
-    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
-        """Send every bucket, and the checksums if the manifest is `verified`."""
+    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline, heading: Heading | None = None) -> None:
+        """Send every bucket, then the checksums if the manifest is `verified`; first the heading, if it has `deltas`."""
+
+    @abstractmethod
+    def send_delta(self, delta: EncodedDelta, deadline: Deadline) -> None:
+        """Send what changed; only if the manifest has `deltas`."""
+
+    def send_patch(self, patch: Patch, parts: Iterator[torch.Tensor], heading: Heading, deadline: Deadline) -> None:
+        """Send what changed to members that write it into their models. `parts`: the data, that of each rank as a whole."""
+        raise NotImplementedError(f"{self.backend} sends no patches")
+
+    def unpatchable(self) -> list[int]:
+        """Return the ranks of the group that take no patches."""
+        return []
 
     @abstractmethod
     def close(self) -> None:
         """Release the group, if any."""
 
 
-class _Meeting(Transport):
+class Meeting(Transport):
     """A transport whose members meet at a TCP store."""
 
     _store: Any = None
@@ -111,7 +118,7 @@ class _Meeting(Transport):
         return self._group
 
 
-class GlooTransport(_Meeting):
+class GlooTransport(Meeting):
     """Broadcasts between host memories."""
 
     backend = "gloo"
@@ -124,9 +131,11 @@ class GlooTransport(_Meeting):
         """Connect to each member, with one connection per bucket in flight."""
         self._group = make_group(self._store, 0, world_size, self.host, self._store.port, self.sync.join_deadline_s)
 
-    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
+    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline, heading: Heading | None = None) -> None:
         """Prepare or checksum one bucket while `CONNECTIONS` buckets are in flight."""
         group, sums, under_way = self.group, list[torch.Tensor](), deque[Any]()
+        if heading is not None:
+            broadcast(group, heading.encoded(), deadline)
         for i, (bucket, tensors) in enumerate(gathered):
             buffer = self._buckets.memory(i, bucket, tensors)
             if len(under_way) == CONNECTIONS:
@@ -138,6 +147,11 @@ class GlooTransport(_Meeting):
             work.wait()
         if manifest.verified:
             broadcast(group, torch.cat(sums).cpu(), deadline)
+
+    def send_delta(self, delta: EncodedDelta, deadline: Deadline) -> None:
+        """Broadcast heading and payload."""
+        broadcast(self.group, delta.heading.encoded(), deadline)
+        begin_broadcast(self.group, delta.payload, deadline).wait()
 
 
 class FolderTransport(Transport):
@@ -158,11 +172,13 @@ class FolderTransport(Transport):
     def connect(self, world_size: int) -> None:
         """Do nothing: each member itself reports that it sees the folder."""
 
-    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
+    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline, heading: Heading | None = None) -> None:
         """Prepare or checksum one bucket while another is written."""
         sums: list[torch.Tensor] = []
         writing: Future[None] | None = None
         self._outbox.begin()
+        if heading is not None:
+            self._outbox.put_heading(heading)
         with ThreadPoolExecutor(1, "weights") as writer:
             for i, (bucket, tensors) in enumerate(gathered):
                 buffer = self._buckets.memory(i, bucket, tensors)
@@ -177,54 +193,14 @@ class FolderTransport(Transport):
         if manifest.verified:
             self._outbox.put_checksums(torch.cat(sums).cpu())
 
+    def send_delta(self, delta: EncodedDelta, deadline: Deadline) -> None:
+        """Write heading and payload."""
+        self._outbox.begin()
+        self._outbox.put_heading(delta.heading, delta.payload)
+
     def close(self) -> None:
         """Remove the group's folder."""
         self._outbox.close()
-
-
-class NcclTransport(_Meeting):
-    """Broadcasts between GPUs, packed by vLLM."""
-
-    backend = "nccl"
-
-    def connect(self, world_size: int) -> None:
-        """Connect in a thread, because NCCL itself waits forever."""
-        self._group = _nccl_communicator(self._store, world_size, self.sync.join_deadline_s)
-
-    def send(self, gathered: Gathered, manifest: WeightManifest, deadline: Deadline) -> None:
-        """Send with vLLM's producer, which packs the weights into its own buckets; a broadcast past the deadline is aborted."""
-        from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_NUM_BUFFERS, packed_nccl_broadcast_producer
-
-        group, sums = self.group, list[torch.Tensor]()
-
-        def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            for bucket, tensors in gathered:
-                if manifest.verified:
-                    sums.append(checksums(tensors))
-                for meta, tensor in zip(bucket.tensors, tensors, strict=True):
-                    yield meta.name, tensor.clone() if self.fleeting else tensor  # read after the next has been requested
-
-        with Abort(deadline.left.total_seconds(), group.destroy) as abort:
-            packed_nccl_broadcast_producer(
-                iterator=weights(),
-                group=group,
-                src=0,
-                post_iter_func=lambda item: item[1],
-                buffer_size_bytes=BUCKET_BYTES,
-                num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
-            )
-            torch.cuda.synchronize()
-            if manifest.verified:
-                group.broadcast(torch.cat(sums), src=0)
-                torch.cuda.synchronize()
-            if abort.passed:
-                raise TimeoutError(f"the broadcast took longer than sync.transfer_deadline_s = {deadline.seconds:g}")
-
-    def close(self) -> None:
-        """Abort the communicator."""
-        if self._group is not None:
-            self._group.destroy()
-        super().close()
 
 
 def make_transport(config: RunConfig, fleeting: bool) -> Transport:
@@ -232,28 +208,8 @@ def make_transport(config: RunConfig, fleeting: bool) -> Transport:
     backend = config.sync.backend
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return {"gloo": GlooTransport, "filesystem": FolderTransport, "nccl": NcclTransport}[backend](config, fleeting)
+    if backend == "nccl":
+        from services.weights.nccl_transport import NcclTransport
 
-
-def _nccl_communicator(store: Any, world_size: int, timeout_s: float) -> Any:
-    """Create rank 0 of an NCCL group whose members read the unique id from `store`; in a thread, because NCCL waits forever."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-    from vllm.utils.nccl import unpinned_nccl_env
-
-    device = torch.accelerator.current_device_index()
-    unique_id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
-    store.set(NCCL_ID, unique_id)
-    made: list[Any] = []
-
-    def make() -> None:
-        torch.accelerator.set_device_index(device)  # the current device is a property of the thread
-        with unpinned_nccl_env():
-            made.append(PyNcclCommunicator.from_unique_id_bytes(unique_id, 0, world_size, device))
-
-    thread = threading.Thread(target=make, name="nccl-connect", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not made:
-        raise TimeoutError(f"no NCCL group within sync.join_deadline_s = {timeout_s}")
-    return made[0]
+        return NcclTransport(config, fleeting)
+    return {"gloo": GlooTransport, "filesystem": FolderTransport}[backend](config, fleeting)

@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--join-s", type=float, default=3.0, help="sync.join_deadline_s")
     parser.add_argument("--transfer-s", type=float, default=4.0, help="sync.transfer_deadline_s")
+    parser.add_argument("--encoding", choices=("full", "delta"), default="full", help="sync.encoding")
     parser.add_argument("--folder", type=Path, help="keep everything here; default: a temporary folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
     outcome = Outcome()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # either way nothing is left running
     try:
-        with open_campaign(folder, names, networks, options.join_s, options.transfer_s, outcome) as campaign:
+        with open_campaign(folder, names, networks, options.join_s, options.transfer_s, outcome, options.encoding) as campaign:
             campaign.run(sequence(options.seed, options.rounds, kinds, names), tell)
     except KeyboardInterrupt:
         outcome.violations.append("interrupted")

@@ -29,6 +29,8 @@ from tests.sync_faults.members import Member
 from tests.sync_faults.network import Loopback, Networks
 
 WIDTH, LAYERS = 512, 6  # tensors of 1 MiB, a bucket each
+BUCKET = 1 << 20
+CHANGED = 0.02  # share of the rows that a version changes
 MID_BROADCAST = 3  # the bucket before which a fault of the phase `transfer` comes
 BETWEEN_S = 0.2  # between two rounds: the rest of a step
 LOAD_LIMIT_S = 60.0  # for all members to be there
@@ -119,7 +121,7 @@ class Campaign:
         with torch.no_grad():
             torch.manual_seed(self.version)
             for weight in self.world.model.parameters():
-                weight.normal_()
+                weight[torch.rand(len(weight)) < CHANGED] = torch.randn(weight.shape[1])
                 weight.view(-1)[0] = self.version
         self._digests[self.version] = digest(dict(self.world.model.named_parameters()))
         faulthandler.dump_traceback_later(4 * self.deadline_s, exit=True)
@@ -177,10 +179,11 @@ class Campaign:
         elif self._armed(current.phase, current.members) and current.phase != "transfer":
             self.strike()
 
-    def sends(self) -> None:
-        """A bucket is about to be sent."""
+    def sends(self, nbytes: int) -> None:
+        """A bucket, or a whole delta, is about to be sent."""
         self._sent += 1
-        if self._sent == MID_BROADCAST and self._armed("transfer", {f"{self._hit.fault.victim}:": 0} if self._hit else {}):
+        victim = {f"{self._hit.fault.victim}:": 0} if self._hit else {}
+        if (self._sent == MID_BROADCAST or nbytes < BUCKET) and self._armed("transfer", victim):
             self.strike()
 
     def _watch(self, attempt: int) -> None:
@@ -207,7 +210,13 @@ class Campaign:
 
 @contextmanager
 def open_campaign(
-    folder: Path, names: Sequence[str], networks: bool, join_s: float, transfer_s: float, outcome: Outcome
+    folder: Path,
+    names: Sequence[str],
+    networks: bool,
+    join_s: float,
+    transfer_s: float,
+    outcome: Outcome,
+    encoding: str = "full",
 ) -> Iterator[Campaign]:
     """A campaign whose members are being started."""
     torch.set_num_threads(1)
@@ -219,8 +228,8 @@ def open_campaign(
     lay_end_to_end(model)  # as the trainer does: buckets are sent from where they lie
     members: dict[str, Member] = {}
     try:
-        given = (*limits, "run.name=rounds", "fleet.ttl_s=5")
-        with open_world(folder, server, *given, model=model, bucket_bytes=1 << 20) as world:
+        given = (*limits, "run.name=rounds", "fleet.ttl_s=5", f"sync.encoding={encoding}")
+        with open_world(folder, server, *given, model=model, bucket_bytes=BUCKET) as world:
             try:
                 for i, name in enumerate(names):
                     place = ("127.0.0.1", server.port)
@@ -246,7 +255,7 @@ def _watched(world: World, campaign: Campaign) -> Iterator[None]:
         campaign.opened(current)
 
     def sends(group: Any, buffer: torch.Tensor, deadline: Any) -> Any:
-        campaign.sends()
+        campaign.sends(buffer.numel())
         return broadcast(group, buffer, deadline)
 
     world.rounds._open, sending.begin_broadcast = opened, sends

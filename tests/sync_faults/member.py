@@ -26,6 +26,7 @@ from services.weights.checksums import WeightChanged, check, checksums
 from services.weights.collective import Deadline, broadcast, let_go
 from services.weights.member import WeightFollower
 from services.weights.receiver import TransferFailed, WeightsChanged
+from services.weights.versions.broadcast import Heading, adopt, apply
 from tests.support.scripted import ScriptedEngine
 
 SAMPLE_S = 0.005
@@ -80,6 +81,14 @@ class StreamingEngine(StagingEngine):
 
     def _stream(self, group: Any, manifest: Any) -> None:
         deadline = Deadline(self._config.sync.transfer_deadline_s)
+        heading = self._heading(group, manifest, deadline) if manifest.deltas else None
+        if heading is not None and heading.is_delta:
+            payload = torch.empty(heading.nbytes, dtype=torch.uint8)
+            broadcast(group, payload, deadline)
+            for name, weight in apply(self._mirror, heading, payload):
+                self.weights[name].copy_(weight)
+            return
+        self._mirror.forget()
         for bucket in manifest.buckets:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
             broadcast(group, buffer, deadline)
@@ -89,6 +98,13 @@ class StreamingEngine(StagingEngine):
         sent = torch.empty(len(names), 2, dtype=torch.int64)
         broadcast(group, sent, deadline)
         check(names, [checksums(self.weights[name] for name in names)], sent)
+        if heading is not None:
+            adopt(self._mirror, heading, manifest, [(name, weight.clone()) for name, weight in self.weights.items()])
+
+    def _heading(self, group: Any, manifest: Any, deadline: Deadline) -> Heading:
+        encoded = torch.empty(4, dtype=torch.int64)
+        broadcast(group, encoded, deadline)
+        return Heading.decoded(encoded, manifest)
 
 
 async def sample(engine: StagingEngine) -> None:

@@ -321,12 +321,12 @@ def test_a_member_that_declines_costs_no_deadline(world: World) -> None:
     trains = world.member("a")
     world.member("b")
     world.rounds.run(0)
-    world.lanes["b"].version = 0  # it evaluates, and its heartbeat has not said so yet
+    world.hold("b", 0)  # it evaluates, and its heartbeat has not said so yet
     first, second = world.rounds.run(1), world.rounds.run(2)
     assert first.members == second.members == (trains,)
     assert world.versions() == {"a": 2, "b": 0}
     assert first.total_s + second.total_s < world.config.sync.join_deadline_s
-    world.lanes["b"].version = None
+    world.release("b")
     assert len(world.rounds.run(3).members) == 2, "a member declines a round, not those after it"
     assert all(engine._go.is_set() for engine in world.engines.values()), "somebody stayed paused"
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 import services.generator.engines.vllm as vllm_engine
 from services.generator.engines.vllm import VllmEngine
 from services.rollouts.generated import SamplingParameters
-from services.weights import transports
+from services.weights import nccl_transport
 from services.weights.receiver import TransferFailed, WeightsChanged
 from tests.support.tiny_vllm import BUCKET_BYTES, make_config, make_model, perturb
-from tests.weights.test_weight_transfer import PROMPT, Pair
+from tests.weights.test_weight_transfer import PROMPT, Pair, damage_deltas
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,7 +41,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     )
     with pytest.MonkeyPatch.context() as patch, wired():
         patch.setattr(vllm_engine, "transport", lambda config, gpu: "nccl")
-        for module in (vllm_engine, transports):
+        for module in (vllm_engine, nccl_transport):
             patch.setattr(module, "BUCKET_BYTES", BUCKET_BYTES)
         engine = VllmEngine()
         await engine.start(config)
@@ -60,6 +60,41 @@ async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> 
             await pair.update()
             assert (pair.engine.version, pair.engine.whole) == (pair.version, True)
             await pair.assert_equal()
+
+
+async def test_the_engine_follows_by_deltas_and_a_damaged_one_leaves_no_mixture(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair.deltas():
+        await pair.follow_by_deltas()
+        version = pair.version
+        damage_deltas(monkeypatch)
+        perturb(pair.model, 402, share=0.02)
+        with pytest.raises(TransferFailed):
+            await pair.update()
+        monkeypatch.undo()
+        assert (pair.engine.version, pair.engine.whole) == (version, True), "unlike after a broken transfer of all weights"
+        await pair.engine.resume()
+        await pair.make_group()
+        await pair.update()
+        await pair.assert_equal()
+
+
+async def test_an_engine_that_repacks_its_weights_takes_no_patches_and_gets_them_whole(pair: Pair) -> None:
+    """On a CPU, that is any; what patches are is in tests/weights/sparse."""
+    from services.trainer.weight_sender import make_sender
+
+    before, sync = pair.sender, pair.config.sync.model_copy(update={"encoding": "sparse"})
+    sparse = pair.config.model_copy(update={"sync": sync})
+    pair.sender = make_sender(sparse, pair.model, 0, 1, lambda value: [value], BUCKET_BYTES)  # type: ignore[assignment]
+    await pair.make_group()
+    for seed in range(2):
+        perturb(pair.model, 500 + seed, share=0.02)
+        await pair.update()
+        assert not pair.sender.sent["delta"]
+        await pair.assert_equal()
+    pair.sender.close_group()
+    pair.sender = before
 
 
 async def test_weights_that_change_on_their_way_leave_a_mixture_that_samples_nothing(

@@ -88,7 +88,7 @@ def test_a_member_that_missed_rounds_fetches_what_it_lacks(world: World, monkeyp
     world.member("a")
     world.member("b")
     world.train(0)
-    world.lanes["b"].version = 0  # it evaluates, and declines
+    world.hold("b", 0)  # it evaluates, and declines
     for version in (1, 2, 3):
         step(world, version)
         world.train(version)
@@ -97,7 +97,7 @@ def test_a_member_that_missed_rounds_fetches_what_it_lacks(world: World, monkeyp
     applied: list[int | None] = []
     apply = mirror.apply
     monkeypatch.setattr(mirror, "apply", lambda made, *given: (applied.append(made.base), apply(made, *given))[1])
-    world.lanes["b"].version = None
+    world.release("b")
 
     world.portal.call(wait_until(lambda: world.versions()["b"] == 3))
     assert applied == [0, 1, 2], "the deltas, not an anchor"

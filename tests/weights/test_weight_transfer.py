@@ -6,7 +6,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,36 @@ class Pair:
         """Send the model's weights as the next version."""
         await self.engine.pause()
         self.version += 1
+        self.sender.label(self.version, 1)
+        self.sender.members_hold(self.engine.version)
         await asyncio.gather(asyncio.to_thread(self.sender.send), self.engine.receive(self.version))
         await self.engine.resume()
+
+    @contextmanager
+    def deltas(self) -> Iterator[None]:
+        """Send what changed inside."""
+        from services.trainer.weight_sender import make_weight_sender
+
+        before, sync = self.sender, self.config.sync.model_copy(update={"encoding": "delta"})
+        self.sender = make_weight_sender(self.config.model_copy(update={"sync": sync}), self.model, 0, BUCKET_BYTES)
+        try:
+            yield
+        finally:
+            self.sender.close_group()
+            self.sender = before
+
+    async def follow_by_deltas(self) -> None:
+        """Make a group and send a version whole, then two that change a few weights."""
+        await self.make_group()
+        await self.update()
+        assert not self.sender.sent["delta"]
+        await self.assert_equal()
+        for seed in range(2):
+            perturb(self.model, 400 + seed, share=0.02)
+            await self.update()
+            assert self.sender.sent["delta"]
+            assert self.sender.sent["share"] < 0.12, "float32: four bytes for each, and its position"
+            await self.assert_equal()
 
     async def assert_equal(self) -> None:
         """The engine samples as `transformers` would."""
@@ -92,6 +121,42 @@ async def test_the_engine_equals_transformers_after_every_update(pair: Pair) -> 
             assert pair.engine.version == pair.version
             await pair.assert_equal()
     pair.sender.close_group()
+
+
+def damage_deltas(patch: pytest.MonkeyPatch) -> None:
+    """Flip a bit of the data of every delta that is encoded from here on."""
+    from services.weights.versions.broadcast import BroadcastEncoder
+
+    honest = BroadcastEncoder.encode
+
+    def damaging(self: BroadcastEncoder, *given: Any) -> Any:
+        delta = honest(self, *given)
+        delta.payload[-1] ^= 1
+        return delta
+
+    patch.setattr(BroadcastEncoder, "encode", damaging)
+
+
+async def test_the_engine_follows_by_deltas_and_refuses_a_damaged_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from copy import deepcopy
+
+    with pair.deltas():
+        await pair.follow_by_deltas()
+        old, version = deepcopy(pair.model), pair.version
+        perturb(pair.model, 402, share=0.02)
+        damage_deltas(monkeypatch)
+        with pytest.raises(TransferFailed):
+            await pair.update()
+        monkeypatch.undo()
+        assert (pair.engine.version, pair.engine.whole) == (version, True)
+        await pair.engine.resume()
+        new, pair.model, pair.version = pair.model, old, version
+        await pair.assert_equal()
+        pair.model = new
+        await pair.make_group()
+        await pair.update()
+        assert not pair.sender.sent["delta"], "the engine acknowledged another version than was sent last"
+        await pair.assert_equal()
 
 
 async def test_completions_live_through_an_update(pair: Pair) -> None:

@@ -31,9 +31,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from services.weights.checksums import WeightChanged
-from services.weights.collective import Deadline, WeightManifest, join_store, let_go, make_group, read_manifest, receive
+from services.weights.collective import Deadline, WeightManifest, join_store, let_go, make_group, read_manifest
 from services.weights.receivers import OWNER
+from services.weights.receivers.loaded import LoadedWeights, compare
 from services.weights.shared_folder import Inbox
+from services.weights.versions.broadcast import receive
+from services.weights.versions.mirror import WeightMirror
 
 
 @dataclass
@@ -53,6 +56,7 @@ class ReceiveInfo(WeightTransferUpdateInfo):
     """Time limit of one transfer; its contents are in the group's manifest."""
 
     timeout_s: float
+    verify_loaded: bool = False
 
 
 class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
@@ -67,8 +71,12 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         """Whether the model holds one version's weights. False while they are a mixture: during an update and after a failed
         one.
         """
+        self.mirror = WeightMirror()
+        """What arrived last, in host memory, to which deltas are applied. It outlives the group."""
         self.changed = ""
         """Name of the first weight of the last update that differs from what was sent; empty if none."""
+        self.verdict = LoadedWeights("", 0, 0)
+        """What the comparison of the last update with the model found, if one was asked for."""
         self._joining: Future[Any] | None = None
         threading.Thread(target=_die_with_owner, args=(int(os.environ[OWNER]),), name="owner-watch", daemon=True).start()
 
@@ -126,6 +134,12 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         """Load checkpoint-format weights into the model; only inside `reloading`."""
         loader: Any = self.model  # every vLLM model has load_weights, but torch.nn.Module does not declare it
         loader.load_weights(weights)
+
+    def verify(self, weights: Iterable[tuple[str, torch.Tensor]], update_info: ReceiveInfo) -> None:
+        """Compare the model with what was loaded into it, if that is asked for. One that differs is not `whole`."""
+        quantized = getattr(self.model_config, "quantization", None) is not None  # its loaders may do more than copy
+        self.verdict = compare(self.model, weights) if update_info.verify_loaded and not quantized else LoadedWeights("", 0, 0)
+        self.whole = self.whole and not self.verdict.differs
 
     def start_weight_update(self) -> None:
         """Do nothing: the reload belongs to `receive_weights`."""
@@ -191,6 +205,7 @@ class StagingEngine(JoiningEngine):
         staged = staging.result(update_info.timeout_s)
         with self.reloading():
             self.load(staged)
+        self.verify(staged, update_info)
 
 
 class GlooWeightTransferEngine(StagingEngine):
@@ -207,7 +222,7 @@ class GlooWeightTransferEngine(StagingEngine):
     ) -> list[tuple[str, torch.Tensor]]:
         """Receive every bucket."""
         group, manifest, buffers = connection
-        return receive(group, manifest, deadline, buffers)
+        return receive(group, manifest, deadline, buffers, self.mirror)
 
 
 class FilesystemWeightTransferEngine(StagingEngine):
@@ -219,7 +234,7 @@ class FilesystemWeightTransferEngine(StagingEngine):
 
     def take(self, connection: Inbox, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
         """Read every file."""
-        return connection.take(deadline)
+        return connection.take(deadline, self.mirror)
 
 
 class WorkerExtension:
@@ -253,6 +268,11 @@ class WorkerExtension:
     def weights_whole(self) -> bool:
         """Return `JoiningEngine.whole` of this worker."""
         return self.weight_transfer_engine.whole
+
+    def weights_loaded(self) -> tuple[str, int, int]:
+        """Return `JoiningEngine.verdict` of this worker: the weight that differs, how many were compared, of how many."""
+        verdict = self.weight_transfer_engine.verdict
+        return verdict.differs, verdict.compared, verdict.total
 
     def weights_changed(self) -> str:
         """Return `JoiningEngine.changed` of this worker."""

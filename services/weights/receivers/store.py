@@ -6,26 +6,19 @@ missed rounds fetches only the deltas it lacks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from services.weights.collective import Deadline
 from services.weights.receivers.gloo import JoinInfo, StagingEngine
-from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 
 
 class StoreWeightTransferEngine(StagingEngine):
     """Fetches versions; `host` is the place of the trainer's versions."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._mirror = WeightMirror()
-
     def connect(self, info: JoinInfo, rank: int) -> VersionReader:
         """Look into the store."""
-        return VersionReader(info.host, self._mirror)
+        return VersionReader(info.host, self.mirror)
 
     def take(self, connection: VersionReader, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
         """Fetch what leads to the version."""

@@ -16,7 +16,7 @@ import torch
 from services.weights.checksums import WeightChanged, checksums
 from services.weights.collective import TensorMeta, huge_pages
 from services.weights.versions.encoder import as_tensor, bits
-from services.weights.versions.manifest import TensorPiece, VersionManifest
+from services.weights.versions.manifest import TensorPiece, VersionManifest, Weight
 from services.weights.versions.merge import merged
 from services.weights.versions.pieces import decode
 from services.weights.versions.positions import InvalidVersion
@@ -35,16 +35,21 @@ class WeightMirror:
         """The trainer's fence and the version whose bits these are."""
         self._metas: list[TensorMeta] = []
         self._tensors: list[torch.Tensor] = []
-        self._manifest: VersionManifest | None = None
+        self._weights: list[Weight] = []
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights under their Hugging Face names; adapters are merged into new tensors, others share the memory."""
-        if self._manifest is None:
+        if self.held == NOTHING:
             raise RuntimeError("no version is held")
         return [
-            (weight.name, merged([self._tensors[index] for index in weight.sources], weight.scale))
-            for weight in self._manifest.weights
+            (weight.name, merged([self._tensors[index] for index in weight.sources], weight.scale)) for weight in self._weights
         ]
+
+    def adopt(self, held: tuple[int, int], metas: list[TensorMeta], tensors: list[torch.Tensor], weights: list[Weight]) -> None:
+        """Hold `tensors`, which came whole and have been checked, as those of a version. They are contiguous, in host memory, and
+        belong to the mirror until it forgets them.
+        """
+        self.held, self._metas, self._tensors, self._weights = held, metas, tensors, weights
 
     def apply(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], last: bool = True) -> None:
         """Apply a version whose base is held, or an anchor. `parts`: index and bytes of every part, in any order, once each.
@@ -65,7 +70,7 @@ class WeightMirror:
             else:
                 _take_back(undo)
             raise
-        self.held, self._manifest = (manifest.fence, manifest.version), manifest
+        self.held, self._weights = (manifest.fence, manifest.version), manifest.weights
 
     def _fill(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], undo: Undo, last: bool) -> None:
         of_part: dict[int, list[TensorPiece]] = {}
@@ -104,7 +109,7 @@ class WeightMirror:
 
     def _empty(self, manifest: VersionManifest) -> None:
         """Make room for an anchor, in the memory of before if its tensors have the same shapes."""
-        self.held, self._manifest = NOTHING, None
+        self.held = NOTHING
         if self._metas != manifest.tensors:
             self._metas = manifest.tensors
             self._tensors = [torch.empty(0, dtype=getattr(torch, meta.dtype)) for meta in manifest.tensors]
@@ -114,7 +119,7 @@ class WeightMirror:
 
     def forget(self) -> None:
         """Hold nothing."""
-        self.held, self._manifest, self._metas, self._tensors = NOTHING, None, [], []
+        self.held, self._metas, self._tensors, self._weights = NOTHING, [], [], []
 
 
 def _blocks(piece: TensorPiece, data: memoryview) -> list[tuple[memoryview, int, bool]]:

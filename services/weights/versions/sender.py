@@ -102,6 +102,12 @@ class StoreWeightSender:
         if self._catalogue.fence != fence:
             self._catalogue, self._based, self.sweeps = Catalogue(fence), None, True
 
+    def members_hold(self, version: int | None) -> None:
+        """Do nothing: members find out themselves what they lack."""
+
+    def took(self, seconds: float) -> None:
+        """Do nothing: the size decides."""
+
     def open(self) -> tuple[str, int]:
         """Rank 0: write the catalogue. Returns the trainer's folder below the place, and 0.
 
