@@ -122,7 +122,7 @@ class RolloutLoop(RolloutWorker):
         if self.engine.version < 0:
             return "unsynced: no weights yet; waiting for the trainer's next sync round"
         if self.engine.version != state.published_version:
-            return f"out of date: holds policy version {self.engine.version}, but {state.published_version} is published"
+            return f"out of date: has policy version {self.engine.version}, but {state.published_version} is published"
         return ""
 
     async def work(self, loop: Loop) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from services.generator.engines.base import Gauges
 from services.generator.rollouts.concurrency import REASONS, Limit
@@ -18,20 +20,34 @@ SYNC_WAITS = ("gathered", "joined", "paused")
 """Waits after a phase: for the other members, and for the trainer."""
 
 
+class VllmMetrics(Collector):
+    """The metrics of vLLM itself, which registers them with the client library and not with a pod."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics that vLLM has registered in this process; none with another engine."""
+        return [metric for metric in REGISTRY.collect() if metric.name.startswith("vllm:")]
+
+
 class GeneratorMetrics(Metrics):
     """The metrics of a generator."""
 
     version: Gauge = gauge("grpo_generator_policy_version", "", "Policy version of the engine. -1: none yet.")
     behind: Gauge = gauge("grpo_generator_versions_behind", "", "Published policy version minus the engine's.")
-    evaluating: Gauge = gauge("grpo_generator_evaluating", "", "1 while the pod is kept on its weights for an evaluation round.")
+    evaluating: Gauge = gauge("grpo_generator_evaluating", "", "1 while the pod stays on its weights for an evaluation round.")
     running: Gauge = gauge("grpo_generator_rollouts", "tickets", "Training tickets whose completions are being generated.")
     scoring: Gauge = gauge("grpo_generator_scoring", "tickets", "Training tickets whose completions wait for their scores.")
-    scoring_limit: Gauge = gauge("grpo_generator_scoring_limit", "tickets", "Maximum of tickets waiting for scores.")
-    limit: Gauge = gauge("grpo_generator_rollouts_limit", "tickets", "Maximum of tickets that the engine can run.")
+    scoring_limit: Gauge = gauge("grpo_generator_scoring_limit", "tickets", "Maximum number of tickets waiting for scores.")
+    limit: Gauge = gauge("grpo_generator_rollouts_limit", "tickets", "Maximum number of tickets that the engine can run.")
     limit_reason: Mapping[str, Gauge] = gauges(
-        "grpo_generator_rollouts_limit_reason", "", "1 for the reason of the limit's last change.", "reason", REASONS
+        "grpo_generator_rollouts_limit_reason",
+        "",
+        "Reason for the limit's last change: 1 for it, 0 for the others.",
+        "reason",
+        REASONS,
     )
-    share: Gauge = gauge("grpo_generator_rollouts_share", "tickets", "Tickets claimed before other pods have had their share.")
+    share: Gauge = gauge(
+        "grpo_generator_rollouts_share", "tickets", "The pod's share of the slots: tickets that it claims at once."
+    )
     requests: Mapping[str, Gauge] = gauges(
         "grpo_generator_requests", "", "Completions in the engine: being sampled, or waiting for their first token.", "state",
         ("running", "waiting"),
@@ -79,13 +95,13 @@ class GeneratorMetrics(Metrics):
         (*SYNC_PHASES, *SYNC_WAITS),
     )  # fmt: skip
     pause_s: Histogram = histogram(
-        "grpo_generator_sync_pause_seconds", "seconds", "Time that the engine did not sample because new weights were applied."
+        "grpo_generator_sync_pause_seconds", "seconds", "Time that the engine did not sample while new weights were applied."
     )
     fetched_bytes: Counter = counter(
         "grpo_generator_fetched_weights_bytes_total", "bytes", "Bytes of weights fetched from the store of versions."
     )
     catch_ups: Counter = counter(
-        "grpo_generator_catch_ups_total", "", "Times that the pod fetched the published weights from the store outside rounds."
+        "grpo_generator_catch_ups_total", "", "Fetches of the published weights from the store, outside rounds."
     )
     sync_failures: Counter = counter("grpo_generator_sync_failures_total", "", "Failed phases of weight-sync rounds.")
 

@@ -11,7 +11,7 @@ from services.generator.api import add_routes
 from services.generator.engines.base import make_engine
 from services.generator.engines.tokenizer import load_tokenizer
 from services.generator.loop import PARTIAL_EVERY_S, RolloutLoop
-from services.generator.metrics import GeneratorMetrics
+from services.generator.metrics import GeneratorMetrics, VllmMetrics
 from services.generator.pausing import Pausing
 from services.generator.rollouts.evaluation import EvaluationWorker
 from services.runtime.entry import leaving_at_once
@@ -35,6 +35,7 @@ class GeneratorPod:
     def __init__(self, service: Service) -> None:
         config = service.config
         metrics = GeneratorMetrics(service.registry)
+        service.registry.register(VllmMetrics())
         self.service, self.engine = service, make_engine(config)
         sources = [*config.data.sources, *config.evaluation.sources]
         self.verifiers = Scoring(config, sources)

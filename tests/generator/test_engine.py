@@ -15,14 +15,20 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.config import ConfigError
 from services.generator.engines.base import make_engine
+from services.generator.engines.template import TITLE
 from services.generator.engines.vllm import VllmEngine
 from services.generator.engines.vllm_arguments import check_cpu_arguments, engine_arguments, stop_tokens
+from services.generator.metrics import VllmMetrics
 from services.protocol.messages import Span
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
+from services.runtime.metrics.declarations import exposition
 from services.weights.receiver import EngineDead
+from tests.support.preloading.starter import PLAIN
 from tests.support.tiny_vllm import EOS, assert_greedy, make_config, make_model, reference_logprobs
 
 pytestmark = [
@@ -79,6 +85,21 @@ async def test_behaviour_logprobs_are_those_of_the_model_at_the_sampling_tempera
             assert completion.tokens.dtype == np.int32
             assert completion.logprobs.dtype == np.float32
             assert completion.spans == [Span(-1, 0, len(completion.tokens))]
+
+
+async def test_vllm_s_own_metrics_are_served_with_the_pod_s_labels(served: Served) -> None:
+    registry = CollectorRegistry()
+    registry.register(VllmMetrics())
+
+    def generated() -> float:
+        families = text_string_to_metric_families(exposition(registry, run="r", pod="generator-0").decode())
+        samples = [sample for family in families for sample in family.samples if sample.name == "vllm:generation_tokens_total"]
+        assert all((sample.labels["run"], sample.labels["pod"]) == ("r", "generator-0") for sample in samples)
+        return sum(sample.value for sample in samples)
+
+    before = generated()
+    made = await served.engine.generate("metrics", prompt(2), 1, SamplingParameters(16))
+    assert generated() - before == len(made.tokens)
 
 
 async def test_logprobs_under_top_k_are_those_of_the_truncated_distribution(served: Served) -> None:
@@ -265,29 +286,41 @@ async def test_a_stop_string_ends_a_completion(served: Served, tmp_path: Path) -
 OWNER = """
 import asyncio, sys
 from pathlib import Path
+from services.generator.__main__ import prepare
 from services.generator.engines.vllm import VllmEngine
+from services.runtime.entry import Arguments
 from tests.support.tiny_vllm import make_config
 async def main():
-    await VllmEngine().start(make_config(Path(sys.argv[1])))
+    engine = VllmEngine()
+    await engine.start(config)
     print("started", flush=True)
     await asyncio.sleep(600)
+    await engine.close()
 if __name__ == "__main__":
+    config = make_config(Path(sys.argv[1]))
+    prepare(Arguments(config, "generator-0", stay=sys.argv[2] == "spawned"))
     asyncio.run(main())
 """
 
 
-async def test_the_engine_ends_when_its_owner_is_killed(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("core", ["spawned", "forked"])
+async def test_the_engine_ends_when_its_owner_is_killed(served: Served, tmp_path: Path, core: str) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
-    command = [sys.executable, str(script), served.engine._config.model.path]
-    root = str(Path(__file__).parents[2])
-    owner = await asyncio.create_subprocess_exec(*command, env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.PIPE)
+    command = [sys.executable, str(script), served.engine._config.model.path, core]
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}  # as `grpo run` sets it
+    if core == "forked":
+        environ[PLAIN] = "1"  # what the tests fork instead of starting it has other threads
+    owner = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE)
     assert owner.stdout is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await owner.stdout.readuntil(b"started\n")  # vLLM logs to the same pipe
     children = psutil.Process(owner.pid).children(recursive=True)
+    templates = [child.pid for child in children if TITLE in child.cmdline()]
+    engines = [child.ppid() for child in children if "EngineCore" in child.name()]
     owner.kill()
     await owner.wait()
+    assert core == "spawned" or (len(templates) == 1 and engines == templates)
     assert children
     _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
     assert not alive

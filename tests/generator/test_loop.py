@@ -108,7 +108,7 @@ async def test_nothing_is_claimed_while_paused_or_behind(tmp_path: Path, server:
         assert loop.why_idle() == "paused: a test"
         engine.version = 5
         await service.store.run.resume("generator")
-        await wait_until(lambda: "holds policy version 5" in loop.why_idle())
+        await wait_until(lambda: "has policy version 5" in loop.why_idle())
         engine.version = -1
         assert loop.why_idle().startswith("unsynced: no weights yet")
         service.say(phase="loading")

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from services.config import ConfigError, RunConfig
 from services.generator.engines.base import QUEUED_S, Gauges
 from services.generator.engines.vllm_arguments import (
@@ -30,10 +32,12 @@ from services.protocol.messages import Round
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.runtime import garbage_collection
 from services.weights.collective import BUCKET_BYTES
-from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged
+from services.weights.receiver import EngineDead, TransferFailed, WeightsChanged, WeightsMisloaded
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger()
 
 _GRACE_S = 15.0
 """A worker has its own limits; an answer this much later will never come. Long enough for one iteration."""
@@ -218,13 +222,17 @@ class VllmEngine:
     async def _apply(self, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        limit_s = self._config.sync.transfer_deadline_s
+        limit_s, verify = self._config.sync.transfer_deadline_s, self._config.sync.verify_loaded
         async with self._limit(limit_s + _GRACE_S, "weight transfer"):
             try:
                 await self._llm.start_weight_update()
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"timeout_s": limit_s}))
+                await self._llm.update_weights(
+                    WeightTransferUpdateRequest(update_info={"timeout_s": limit_s, "verify_loaded": verify})
+                )
                 changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
-                await self._llm.finish_weight_update(None if changed else str(version))
+                loaded = await self._llm.collective_rpc("weights_loaded")
+                wrong = [name for name, _, _ in loaded if name]
+                await self._llm.finish_weight_update(None if changed or wrong else str(version))
             except Exception as error:  # vLLM has no exception type for failures in a worker
                 if self._llm.errored or self.world > 1:  # with several workers, late replies would answer the next call
                     raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
@@ -233,6 +241,11 @@ class VllmEngine:
             if changed:  # one worker may have applied weights that another has not
                 self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
                 raise WeightsChanged(changed[0])
+            if wrong:
+                self.whole = False
+                raise WeightsMisloaded(wrong[0])
+        if verify and not self._loads:
+            log.info("compared loaded weights", compared=sum(n for _, n, _ in loaded), of=sum(n for _, _, n in loaded))
         self.version, self.whole = version, True
         self._loads += 1
 

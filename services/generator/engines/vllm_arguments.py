@@ -74,7 +74,7 @@ def engine_arguments(config: RunConfig, gpu: bool) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # after temperature, top-p and top-k: the distribution that was sampled from
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "skip_tokenizer_init": not config.sampling.stop,
-        "disable_log_stats": True,
+        "disable_log_stats": False,  # its metrics are served with ours (services/generator/metrics.py)
         "enable_prefix_caching": True,  # the completions of a group share their prompt
         "weight_transfer_config": {"backend": f"grpo_{backend}"},
         "worker_extension_cls": "services.weights.receivers.gloo.WorkerExtension",

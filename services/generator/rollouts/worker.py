@@ -17,6 +17,7 @@ from services.protocol.messages import Ticket
 from services.rollouts.generated import Generated, GenerationFailed, SamplingParameters
 from services.rollouts.holding import HeldTicket, TicketHolder
 from services.runtime.service import Service
+from services.runtime.tracing import gen_ai
 from services.store import Claim
 from services.verifiers.base import Job, combine, solved
 from services.verifiers.scoring import Scoring
@@ -127,7 +128,9 @@ class RolloutWorker(TicketHolder[Rollout]):
         rewards = combine(found.scores, self.config.verifiers)
         scored, tracing = time.monotonic(), self.service.tracing
         sampled = sum(map(len, tokens))
-        tracing.record("generate", ticket.trace, rollout.started, generated, tokens=sampled, version=self.engine.version)
+        if ticket.trace:
+            told = gen_ai.inference("text_completion", self.sampling, len(ticket.prompt), sampled, finish)
+            tracing.record("generate", ticket.trace, rollout.started, generated, told, version=self.engine.version)
         tracing.record("verify", ticket.trace, generated, scored, reward=sum(rewards) / len(rewards))
         return Scored(
             completions, found.scores, rewards, solved(found.scores, self.config.thresholds(ticket.source)), found.notes,
