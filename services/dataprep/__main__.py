@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 from services.config import digest
-from services.runtime.entry import Arguments, ending, main, open_service
+from services.runtime.entry import Arguments, end_process, main, open_service
 
 
 async def prepare(given: Arguments) -> None:
@@ -43,4 +42,4 @@ async def prepare(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending(main("dataprep", prepare)))
+    end_process(main("dataprep", prepare))

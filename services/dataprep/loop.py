@@ -111,7 +111,7 @@ class DataprepLoop:
                 if not busy:
                     await self.notifications.wait(*TOPICS, timeout=IDLE_S)
         except (Fenced, OutOfOrder) as error:
-            log.warning("lost step with the run, starting over", error=str(error))
+            log.warning("superseded or out of step with the run, starting over", error=str(error))
         finally:
             self.metrics.leads.set(0)
             self._waits.enter("")

@@ -33,7 +33,7 @@ class DataprepMetrics(Metrics):
         "grpo_dataprep_passed_over_steps_total", "steps", "Steps skipped because every group of their prompts was filtered."
     )
     overtook: Counter = counter(
-        "grpo_dataprep_overtaking_steps_total", "steps", "Steps made while an older ticket was still unfinished."
+        "grpo_dataprep_overtaking_steps_total", "steps", "Steps made without waiting for an older, unfinished ticket."
     )
     short: Counter = counter("grpo_dataprep_short_steps_total", "steps", "Steps with fewer groups than prompts_per_step.")
     waited: Mapping[str, Counter] = counters(
@@ -56,11 +56,11 @@ class DataprepMetrics(Metrics):
 
 
 class EvaluationMetrics(Metrics):
-    """Evaluation rounds, as their leader saw them end."""
+    """Evaluation rounds, counted by the leader when they end."""
 
     rounds: Mapping[str, Counter] = counters(
         "grpo_evaluation_rounds_total", "",
-        "Rounds by outcome: complete, that is reported; abandoned, with a reason in the log and in `grpo status`; skipped, "
+        "Rounds by outcome: complete and reported; abandoned, with the reason in the log and in `grpo status`; or skipped, "
         "because newer weights were already published.", "outcome", ("complete", "abandoned", "skipped"),
     )  # fmt: skip
     seconds: Histogram = histogram(
@@ -90,12 +90,12 @@ class RunMetrics(Metrics):
         "grpo_run_done_steps", "steps", "Steps prepared, committed and checkpointed, and the published policy version.",
         "mark", MARKS,
     )  # fmt: skip
-    slots: Gauge = gauge("grpo_run_slots", "tickets", "Slots of the run: the most tickets in progress at a time.")
+    slots: Gauge = gauge("grpo_run_slots", "tickets", "Slots of the run: the maximum number of tickets in progress.")
     slots_used: Gauge = gauge("grpo_run_used_slots", "tickets", "Slots in use.")
     tickets: Mapping[str, Gauge] = gauges(
         "grpo_run_tickets", "tickets",
-        "Tickets by place: queued for a generator, claimed by one, finished but not settled, in the replay table untrained, in a "
-        "prepared step, requeued from the dead letters, to be reissued after a restore.", "place", PLACES,
+        "Tickets by place: queued, claimed, finished but not settled, in the replay table but not yet trained on, in a prepared "
+        "step, requeued from the dead letters, or to be issued again after a restore.", "place", PLACES,
     )  # fmt: skip
     oldest: Gauge = gauge("grpo_run_oldest_ticket_seconds", "seconds", "Age of the oldest ticket that is queued or claimed.")
     buffered: Gauge = gauge("grpo_run_replay_groups", "groups", "Groups in the replay table.")
@@ -103,18 +103,22 @@ class RunMetrics(Metrics):
         "grpo_run_outcome_tickets", "tickets", "Tickets by outcome. A restore resets the counts to those of its checkpoint.",
         "outcome", OUTCOMES,
     )  # fmt: skip
-    doubled: Gauge = gauge("grpo_run_doubled_tickets", "tickets", "Tickets trained on twice as new. Must stay 0.")
+    doubled: Gauge = gauge(
+        "grpo_run_doubled_tickets", "tickets", "Tickets trained on twice in one epoch, other than by replay. Must stay 0."
+    )
     dead_letters: Gauge = gauge("grpo_run_dead_letters", "tickets", "Entries in the dead letters.")
     paused: Mapping[str, Gauge] = gauges("grpo_run_paused", "", "1 while a role is paused by request.", "role", ROLES)
     ended: Gauge = gauge("grpo_run_ended", "", "1 once the run is ending or has ended.")
     pods: Mapping[str, Gauge] = gauges("grpo_run_pods", "", "Pods with a heartbeat within fleet.ttl_s.", "kind", KINDS)
     wanted: Gauge = gauge("grpo_run_wanted_generators", "", "Number of generators requested for the run.")
     redis_memory: Gauge = gauge(
-        "grpo_redis_used_memory_bytes", "bytes", "Memory that Redis uses; with several servers, the fullest."
+        "grpo_redis_used_memory_bytes", "bytes", "Memory used by Redis; with several servers, by the fullest one."
     )
     redis_limit: Gauge = gauge("grpo_redis_memory_limit_bytes", "bytes", "Memory limit of that server. 0: no limit.")
-    redis_clients: Gauge = gauge("grpo_redis_clients", "", "Connections to Redis; with several servers, the most of any.")
-    redis_persists: Gauge = gauge("grpo_redis_persists", "", "1 while Redis' last write to its append-only file succeeded.")
+    redis_clients: Gauge = gauge(
+        "grpo_redis_clients", "", "Connections to Redis; with several servers, the highest number of any."
+    )
+    redis_persists: Gauge = gauge("grpo_redis_persists", "", "1 if Redis' last write to its append-only file succeeded.")
     redis_answer_s: Histogram = histogram(
         "grpo_redis_answer_seconds", "seconds", "Response time of Redis to a count of all tickets."
     )

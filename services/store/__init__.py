@@ -6,49 +6,79 @@ retries through a restart of the server. A repeated call may report that there w
 again. A method that fails raises a `StoreError`. tests/repeats proves it for every function.
 
 A store is made of facets, one for each part of a run's state, which share one connection: `store.tickets.claim()`,
-`store.steps.commit()`. The Redis users of a run may call the functions of the facets they work with (acl.py).
+`store.steps.commit()`. The Redis users of a run may call the functions of the facets they work with (acl.py). A facet is imported
+when it is first used, since a command uses one or two and importing all would take as long as the rest of it.
 """
 
 from __future__ import annotations
 
-from typing import Self
-
-import redis.asyncio as aioredis
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
 
 from services.protocol.keys import Keys
-from services.store.calls.deadletters import DeadLetterStream
-from services.store.calls.evaluation import EvaluationCalls
-from services.store.calls.fleet import FleetCalls
-from services.store.calls.inspection import Inspection
-from services.store.calls.monitor import Monitor
 from services.store.calls.payloads import Payloads
-from services.store.calls.replay import ReplayTable
-from services.store.calls.restore import Restores
-from services.store.calls.run import Runs
-from services.store.calls.samples import SampleCalls
-from services.store.calls.snapshot import SnapshotWriter
-from services.store.calls.steps import Steps
-from services.store.calls.tickets import Tickets
 from services.store.connection.base import Connection
 from services.store.connection.client import Login
 from services.store.records import BufferedGroup, Claim, HeaderEntry, RunState, Settlement
 
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from services.store.calls.deadletters import DeadLetterStream
+    from services.store.calls.evaluation import EvaluationCalls
+    from services.store.calls.fleet import FleetCalls
+    from services.store.calls.inspection import Inspection
+    from services.store.calls.monitor import Monitor
+    from services.store.calls.replay import ReplayTable
+    from services.store.calls.restore import Restores
+    from services.store.calls.run import Runs
+    from services.store.calls.samples import SampleCalls
+    from services.store.calls.snapshot import SnapshotWriter
+    from services.store.calls.steps import Steps
+    from services.store.calls.tickets import Tickets
+
 __all__ = ["BufferedGroup", "Claim", "HeaderEntry", "RunState", "Settlement", "Store"]
+
+
+class LazyFacet:
+    """A facet of a store, `module.Class` of services/store/calls."""
+
+    def __init__(self, path: str) -> None:
+        self._module, _, self._class = path.rpartition(".")
+
+    def __set_name__(self, store: type[Store], name: str) -> None:
+        self._name = name
+
+    def __get__(self, store: Store, kind: type[Store]) -> Any:
+        """Make it, and put it into this one's place."""
+        found = getattr(import_module(f"services.store.calls.{self._module}"), self._class)(store.connection, store.payloads)
+        store.__dict__[self._name] = found
+        return found
+
+
+def _facet(path: str) -> Any:
+    return LazyFacet(path)
 
 
 class Store:
     """A run's state in Redis. Create it with `connect`; close it with `close`."""
 
+    run: Runs = _facet("run.Runs")
+    tickets: Tickets = _facet("tickets.Tickets")
+    replay: ReplayTable = _facet("replay.ReplayTable")
+    steps: Steps = _facet("steps.Steps")
+    snapshots: SnapshotWriter = _facet("snapshot.SnapshotWriter")
+    restores: Restores = _facet("restore.Restores")
+    fleet: FleetCalls = _facet("fleet.FleetCalls")
+    evaluation: EvaluationCalls = _facet("evaluation.EvaluationCalls")
+    samples: SampleCalls = _facet("samples.SampleCalls")
+    dead_letters: DeadLetterStream = _facet("deadletters.DeadLetterStream")
+    monitor: Monitor = _facet("monitor.Monitor")
+    inspection: Inspection = _facet("inspection.Inspection")
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.payloads = Payloads(connection)
-        parts = connection, self.payloads
-        self.run = Runs(*parts)
-        self.tickets, self.replay, self.steps = Tickets(*parts), ReplayTable(*parts), Steps(*parts)
-        self.snapshots, self.restores = SnapshotWriter(*parts), Restores(*parts)
-        self.fleet, self.evaluation = FleetCalls(*parts), EvaluationCalls(*parts)
-        self.samples = SampleCalls(*parts)
-        self.dead_letters, self.monitor, self.inspection = DeadLetterStream(*parts), Monitor(*parts), Inspection(*parts)
 
     @classmethod
     async def connect(cls, url: str, run: str, login: Login | str | None = None) -> Self:

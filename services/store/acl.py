@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.protocol.keys import Keys
+from services.protocol.keys import Keys, user_name
 from services.store.functions.footprint import footprints
 
 _CONNECTING = ("auth", "hello", "ping", "select", "client|setname", "info", "time", "fcall", "cluster|slots")
@@ -82,21 +82,17 @@ GRANTS: dict[str, Grant] = {
     ),
     "tracker": Grant(
         ("log_samples",), ("hgetall", "hmget", "mget", "xrange", "xrevrange"),
-        reads=(":run", ":metrics", ":evaluations", ":step:*", ":group:*", ":payload:*"), shards="reads",
+        reads=(":run", ":metrics", ":evaluations", ":step:*", ":group:*", ":payload:*", ":logprob_gaps:*"), shards="reads",
     ),
     "console": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
     "web": Grant(("audit", "requeue", "eval_look"), _LOOKING, reads=(":*",), shards="reads"),
     "scaler": Grant((), ("hgetall",), reads=(":run",)),
+    "sandbox": Grant((), ("hgetall",), reads=(":run", ":claims", ":eval:claims")),
     "autoscaler": Grant((), ("xinfo|groups",), reads=(":run", ":tickets"), pod=False),
 }  # fmt: skip
 """Grants by kind of service. `console` watches and controls a run from outside: `grpo status`, `inspect`, `pause`. `autoscaler`
 is a cluster's (KEDA), which counts unclaimed tickets.
 """
-
-
-def user_name(run: str, kind: str) -> str:
-    """Return the name of the Redis user of a kind of service."""
-    return f"{run}.{kind}"
 
 
 def rules(run: str, kind: str) -> list[str]:

@@ -6,15 +6,15 @@ Guarantees: bytes that are not a valid message are a missing value here, never a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from services.protocol.messages import Header, RankPlan, StepPlan, Ticket
 
 TICKET_ID = re.compile(r"[0-9]{1,9}-[0-9]{1,9}", re.ASCII)  # same as in functions/deadletters.lua: rows fit a bitmap
 
 
-@dataclass(frozen=True)
-class DeadLetter:
+class DeadLetter(msgspec.Struct, frozen=True):
     """An entry of the dead-letter stream."""
 
     id: str
@@ -31,8 +31,7 @@ class DeadLetter:
         return int(self.id.partition("-")[0]) / 1000
 
 
-@dataclass(frozen=True)
-class Requeued:
+class Requeued(msgspec.Struct, frozen=True):
     """Result of `requeue` for a dead letter."""
 
     id: str
@@ -43,8 +42,7 @@ class Requeued:
     """Whether an earlier call put it back."""
 
 
-@dataclass(frozen=True)
-class TableState:
+class TableState(msgspec.Struct, frozen=True):
     """The replay table as a whole."""
 
     sampler: str
@@ -62,8 +60,7 @@ class TableState:
     """The step that is prepared next."""
 
 
-@dataclass(frozen=True)
-class GroupRecord:
+class GroupRecord(msgspec.Struct, frozen=True):
     """What Redis stores of a settled group."""
 
     group: str
@@ -72,16 +69,14 @@ class GroupRecord:
     header: Header | None
 
 
-@dataclass(frozen=True)
-class TableRow:
+class TableRow(msgspec.Struct, frozen=True):
     """A group in the replay table."""
 
     record: GroupRecord
     weight: float | None
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True):
     """How a ticket ended without being trained."""
 
     outcome: str
@@ -91,8 +86,7 @@ class Drop:
     at_s: float
 
 
-@dataclass(frozen=True)
-class Whereabouts:
+class Whereabouts(msgspec.Struct, frozen=True):
     """Everything that names a ticket, at the same instant."""
 
     ticket: str
@@ -109,8 +103,7 @@ class Whereabouts:
     committed_step: int
 
 
-@dataclass(frozen=True)
-class IssuedTicket:
+class IssuedTicket(msgspec.Struct, frozen=True):
     """A ticket that is waiting or being generated."""
 
     ticket: Ticket | None
@@ -125,8 +118,7 @@ class IssuedTicket:
     """Number of leases that expired."""
 
 
-@dataclass(frozen=True)
-class KeptStep:
+class KeptStep(msgspec.Struct, frozen=True):
     """A step that was prepared and is not retired."""
 
     plan: StepPlan

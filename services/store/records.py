@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+import msgspec
+
 from services.protocol import codec
 from services.protocol.errors import DifferentRun
 from services.protocol.messages import PROTOCOL_VERSION, Header, Ticket
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """A ticket under lease. `fence` proves the claim; `ticket` is None if its bytes are corrupt."""
 
     entry: str
@@ -26,8 +27,7 @@ class Claim:
         return f"{self.ticket_id}.{self.fence}"
 
 
-@dataclass(frozen=True)
-class HeaderEntry:
+class HeaderEntry(msgspec.Struct, frozen=True):
     """An entry of the headers stream; `header` is None if its bytes are corrupt, and `fault` says how."""
 
     entry: str
@@ -38,8 +38,7 @@ class HeaderEntry:
     fault: str = ""
 
 
-@dataclass(frozen=True)
-class Settlement:
+class Settlement(msgspec.Struct, frozen=True):
     """The action for a header: `insert`, `stale`, `filtered:<reason>` or `failed:<reason>`."""
 
     item: HeaderEntry
@@ -55,8 +54,7 @@ class Settlement:
     """Dataset row, pass rate and whether that excludes the row, if the order of later epochs depends on it."""
 
 
-@dataclass(frozen=True)
-class PassRate:
+class PassRate(msgspec.Struct, frozen=True):
     """How well a row is answered, from one of its settled groups.
 
     That is the first issued group that reached `filters.exclude_pass_rate`, or otherwise the last issued one, so the result does
@@ -69,8 +67,7 @@ class PassRate:
     """The share of its completions that are solved."""
 
 
-@dataclass(frozen=True)
-class TableRules:
+class TableRules(msgspec.Struct, frozen=True):
     """Rules of the replay table, fixed for the life of a run (for the vocabulary, see docs/replay.md)."""
 
     sampler: str = "fifo"
@@ -79,8 +76,7 @@ class TableRules:
     max_uses: int = 1
 
 
-@dataclass(frozen=True)
-class SweptTable:
+class SweptTable(msgspec.Struct, frozen=True):
     """What the leader bases its decisions on: the table and what is on its way to it, at the same instant."""
 
     stale: int
@@ -99,7 +95,7 @@ class SweptTable:
     """Issue sequences of filtered groups since the last step, beyond those that were passed over."""
     first: tuple[tuple[str, int], ...]
     """Group and issue sequence of those that the sampler would draw, in that order."""
-    weights: dict[str, float] = field(default_factory=dict[str, float])
+    weights: dict[str, float] = {}
     """Sampling weights of those groups."""
     reissue: int = 0
     """Outstanding tickets that a restore interrupted and that wait to be issued again."""
@@ -107,8 +103,7 @@ class SweptTable:
     """Sum of the weights in the table, or the number of groups if they have no weights."""
 
 
-@dataclass(frozen=True)
-class BufferedGroup:
+class BufferedGroup(msgspec.Struct, frozen=True):
     """A group in the replay table."""
 
     group: str

@@ -35,7 +35,7 @@ async def back(
         mine = await Store.connect(server.url, "clocks", server.password)
 
         async def step_back() -> None:
-            ahead = 1000 * (await mine.connection.commands.time())[0] + 1000 * BACK_S
+            ahead = 1000 * int((await mine.connection.send(("TIME",)))[0][0]) + 1000 * BACK_S
             seen = int(await mine.client.hget(mine.keys.run, "clock_ms") or 0)  # type: ignore[misc]
             await mine.client.hincrby(mine.keys.run, "clock_ms", ahead - seen)  # type: ignore[misc]
             for key in (mine.keys.fleet, mine.keys.evaluation("queue")):
@@ -62,11 +62,11 @@ async def back(
     store = await Store.connect(own.url, "clocks", own.password)
 
     async def move() -> None:
-        before = (await store.connection.commands.time())[0]
+        before = int((await store.connection.send(("TIME",)))[0][0])
         offset.write_text(f"-{BACK_S}")
 
         async def moved() -> bool:
-            return (await store.connection.commands.time())[0] < before - BACK_S / 2
+            return int((await store.connection.send(("TIME",)))[0][0]) < before - BACK_S / 2
 
         await wait_until(moved, LIMIT_S)
 

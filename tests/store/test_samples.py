@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.protocol import codec
 from services.protocol.messages import Header
 from services.store import Store
-from services.store.calls.samples import WHOLE
-from services.tracker.samples.rows import is_sampled
+from services.store.calls.samples import WHOLE, is_sampled
+from services.store.snapshot_format import Snapshot
 from tests.support.flow import Team, buffer, claim, issue, prepare, settle, start, submit
 
 
@@ -39,6 +41,7 @@ async def test_a_dropped_group_keeps_its_tokens_until_it_is_logged(any_store: St
     [name] = await drop(any_store, team, 1)
     [waiting] = await any_store.samples.waiting(10)
     assert (waiting.outcome, waiting.payload, waiting.step) == ("filtered:zero", name, 0)
+    assert not await any_store.client.exists(any_store.keys.group(waiting.ticket))
     assert codec.decode(waiting.header, Header).ticket == waiting.ticket
     assert list(await any_store.samples.payloads([name, "0-9.9"])) == [name]
     for _ in range(2):  # a repeated call finds nothing to do
@@ -89,6 +92,7 @@ async def test_tickets_that_fail_and_stale_groups_wait_too(any_store: Store) -> 
     assert await any_store.tickets.fail("g", one, "the engine refused it", 1)
     await buffer(any_store, team, 1)
     await any_store.replay.sweep_and_peek(team.leader, 5, 1, 0)
+    assert not await any_store.client.exists(any_store.keys.group("0-1"))
     outcomes = {(each.ticket, each.outcome): each.payload for each in await any_store.samples.waiting(10)}
     assert outcomes.keys() == {("0-0", "failed:the engine refused it"), ("0-1", "stale")}
     assert outcomes["0-0", "failed:the engine refused it"] == ""
@@ -111,14 +115,42 @@ async def test_a_step_is_deleted_once_it_is_logged_or_too_many_wait(any_store: S
     assert (await any_store.samples.missed()).get("trained", 0) == late
 
 
-async def test_steps_of_an_earlier_incarnation_do_not_count_as_logged(any_store: Store) -> None:
+async def train(store: Store, team: Team, step: int) -> None:
+    await prepare(store, team, step, await buffer(store, team, 1, oldest=step))
+    await store.steps.commit(team.trainer, step)
+    await store.steps.publish(team.trainer, step + 1)
+    await store.steps.checkpointed(team.trainer, step)
+
+
+async def test_a_step_does_not_wait_for_a_tracker_that_is_gone(any_store: Store) -> None:
+    team = await attached(any_store, lease_s=0.0)
+    await train(any_store, team, 0)
+    assert await any_store.steps.retire() == 1
+    assert await any_store.samples.missed() == {"trained": 1}
+
+
+async def test_a_late_report_of_an_earlier_incarnation_does_not_count_as_logged(any_store: Store) -> None:
     team = await attached(any_store)
     now = await incarnation(any_store)
-    await any_store.samples.log(now - 5, 40, 1.0, 60.0)  # late
-    await prepare(any_store, team, 0, await buffer(any_store, team, 1))
-    await any_store.steps.commit(team.trainer, 0)
-    await any_store.steps.publish(team.trainer, 1)
-    await any_store.steps.checkpointed(team.trainer, 0)
+    await any_store.samples.log(now - 5, 40, 1.0, 60.0)
+    await train(any_store, team, 0)
     assert await any_store.steps.retire() == 0
     await any_store.samples.log(now, 0, 1.0, 60.0)
+    assert await any_store.steps.retire() == 1
+
+
+async def test_what_was_logged_before_a_restore_does_not_count_as_logged_after_it(any_store: Store, tmp_path: Path) -> None:
+    team = await attached(any_store)
+    await train(any_store, team, 0)
+    await any_store.samples.log(await incarnation(any_store), 40, 1.0, 60.0)
+    assert await any_store.steps.retire() == 1
+    await any_store.snapshots.save(team.trainer, 0, tmp_path / "s", payloads=True)
+    trainer = await any_store.run.attach_trainer()
+    await any_store.restores.restore(trainer, Snapshot(tmp_path / "s"), True, lambda: None)
+    leader = await any_store.run.lead("after", 60.0)
+    assert leader is not None
+    await any_store.steps.publish(trainer, 1)
+    await train(any_store, Team(leader, trainer), 1)
+    assert await any_store.steps.retire() == 0
+    await any_store.samples.log(await incarnation(any_store), 1, 1.0, 60.0)
     assert await any_store.steps.retire() == 1

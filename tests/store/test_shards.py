@@ -20,7 +20,7 @@ from services.console.commands.audit import assess, audit
 from services.console.local.redis_server import RedisServer, find_server
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 from services.protocol.shards import MOST, shard_of, shards
 from services.store import Claim, Store
 from services.store.calls import payloads

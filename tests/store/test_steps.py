@@ -6,7 +6,7 @@ import pytest
 
 from services.protocol import codec
 from services.protocol.errors import Damaged, Fenced, OutOfOrder, StoreError
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 from services.store import Store
 from services.store.records import TableRules
 from tests.support import flow

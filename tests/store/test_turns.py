@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from services.protocol.errors import OutOfOrder
 from services.store import Claim, Store

@@ -163,7 +163,7 @@ def hopeless(found: EvaluationRound, state: RunState, members: list[PodStatus], 
     holders = found.volunteers or sum(pod.kind == "generator" and pod.version == found.version for pod in members)
     if state.published_version > found.version and not holders:
         if found.started:
-            return f"no generator holds version {found.version} any longer"
+            return f"no generator has version {found.version} anymore"
         return (
             f"no generator stayed on version {found.version} before version {state.published_version} was published: none could "
             "be spared (evaluation.min_training_generators), or the round opened late because another was open"

@@ -33,7 +33,6 @@ class Rules:
 
     prompts_per_step: int
     max_staleness: int
-    overtake: Literal["wait", "drop"] = "wait"
     overtake_deadline_s: float = 600.0
     sampler: str = "fifo"
     max_uses: int = 1
@@ -90,7 +89,7 @@ def rules_of(config: RunConfig) -> Rules:
     """Return the admission rules of a run."""
     admission, replay, filters = config.admission, config.replay, config.filters
     return Rules(
-        admission.prompts_per_step, admission.max_staleness, admission.overtake, admission.overtake_deadline_s,
+        admission.prompts_per_step, admission.max_staleness, admission.overtake_deadline_s,
         replay.sampler, replay.max_uses, replay.min_size,
         filters.active_sampling_bound * admission.prompts_per_step, rate_limiter(config),
     )  # fmt: skip
@@ -119,7 +118,7 @@ def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float)
     behind = rules.sampler == "fifo" and 0 <= swept.oldest_outstanding < step.gaps_until
     if not behind:
         return step
-    if rules.overtake == "wait" and waited_s < rules.overtake_deadline_s:
+    if waited_s < rules.overtake_deadline_s:
         return Wait("older_ticket", rules.overtake_deadline_s - waited_s)
     return step if isinstance(step, PassOver) else Prepare(step.groups, step.gaps_until, overtook=True)
 

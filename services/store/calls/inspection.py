@@ -7,16 +7,20 @@ or the tickets in progress.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from services.protocol import codec
-from services.protocol.messages import Header, Payload, RankPlan, StepPlan
+from services.protocol.messages import Header, RankPlan, StepPlan
 from services.store.calls.facet import Facet
 from services.store.calls.payloads import ELSEWHERE
+from services.store.connection.commands import pairs
 from services.store.inspection_records import Drop, GroupRecord, IssuedTicket, KeptStep, TableRow, TableState, Whereabouts
 from services.store.records import HeaderEntry, read_claim, read_header
+
+if TYPE_CHECKING:
+    from services.protocol.payloads import Payload
 
 T = TypeVar("T")
 Sort = Literal["order", "version", "weight"]
@@ -31,10 +35,10 @@ class Inspection(Facet):
     async def table_state(self) -> TableState:
         """Return the replay table as a whole."""
         keys = self._keys
-        raw, size, prepared = await self._at_once(
+        raw, size, prepared = await self._redis.at_once(
             ("HGETALL", keys.replay_state), ("ZCARD", keys.replay_order), ("HGET", keys.run, "prepared_step")
         )
-        state = {name.decode(): value.decode() for name, value in raw.items()}
+        state = {name.decode(): value.decode() for name, value in pairs(raw)}
         sampler, remover = state.get("sampler", ""), state.get("remover", "")
         weighted = sampler == "prioritized" or remover == "lowest_priority"
         return TableState(
@@ -77,7 +81,7 @@ class Inspection(Facet):
     async def whereabouts(self, ticket: str) -> Whereabouts:
         """Return everything that names a ticket of the form `<epoch>-<row>` (`inspection_records.TICKET_ID`)."""
         keys, (epoch, row) = self._keys, map(int, ticket.split("-"))
-        run, outstanding, requeued, group, order, weight, trained, drop = await self._at_once(
+        run, outstanding, requeued, group, order, weight, trained, drop = await self._redis.at_once(
             ("HMGET", keys.run, "retired_step", "prepared_step", "committed_step"),
             ("ZSCORE", keys.outstanding, ticket),
             ("ZSCORE", keys.requeued, ticket),
@@ -90,11 +94,11 @@ class Inspection(Facet):
         retired, prepared, committed = (int(value if value is not None else -1) for value in run)
         return Whereabouts(
             ticket=ticket,
-            outstanding=None if outstanding is None else int(outstanding),
+            outstanding=None if outstanding is None else int(float(outstanding)),
             requeued=requeued is not None,
             record=None if group[0] is None else _group(ticket, *group),
             in_table=order is not None,
-            weight=weight,
+            weight=None if weight is None else float(weight),
             trained=bool(trained),
             drop=_drop(drop),
             kept_steps=range(retired + 1, prepared + 1),
@@ -120,15 +124,13 @@ class Inspection(Facet):
         if found is None:
             return None
         entry, fields = found
-        async with self._redis.commands.pipeline(transaction=True) as pipe:
-            pipe.hget(self._keys.claims, entry)
-            pipe.xpending_range(stream, group, entry, entry, 1)
-            pipe.hget(self._keys.attempts, entry)
-            pipe.hget(self._keys.expiries, entry)
-            claim, pending, attempts, expiries = await self._redis.ask(pipe.execute())
+        claim, pending, attempts, expiries = await self._redis.at_once(
+            ("HGET", self._keys.claims, entry), ("XPENDING", stream, group, entry, entry, 1),
+            ("HGET", self._keys.attempts, entry), ("HGET", self._keys.expiries, entry),
+        )  # fmt: skip
         consumer, _, fence = (claim or b"").decode(errors="replace").rpartition("|")
         claimed = read_claim(entry, fence.encode() or b"0", ticket.encode(), fields.get(b"body", b""))
-        idle_s = pending[0]["time_since_delivered"] / 1000 if pending else 0.0
+        idle_s = pending[0][2] / 1000 if pending else 0.0
         return IssuedTicket(claimed.ticket, consumer, claimed.fence, idle_s, int(attempts or 0), int(expiries or 0))
 
     async def unsettled_header(self, ticket: str) -> HeaderEntry | None:
@@ -138,6 +140,8 @@ class Inspection(Facet):
 
     async def payload(self, name: str) -> Payload | None:
         """Return a payload, or None if it is missing or unreadable."""
+        from services.protocol.payloads import Payload  # needs numpy, which takes long to import
+
         raw = await self._redis.ask(self._redis.commands.get(self._keys.payload(name)))
         if raw == ELSEWHERE:
             [raw] = await self._payloads.sealed([name])
@@ -183,12 +187,6 @@ class Inspection(Facet):
             else:
                 low = _ms(after[0]) + 1
         return _first(await self._redis.ask(self._redis.commands.xrevrange(stream, f"{high}", "-", NEAR)), step)
-
-    async def _at_once(self, *commands: tuple[Any, ...]) -> list[Any]:
-        async with self._redis.commands.pipeline(transaction=True) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            return await self._redis.ask(pipe.execute())
 
     async def _find(self, stream: str, ticket: str) -> tuple[bytes, dict[bytes, bytes]] | None:
         """Return the entry of a ticket in a stream that holds at most as many entries as there are slots."""

@@ -48,8 +48,12 @@ class Monitor(Facet):
 
     async def last_recorded_step(self) -> int:
         """Return the last step in the metrics stream; -1: none."""
+        return int((await self.last_record()).get("step", -1))
+
+    async def last_record(self) -> dict[str, float]:
+        """Return the last entry of the metrics stream; {}: there is none."""
         entries = await self._redis.ask(self._redis.commands.xrevrange(self._keys.metrics, count=1))
-        return int(msgspec.json.decode(entries[0][1][b"m"])["step"]) if entries else -1
+        return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
 
     async def sizes(self) -> Sizes:
         """Return sizes of the run, each read by a short command."""
@@ -73,7 +77,7 @@ class Monitor(Facet):
         """Yield topics as they change: `tickets`, `version`, `sync`, `control`, `evaluation` and, with `few`, topics that no
         generator waits for, such as `headers` and `acks`. A hint, never the state itself.
         """
-        async with self._redis.commands.pubsub(ignore_subscribe_messages=True) as channel:
+        async with self._redis.subscription() as channel:
             await self._redis.ask(
                 channel.psubscribe(self._keys.notifications) if few else channel.subscribe(self._keys.notifications_for_all)
             )

@@ -15,8 +15,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 
-from redis.crc import key_slot
-
 from services.protocol.errors import StoreError
 from services.protocol.keys import Keys
 from services.protocol.shards import shard_of, shards
@@ -128,6 +126,8 @@ class Payloads:
             await shard.close()
 
     def _shard(self, number: int, keys: Keys) -> Connection:
+        from redis.crc import key_slot
+
         assert self._redis.owner is not None
         client = make_client(self._redis.url, self._redis.login, self._redis.owner.of(keys.prefix))
         return Connection(client, keys, f"{self._redis.url} (payload shard {number}, slot {key_slot(keys.prefix.encode())})")

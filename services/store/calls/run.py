@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+
+from msgspec.structs import astuple
 
 from services.protocol.messages import PROTOCOL_VERSION
 from services.store.calls.facet import Facet, token

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.protocol import codec
-from services.protocol.messages import Payload
+from services.protocol.logprob_gaps import LogprobGaps
 from services.store.calls.facet import Facet
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from services.protocol.payloads import Payload
 
 WHOLE = 2**32  # hashes of tickets are below this
 READ_TOGETHER = 64  # payloads in one request, of some 40 KB, up to ten times that
 MISSED = "missed:"
+GAPS_S = 300  # logprob gaps are kept for this long
+
+
+def is_sampled(ticket: str, share: float) -> bool:
+    """Return whether the log has a ticket, as functions/prelude.lua decides it."""
+    return int(hashlib.sha1(ticket.encode()).hexdigest()[:8], 16) < round(share * WHOLE)
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,8 @@ class SampleCalls(Facet):
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Return payloads by name, omitting those that are gone or unreadable."""
+        from services.protocol.payloads import Payload  # needs numpy, which takes long to import
+
         found: dict[str, Payload] = {}
         for first in range(0, len(names), READ_TOGETHER):
             piece = names[first : first + READ_TOGETHER]
@@ -52,6 +67,15 @@ class SampleCalls(Facet):
                 except codec.CorruptMessage:
                     continue
         return found
+
+    async def send_gaps(self, step: int, rank: int, gaps: LogprobGaps) -> None:
+        """Keep the logprob gaps of a rank's part of a step for `GAPS_S`."""
+        await self._redis.send(("SET", self._keys.logprob_gaps(step, rank), codec.seal(codec.encode(gaps)), "EX", GAPS_S))
+
+    async def gaps(self, step: int, ranks: int) -> list[dict[tuple[str, int], np.ndarray] | None]:
+        """Return each rank's logprob gaps of a step, by payload and segment; None: they are not there, or damaged."""
+        [found] = await self._redis.send(("MGET", *(self._keys.logprob_gaps(step, rank) for rank in range(ranks))))
+        return [_gaps(sealed) for sealed in found]
 
     async def log(self, incarnation: int, step: int, share: float, lease_s: float, entries: Sequence[str] = ()) -> int:
         """Renew the sample log's lease and record what it has: all groups trained up to `step`, and these entries, which are
@@ -65,6 +89,13 @@ class SampleCalls(Facet):
         raw = await self._redis.ask(self._redis.commands.hgetall(self._keys.samples_state))
         counts = {name.decode(): value for name, value in raw.items()}
         return {name.removeprefix(MISSED): int(counts[name]) for name in sorted(counts) if name.startswith(MISSED)}
+
+
+def _gaps(sealed: bytes | None) -> dict[tuple[str, int], np.ndarray] | None:
+    try:
+        return None if sealed is None else codec.decode(codec.unseal(sealed), LogprobGaps).by_segment()
+    except codec.CorruptMessage:
+        return None
 
 
 def _dropped(entry: bytes, fields: dict[bytes, bytes]) -> DroppedGroup:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from services.protocol import codec
 from services.protocol.errors import Damaged, StoreError
-from services.protocol.messages import Payload, RankPlan, StepPlan
+from services.protocol.messages import RankPlan, StepPlan
 from services.store.calls.facet import Facet
 from services.store.calls.payloads import FETCHED_TOGETHER
+
+if TYPE_CHECKING:
+    from services.protocol.payloads import Payload
 
 REQUESTS_UNDER_WAY = 2  # concurrent requests: the server works on one while the client works on the other
 
@@ -49,6 +53,8 @@ class Steps(Facet):
 
     async def payloads(self, names: Sequence[str]) -> dict[str, Payload]:
         """Return payloads by name. Raises `Damaged`, which names all that are missing or unreadable."""
+        from services.protocol.payloads import Payload  # needs numpy, which takes long to import
+
         together = FETCHED_TOGETHER * (len(self._payloads.shards) or 1)  # in one request to each server
         pieces = [names[i : i + together] for i in range(0, len(names), together)]
         fetched: dict[str, Payload] = {}

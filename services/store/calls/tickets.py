@@ -125,6 +125,11 @@ class Tickets(Facet):
         claims = [read_claim(*reply[i : i + 4]) for i in range(1, len(reply), 4)]
         return reply[0].decode(), claims
 
+    async def fences(self) -> set[str]:
+        """Return the fences of all claims there are, those of evaluations included."""
+        replies = await self._redis.send(("HGETALL", self._keys.claims), ("HGETALL", self._keys.evaluation("claims")))
+        return {holder.rpartition(b"|")[2].decode() for claims in replies for holder in claims[1::2]}
+
     async def renew(self, consumer: str, claims: Sequence[Claim]) -> set[str]:
         """Renew leases. Returns the entries that are lost."""
         args = [part for claim in claims for part in (claim.entry, claim.fence)]

@@ -7,18 +7,21 @@ that was replaced by an empty one, or that took over a Cluster's slot, gets the 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from typing import Any, Self, TypeVar
-
-import redis.asyncio as aioredis
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from services.protocol.errors import Busy, DifferentRun, Fenced, OutOfOrder, StoreError
 from services.protocol.keys import Keys
-from services.store.connection.client import Login, check_server, explain, make_client, plain_client
-from services.store.connection.cluster import SlotOwner
-from services.store.connection.commands import Commands, typed
-from services.store.connection.fast_connection import FastConnection
+from services.store.connection.client import Login, check_server, closed, explain, facts, limits, make_client, redis_errors
+from services.store.connection.commands import Commands, Subscription
+from services.store.connection.fast_connection import ErrorReply, FastConnection, redis_error
+from services.store.connection.login import direct
 from services.store.functions import library
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from services.store.connection.cluster import SlotOwner
 
 T = TypeVar("T")
 
@@ -26,14 +29,22 @@ T = TypeVar("T")
 class Connection:
     """Calls functions and plain commands; everything it raises is a `StoreError` or a subclass."""
 
-    def __init__(self, client: aioredis.Redis, keys: Keys, url: str = "") -> None:
-        self.client, self.commands = client, typed(client)
-        self.keys = keys
-        self.url = url
-        self.login = Login()
-        self.owner: SlotOwner | None = None  # of the run's slot; None: the server is not a node of a Cluster
-        self._fast = FastConnection.beside(client)
-        self._plain = typed(plain_client(client)) if self._fast is None else None
+    def __init__(
+        self,
+        client: aioredis.Redis | None,
+        keys: Keys,
+        url: str = "",
+        login: Login | None = None,
+        owner: SlotOwner | None = None,
+    ) -> None:
+        """`client`: None has one made for `url` when it is first needed. `owner`: of the run's slot; None: the server is not a
+        node of a Cluster.
+        """
+        self.keys, self.url, self.login, self.owner = keys, url, login or Login(), owner
+        self.commands = Commands(self.send)
+        self._client = client
+        self._fast = self._direct() if client is None else FastConnection.beside(client)
+        self._plain = self._by_redis_py() if self._fast is None else None
         self._library, code = library()
         self._load = ("FUNCTION", "LOAD", code)
 
@@ -45,35 +56,51 @@ class Connection:
         """
         login = login if isinstance(login, Login) else Login(login or "")
         keys = Keys(run)
-        owner = await check_server(url, login, keys.prefix)
-        store = cls(make_client(url, login, owner), keys, url)
-        store.login, store.owner = login, owner
-        try:
+        store = cls(None, keys, url, login, await check_server(url, login, keys.prefix))
+        async with AsyncExitStack() as undone:
+            undone.push_async_callback(store.close)  # also of an attempt that is cancelled: nobody else would
             [loaded] = await store._exchange([store._load])
             store._check_load(loaded)
-        except StoreError:
-            await store.close()
-            raise
+            undone.pop_all()
         return store
+
+    @property
+    def client(self) -> aioredis.Redis:
+        """Return redis-py's client, for what the store has no method for."""
+        if self._client is None:
+            self._client = make_client(self.url, self.login, self.owner)
+            if self._fast is not None:
+                self._fast.belongs_to(self._client)
+        return self._client
+
+    def _direct(self) -> FastConnection | None:
+        settings = direct(self.url, self.login, limits())
+        return None if settings is None else FastConnection({**settings, "owner": self.owner})
+
+    def _by_redis_py(self) -> Any:
+        from services.store.connection.redis_py import plain_client
+
+        return plain_client(self.client)
 
     async def close(self) -> None:
         """Close the connections."""
         if self._fast is not None:
             self._fast.close()
-        await self.client.aclose()
+        if self._client is not None:
+            await closed(self._client)
 
     def _check_load(self, reply: Any) -> None:
         """Check the reply to loading the functions. Users without that permission rely on others: the launcher, dataprep and the
         trainer (acl.py).
         """
-        if isinstance(reply, RedisError) and "already exists" not in str(reply) and not _no_right(reply):
-            raise explain(self.url, reply) from None
+        if isinstance(reply, Exception) and "already exists" not in str(reply) and not _no_right(reply):
+            raise self._refusal(reply) from None
 
     async def ask(self, reply: Awaitable[T]) -> T:
         """Await a plain command and turn its errors into the store's."""
         try:
             return await reply
-        except RedisError as error:
+        except redis_errors() as error:
             raise explain(self.url, error) from None
 
     async def call(self, function: str, *args: Any) -> Any:
@@ -98,6 +125,18 @@ class Connection:
                 ) from None
             raise self._refusal(error) from None
         return replies
+
+    async def at_once(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Send commands as one transaction, so that their replies are of one instant."""
+        *_, replies = await self.send(("MULTI",), *commands, ("EXEC",))
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise self._refusal(reply) from None
+        return replies
+
+    def subscription(self) -> Subscription:
+        """Return a subscription to channels, without any yet. Its methods raise redis-py's errors (`ask`)."""
+        return cast("Subscription", cast("Any", self.client).pubsub(ignore_subscribe_messages=True))
 
     async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the replies to commands on one connection, with errors as values."""
@@ -130,19 +169,17 @@ class Connection:
                 return Busy(f"{rest}: try again in a moment")
             case "DIFFERENT":
                 return DifferentRun(f"run {self.keys.name!r} exists with another {rest}: choose another run.name")
+            case _ if isinstance(error, ErrorReply):
+                return explain(self.url, redis_error(error))
             case _:
-                return explain(self.url, error) if isinstance(error, RedisError) else error
+                return explain(self.url, error) if isinstance(error, redis_errors()) else error
 
 
-def facts(info: bytes) -> dict[str, str]:
-    """Return the fields of a reply to INFO."""
-    lines = info.decode().splitlines()
-    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
-
-
-async def _replies(plain: Commands, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+async def _replies(plain: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Return replies through redis-py, which supports TLS and unix sockets, in the format of a `FastConnection`."""
     if len(commands) == 1:  # cheaper than a pipeline of one
+        from redis.exceptions import ResponseError
+
         try:
             return [await plain.execute_command(*commands[0])]
         except ResponseError as error:
@@ -157,5 +194,9 @@ def _no_function(reply: Any) -> bool:
     return isinstance(reply, Exception) and "Function not found" in str(reply)
 
 
-def _no_right(error: RedisError) -> bool:
-    return isinstance(error, NoPermissionError) or str(error).startswith("NOPERM")
+def _no_right(error: Exception) -> bool:
+    if isinstance(error, ErrorReply):
+        return error.word == "NOPERM"
+    from redis.exceptions import NoPermissionError
+
+    return isinstance(error, NoPermissionError)

@@ -6,23 +6,26 @@ has a limit.
 
 from __future__ import annotations
 
-import re
-import ssl
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
-
-import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, OutOfMemoryError, RedisError, TimeoutError
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from services.protocol.errors import RedisUnreachable, StoreError
-from services.store.connection.cluster import Address, Elsewhere, SlotOwner, ToOwner, in_cluster
-from services.store.connection.commands import typed
-from services.store.connection.fast_connection import VANISHED
+from services.store.connection.fast_connection import ErrorReply, FastConnection, redis_error
+from services.store.connection.login import Address, Limits, Login, direct, shown
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+    from redis.exceptions import RedisError
+
+    from services.store.connection.cluster import SlotOwner
+
+__all__ = [
+    "ClusterNode", "Login", "ask_nodes", "check_server", "explain", "facts", "in_cluster", "limits", "make_client", "redis_errors"
+]  # fmt: skip
 
 OLDEST_SERVER = (7, 0)  # the first Redis with Functions
 CONNECT_TIMEOUT_S = 5.0
@@ -32,17 +35,6 @@ PROBE_RETRIES = 1
 NO_RIGHT = ("has no permissions", "ACL failure", "user executing the script can't", "not allowed to access")
 """What servers answer a user without a permission; all but the first inside a function."""
 RETRIES = 12  # back-off 0.05 s doubling to 1 s: about 9 s, a restart of a server
-
-
-@dataclass(frozen=True)
-class Login:
-    """A client's credentials, and how it verifies the server."""
-
-    password: str = field(default="", repr=False)
-    user: str = ""
-    """User name; empty: the one in the address, or the server's default user."""
-    ca_file: str = ""
-    """CA bundle used to verify the server certificate of `rediss://`; empty: the system's."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +52,9 @@ class ClusterNode:
         return f"{self.role} {self.address[0]}:{self.address[1]}"
 
 
-class _Trusting(aioredis.SSLConnection):
-    """Reloads the CA file on every connection, because it may have been renewed."""
-
-    def _connection_arguments(self) -> Mapping[str, Any]:
-        self.ssl_context.context = None
-        return cast("Any", super())._connection_arguments()
-
-
-class _ToOwnerByTLS(ToOwner, _Trusting):
-    """Connects to the slot owner in a Cluster, encrypted."""
+def limits() -> Limits:
+    """Return the limits of a run's connections."""
+    return Limits(RETRIES, CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S)
 
 
 def make_client(url: str, login: Login, owner: SlotOwner | None = None) -> aioredis.Redis:
@@ -77,55 +62,14 @@ def make_client(url: str, login: Login, owner: SlotOwner | None = None) -> aiore
 
     `owner`: the master in a Cluster to which all its connections lead (`check_server` returns it).
     """
-    return _client(url, login, owner, RETRIES, CONNECT_TIMEOUT_S, REPLY_TIMEOUT_S)
+    from services.store.connection.redis_py import create_client
+
+    return create_client(url, login, owner, limits())
 
 
-def plain_client(client: aioredis.Redis) -> aioredis.Redis:
-    """Return a client that shares the connections and returns replies as sent: lists and bytes, no dictionaries and pairs. For
-    `rediss` and `unix`.
-    """
-    plain = aioredis.Redis(connection_pool=client.connection_pool)
-    plain.response_callbacks.clear()
-    return plain
-
-
-def _client(
-    url: str, login: Login, owner: SlotOwner | None, retries: int, connect_timeout_s: float, reply_timeout_s: float
-) -> aioredis.Redis:
-    who = {"username": login.user} if login.user else {}
-    tls = {"ssl_ca_certs": login.ca_file} if login.ca_file and url.startswith("rediss:") else {}
-    if tls:
-        _check_certificates(login.ca_file)
-    try:
-        client: aioredis.Redis = cast("Any", aioredis.Redis).from_url(
-            url,
-            password=login.password or None,
-            **who,
-            **tls,
-            socket_connect_timeout=connect_timeout_s,
-            socket_timeout=reply_timeout_s,
-            **({} if url.startswith("unix:") else {"socket_keepalive": True, "socket_keepalive_options": VANISHED}),
-            protocol=2 if url.startswith(("unix:", "rediss:")) else None,  # 2: replies are lists (`plain_client`)
-            health_check_interval=15,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries),
-            retry_on_error=[ConnectionError, TimeoutError],
-        )
-    except ValueError as error:
-        raise StoreError(f"redis.url = {_shown(url)!r} is not a Redis address: {error}; use redis://host:port/0") from None
-    pool = client.connection_pool
-    if tls:
-        pool.connection_class = _Trusting
-    if owner:
-        pool.connection_class = _ToOwnerByTLS if url.startswith("rediss:") else ToOwner
-        pool.connection_kwargs["owner"] = owner
-    return client
-
-
-def _check_certificates(path: str) -> None:
-    try:
-        ssl.create_default_context(cafile=path)
-    except (OSError, ssl.SSLError) as error:
-        raise StoreError(f"cannot use redis.ca_file = {path!r}: {error}; name a file of certificates in PEM format") from None
+def in_cluster(info: Mapping[str, Any]) -> bool:
+    """Return whether a server is a node of a Cluster, from its INFO; Redis and Valkey name the field differently."""
+    return "cluster" in (info.get("redis_mode"), info.get("server_mode"))
 
 
 async def check_server(url: str, login: Login, key: str) -> SlotOwner | None:
@@ -133,21 +77,21 @@ async def check_server(url: str, login: Login, key: str) -> SlotOwner | None:
 
     For a node of a Cluster, this checks the master that owns the slot of `key`, and returns it.
     """
-    shown = _shown(url)
     try:
-        async with _probe(url, login) as probe:
-            info = await _info(probe)
-            owner = _owner(shown, probe, key) if in_cluster(info) else None
-        if owner:
-            async with _probe(url, login, owner) as probe:
-                info = await _info(probe)
-    except RedisError as error:
+        info, owner = await _info(url, login), None
+        if in_cluster(info):
+            async with _probe(url, login) as probe:
+                owner = _owner(url, probe, key)
+            info = await _info(url, login, owner)
+    except redis_errors() as error:
         raise explain(url, error) from None
     version = str(info.get("valkey_version") or info.get("redis_version") or "0")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
-        raise StoreError(f"Redis at {shown} is {version}, which has no Functions: run Redis 7.0 or newer, or Valkey")
+        raise StoreError(f"Redis at {shown(url)} is {version}, which has no Functions: run Redis 7.0 or newer, or Valkey")
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
-        raise StoreError(f"Redis at {shown} has maxmemory-policy {policy}, which may delete a run's state: set it to noeviction")
+        raise StoreError(
+            f"Redis at {shown(url)} has maxmemory-policy {policy}, which may delete a run's state: set it to noeviction"
+        )
     return owner
 
 
@@ -167,7 +111,7 @@ async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()
         for shard in map(owner.of, shards):
             held[await shard.find()] += 1
             replicas.update(await shard.replicas())
-    except RedisError as error:
+    except redis_errors() as error:
         raise explain(url, error) from None
     masters = [ClusterNode("master", address, await _said(url, login, address), count) for address, count in held.items()]
     return masters + [ClusterNode("replica", address, await _said(url, login, address)) for address in sorted(replicas)]
@@ -176,8 +120,8 @@ async def ask_nodes(url: str, login: Login, key: str, shards: Sequence[str] = ()
 async def _said(url: str, login: Login, node: Address) -> dict[str, Any] | StoreError:
     try:
         async with _probe(url, login, node=node) as probe:
-            return await typed(probe).info()
-    except RedisError as error:
+            return await cast("Any", probe).info()
+    except redis_errors() as error:
         return explain(f"{url.partition('://')[0]}://{node[0]}:{node[1]}", error)
 
 
@@ -186,33 +130,74 @@ async def _probe(
     url: str, login: Login, owner: SlotOwner | None = None, node: Address | None = None
 ) -> AsyncGenerator[aioredis.Redis]:
     """Open a client to the server at `url`, or to the `owner` or this `node` of its Cluster."""
-    probe = _client(url, login, owner, PROBE_RETRIES, PROBE_TIMEOUT_S, PROBE_TIMEOUT_S)
+    from services.store.connection.redis_py import create_client
+
+    probe = create_client(url, login, owner, _probing())
     if node:
         probe.connection_pool.connection_kwargs.update(host=node[0], port=node[1])
     try:
         yield probe
     finally:
-        await probe.aclose()
+        await closed(probe)
 
 
-async def _info(probe: aioredis.Redis) -> dict[str, Any]:
+async def closed(client: aioredis.Redis) -> None:
+    """Close a client's connections, also if the caller is cancelled meanwhile: the rest would wait for a garbage collection."""
+    await asyncio.shield(asyncio.ensure_future(client.aclose()))
+
+
+def _probing() -> Limits:
+    return Limits(PROBE_RETRIES, PROBE_TIMEOUT_S, PROBE_TIMEOUT_S)
+
+
+async def _info(url: str, login: Login, owner: SlotOwner | None = None) -> Mapping[str, Any]:
     """Return INFO, one section per call: a server that is too old rejects two, and its age must be reported."""
-    return await typed(probe).info("server") | await typed(probe).info("memory")
+    settings = direct(url, login, _probing())
+    if settings is None:
+        async with _probe(url, login, owner) as probe:
+            return await cast("Any", probe).info("server") | await cast("Any", probe).info("memory")
+    with closing(FastConnection({**settings, "owner": owner})) as fast:
+        replies = await fast.ask([("INFO", "server"), ("INFO", "memory")])
+    for reply in replies:
+        if isinstance(reply, ErrorReply):
+            raise redis_error(reply)
+    return facts(b"\r\n".join(replies))
 
 
-def _owner(shown: str, probe: aioredis.Redis, key: str) -> SlotOwner:
+def facts(info: bytes) -> dict[str, str]:
+    """Return the fields of a reply to INFO."""
+    lines = info.decode().splitlines()
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def _owner(url: str, probe: aioredis.Redis, key: str) -> SlotOwner:
+    import redis.asyncio as aioredis
+
+    from services.store.connection.cluster import SlotOwner
+
     pool: Any = probe.connection_pool
     if not issubclass(pool.connection_class, aioredis.Connection):
         raise StoreError(
-            f"Redis at {shown} is a node of a Redis Cluster, whose other nodes cannot be reached through a socket file: "
+            f"Redis at {shown(url)} is a node of a Redis Cluster, whose other nodes cannot be reached through a socket file: "
             "set redis.url to redis://host:port/0 of one of them"
         )
     return SlotOwner(pool.connection_class, dict(pool.connection_kwargs), key)
 
 
+def redis_errors() -> type[RedisError]:
+    """Return redis-py's errors, for an `except` that imports them only when something is raised."""
+    from redis.exceptions import RedisError
+
+    return RedisError
+
+
 def explain(url: str, error: RedisError) -> StoreError:
     """Return a one-line explanation of why a server cannot be used."""
-    url = _shown(url)
+    from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, OutOfMemoryError, TimeoutError
+
+    from services.store.connection.cluster import Elsewhere
+
+    url = shown(url)
     if isinstance(error, AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
         return StoreError(f"Redis at {url} rejected the password: set redis.password_file or GRPO_REDIS_PASSWORD")
     if isinstance(error, NoPermissionError) or any(words in str(error) for words in NO_RIGHT):
@@ -235,8 +220,3 @@ def explain(url: str, error: RedisError) -> StoreError:
             f"Redis at {url} cannot be reached ({error}): check that it is running and that redis.url is right"
         )
     return StoreError(f"Redis at {url} cannot be used: {error}")
-
-
-def _shown(url: str) -> str:
-    """Return the address without user and password, safe to log."""
-    return re.sub(r"//[^@/]*@", "//", url)

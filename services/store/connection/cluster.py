@@ -9,7 +9,6 @@ who wait for the new one.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any, cast
 
 import redis.asyncio as aioredis
@@ -18,15 +17,8 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
-ELSEWHERE = frozenset(["MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "NOREPLICAS"])
-"""First words of errors that another node, or the same node a little later, would not return."""
-
-Address = tuple[str, int]
-
-
-def in_cluster(info: Mapping[str, Any]) -> bool:
-    """Return whether a server is a node of a Cluster, from its INFO; Redis and Valkey name the field differently."""
-    return "cluster" in (info.get("redis_mode"), info.get("server_mode"))
+from services.store.connection.fast_connection import ELSEWHERE
+from services.store.connection.login import Address
 
 
 class Elsewhere(ConnectionError):

@@ -1,37 +1,15 @@
-"""The plain Redis commands that the store sends, typed by their replies here.
-
-redis-py types its asynchronous commands for every mode of a connection at once, so a reply has no useful type. The store's
-connections leave replies as bytes, which makes each of them definite. `typed` states that once, for an existing client.
-"""
+"""The plain Redis commands that the store sends, with their replies as values: bytes, integers and, for scores, floats."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, cast, overload
+from typing import Any, Literal, Protocol, Self, TypeVar, overload
 
-import redis.asyncio as aioredis
+T = TypeVar("T")
 
 StreamEntry = tuple[bytes, dict[bytes, bytes]]
 """An entry of a stream: its id and its fields."""
-
-
-class Pipeline(Protocol):
-    """Commands that are sent together when `execute` is awaited."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def execute_command(self, *command: Any) -> object: ...
-
-    def hget(self, name: str, key: str | bytes) -> object: ...
-
-    def xpending_range(self, name: str, groupname: str, min: str | bytes, max: str | bytes, count: int) -> object: ...
-
-    def execute(self, raise_on_error: bool = True) -> Awaitable[list[Any]]: ...
 
 
 class Subscription(Protocol):
@@ -50,44 +28,72 @@ class Subscription(Protocol):
     def get_message(self, *, timeout: float) -> Awaitable[dict[str, Any] | None]: ...
 
 
-class Commands(Protocol):
-    """Commands of one client. Replies are as the server sends them: bytes and integers, with scores as floats."""
+class Commands:
+    """Commands of one connection, each sent alone."""
 
-    def execute_command(self, *command: Any) -> Awaitable[Any]: ...
+    def __init__(self, send: Callable[..., Awaitable[list[Any]]]) -> None:
+        """`send`: sends commands and returns their replies."""
+        self._send = send
 
-    def info(self, section: str | None = None) -> Awaitable[dict[str, Any]]: ...
+    async def get(self, name: str) -> bytes | None:
+        """Return a string."""
+        return await self._reply("GET", name)
 
-    def time(self) -> Awaitable[tuple[int, int]]: ...
+    async def hget(self, name: str, key: str) -> bytes | None:
+        """Return a field of a hash."""
+        return await self._reply("HGET", name, key)
 
-    def get(self, name: str) -> Awaitable[bytes | None]: ...
+    async def hgetall(self, name: str) -> dict[bytes, bytes]:
+        """Return a hash; empty: there is none."""
+        return dict(pairs(await self._reply("HGETALL", name)))
 
-    def hget(self, name: str, key: str) -> Awaitable[bytes | None]: ...
+    async def hscan(self, name: str, cursor: int, *, count: int) -> tuple[int, dict[bytes, bytes]]:
+        """Return some fields of a hash and the next cursor, which is 0 at the end."""
+        following, flat = await self._reply("HSCAN", name, cursor, "COUNT", count)
+        return int(following), dict(pairs(flat))
 
-    def hgetall(self, name: str) -> Awaitable[dict[bytes, bytes]]: ...
+    async def xlen(self, name: str) -> int:
+        """Return the number of a stream's entries."""
+        return await self._reply("XLEN", name)
 
-    def hscan(self, name: str, cursor: int = 0, *, count: int | None = None) -> Awaitable[tuple[int, dict[bytes, bytes]]]: ...
+    async def xrange(self, name: str, min: str = "-", max: str = "+", count: int | None = None) -> list[StreamEntry]:
+        """Return entries of a stream, the oldest first."""
+        return _entries(await self._reply("XRANGE", name, min, max, *_limited(count)))
 
-    def xlen(self, name: str) -> Awaitable[int]: ...
-
-    def xrange(self, name: str, min: str = "-", max: str = "+", count: int | None = None) -> Awaitable[list[StreamEntry]]: ...
-
-    def xrevrange(self, name: str, max: str = "+", min: str = "-", count: int | None = None) -> Awaitable[list[StreamEntry]]: ...
+    async def xrevrange(self, name: str, max: str = "+", min: str = "-", count: int | None = None) -> list[StreamEntry]:
+        """Return entries of a stream, the newest first."""
+        return _entries(await self._reply("XREVRANGE", name, max, min, *_limited(count)))
 
     @overload
-    def zrange(self, name: str, start: int, end: int, *, desc: bool = False) -> Awaitable[list[bytes]]: ...
+    async def zrange(self, name: str, start: int, end: int, *, desc: bool = False) -> list[bytes]: ...
 
     @overload
-    def zrange(
+    async def zrange(
         self, name: str, start: int, end: int, *, desc: bool = False, withscores: Literal[True]
-    ) -> Awaitable[list[tuple[bytes, float]]]: ...
+    ) -> list[tuple[bytes, float]]: ...
 
-    def zmscore(self, key: str, members: list[str]) -> Awaitable[list[float | None]]: ...
+    async def zrange(self, name: str, start: int, end: int, *, desc: bool = False, withscores: bool = False) -> list[Any]:
+        """Return members of a sorted set by rank, with their scores if asked for."""
+        found = await self._reply("ZRANGE", name, start, end, *["REV"] * desc, *["WITHSCORES"] * withscores)
+        return [(member, float(score)) for member, score in pairs(found)] if withscores else found
 
-    def pipeline(self, transaction: bool = True) -> Pipeline: ...
+    async def zmscore(self, key: str, members: list[str]) -> list[float | None]:
+        """Return the scores of members; None: it is no member."""
+        return [None if score is None else float(score) for score in await self._reply("ZMSCORE", key, *members)]
 
-    def pubsub(self, *, ignore_subscribe_messages: bool = False) -> Subscription: ...
+    async def _reply(self, *command: Any) -> Any:
+        (reply,) = await self._send(command)
+        return reply
 
 
-def typed(client: aioredis.Redis) -> Commands:
-    """Return the client itself, with the types above."""
-    return cast("Commands", client)
+def _limited(count: int | None) -> tuple[Any, ...]:
+    return () if count is None else ("COUNT", count)
+
+
+def pairs(flat: list[T]) -> Iterator[tuple[T, T]]:
+    """Return the pairs in a reply that lists names and values in turn."""
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def _entries(found: list[Any]) -> list[StreamEntry]:
+    return [(id, dict(pairs(fields))) for id, fields in found]

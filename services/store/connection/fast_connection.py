@@ -13,51 +13,102 @@ import builtins
 import socket
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import hiredis
-import redis.asyncio as aioredis
-from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, OutOfMemoryError, ResponseError, TimeoutError
 
-from services.store.connection.cluster import ELSEWHERE, Elsewhere, SlotOwner, ToOwner
+from services.store.connection.login import VANISHED
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+    from redis.exceptions import RedisError
+
+    from services.store.connection.cluster import SlotOwner
 
 BUFFER_BYTES = 2**18  # received at a time
 APART_BYTES = 2**13  # longer strings are sent from their own memory; below this, copying costs less than another piece
 PIECES = 512  # in one system call; Linux takes 1024
-VANISHED = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
-"""TCP options for a host that vanishes silently: the connection is lost after 10 s with data in flight, after 20 s without. A
-server that stalls is not affected, because its host acknowledges.
-"""
-_ERRORS = {"OOM": OutOfMemoryError, "NOAUTH": AuthenticationError, "WRONGPASS": AuthenticationError, "LOADING": BusyLoadingError}
-# A server that is reading its append-only file, or a node that does not own the slot: wait as for a server that is starting.
-_LATER = (BusyLoadingError, Elsewhere)
+ELSEWHERE = frozenset(["MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "NOREPLICAS"])
+"""First words of errors that another node, or the same node a little later, would not return."""
+_LATER = ELSEWHERE | {"LOADING"}  # or a server that is reading its append-only file: wait as for a server that is starting
 _MORE = object()  # the parser does not have a complete reply yet
 
 
-class FastConnection:
-    """Connections to the server of `client`, one per concurrent request. Speaks RESP2."""
+class ErrorReply(Exception):
+    """An error reply of the server, as a value: its text without "ERR"."""
 
-    def __init__(self, client: aioredis.Redis) -> None:
-        self._settings = client.connection_pool.connection_kwargs
+    @property
+    def word(self) -> str:
+        """Return the first word, which names the kind of error."""
+        return str(self).partition(" ")[0]
+
+
+def redis_error(reply: ErrorReply) -> RedisError:
+    """Return redis-py's exception for an error reply, to be raised: its kinds are what the retry rule knows."""
+    from redis import exceptions
+
+    from services.store.connection.cluster import Elsewhere
+
+    kinds = {
+        "OOM": exceptions.OutOfMemoryError, "NOAUTH": exceptions.AuthenticationError,
+        "WRONGPASS": exceptions.AuthenticationError, "LOADING": exceptions.BusyLoadingError,
+        "NOPERM": exceptions.NoPermissionError,
+    }  # fmt: skip
+    return (Elsewhere if reply.word in ELSEWHERE else kinds.get(reply.word, exceptions.ResponseError))(str(reply))
+
+
+class FastConnection:
+    """Connections to a server, one per concurrent request. Speaks RESP2."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """`settings`: those of a redis-py connection; instead of `retry`, they may have the number of `retries`."""
+        self._settings = settings
         self._idle: list[_Line] = []
 
     @classmethod
     def beside(cls, client: aioredis.Redis) -> FastConnection | None:
         """Return the fast connection to the same server, with the client's limits; None if it is not reached by plain TCP."""
+        import redis.asyncio as aioredis
+
+        from services.store.connection.cluster import ToOwner
+
         if client.connection_pool.connection_class not in (aioredis.Connection, ToOwner):
             return None
-        return _connections.setdefault(client, cls(client))
+        return _connections.setdefault(client, cls(client.connection_pool.connection_kwargs))
+
+    def belongs_to(self, client: aioredis.Redis) -> None:
+        """Let `beside` return this one for the client, which leads to the same server."""
+        _connections[client] = self
 
     async def ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send commands in one request. Returns their replies, with errors as values."""
         pieces = _pieces(commands)
-        return await self._settings["retry"].call_with_retry(lambda: self._once(pieces, len(commands)), self._forget)
+        try:
+            return await self._once(pieces, len(commands))
+        except Exception as error:  # of any kind: the retry rule knows for which to try again
+            return await self._again(error, pieces, len(commands))
 
     def close(self) -> None:
         """Close the connections that are not in use."""
         while self._idle:
             self._idle.pop().close()
+
+    async def _again(self, error: Exception, pieces: Sequence[bytes], count: int) -> list[Any]:
+        """Try again by the retry rule, whose first attempt ended with `error`. redis-py has the rule, and its import takes longer
+        than most requests.
+        """
+        from services.store.connection.redis_py import retry_rule
+
+        failed: list[Exception] = [error]
+
+        async def attempt() -> list[Any]:
+            if failed:
+                raise failed.pop()
+            return await self._once(pieces, count)
+
+        rule = self._settings.get("retry") or retry_rule(self._settings["retries"])
+        return await rule.call_with_retry(attempt, self._forget)
 
     async def _forget(self, _error: Exception) -> None:
         """Distrust the idle connections after one broke, because they lead to the same server."""
@@ -73,8 +124,8 @@ class FastConnection:
             raise
         self._idle.append(line)
         for reply in replies:
-            if isinstance(reply, _LATER):
-                raise reply
+            if isinstance(reply, ErrorReply) and reply.word in _LATER:
+                raise redis_error(reply)
         return replies
 
     async def _connect(self) -> _Line:
@@ -90,8 +141,8 @@ class FastConnection:
             line = await _Line.open(host, port)
             try:
                 for reply in await line.ask(_pieces(greeting), len(greeting)):
-                    if isinstance(reply, Exception):
-                        raise reply
+                    if isinstance(reply, ErrorReply):
+                        raise redis_error(reply)
             except BaseException:  # cancellation too: nobody else would close it
                 line.close()
                 raise
@@ -103,13 +154,15 @@ _connections: WeakKeyDictionary[aioredis.Redis, FastConnection] = WeakKeyDiction
 
 @asynccontextmanager
 async def _limit(seconds: float) -> AsyncGenerator[None]:
-    """Turn errors of the socket, and a wait past the limit, into errors that the retry rule knows."""
+    """Turn errors of the socket or of the protocol, and a wait past the limit, into errors that the retry rule knows."""
     try:
         async with asyncio.timeout(seconds):
             yield
-    except builtins.TimeoutError:
-        raise TimeoutError(f"no answer for {seconds:g} s") from None
-    except OSError as error:
+    except (OSError, hiredis.ProtocolError) as error:  # a wait past the limit is an `OSError`
+        from redis.exceptions import ConnectionError, TimeoutError
+
+        if isinstance(error, builtins.TimeoutError):
+            raise TimeoutError(f"no answer for {seconds:g} s") from None
         raise ConnectionError(str(error)) from None
 
 
@@ -119,7 +172,7 @@ class _Line:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray(BUFFER_BYTES)
-        self._reader = hiredis.Reader(protocolError=ConnectionError, replyError=_error, notEnoughData=_MORE)
+        self._reader = hiredis.Reader(replyError=_error, notEnoughData=_MORE)
 
     @classmethod
     async def open(cls, host: str, port: int) -> _Line:
@@ -162,15 +215,13 @@ class _Line:
         loop = asyncio.get_running_loop()
         while (reply := self._reader.gets()) is _MORE:
             if not (received := await loop.sock_recv_into(self._sock, self._buffer)):
-                raise ConnectionError("the server closed the connection")
+                raise ConnectionResetError("the server closed the connection")
             self._reader.feed(self._buffer, 0, received)
         return reply
 
 
-def _error(message: str) -> Exception:
-    """Return the exception for an error reply."""
-    word = message.partition(" ")[0]
-    return (Elsewhere if word in ELSEWHERE else _ERRORS.get(word, ResponseError))(message.removeprefix("ERR "))
+def _error(message: str) -> ErrorReply:
+    return ErrorReply(message.removeprefix("ERR "))
 
 
 def _pieces(commands: Sequence[tuple[Any, ...]]) -> list[bytes]:

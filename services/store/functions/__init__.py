@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 SHARED = ("arguments", "prelude", "replay_table")
 """Files whose helpers the others use."""
@@ -19,7 +19,7 @@ FILES = ("tickets", "replay", "steps", "deadletters", "control", "fleet", "evalu
 @cache
 def library() -> tuple[str, str]:
     """Return the name of the library and its code, in the format of `FUNCTION LOAD`."""
-    folder = files(__name__)
+    folder = Path(__file__).parent
     # Each file becomes a separate block, so that its locals stay its own; later files may use only the helpers that a shared file
     # leaves in the prelude.
     parts = [(folder / f"{name}.lua").read_text() for name in SHARED]

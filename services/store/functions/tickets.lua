@@ -103,7 +103,7 @@ register_leader('issue', {
   for _, ticket in ipairs(tickets) do
     if not TICKET.fits(ticket.id) then return redis.error_reply('INVALID ticket ' .. ticket.id .. ' is not of the form <epoch>-<row>') end
   end
-  if cursor ~= tonumber(args[2]) or n == 0 or n > number(prefix, 'slots') - number(prefix, 'slots_used') then return 0 end
+  if cursor ~= tonumber(args[2]) or n > number(prefix, 'slots') - number(prefix, 'slots_used') then return 0 end
   local waiting = requeued > 0 and redis.call('ZRANGE', prefix .. ':requeued', 0, requeued - 1)
   for i = 1, requeued do
     if waiting[i] ~= (tickets[i] or {}).id then return 0 end

@@ -61,7 +61,7 @@ def test_a_step_waits_for_an_older_ticket_until_the_deadline() -> None:
     assert decide(look, START, RULES, 0) == Wait("older_ticket", 600.0)
     assert decide(look, START, RULES, 590.0) == Wait("older_ticket", 10.0)
     assert decide(look, START, RULES, 600.0) == Prepare(("0-3", "0-5"), 5, overtook=True)
-    assert decide(look, START, Rules(2, 4, "drop"), 0) == Prepare(("0-3", "0-5"), 5, overtook=True)
+    assert decide(look, START, Rules(2, 4, 0.0), 0) == Prepare(("0-3", "0-5"), 5, overtook=True)
     assert decide(swept(3, 5, outstanding=1, oldest_outstanding=6), START, RULES, 0) == Prepare(("0-3", "0-5"), 5)
     assert decide(look, START, Rules(2, 4, sampler="freshest"), 0) == Prepare(("0-3", "0-5"), ALL_GAPS), "others never wait"
 
@@ -178,7 +178,7 @@ def test_waiting_runs_never_exceed_the_lag_bound_nor_drop_a_group(
 @given(st.integers(1, 5), st.integers(0, 4), seeds, st.sampled_from(["drop", "deadline"]), replaced)
 @settings(max_examples=80, deadline=None)
 def test_overtaking_runs_keep_the_bound_and_are_never_stuck(k: int, staleness: int, seed: int, how: str, replaced: int) -> None:
-    rules = Rules(k, staleness, "drop" if how == "drop" else "wait", 3.0, replaced=replaced)
+    rules = Rules(k, staleness, 0.0 if how == "drop" else 3.0, replaced=replaced)
     made = world(rules, seed, max_delay=30)
     assert len({seq for _, seq, _ in made.trained}) == len(made.trained)
 
@@ -193,7 +193,7 @@ def test_no_sampler_exceeds_the_bound_or_gets_stuck(
 ) -> None:
     capacity = data.draw(st.integers(k, 3 * k), "capacity")
     least = data.draw(st.integers(1, min(capacity, (staleness + 1) * k)), "min_size")
-    made = world(Rules(k, staleness, "wait", 20.0, sampler, min(uses, staleness + 1), least, replaced), seed, capacity=capacity)
+    made = world(Rules(k, staleness, 20.0, sampler, min(uses, staleness + 1), least, replaced), seed, capacity=capacity)
     assert not made.yielded, "the table reaches its least size, whatever happens"
 
 
@@ -206,7 +206,8 @@ def test_a_rate_limiter_never_stops_a_run(
     ratio = min(ratio, uses) if uses else ratio
     least = data.draw(st.integers(1, (staleness + 1) * k), "min_size")
     limiter = RateLimiter(ratio, least, (k + ratio) / 2 * data.draw(st.floats(1, 4), "error_buffer"))
-    world(Rules(k, staleness, "wait", 20.0, sampler, uses, least, replaced, limiter), seed)
+    made = world(Rules(k, staleness, 20.0, sampler, uses, least, replaced, limiter), seed)
+    assert made.published == STEPS, "the last step is trained and published"
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 3.5])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from services.config.training import Replay
 from services.dataprep.replay import weights as replay
@@ -99,7 +99,7 @@ async def test_a_group_of_a_bad_weight_is_refused_with_its_batch_and_the_table_g
     good, other = await _two_and_two_that_wait(bench)
     before = await tables.read(store)
     with pytest.raises(StoreError, match=f"of group {other.item.ticket} is not in 0..1e9"):
-        await store.replay.settle(team.leader, [good, dataclasses.replace(other, weight=bad)])
+        await store.replay.settle(team.leader, [good, replace(other, weight=bad)])
     assert await tables.read(store) == before
     assert await store.replay.settle(team.leader, [good, other]) == 2
     assert set((await bench.draws(200)).ravel()) == {0, 1, 2, 3}

@@ -1,0 +1,49 @@
+"""Cancelled attempts leave no connection open: otherwise a garbage collection closes it at any later time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from services.console.local.redis_server import RedisServer
+from services.store.connection.base import Connection
+from services.store.connection.client import Login, closed, make_client
+from tests.support.harness import wait_until
+
+
+async def test_a_client_is_closed_even_if_its_closing_is_cancelled(server: RedisServer) -> None:
+    client: Any = make_client(server.url, Login(server.password))
+    await client.ping()
+    (connection,) = client.connection_pool._available_connections
+    assert connection.is_connected
+    closing = asyncio.create_task(closed(client))
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await wait_until(lambda: not connection.is_connected)
+
+
+async def test_a_connection_cancelled_before_it_is_returned_is_closed(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, loaded, exchange = list[Connection](), asyncio.Event(), Connection._exchange
+
+    async def then_hangs(store: Connection, commands: Any) -> Any:
+        await exchange(store, commands)
+        begun.append(store)
+        loaded.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Connection, "_exchange", then_hangs)
+    connecting = asyncio.create_task(Connection.connect(server.url, "cancelled", server.password))
+    await loaded.wait()
+    (fast,) = [store._fast for store in begun]
+    assert fast is not None
+    assert len(fast._idle) == 1
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert fast._idle == []
