@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.algorithm import histograms
 from services.protocol.messages import Header
 
 SOLVE_RATES = ("0", "0_25", "25_50", "50_75", "75_100", "100")
@@ -53,6 +54,8 @@ def trained(
     for header in headers:
         seen.add(header)
     record = seen.metrics("train") | {
+        **histograms.counted("reward", "train", (reward for header in headers for reward in header.rewards)),
+        **histograms.counted("length", "train", (length for header in headers for length in header.lengths)),
         "staleness/trained/mean": float(np.average(lag, weights=tokens)),
         "staleness/trained/max": float(lag.max()),
         "staleness/trained/p99": float(np.percentile(lag, 99)),
@@ -68,7 +71,7 @@ def trained(
 
 def is_trained(name: str) -> bool:
     """Return whether a metric describes what a step trains on."""
-    return name.split("/")[1:2] in (["train"], ["trained"])
+    return name.removeprefix(histograms.PREFIX).split("/")[1:2] in (["train"], ["trained"])
 
 
 class GroupSums:

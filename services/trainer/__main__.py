@@ -13,7 +13,6 @@ import concurrent.futures
 import contextlib
 import os
 import signal
-import sys
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 from services.config import RunConfig
 from services.protocol.errors import StoreError
 from services.runtime import logs
-from services.runtime.entry import EXIT_OK, Arguments, arguments, connect, ending, open_service, report
+from services.runtime.entry import EXIT_OK, Arguments, arguments, connect, end_process, open_service, report
 from services.runtime.loops import FATAL, Loop
 from services.runtime.portal import Portal
 from services.runtime.service import Service
@@ -147,4 +146,4 @@ def _worker(config: RunConfig, store: Store, portal: Portal) -> Worker:
 
 
 if __name__ == "__main__":
-    sys.exit(ending(main()))
+    end_process(main())

@@ -90,7 +90,7 @@ class TrainLoop:
     def run(self) -> None:
         """Run from the last checkpoint to the end of the run, or until asked to stop."""
         for sentence in loss_in_words(self.config):
-            log.info("the loss of this run", means=sentence)
+            log.info("loss", means=sentence)
         try:
             self._catch_up()
             self._sync()
@@ -237,7 +237,7 @@ class TrainLoop:
         }
 
     def _sent(self) -> dict[str, float]:
-        """Return what the last version took, if it went to a store, and tell the fleet."""
+        """Return what the last version took, if it could be a delta, and tell the fleet."""
         sent = self.worker.sender.sent
         self._say(weights=sent)
         return sent

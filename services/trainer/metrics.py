@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.algorithm.histograms import separated
 from services.protocol.messages import SYNC_PHASES, StepPlan
 from services.runtime.metrics.declarations import Metrics, PhaseClock, bounded, counter, counters, gauge, histogram, histograms
 
@@ -26,19 +27,21 @@ class TrainerMetrics(Metrics):
     """Metrics of the trainer's steps."""
 
     steps: Counter = counter("grpo_trainer_steps_total", "steps", "Steps trained by this process, including retrained ones.")
-    step: Gauge = gauge("grpo_trainer_step", "steps", "Last step in the weights; -1 if none.")
+    step: Gauge = gauge("grpo_trainer_step", "steps", "Last step that the weights include; -1 if none.")
     phase_s: Mapping[str, Counter] = counters(
         "grpo_trainer_phase_seconds_total", "seconds", "Time the trainer spent in each phase.", "phase", PHASES
     )
     step_s: Histogram = histogram("grpo_trainer_step_seconds", "seconds", "Duration of a step: training and weight sync.")
     part_s: Mapping[str, Counter] = counters(
-        "grpo_trainer_part_seconds_total", "seconds", "Training time on rank 0 by part; fetch is the wait for the rows.",
+        "grpo_trainer_part_seconds_total", "seconds", "Training time on rank 0, by part; `fetch` is the wait for rows.",
         "part", PARTS,
     )  # fmt: skip
     tokens: Counter = counter("grpo_trainer_tokens_total", "tokens", "Tokens trained: each completion with its prompt.")
     response_tokens: Counter = counter("grpo_trainer_response_tokens_total", "tokens", "Completion tokens in the loss.")
     record_s: Histogram = histogram(
-        "grpo_trainer_record_seconds", "seconds", "Time to write a step's metrics to Redis, the only cost of trackers."
+        "grpo_trainer_record_seconds",
+        "seconds",
+        "Time to write a step's metrics to Redis, which is all that trackers cost a step.",
     )
     sync_s: Mapping[str, Histogram] = histograms(
         "grpo_trainer_sync_seconds", "seconds", "Duration of each phase of weight-sync rounds, up to the last answer.", "phase",
@@ -47,7 +50,7 @@ class TrainerMetrics(Metrics):
     discarded: Counter = counter(
         "grpo_trainer_condemned_groups_total",
         "groups",
-        "Groups dropped from their step as dead letters: payload damaged or missing.",
+        "Groups dropped from their step because their payload was damaged or missing; they become dead letters.",
     )
     sync_failures: Counter = counter("grpo_trainer_sync_failures_total", "", "Failed attempts at a weight-sync round.")
     members: Gauge = gauge("grpo_trainer_sync_members", "", "Generators in the last weight sync.")
@@ -62,7 +65,7 @@ class TrainerMetrics(Metrics):
         "gauge",
         "grpo_trainer_step_metric",
         "",
-        "Metrics of the last step, named as in docs/metrics.md.",
+        "Metrics of the last step, named as in docs/metrics.md, without histograms.",
         "name",
         "docs/metrics.md",
     )
@@ -90,5 +93,5 @@ class TrainerMetrics(Metrics):
             made.inc(record.get(f"time/train/{part}_s", 0.0))
         if "fleet/generators" in record:
             self.members.set(record["fleet/generators"])
-        for name, value in record.items():
+        for name, value in separated(record)[0].items():
             self.last.labels(name).set(value)

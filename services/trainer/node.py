@@ -29,7 +29,7 @@ from services.runtime.entry import (
     EXIT_UNLOADED,
     Arguments,
     arguments,
-    ending,
+    end_process,
     leaving_at_once,
     report,
     rest,
@@ -133,4 +133,4 @@ def _see_through(child: ChildService) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ending(main()))
+    end_process(main())

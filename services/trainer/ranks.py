@@ -96,3 +96,14 @@ def maximum(values: torch.Tensor) -> torch.Tensor:
     """Take the maximum over ranks, in place. Collective."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
+
+
+def to_rank_0(data: torch.Tensor | None, nbytes: int, source: int) -> torch.Tensor | None:
+    """Send `data`, [nbytes] uint8, from rank `source` to rank 0, which gets it; `source` is not 0. For these two ranks only."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    if data is not None:
+        dist.send(data.to(device), dst=0)
+        return None
+    received = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    dist.recv(received, src=source)
+    return received

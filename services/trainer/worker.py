@@ -23,6 +23,7 @@ from services.store import Store
 from services.trainer import ranks
 from services.trainer.checkpoints.folder import CheckpointError, Checkpoints, Saved
 from services.trainer.step import batches
+from services.trainer.step.logprob_gaps import GapSender
 from services.trainer.step.policy import Policy, Trained
 from services.trainer.step.prefetch import REFUSALS, Fetched, Prefetch
 from services.trainer.weight_sender import make_sender
@@ -35,6 +36,7 @@ class Worker:
         self.config, self.policy = config, policy
         build = partial(batches.build, vocabulary=policy.vocabulary, row_tokens=config.trainer.row_tokens)
         self.prefetch = Prefetch(portal, store, policy.data_rank, build)
+        self.gaps = GapSender(portal, store, policy.data_rank, config.samples.share)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
         self.copy_state: Callable[[Path, int], None] | None = None
         """Writes dataprep's state after a step into a checkpoint; set on rank 0 only."""
@@ -74,6 +76,8 @@ class Worker:
         if step + 1 < self.config.run.steps:
             self.prefetch.begin(step + 1)
         trained = self.policy.train(fetched.rows, fetched.plan)
+        if trained.gaps is not None:
+            self.gaps.begin(step, fetched.rows, trained.gaps, fetched.plan.ranks)
         times = {"time/train/fetch_s": waited_s, "time/train/prefetch_s": ahead_s}
         return fetched.plan, replace(trained, metrics=trained.metrics | times)
 
@@ -81,6 +85,7 @@ class Worker:
         """Leave the weight group and drop prefetched data. Redis is not used afterwards."""
         self.sender.close_group()
         self.prefetch.close()
+        self.gaps.close()
 
     def send(self, _: int) -> None:
         """Broadcast the weights to the current group. Collective among ranks."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from services.config.loss import Loss
-from services.protocol.messages import Payload, Sample
+from services.protocol.messages import Sample
+from services.protocol.payloads import Payload
 from tests.trainer import literal
 
 VARIANTS: dict[str, Loss] = {

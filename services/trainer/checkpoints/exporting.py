@@ -41,10 +41,10 @@ def write(config: RunConfig, root: Path, step: int | None, folder: Path) -> Save
         raise CheckpointError(f"{root} has no complete checkpoint: wait for the first, every checkpoint.every_steps steps")
     if saved.refusal:
         raise CheckpointError(saved.refusal)
-    scorer = policy_network.load(config.model, config.sampling.temperature, 1, False, adapters=config.lora)
+    scorer = policy_network.load(config.model, config.sampling.temperature, 1, adapters=config.lora)
     if parameters_digest(scorer.model) != saved.manifest.facts["parameters"]:
         raise CheckpointError(
-            f"{saved.folder} does not have the parameters of model.path = {config.model.path!r}: put the model back that the "
+            f"{saved.folder} does not have the parameters of model.path = {config.model.path!r}: use the model that the "
             "run was started with"
         )
     _fill(scorer, Archive(saved.folder / STATE, policy.STATE))
@@ -62,7 +62,7 @@ def _refuse(folder: Path) -> None:
     except FolderError:
         facts = {}
     if "step" not in facts or "layout" in facts:  # a checkpoint's manifest has a layout
-        raise FolderError(f"{folder} exists and is no earlier export: delete it, or give another folder")
+        raise FolderError(f"{folder} exists and is not an earlier export: delete it, or give another folder")
 
 
 @torch.no_grad()

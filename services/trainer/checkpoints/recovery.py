@@ -136,7 +136,7 @@ class Recovery:
         assert saved is not None
         path = saved.folder / SNAPSHOT
         if not path.exists():
-            raise Fatal(f"{saved.folder} has no {SNAPSHOT}: the run can resume from it only while Redis still holds the run")
+            raise Fatal(f"{saved.folder} has no {SNAPSHOT}: the run can resume from it only while Redis still has the run")
         try:
             snapshot = Snapshot(path)
             for name, now in (("config", state.config), ("dataset", state.dataset)):

@@ -35,7 +35,7 @@ def read(path: str, max_tokens: int) -> Any:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path = {path!r} is no model that can be loaded: {reason}") from None
+        raise ConfigError(f"model.path = {path!r} is not a model that can be loaded: {reason}") from None
     for part in _parts(config):
         for name in _noises(part):
             setattr(part, name, 0.0)

@@ -95,5 +95,5 @@ def _generation_config(module: Any, tokenizer: Any, sampling: Sampling) -> Gener
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if own.get(name) is None and (value := getattr(tokenizer, name)) is not None
     }
-    ours = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    ours = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
     return GenerationConfig.from_dict(own | missing | ours)

@@ -7,6 +7,7 @@ the product is requested in float32.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,20 +41,18 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         fp32: bool,
         rule: LogitRule,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
         matrix = weight.float() if fp32 else weight
+        score = compiled_chunks()[0] if compiled else _scored
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], matrix, bias, rule).div_(temperature)
-            normaliser[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normaliser[part]
-            logits -= normaliser[part, None]
-            entropy[part] = -(logits.exp() * logits).sum(-1)
+            logprobs[part], entropy[part], normaliser[part] = score(hidden[part], matrix, bias, targets[part], temperature, rule)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.chunk, ctx.fp32, ctx.rule = temperature, chunk, fp32, rule
+        ctx.temperature, ctx.chunk, ctx.fp32, ctx.rule, ctx.compiled = temperature, chunk, fp32, rule, compiled
         return logprobs, entropy
 
     @staticmethod
@@ -70,21 +69,15 @@ class _TokenLogprobs(torch.autograd.Function):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         if ctx.needs_input_grad[2]:
             bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        differentiate = compiled_chunks()[1] if ctx.compiled else _differentiated
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], matrix, bias, ctx.rule)
-            slope = None if ctx.rule.cap is None else 1 - (logits / ctx.rule.cap).square()  # of the cap
-            log_p = logits.div_(ctx.temperature).sub_(normaliser[part, None])
-            gradient = _logit_gradient(
-                log_p, entropy[part], for_logprobs[part], None if for_entropy is None else for_entropy[part]
-            )
-            gradient.scatter_add_(-1, targets[part, None], for_logprobs[part, None])
-            gradient = gradient.div_(ctx.temperature)
-            if slope is not None:
-                gradient.mul_(slope)
-            if bias_gradient is not None:
-                bias_gradient += gradient.sum(0) * ctx.rule.scale
-            gradient = gradient.mul_(ctx.rule.scale).to(matrix.dtype)
+            gradient, for_bias = differentiate(
+                hidden[part], matrix, bias, targets[part], ctx.temperature, ctx.rule, normaliser[part], entropy[part],
+                for_logprobs[part], None if for_entropy is None else for_entropy[part], bias_gradient is not None,
+            )  # fmt: skip
+            if bias_gradient is not None and for_bias is not None:
+                bias_gradient += for_bias
             hidden_gradient[part] = (gradient @ matrix).to(hidden.dtype)
             if weight_gradient is None:
                 continue
@@ -93,7 +86,40 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 weight_gradient += gradient.T @ hidden[part]
         whole = None if weight_gradient is None else weight_gradient.to(weight.dtype)
-        return hidden_gradient, whole, None if bias_gradient is None else bias_gradient.to(bias.dtype), *[None] * 5
+        return hidden_gradient, whole, None if bias_gradient is None else bias_gradient.to(bias.dtype), *[None] * 6
+
+
+def _scored(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rule: LogitRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logprobs, entropy and log-normaliser of a chunk, [c] each."""
+    logits = _logits(hidden, matrix, bias, rule).div_(temperature)
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+    logits -= normaliser[:, None]
+    return logprobs, -(logits.exp() * logits).sum(-1), normaliser
+
+
+def _differentiated(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rule: LogitRule,
+    normaliser: Tensor, entropy: Tensor, for_logprobs: Tensor, for_entropy: Tensor | None, with_bias: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradient of a chunk's product, [c, V] in the matrix's dtype, and of the bias, [V], if wanted."""
+    logits = _logits(hidden, matrix, bias, rule)
+    slope = None if rule.cap is None else 1 - (logits / rule.cap).square()  # of the cap
+    gradient = _logit_gradient(logits.div_(temperature).sub_(normaliser[:, None]), entropy, for_logprobs, for_entropy)
+    gradient.scatter_add_(-1, targets[:, None], for_logprobs[:, None])
+    gradient = gradient.div_(temperature)
+    if slope is not None:
+        gradient.mul_(slope)
+    for_bias = gradient.sum(0) * rule.scale if with_bias else None
+    return gradient.mul_(rule.scale).to(matrix.dtype), for_bias
+
+
+@functools.cache
+def compiled_chunks() -> tuple[Any, Any]:
+    """Return `_scored` and `_differentiated` compiled: their passes over [c, V] become one or two."""
+    return torch.compile(_scored), torch.compile(_differentiated)
 
 
 def _logit_gradient(log_p: Tensor, entropy: Tensor, for_logprobs: Tensor, for_entropy: Tensor | None) -> Tensor:
@@ -126,13 +152,14 @@ def token_logprobs(
     fp32: bool = False,
     bias: Tensor | None = None,
     rule: LogitRule = PLAIN,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprob of each target and the entropy of its distribution at `temperature`, two [R] float32.
 
     hidden [R, H] predicts targets [R] int64; weight [V, H], bias [V]. Both results are differentiable. With `fp32`, logits are a
     float32 product of bfloat16 states and weights, for which the matrix is copied once in forward and once in backward.
     """
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, fp32, rule)  # pyright: ignore[reportReturnType]
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, fp32, rule, compiled)  # pyright: ignore[reportReturnType]
 
 
 class LogprobHead(nn.Linear):
@@ -141,14 +168,14 @@ class LogprobHead(nn.Linear):
     Because it is a module that is called once per row, ZeRO-3 gathers the matrix once per row, whatever the number of chunks.
     """
 
-    def __init__(self, head: nn.Linear, fp32: bool, rule: LogitRule = PLAIN) -> None:
+    def __init__(self, head: nn.Linear, fp32: bool, rule: LogitRule = PLAIN, compiled: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = head.in_features, head.out_features
         self.weight, self.bias = head.weight, head.bias
-        self.fp32, self.rule = fp32, rule
+        self.fp32, self.rule, self.compiled = fp32, rule, compiled
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Compute `token_logprobs` with this layer."""
-        return token_logprobs(hidden, self.weight, targets, temperature, chunk, self.fp32, self.bias, self.rule)
+        return token_logprobs(hidden, self.weight, targets, temperature, chunk, self.fp32, self.bias, self.rule, self.compiled)

@@ -17,6 +17,7 @@ from services.config.root import Model
 from services.config.training import Lora
 from services.trainer.model import configuration, lora, support
 from services.trainer.model.attention import NAME, Packing, UnsupportedModel, row
+from services.trainer.model.computing import PLAIN, Computing, compile_blocks, recompute
 from services.trainer.model.configuration import logit_rule
 from services.trainer.model.logprobs import LogprobHead
 from services.trainer.model.proofs import Proofs, prove
@@ -59,7 +60,7 @@ def load(
     config: Model,
     temperature: float,
     chunk: int,
-    gradient_checkpointing: bool,
+    computing: Computing = PLAIN,
     team: Team | None = None,
     adapters: Lora | None = None,
     proofs: Proofs | None = None,
@@ -72,9 +73,9 @@ def load(
     model = _read(config)
     support.check(model, config.path, config.max_tokens, team is not None)
     _silence(model)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config))
+    recompute(model, computing)
+    row.flex = computing.flex
+    head = LogprobHead(model.get_output_embeddings(), config.fp32_head, logit_rule(model.config), computing.compiled)
 
     def attach() -> Scorer:
         model.set_output_embeddings(head)
@@ -83,11 +84,15 @@ def load(
     if proofs is None:
         attach()
     else:
-        prove(model, config.path, attach, (config.dtype, config.fp32_head), proofs, device or torch.device("cpu"))
+        prove(
+            model, config.path, attach, (config.dtype, config.fp32_head, *computing.proven), proofs, device or torch.device("cpu")
+        )
     model.set_attn_implementation(NAME if team is None else team.register(model.config.get_text_config()))
     if adapters is not None and adapters.rank:
         support.check_adapters(model, adapters, config.path)
         lora.attach(model, adapters, config.path)
+    if computing.compiled:
+        compile_blocks(model)
     return Scorer(model, temperature, chunk, team)
 
 

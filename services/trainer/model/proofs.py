@@ -144,7 +144,7 @@ def _refuse(model: Any, path: str, proof: Proof) -> None:
     """Raise `UnsupportedModel` with the figures unless the proof holds."""
     if not proof.holds:
         raise UnsupportedModel(
-            f"{named(model, path)} computes something else in packed rows than alone: logprobs differ by up to {proof.gap:.2g} "
+            f"{named(model, path)} gives different results in packed rows than alone: logprobs differ by up to {proof.gap:.2g} "
             f"nats and the gradient's norm by {proof.norm_gap:.1%} in {proof.dtype}, where rounding explains "
             f"{proof.rounding:.1g} nats and {proof.norm_rounding:.1%}: use another model (docs/models.md)"
         )

@@ -17,7 +17,7 @@ REFUSED = {
     "phimoe": "routes tokens to experts differently in training than in sampling (sparse mixer)",
     "recurrent_gemma": "carries a recurrent state from one response of a packed row into the next",
 }
-"""Types of models that compute something else in packed rows, and why."""
+"""Types of models that give different results in packed rows, and why."""
 
 FUSED = 3
 """Dimensions of a parameter that holds the matrices of all experts."""
@@ -44,13 +44,18 @@ def check(model: Any, path: str, max_tokens: int, sequence_parallel: bool) -> No
 
 
 def check_adapters(model: Any, options: Lora, path: str) -> None:
-    """Raise `UnsupportedModel` if "all linear layers" would silently leave out fused experts."""
+    """Raise `UnsupportedModel` if "all linear layers", or a target that is named, would silently leave out fused experts."""
     fused = sorted({name.rpartition(".")[2] for name, weight in model.named_parameters() if weight.ndim == FUSED})
     if fused and not options.targets:
         raise UnsupportedModel(
             f"{named(model, path)} keeps its experts in fused parameters ({', '.join(fused)}), which adapters do not reach, so "
             "that lora.targets = [] would train attention only without saying so: list the layers to adapt in lora.targets, or "
             "set lora.rank = 0"
+        )
+    if missed := sorted(set(fused) & set(options.targets)):
+        raise UnsupportedModel(
+            f"lora.targets names {missed}, but {named(model, path)} keeps its experts in fused parameters of that name, which "
+            "adapters do not reach: remove them from lora.targets"
         )
 
 

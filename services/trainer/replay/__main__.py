@@ -22,7 +22,8 @@ from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle, BundleError
 from services.protocol import codec
 from services.protocol.errors import Damaged
-from services.protocol.messages import Payload, RankPlan, StepPlan
+from services.protocol.messages import RankPlan, StepPlan
+from services.protocol.payloads import Payload
 from services.trainer import ranks
 from services.trainer.checkpoints.folder import CheckpointError
 from services.trainer.model.attention import UnsupportedModel

@@ -66,11 +66,11 @@ def restore(folder: Path) -> None:
                     for number, record in enumerate(records)
                 ]  # fmt: skip
         except (SafetensorError, msgspec.MsgspecError, OSError) as error:
-            raise StateError(f"{path} is no state of a bundle: {error}") from None
+            raise StateError(f"{path} is not a state of a bundle: {error}") from None
         for record in state:
             for name, first, count, offset in record["pieces"]:
                 if min(first, count, offset) < 0 or any(offset + count > len(tensor) for tensor in record["tensors"].values()):
-                    raise StateError(f"{path} is no state of a bundle: its piece of {name} is not in it")
+                    raise StateError(f"{path} is not a state of a bundle: its piece of {name} is not in it")
         write_state(path.with_suffix(".pt"), state)
 
 

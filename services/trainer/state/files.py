@@ -49,7 +49,7 @@ def read_state(path: Path) -> Any:
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:  # raised by torch's reader on damaged bytes
         raise StateError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     except pickle.UnpicklingError as error:
-        raise StateError(f"{path} is damaged: it holds more than tensors and plain values") from error
+        raise StateError(f"{path} is damaged: it contains more than tensors and plain values") from error
 
 
 class _Writer:

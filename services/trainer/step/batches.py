@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from services.protocol.errors import Damaged
-from services.protocol.messages import Payload, RankPlan, Sample
+from services.protocol.messages import RankPlan, Sample
+from services.protocol.payloads import Payload
 from services.rollouts.records import number_contexts
 from services.trainer.model.attention import Packing
 
@@ -45,6 +46,7 @@ class PackedRow:
     """
 
     samples: tuple[tuple[str, int], ...]  # (payload, rollout) of each segment, in order
+    segments: tuple[int, ...]  # place of each segment in its payload
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, starting from 0 in every context
     packing: Packing
@@ -214,6 +216,7 @@ def _row(samples: list[Sample], groups: Mapping[str, _Group], row_tokens: int) -
         raise PlanMismatch(f"a row of {end} tokens exceeds trainer.row_tokens = {row_tokens}")
     return PackedRow(
         samples=tuple(sample.response for sample in samples),
+        segments=tuple(sample.index for sample in samples),
         input_ids=_join(ids, np.int64),
         positions=_join(positions, np.int64),
         packing=Packing.of(lengths, contexts),
@@ -244,6 +247,7 @@ def _empty_row() -> PackedRow:
     nothing = torch.zeros(0, dtype=torch.int64)
     return PackedRow(
         samples=(),
+        segments=(),
         input_ids=torch.zeros(1, dtype=torch.int64),
         positions=torch.zeros(1, dtype=torch.int64),
         packing=Packing.of([1]),

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from itertools import accumulate
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from services.algorithm import group_statistics, row_statistics
 from services.config import RunConfig

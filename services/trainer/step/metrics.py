@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from services.algorithm.histograms import BOUNDS, named
 from services.trainer import ranks
 from services.trainer.losses.kl import ESTIMATORS
-from services.trainer.losses.measures import MAXIMA, SUMS
+from services.trainer.losses.measures import COUNTS, HISTOGRAMS, MAXIMA, SUMS
 
 
 class StepMetrics:
@@ -31,7 +32,7 @@ class StepMetrics:
 
     def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """Add one row."""
-        self._sums.append(torch.stack([sums[name] for name in SUMS]).double())
+        self._sums.append(torch.cat([torch.stack([sums[name] for name in SUMS]).double(), sums[COUNTS]]))
         self._maxima = torch.maximum(self._maxima, torch.stack([maxima[name] for name in MAXIMA]))
 
     def report(self, flops: float = 0.0) -> dict[str, float]:
@@ -42,6 +43,7 @@ class StepMetrics:
         gathered = ranks.gather(([row.tolist() for row in self._sums], flops))
         of_rows = [row for rows, _ in gathered for row in rows]
         sums = {name: math.fsum(row[place] for row in of_rows) for place, name in enumerate(SUMS)}
+        counts = [math.fsum(of_bin) for of_bin in zip(*(row[len(SUMS) :] for row in of_rows), strict=True)]
         maxima = dict(zip(MAXIMA, ranks.maximum(self._maxima).tolist(), strict=True))
         tokens = sums["tokens"]
         mean = {name: value / tokens if tokens else 0.0 for name, value in sums.items()}
@@ -63,6 +65,10 @@ class StepMetrics:
             "advantage/train/max": largest["advantage"],
             "advantage/train/min": -largest["negative_advantage"] if tokens else 0.0,
         }
+        for name in HISTOGRAMS if counts else ():
+            bins = len(BOUNDS[name]) + 1
+            record |= named(name, "train", counts[:bins])
+            counts = counts[bins:]
         if needed := math.fsum(of_rank for _, of_rank in gathered):
             record["flops/train/sum"] = needed
         if self._clips:  # where they cannot act, 0 would look like a policy that hardly moves

@@ -29,6 +29,7 @@ from services.trainer.losses.in_words import clips
 from services.trainer.model import export, flops
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention import UnsupportedModel
+from services.trainer.model.computing import Computing
 from services.trainer.model.proofs import Proofs
 from services.trainer.model.reference import ReferencePolicy
 from services.trainer.model.sequence import Team
@@ -36,7 +37,7 @@ from services.trainer.ranks import World
 from services.trainer.state import archive, partitions
 from services.trainer.state.archive import Archive
 from services.trainer.state.files import StateError, read_state, write_state
-from services.trainer.step import deepspeed_engine, denominators, priorities
+from services.trainer.step import deepspeed_engine, denominators, logprob_gaps, priorities
 from services.trainer.step.batches import PackedRow, PlanMismatch
 from services.trainer.step.fixed_point import FixedPointSum
 from services.trainer.step.metrics import Clock, StepMetrics
@@ -61,10 +62,19 @@ class NonFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of a training step, equal on every rank except `time/...`, which are this rank's seconds."""
+    """Results of a training step, equal on every rank except `time/...`, which are this rank's seconds, and `gaps`."""
 
     metrics: dict[str, float]
     priorities: dict[str, float]  # by group; empty unless replay.priority = "trainer"
+    gaps: Tensor | None = None  # codes of the logprob gaps of this rank's rows, [sum R] int8; None unless they are to be logged
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is left of a row that was trained."""
+
+    learning: Tensor  # [R] bool, which of its tokens remain to be learnt
+    gap: Tensor  # [R] float32, trainer - behaviour logprobs
 
 
 class Policy:
@@ -81,6 +91,8 @@ class Policy:
         if config.trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         check_model(config)
+        if config.trainer.attention == "flex" and world.device.type != "cuda":
+            raise ConfigError('trainer.attention = "flex" needs a GPU, and this machine has none: set "auto"')
         losses.check(config.loss)
         deepspeed_engine.seed(config.run.seed, config.trainer.deterministic)
         self.config, self.world, self.device = config, world, world.device
@@ -128,10 +140,10 @@ class Policy:
         rate = self._set_learning_rate(plan.step)
         metrics, norms = StepMetrics(self.device, self.reference is not None, clips(self.config, len(batches))), []
         greatest = self.config.optimizer.max_grad_norm
-        learning: list[Tensor] = []  # of each row, [R] bool
+        done: list[_Row] = []
         for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):
             divisor = denominators.divisor(planned, counts, kind)
-            learning += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], metrics, clock) for i in batch]
+            done += [self._micro_batch(rows[i], old[i], shares[i], divisor, i == batch[-1], metrics, clock) for i in batch]
             with clock.phase("step"):
                 if self._exact is not None:
                     self._exact.reduce(len(batch) * self.world.size)
@@ -148,10 +160,11 @@ class Policy:
             "time/train/total_s": time.perf_counter() - started,
             **{f"time/train/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
         }
+        gaps = logprob_gaps.codes([row.gap for row in done]) if self.config.samples.keep and self._leads else None
         if self.config.replay.priority != "trainer":
-            return Trained(metrics, {})
-        mine = priorities.of_rows(given, [mask.cpu() for mask in learning]) if self._leads else {}
-        return Trained(metrics, priorities.join(ranks.gather(mine)))
+            return Trained(metrics, {}, gaps)
+        mine = priorities.of_rows(given, [row.learning.cpu() for row in done]) if self._leads else {}
+        return Trained(metrics, priorities.join(ranks.gather(mine)), gaps)
 
     def save(self, folder: Path) -> None:
         """Write this rank's state (weights, optimizer, averaged reference, random generators) into `folder`. Collective.
@@ -208,12 +221,11 @@ class Policy:
         return scorer
 
     def _scorer(self, proofs: Proofs | None = None) -> model.Scorer:
-        trainer = self.config.trainer
         return model.load(
             self.config.model,
             self.config.sampling.temperature,
             LOGPROB_CHUNK_TOKENS,
-            trainer.gradient_checkpointing,
+            Computing.of(self.config.trainer),
             self._team,
             self.config.lora,
             proofs,
@@ -252,8 +264,8 @@ class Policy:
         last: bool,
         metrics: StepMetrics,
         clock: Clock,
-    ) -> Tensor:
-        """Run forward and backward of a row. Returns which of its tokens remain to be learnt, [R] bool."""
+    ) -> _Row:
+        """Run forward and backward of a row."""
         reference = None
         if self.reference is not None:
             with clock.phase("reference"):
@@ -281,7 +293,8 @@ class Policy:
                 self._exact.add()
             else:
                 self.engine.backward(output.loss * self.world.size)  # DeepSpeed averages over ranks; the formula sums
-        return output.learning
+        start = tokens.logprobs.detach() if self.config.loss.from_behaviour else tokens.old
+        return _Row(output.learning, start - row.behaviour)
 
     def _flops_of(self, rows: Sequence[PackedRow]) -> float:
         """Return the FLOPs that training on this rank's rows needs, 0 if the model's are unknown or another rank counts them."""

@@ -20,7 +20,8 @@ import structlog
 from services.protocol import codec
 from services.protocol.codec import CorruptMessage
 from services.protocol.errors import StoreError
-from services.protocol.messages import Payload, RankPlan, StepPlan
+from services.protocol.messages import RankPlan, StepPlan
+from services.protocol.payloads import Payload
 from services.runtime.loops import end_tasks
 from services.runtime.portal import Portal
 from services.store import Store

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.config.loss import POLICIES, Loss
 from services.trainer import losses
 from services.trainer.losses import Tokens
-from services.trainer.losses.measures import MAXIMA, SUMS
+from services.trainer.losses.measures import COUNTS, MAXIMA, SUMS
 from tests.trainer import literal
 from tests.trainer.losses.tokens import make_tokens as _tokens
 from tests.trainer.losses.tokens import plain as _plain
@@ -75,7 +75,7 @@ def test_tokens_without_a_finite_behaviour_logprob_leave_both_sums() -> None:
     assert tokens.logprobs.grad is not None
     assert tokens.logprobs.grad.tolist() == pytest.approx([0.0, 0, 0, 0])
     assert output.sums["tokens"].item() == 1
-    assert all(value.isfinite() for value in {**output.sums, **output.maxima}.values())
+    assert all(value.isfinite().all() for value in {**output.sums, **output.maxima}.values())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -96,7 +96,7 @@ def test_reported_gap_and_advantages() -> None:
 
 def test_every_measure_is_there_and_carries_no_gradient() -> None:
     output = losses.compute(_tokens([-1.0, -2.0], [3.0, -4.0], behaviour=[-1.5, -1.75], reference=[-3.0, -1.0]), Loss(), 1.0)
-    assert set(output.sums) == set(SUMS)
+    assert set(output.sums) == {*SUMS, COUNTS}
     assert set(output.maxima) == set(MAXIMA)
     assert not any(value.requires_grad or value.dtype != torch.float64 for value in {**output.sums, **output.maxima}.values())
     assert [output.sums[name].item() for name in ("k1", "k2", "k3", "k1_weighted")] == pytest.approx(

@@ -24,5 +24,5 @@ def test_a_folder_without_a_usable_configuration_is_named(content: str | None, t
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError) as refusal:
         configuration.read(str(tmp_path), 64)
-    assert str(refusal.value).startswith(f"model.path = {str(tmp_path)!r} is no model that can be loaded: ")
+    assert str(refusal.value).startswith(f"model.path = {str(tmp_path)!r} is not a model that can be loaded: ")
     assert "\n" not in str(refusal.value)

@@ -6,16 +6,19 @@ import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from services.config import ConfigError
-from services.protocol.messages import Payload, RankPlan
+from services.protocol.messages import RankPlan
+from services.protocol.payloads import Payload
 from services.trainer.model import attention
 from services.trainer.model import policy_network as model
-from services.trainer.model.explicit_attention import ScoreRule
+from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.computing import Computing
 from services.trainer.model.logprobs import LogitRule, token_logprobs
 from services.trainer.step import batches
 from tests.support.tiny_model import VOCABULARY, make_config, make_payloads, make_samples
@@ -115,11 +118,11 @@ def _build(payloads: dict[str, Payload], rows: list[list[int]]) -> list[batches.
     return batches.build(plan, payloads, vocabulary=VOCABULARY, row_tokens=1000)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_equals_one_by_one_and_transformers(tiny_model: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_packed_equals_one_by_one_and_transformers(tiny_model: Path, checkpointing: bool | Literal["selective"]) -> None:
     from transformers import AutoModelForCausalLM
 
-    scorer = model.load(make_config(tiny_model).model, 0.7, 5, checkpointing).train()
+    scorer = model.load(make_config(tiny_model).model, 0.7, 5, Computing(checkpointing)).train()
     payloads = make_payloads(groups=3, size=3)
     order = [4, 0, 8, 2, 6, 1, 7, 3, 5]
     packed = _score(scorer, _build(payloads, [order])[0])
@@ -135,7 +138,7 @@ def test_packed_equals_one_by_one_and_transformers(tiny_model: Path, checkpointi
 
 
 def test_changing_one_response_leaves_the_others_equal_to_the_bit(tiny_model: Path) -> None:
-    scorer = model.load(make_config(tiny_model).model, 0.7, 5, False)
+    scorer = model.load(make_config(tiny_model).model, 0.7, 5)
     payloads = make_payloads(groups=1, size=5)
     (name, payload), *_ = payloads.items()
     start, end = int(payload.lengths[:2].sum()), int(payload.lengths[:3].sum())
@@ -307,4 +310,4 @@ def test_padding_at_most_doubles_the_work() -> None:
 
 def test_a_missing_model_names_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path = .*nowhere"):
-        model.load(make_config(tmp_path / "nowhere").model, 1.0, 8, False)
+        model.load(make_config(tmp_path / "nowhere").model, 1.0, 8)

@@ -220,7 +220,7 @@ def test_a_checkpoint_leaves_the_frozen_weights_out(models: dict[str, Path], res
 def _scorers(path: Path, dtype: str, **options: Any) -> tuple[Any, Any]:
     """The model without adapters, and with them."""
     config = make_config(path, model={"dtype": dtype}, lora=OPTIONS | options)
-    return model.load(config.model, 0.7, 5, False), model.load(config.model, 0.7, 5, False, adapters=config.lora)
+    return model.load(config.model, 0.7, 5), model.load(config.model, 0.7, 5, adapters=config.lora)
 
 
 def _row() -> batches.Row:
@@ -250,7 +250,7 @@ def test_the_adapted_model_begins_as_the_model_and_its_reference_stays_it(dtype:
 
 def test_adapters_are_all_that_the_optimizer_gets(tiny_model: Path) -> None:
     config = make_config(tiny_model, lora=OPTIONS, optimizer={"weight_decay": 0.1})
-    scorer = model.load(config.model, 1.0, 8, False, adapters=config.lora)
+    scorer = model.load(config.model, 1.0, 8, adapters=config.lora)
     (group,) = engine.adamw(config, scorer).param_groups
     assert group["weight_decay"] == 0.1
     assert {id(weight) for weight in group["params"]} == {

@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 
 def _load(folder: Path, known: Proofs | None = None, max_tokens: int = 256, **options: Any) -> policy_network.Scorer:
     config = Model(path=str(folder), dtype=options.pop("dtype", "float32"), max_tokens=max_tokens)
-    return policy_network.load(config, 1.0, 16, False, proofs=known, **options)
+    return policy_network.load(config, 1.0, 16, proofs=known, **options)
 
 
 def _saved(folder: Path, model_type: str, **changes: Any) -> Path:
@@ -68,12 +68,16 @@ def test_other_weights_are_another_model(tiny_model: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_only_time(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    _load(tiny_model, Proofs(tmp_path / "file" / "proofs"))
+    known = Proofs(tmp_path / "file" / "proofs")
+    scorer, plain = _load(tiny_model, known), _load(tiny_model)
+    for one, other in zip(scorer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert (tmp_path / "file").is_file(), "nothing was kept"
 
 
 def test_a_wrong_model_is_refused_with_the_figures(tmp_path: Path) -> None:
     """Bloom's positions are biases of attention scores, which packed attention does not know."""
-    with pytest.raises(UnsupportedModel, match=r"\(BloomForCausalLM\) computes something else .* up to [\d.]+ nats .* [\d.]+%"):
+    with pytest.raises(UnsupportedModel, match=r"\(BloomForCausalLM\) gives different results .* up to [\d.]+ nats .* [\d.]+%"):
         _load(_saved(tmp_path / "model", "bloom"), Proofs(tmp_path / "proofs"))
     assert not (tmp_path / "proofs").exists(), "only proofs that hold are kept"
 
@@ -91,7 +95,7 @@ def test_what_is_wrong_for_one_token_does_not_pass(
         return exact(self, ids, positions, *rest)
 
     monkeypatch.setattr(policy_network.Scorer, "_score", shifted)
-    with pytest.raises(UnsupportedModel, match=r"computes something else .* in float32"):
+    with pytest.raises(UnsupportedModel, match=r"gives different results .* in float32"):
         _load(tiny_model, Proofs(tmp_path), dtype=dtype)
 
 
@@ -169,6 +173,12 @@ def test_fused_experts_are_not_left_out_silently(tmp_path: Path) -> None:
     scorer = _load(folder, adapters=Lora(rank=4, targets=["q_proj"]))
     trained = {name.split(".lora_")[0].rpartition(".")[2] for name, p in scorer.named_parameters() if p.requires_grad}
     assert trained == {"q_proj"}
+
+
+def test_a_target_that_names_fused_experts_is_refused_where_a_shared_expert_has_it_too(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, "qwen2_moe")
+    with pytest.raises(UnsupportedModel, match=r"lora\.targets names \['down_proj'\].*remove them"):
+        _load(folder, adapters=Lora(rank=4, targets=["down_proj", "q_proj"]))
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

@@ -99,5 +99,5 @@ def test_a_damaged_file_is_named(content: bytes | None, tmp_path: Path) -> None:
 
 def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"a": Path("/")}, tmp_path / "state-0.pt")
-    with pytest.raises(StateError, match="is damaged: it holds more than tensors and plain values"):
+    with pytest.raises(StateError, match="is damaged: it contains more than tensors and plain values"):
         read_state(tmp_path / "state-0.pt")

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.protocol.errors import Damaged
-from services.protocol.messages import Payload, RankPlan, Sample
+from services.protocol.messages import RankPlan, Sample
+from services.protocol.payloads import Payload
 from services.trainer.step import batches
 from services.trainer.step.batches import PlanMismatch
 

@@ -17,7 +17,7 @@ from tests.support.tiny_model import make_config, make_model
 
 def test_a_tied_embedding_does_not_decay(tmp_path: Path) -> None:
     config = make_config(make_model(tmp_path, tied=True), optimizer={"weight_decay": 0.1, "betas": [0.9, 0.9]})
-    scorer = model.load(config.model, 1.0, 8, False)
+    scorer = model.load(config.model, 1.0, 8)
     decayed, spared = engine.adamw(config, scorer).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"], decayed["betas"]) == (0.1, 0.0, (0.9, 0.9))
     assert {parameter.ndim for parameter in decayed["params"]} == {2}
@@ -31,7 +31,7 @@ def test_a_tied_embedding_does_not_decay(tmp_path: Path) -> None:
 )
 def test_settings(tiny_model: Path, stage: int, dtype: str, runs_as: int, clipping: float) -> None:
     config = make_config(tiny_model, trainer={"zero_stage": stage}, model={"dtype": dtype}, optimizer={"max_grad_norm": 0.5})
-    tree = engine.settings(config, model.load(config.model, 1.0, 8, False))
+    tree = engine.settings(config, model.load(config.model, 1.0, 8))
     assert tree["zero_optimization"]["stage"] == runs_as
     assert tree["gradient_clipping"] == clipping  # 0: the policy clips itself
     assert ("bf16" in tree) == (dtype == "bfloat16")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.config.loss import Loss
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 from services.trainer import losses
 from services.trainer.step import batches, denominators
 from services.trainer.step.batches import PackedRow

@@ -21,4 +21,4 @@ def test_a_gap_on_the_first_step_stops_the_run() -> None:
 
 @pytest.mark.parametrize(("step", "gap", "limit"), [(0, 0.1, 0.1), (0, 0.86, 0.0), (1, 0.86, 0.1)])
 def test_what_rounding_off_policy_groups_or_no_limit_leave_alone(step: int, gap: float, limit: float) -> None:
-    check_gap(step, _metrics(gap), limit)
+    check_gap(step, _metrics(gap), limit)  # raises otherwise

@@ -5,6 +5,7 @@ The twin computes every response alone, in float64, with transformers' own atten
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.protocol.messages import Payload, Sample
+from services.protocol.messages import Sample
+from services.protocol.payloads import Payload
 from tests.support.documented import undocumented
 from tests.support.rank_worker import Job, launch
 from tests.support.tiny_model import make_config, make_model, make_payloads, make_samples
@@ -168,24 +170,11 @@ def _twin(folder: Path, payloads: Any, samples: list[Sample], mini_batches: list
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    logprobs = partial(_logprobs, model, payloads)
     options = make_config(folder, **SECTIONS).optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.learning_rate, betas=(options.betas[0], options.betas[1]), weight_decay=0.0
     )
-
-    def logprobs(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-        """theta and mu of the sample's tokens; mu is NaN where the policy did not sample."""
-        payload = payloads[sample.payload]
-        start = int(payload.lengths[: sample.index].sum())
-        response = slice(start, start + int(payload.lengths[sample.index]))
-        ids = torch.from_numpy(np.concatenate((payload.prompt, payload.tokens[response])).astype(np.int64))
-        table = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
-        behaviour = torch.from_numpy(payload.logprobs[response].copy())
-        for owner, first, end in payload.tool_spans.tolist():
-            if owner == sample.index:
-                behaviour[first:end] = torch.nan
-        first = len(payload.prompt)
-        return table[torch.arange(first - 1, len(ids) - 1), ids[first:]], behaviour
 
     with torch.no_grad():
         before = [logprobs(sample)[0] for sample in samples]
@@ -213,6 +202,21 @@ def _twin(folder: Path, payloads: Any, samples: list[Sample], mini_batches: list
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
         optimizer.step()
     return gradients
+
+
+def _logprobs(model: Any, payloads: Any, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """theta and mu of the sample's tokens; mu is NaN where the policy did not sample."""
+    payload = payloads[sample.payload]
+    start = int(payload.lengths[: sample.index].sum())
+    response = slice(start, start + int(payload.lengths[sample.index]))
+    ids = torch.from_numpy(np.concatenate((payload.prompt, payload.tokens[response])).astype(np.int64))
+    table = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
+    behaviour = torch.from_numpy(payload.logprobs[response].copy())
+    for owner, first, end in payload.tool_spans.tolist():
+        if owner == sample.index:
+            behaviour[first:end] = torch.nan
+    first = len(payload.prompt)
+    return table[torch.arange(first - 1, len(ids) - 1), ids[first:]], behaviour
 
 
 def _largest_difference(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -382,6 +386,29 @@ def test_gradient_norm_and_clipping(tiny_model: Path, results: dict[str, list[An
             clipped = [min(norm, SECTIONS["optimizer"]["max_grad_norm"]) for norm in norms]
             assert result["metrics"][0]["gradient/train/norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-4), name
             assert result["metrics"][0]["gradient/train/clipped_norm"] == pytest.approx(sum(clipped) / len(clipped)), name
+
+
+@torch.no_grad()
+def test_gaps_of_every_token_are_those_of_the_formula(
+    tiny_model: Path, payloads: Any, samples: Any, results: dict[str, list[Any]]
+) -> None:
+    """The trainer's logprob at the start of the step - the sampler's, for any layout and for teams."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64, attn_implementation="eager")
+    expected = {}
+    for sample in samples:
+        if sample.trained_tokens:
+            theta, behaviour = _logprobs(model, payloads, sample)
+            sampled = np.ones(len(theta), bool)
+            for owner, first, end in payloads[sample.payload].tool_spans.tolist():
+                sampled[first:end] &= owner != sample.index
+            expected[sample.payload, sample.index] = (theta - behaviour).numpy()[sampled]
+    for name in ("alone", "packed", "two", "four", "sequence 2", "mini two"):
+        found = {segment: gaps for of_rank in results[name] for segment, gaps in of_rank["gaps"].items()}
+        assert found.keys() == {segment for segment, gaps in expected.items() if len(gaps)}
+        for segment, gaps in found.items():
+            np.testing.assert_allclose(gaps, expected[segment], rtol=0.051, atol=1e-4, err_msg=f"{name} {segment}")
 
 
 def test_all_ranks_hold_the_same_weights_afterwards(results: dict[str, list[Any]]) -> None:

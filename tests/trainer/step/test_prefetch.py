@@ -265,6 +265,10 @@ def test_ranks_train_prefetched_steps_as_they_train_others(server: RedisServer, 
         assert ahead[0] == 0
         assert min(ahead[1:]) >= DELAY_S
         assert result["damaged"] == []
+        for gaps, metrics in zip(result["gaps"], result["metrics"], strict=True):
+            assert [len(of_rank) for of_rank in gaps] == [flow.GROUP_SIZE, 2 * flow.GROUP_SIZE], "as planned for either rank"
+            largest = max(np.abs(one).max() for of_rank in gaps for one in of_rank.values())
+            assert largest == pytest.approx(metrics["logprob_gap/train/max"], rel=0.051)
     for result in broken:
         assert result["problem"] == ""
         gone, made_up = result["damaged"]

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.protocol.messages import Payload, RankPlan, Sample
+from services.protocol.messages import RankPlan, Sample
+from services.protocol.payloads import Payload
 from services.trainer.step import batches, priorities
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from services.config.loss import Loss
 from services.dataprep.planning.plan import Layout, plan_step
 from services.protocol.errors import Damaged
-from services.protocol.messages import Payload, RankPlan, Sample
+from services.protocol.messages import RankPlan, Sample
+from services.protocol.payloads import Payload
 from services.rollouts.generated import Segment
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention import Packing
@@ -105,7 +106,7 @@ def test_a_row_has_the_logprobs_and_the_gradient_of_its_segments_alone(tiny_mode
 
 
 def _scorer(folder: Path) -> model.Scorer:
-    return model.load(make_config(folder).model, 0.7, 5, False).train()
+    return model.load(make_config(folder).model, 0.7, 5).train()
 
 
 def _alone(scorer: model.Scorer, one: Segment) -> torch.Tensor:

@@ -6,7 +6,7 @@ FlashAttention's variable-length kernel does that with `cu_seqlens`. Without it,
 of a padded batch, so that tokens of two responses never meet in one product. Batches are formed by length (powers of two), so
 padding at most doubles the work. Memory is linear in the tokens of sequences, which in a plan is at most twice a row's budget
 (planning/packing.py): there is no T x T mask, and a sliding window is computed in blocks of queries, as are capped scores and
-sinks (explicit_attention.py). Keys and values may have heads of different size, as in multi-head latent attention.
+sinks (explicit.py). Keys and values may have heads of different size, as in multi-head latent attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.config import ConfigError
-from services.trainer.model.explicit_attention import SMALLEST_BLOCK, ScoreRule, explicit
+from services.trainer.model.attention.explicit import SMALLEST_BLOCK, ScoreRule, explicit
 
 FLASH_HEAD = 256
 """Largest head that FlashAttention 2 computes."""
@@ -91,10 +91,14 @@ class Packing:
             shared=Places(sequences[theirs], slots[theirs]),
         )
 
+    @property
+    def prompts(self) -> tuple[Tensor, Tensor]:
+        """Where in the row each sequence begins, and how many of its tokens are a prompt that another owns, two [n]."""
+        return self.sequences[self.whole[:-1].long()], self.whole.diff() - self.own.diff()
+
     def longer(self, tokens: int) -> Packing:
         """Return the packing with another sequence of `tokens` tokens at the end of the row."""
-        before = self.whole.diff() - self.own.diff()
-        begins = self.sequences[self.whole[:-1].long()]
+        begins, before = self.prompts
         prompts = [*zip(begins.tolist(), before.tolist(), strict=True), (0, 0)]
         return Packing.of([*self.own.diff().tolist(), tokens], prompts).to(self.own.device)
 
@@ -148,6 +152,10 @@ def packed_attention(
         raise UnsupportedModel(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
     scores = ScoreRule(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    if row.flex and q.is_cuda and scores.sinks is None:
+        from services.trainer.model.attention.flexible import flexible  # imports a compiler, which takes seconds
+
+        return flexible(q, k, v, packing, scores)[None], None
     if _flash_fits(q, v, scores):
         return _flash(q, k, v, packing, scores)[None], None
     return _padded(q, k, v, packing, scores)[None], None
@@ -160,6 +168,8 @@ class CurrentRow:
     """
 
     packing: Packing | None = None
+    flex = False
+    """Whether FlexAttention computes it on a GPU (`trainer.attention`)."""
 
 
 row = CurrentRow()

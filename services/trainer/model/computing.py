@@ -1,0 +1,75 @@
+"""How the network's passes are computed: what backward recomputes, what is compiled, and which kernel computes attention.
+
+Guarantees: none of it changes results beyond rounding. Compilation and FlexAttention are off unless the configuration asks for
+them, since neither has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from services.config.training import Trainer
+from services.trainer.model.attention import NAME, packed_attention
+
+KEPT = frozenset(
+    {
+        "aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu", "flash_attn::_flash_attn_varlen_forward",
+    }
+)  # fmt: skip
+"""Operations whose results selective checkpointing keeps: products of matrices and attention, which take nearly all the time."""
+
+
+@dataclass(frozen=True)
+class Computing:
+    """What of it a run wants. The default is plain: everything is kept, nothing compiled."""
+
+    checkpointing: bool | Literal["selective"] = False
+    compiled: bool = False
+    flex: bool = False
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Computing:
+        """Return what a configuration asks for."""
+        return cls(trainer.gradient_checkpointing, trainer.compile, trainer.attention == "flex")
+
+    @property
+    def proven(self) -> tuple[str, ...]:
+        """What of it a proof of the model depends on; empty for the default, so that proofs from before hold."""
+        return (*(["compiled"] if self.compiled else []), *(["flex"] if self.flex else []))
+
+
+PLAIN = Computing()
+
+
+def recompute(model: Any, wanted: Computing) -> None:
+    """Have backward recompute what is not to be kept."""
+    if wanted.checkpointing:
+        given: dict[str, Any] = {"use_reentrant": False}
+        if wanted.checkpointing == "selective":
+            given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+        model.gradient_checkpointing_enable(given)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each decoder block on its first call, for rows of any length. Attention stays as it is.
+
+    Decoder blocks are the layers that transformers can recompute in backward. They have the same code, which is compiled once.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(packed_attention))
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)
+
+
+def _keep(_: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation.name().split(".")[0] in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

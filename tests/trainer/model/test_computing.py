@@ -1,0 +1,122 @@
+"""How passes are computed does not change what they give: recomputation, compilation, FlexAttention's masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.config import ConfigError
+from services.trainer.model import policy_network
+from services.trainer.model.attention import ALL_ATTENTION_FUNCTIONS, NAME, Packing, packed_attention
+from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.attention.flexible import RowMasks, flexible
+from services.trainer.model.computing import PLAIN, Computing
+from services.trainer.model.logprobs import compiled_chunks
+from services.trainer.ranks import World
+from services.trainer.step.policy import Policy
+from tests.gpu.numerics import row_mask
+from tests.support.tiny_model import make_config
+
+ROW = Packing.of([6, 3, 4, 5, 2], [(0, 0), (0, 2), (0, 2), (0, 0), (13, 3)])
+"""Three responses to one prompt of two tokens and two to one of three, 20 tokens."""
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """The compiler, which the tests' processes do without as far as they can."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() in ("aten::mm", "aten::addmm", "aten::bmm")
+        return func(*args, **(kwargs or {}))
+
+
+def passed(tiny_model: Path, computing: Computing) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Return the logprobs of a row, the gradients of their weighted sum, and the products of matrices in backward."""
+    scorer = policy_network.load(make_config(tiny_model).model, 0.7, 5, computing).train()
+    tokens = torch.arange(20) % 7
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 2, 3, 4, 2, 3, 4, 5, 0, 1, 2, 3, 4, 3, 4])
+    predictors, targets = torch.tensor([1, 2, 3, 4, 6, 9, 15, 18]), torch.arange(8)
+    logprobs, entropy = scorer(tokens, positions, ROW, predictors, targets)
+    with Products() as products:
+        (logprobs * torch.linspace(0.5, 1.5, 8) + 0.1 * entropy).sum().backward()
+    gradients = {name: weight.grad for name, weight in scorer.named_parameters() if weight.grad is not None}
+    return logprobs.detach(), gradients, products.count
+
+
+def assert_same(found: tuple[Tensor, dict[str, Tensor], int], expected: tuple[Tensor, dict[str, Tensor], int]) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_selective_recomputation_recomputes_no_product_of_matrices(tiny_model: Path) -> None:
+    plain, selective, whole = (passed(tiny_model, Computing(each)) for each in (False, "selective", True))
+    assert_same(selective, plain)
+    assert_same(whole, plain)
+    assert selective[2] == plain[2] < whole[2]
+
+
+@pytest.mark.slow  # imports a compiler, and traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore::DeprecationWarning")
+def test_compiled_blocks_and_logprobs_give_the_same(tiny_model: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and differentiated by the compiler, but not translated to C++, which takes a minute."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **named: compiled(function, **{**named, "backend": "aot_eager"}))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, packed_attention)  # which compilation replaces
+    compiled_chunks.cache_clear()
+    expected = passed(tiny_model, PLAIN)
+    found = passed(tiny_model, Computing(compiled=True))
+    compiled_chunks.cache_clear()
+    assert_same(found, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4, "the parts of a block, and both passes of the logprobs"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_flex_attention_sees_what_a_row_may_see(window: int | None, softcap: float | None, compiler: None) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(20, 4, 16), torch.randn(20, 2, 16), torch.randn(20, 2, 16)
+    scores = ScoreRule(0.3, window, softcap)
+    found = flexible(q, k, v, ROW, scores)
+    keys, values = (each.repeat_interleave(2, 1) for each in (k, v))
+    products = torch.einsum("qhd,khd->hqk", q, keys) * 0.3
+    capped = products if softcap is None else softcap * torch.tanh(products / softcap)
+    weights = capped.masked_fill(~row_mask(ROW, window), -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, values), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_serves_all_layers_of_its_row_and_no_other() -> None:
+    masks, cpu = RowMasks(), torch.device("cpu")
+    other = Packing.of([20])
+    assert masks.of(ROW, None, cpu) is masks.of(ROW, None, cpu)
+    assert masks.of(ROW, 3, cpu) is not masks.of(ROW, None, cpu)
+    first = masks.of(ROW, None, cpu)
+    masks.of(other, None, cpu)
+    assert masks.of(ROW, None, cpu) is not first
+
+
+def test_what_cannot_be_compiled_or_has_no_gpu_is_refused(tiny_model: Path) -> None:
+    for key, value in (("deterministic", True), ("zero_stage", 3), ("sequence_parallel", 2)):
+        with pytest.raises(ConfigError, match=rf"trainer\.compile = true and trainer\.{key} = {str(value).lower()} are"):
+            make_config(tiny_model, trainer={"compile": True, "ranks": 2, key: value})
+    config = make_config(tiny_model, trainer={"attention": "flex"})
+    with pytest.raises(ConfigError, match=r'trainer\.attention = "flex" needs a GPU'):
+        Policy(config, World())
