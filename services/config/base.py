@@ -23,9 +23,6 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the section's JSON schema with the docstrings of its keys as descriptions."""
-        from services.config.reading.docstrings import docstrings
+        from services.config.reading.docstrings import described
 
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, text in docstrings(cls).items():
-            schema.get("properties", {}).get(name, {}).setdefault("description", text)
-        return schema
+        return described(cls, core_schema, handler)

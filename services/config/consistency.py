@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from services.config.environments import check_environments
 from services.config.evaluation import check_evaluation
-from services.config.generation import check_sampling, check_sync
+from services.config.generation import check_sampling
 from services.config.loss import check_loss
 from services.config.root import RunConfig
 from services.config.verifiers import check_verifiers
@@ -14,13 +14,12 @@ from services.config.verifiers import check_verifiers
 
 def broken(config: RunConfig) -> Iterator[str]:
     """Return the broken rules, naming the keys, their values and the remedy."""
-    for rule in (_room, _replay, _training, _tls, _rewards):
+    for rule in (_room, _replay, _training, _sync, _tls, _rewards):
         yield from rule(config)
     sources, evaluation = [*config.data.sources, *config.evaluation.sources], config.evaluation
     room, generators = (config.data.max_prompt_tokens, config.model.max_tokens), config.generator.count
     for check in (
         lambda: check_loss(config.loss, config.advantage.kind),
-        lambda: check_sync(config.sync),
         lambda: check_sampling(config.sampling),
         lambda: check_verifiers(config.verifiers, sources),
         lambda: check_environments(config.environments, config.verifiers, sources),
@@ -98,6 +97,13 @@ def _training(config: RunConfig) -> Iterator[str]:
     trainer, optimizer, reference, beta = config.trainer, config.optimizer, config.reference, config.loss.kl_beta
     if trainer.offload and trainer.zero_stage == 0:
         yield ("trainer.offload needs trainer.zero_stage 1, 2 or 3: set one of these, or trainer.offload = false")
+    for key, wrong in (
+        ("deterministic", trainer.deterministic), ("zero_stage", trainer.zero_stage == 3),
+        ("sequence_parallel", trainer.sequence_parallel > 1),
+    ):  # fmt: skip
+        if trainer.compile and wrong:
+            value = str(getattr(trainer, key)).lower()
+            yield f"trainer.compile = true and trainer.{key} = {value} are incompatible: set trainer.compile = false"
     if trainer.ranks % trainer.sequence_parallel:
         yield (
             f"trainer.ranks = {trainer.ranks} cannot be divided into teams of trainer.sequence_parallel = "
@@ -120,6 +126,22 @@ def _training(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _sync(config: RunConfig) -> Iterator[str]:
+    """Check that what changed can be written where the weights are."""
+    if config.sync.encoding != "sparse":
+        return
+    if config.sync.backend != "nccl":
+        yield (
+            f'sync.encoding = "sparse" and sync.backend = "{config.sync.backend}" are incompatible: it writes into the memory of '
+            'GPUs; set sync.backend = "nccl", or sync.encoding = "delta"'
+        )
+    if config.lora.rank:
+        yield (
+            f'sync.encoding = "sparse" and lora.rank = {config.lora.rank} are incompatible: no rank has a share of '
+            'the weights that merging changes; set sync.encoding = "full", or lora.rank = 0'
+        )
+
+
 def _tls(config: RunConfig) -> Iterator[str]:
     """Check that the TLS keys are complete."""
     api = config.api
@@ -133,7 +155,7 @@ def _tls(config: RunConfig) -> Iterator[str]:
 def _rewards(config: RunConfig) -> Iterator[str]:
     """Check that completions can be solved where pass rates are needed."""
     remedy = (
-        "give one of its verifiers a positive weight and `solved_at` (or a `range`, whose top it then is), or its environment "
+        "give one of its verifiers a positive weight and `solved_at` (or a `range`, whose top then counts), or its environment "
         "`solved_at`"
     )
     if excluded := config.filters.exclude_pass_rate:
@@ -146,6 +168,5 @@ def _rewards(config: RunConfig) -> Iterator[str]:
     for source in config.evaluation.sources:
         if not config.thresholds(source.name):
             yield (
-                f'evaluation source "{source.name}" can have no pass@k, since no verifier says when a completion is solved: '
-                f"{remedy}"
+                f'evaluation source "{source.name}" has no pass@k, since no verifier says when a completion is solved: {remedy}'
             )

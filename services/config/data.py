@@ -45,9 +45,9 @@ class FileSource(NamedSource):
     path: str
     """Path of the file. Relative paths start at the working directory."""
     prompt_field: str = "prompt"
-    """Field that holds the question: a string, or a list of chat messages with `role` and `content`."""
+    """Field that contains the question: a string, or a list of chat messages with `role` and `content`."""
     answer_field: str = "answer"
-    """Field that holds the gold answer, a string. It may be missing if no verifier compares with one."""
+    """Field that contains the gold answer, a string. It may be missing if no verifier compares with one."""
     answer_pattern: Capture = ""
     """Regular expression whose first group is the answer within the field, e.g. `####\\s*(.+)` for GSM8K. Empty: the
     whole field."""

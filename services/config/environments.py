@@ -1,4 +1,4 @@
-"""Environments: what replies to the policy in rollouts of several turns, and scores them."""
+"""Environments: they reply to the policy in rollouts of several turns, and score these."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from services.config.base import Section
-from services.config.data import Source
+from services.config.data import FileSource, Source
 from services.config.verifiers import FUNCTION, VerifierConfig, verifier_names
 
 
 class CommonEnvironment(Section):
-    """The keys that all kinds of environment share. Prompt sources name the environment that their rollouts run in."""
+    """The keys that all kinds of environments share. A prompt source names the environment in which its rollouts run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")
     """Name of the environment, unique in the run; sources, metrics and messages refer to it."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class when it is created, or of the function when it is called."""
     max_turns: int = Field(default=16, ge=1)
-    """Most turns of a rollout. One that needs more ends as truncated."""
+    """Maximum number of turns of a rollout. One that needs more is truncated."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit of a rollout on one pod. When it passes, the rollout has failed, and starts again."""
+    """Time limit of one reply of the environment; for an agent, of the whole rollout on one pod, without the policy's turns. A
+    rollout that exceeds it fails and starts again."""
     processes: int = Field(default=1, ge=1)
     """Number of worker processes in each environment pod. A process runs many rollouts, but one step of its code at a time."""
     variables: list[str] = []
     """Names of environment variables, such as an API key's, that workers inherit although they look like secrets."""
     interpreter: str = ""
     """Python of the virtual environment that the workers run in, such as `.venv-agents/bin/python`, relative to the configuration
-    file: for libraries that cannot be installed beside this one. Empty: the one that runs this."""
+    file: for libraries that cannot be installed next to this project's. Empty: the Python that runs the pod."""
     solved_at: float | None = None
-    """Score from which a rollout counts as solved, for pass rates, exclusion and pass@k. Unset: it is not consulted."""
+    """Score at which a rollout counts as solved, for pass rates, exclusion and pass@k. Unset: the score is not consulted."""
 
 
 class ToolEnvironment(CommonEnvironment):
-    """The keys of environments that have tools of their own."""
+    """The keys of environments with tools of their own."""
 
     tools: list[Literal["python"]] = []
-    """Built-in tools that the policy may call besides the environment's own. `python` runs code that the policy writes, without
-    network, in a folder that lasts as long as the rollout."""
+    """Built-in tools that the policy may call in addition to the environment's own. `python` runs code that the policy writes,
+    without network, in a folder that lasts as long as the rollout."""
     tool_timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit of a call of a built-in or MCP tool. When it passes, the policy is told so."""
+    """Time limit of a call of a built-in or MCP tool. If a call exceeds it, the policy gets an error as the reply."""
     memory_mib: int = Field(default=512, ge=64)
     """Memory limit of the code that the tool `python` runs."""
 
@@ -56,7 +57,7 @@ class ToolEnvironment(CommonEnvironment):
 
 
 class PythonEnvironment(ToolEnvironment):
-    """A Python class, one object of which takes part in each rollout (docs/environments.md)."""
+    """A Python class; each rollout has an instance of it (docs/environments.md)."""
 
     kind: Literal["python"]
     """`python`."""
@@ -87,11 +88,11 @@ class McpEnvironment(ToolEnvironment):
     url: str = ""
     """Address of a server that speaks streamable HTTP, such as `http://tools:8000/mcp`. Empty: `command` is started."""
     shared: bool = False
-    """Whether the rollouts of a worker process share one session with the server: for servers that remember nothing."""
+    """Whether the rollouts of a worker process share one session with the server: for stateless servers."""
     token_env: str = ""
-    """Name of an environment variable that holds the bearer token of the server at `url`. Empty: none."""
+    """Name of an environment variable that contains the bearer token of the server at `url`. Empty: none."""
     function: str = ""
-    """`module:Class`, or `path.py:Class` relative to the configuration file, as of kind `python`: it may score, reply, and add
+    """`module:Class`, or `path.py:Class` relative to the configuration file, as for kind `python`: it may score, reply, and add
     tools. Empty: a rollout ends with the first reply that calls no tool, and verifiers score it."""
 
     @field_validator("function")
@@ -137,18 +138,35 @@ class AgentEnvironment(CommonEnvironment):
         return self
 
 
+class VerifiersEnvironment(CommonEnvironment):
+    """An environment of the library verifiers, version 0.3 or 0.4 (docs/environments.md). `options` are the keyword arguments of
+    its `load_environment`, or, with the v1 API, fields of its configuration."""
+
+    kind: Literal["verifiers"]
+    """`verifiers`."""
+    environment: str = Field(default="", pattern=r"^([A-Za-z0-9_.-]+/)?[A-Za-z0-9_.-]*(@[A-Za-z0-9_.-]+)?$")
+    """Id of the environment, as verifiers' own loader takes it, such as `gsm8k` or `owner/gsm8k`. Empty: its name."""
+
+    @property
+    def id(self) -> str:
+        """Return the id of the environment."""
+        return self.environment or self.name
+
+
 def _named_in_code(text: str) -> str:
     if FUNCTION.fullmatch(text) is None:
         raise ValueError("must be module:name or path.py:name, such as my_tools:Calculator or my_tools.py:Calculator")
     return text
 
 
-EnvironmentConfig = Annotated[PythonEnvironment | AgentEnvironment | McpEnvironment, Field(discriminator="kind")]
+EnvironmentConfig = Annotated[
+    PythonEnvironment | AgentEnvironment | McpEnvironment | VerifiersEnvironment, Field(discriminator="kind")
+]
 
 
 def code_of(environment: EnvironmentConfig) -> str:
     """Return what names the environment's class or function, or "" if it has none."""
-    return environment.function
+    return "" if isinstance(environment, VerifiersEnvironment) else environment.function
 
 
 def environment_file(environment: EnvironmentConfig) -> str:
@@ -159,7 +177,7 @@ def environment_file(environment: EnvironmentConfig) -> str:
 
 def drives_itself(environment: EnvironmentConfig) -> bool:
     """Return whether its program asks the policy, instead of replying to it."""
-    return environment.kind == "agent"
+    return environment.kind in ("agent", "verifiers")
 
 
 def check_environments(
@@ -185,6 +203,9 @@ def check_environments(
                 "of one, or remove it"
             )
         scored = [source for source in sources if source.environment == environment.name]
+        if isinstance(environment, VerifiersEnvironment):
+            for source in scored:
+                _check_rows(source)
         if not code_of(environment) and environment.kind in ("python", "mcp"):
             for source in scored:
                 if not any(verifier.scores(source.name) for verifier in verifiers):
@@ -192,3 +213,15 @@ def check_environments(
                         f'environments.{index} ("{environment.name}") has no function, and no verifier scores source '
                         f'"{source.name}": set function, a class with the method score, or add a verifier'
                     )
+
+
+def _check_rows(source: Source) -> None:
+    """Raise ValueError unless a source may have the rows of an environment that brings its own data."""
+    if not isinstance(source, FileSource):
+        raise ValueError(
+            f'kind of source "{source.name}" = "{source.kind}", but its environment has its own prompts: set "jsonl"'
+        )
+    if source.columns and not {"row", "digest"} <= {*source.columns}:
+        raise ValueError(
+            f'columns of source "{source.name}" lack row and digest, by which its environment finds the row: add them'
+        )

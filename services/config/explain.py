@@ -59,7 +59,9 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 def _kinds(models: list[type[BaseModel]], place: str) -> Iterator[Key]:
     """Return the keys of a list whose entries have several kinds: each once, with the kinds that have it unless all do."""
-    yield Key(f"{place}.kind", " | ".join(_type(model.model_fields["kind"].annotation) for model in models), "", "Its kind.")
+    yield Key(
+        f"{place}.kind", " | ".join(_type(model.model_fields["kind"].annotation) for model in models), "", "Kind of the entry."
+    )
     kinds_of: dict[Key, list[str]] = {}
     for model in models:
         kinds = [str(kind) for kind in typing.get_args(model.model_fields["kind"].annotation)]

@@ -15,16 +15,12 @@ class Sampling(Section):
     group_size: int = Field(default=8, ge=2)
     """Completions per prompt. Together they form a group."""
     min_group_size: int = Field(default=0, ge=0)
-    """Least rollouts of a group that is trained on: those that an environment failed are left out. 0: all of `group_size`."""
+    """Minimum number of rollouts in a group that is trained on; rollouts that failed are left out. 0: all of `group_size`."""
     max_tokens: int = Field(default=512, ge=1)
     """Maximum length of a completion in tokens. Unset: what prompts leave of `model.max_tokens`, at most this default."""
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature. The trainer divides its logits by the same number."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling mass. Only 1 can be trained on: the logprobs of a truncated distribution are not the trainer's
-    (docs/semantics.md). `evaluation.top_p` is free."""
-    top_k: int = Field(default=0, ge=0)
-    """Number of most likely tokens to sample from. Only 0, all of them, can be trained on; `evaluation.top_k` is free."""
+    """Softmax temperature. The trainer divides its logits by the same number. Tokens are sampled from the whole distribution,
+    since the trainer could not compute the logprobs of a truncated one (top-p, top-k; docs/semantics.md)."""
     stop: list[str] = []
     """Stop strings in addition to the end-of-sequence token."""
 
@@ -37,7 +33,7 @@ class Generator(Section):
     engine: str = "vllm"
     """`vllm`, or `package.module:Class` for a custom engine (it implements services/generator/engines/base.py)."""
     max_concurrent_groups: int = Field(default=0, ge=0)
-    """Maximum number of tickets that one generator holds. Below that limit the number adapts to its load. 0: no limit."""
+    """Maximum number of tickets in progress on one generator. Below that limit the number adapts to its load. 0: no limit."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Maximum number of sequences that vLLM runs in one iteration."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -53,71 +49,62 @@ class Generator(Section):
     drain_s: float = Field(default=10.0, ge=0)
     """Seconds that a generator has after SIGTERM to finish running tickets. It hands back the rest with their tokens so far."""
     verifier_workers: int = Field(default=2, ge=1)
-    """Number of processes that score completions."""
+    """Number of processes of each generator that score completions."""
 
 
 class Sync(Section):
     """Weight-sync rounds between the trainer and the generators."""
 
     backend: Literal["auto", "gloo", "nccl", "filesystem", "store"] = "auto"
-    """`nccl` for GPUs, `gloo` for CPUs; `auto` chooses by the machine. `filesystem` and `store` need no network between the
+    """`nccl` for GPUs, `gloo` for CPUs; `auto` chooses one of them. `filesystem` and `store` need no network between the
     trainer and the generators. `filesystem`: all weights pass through files in `sync.folder`. `store`: `sync.folder` keeps the
-    last versions, each as what changed since the one before; generators fetch them while they sample, and without the trainer."""
+    last versions, each as the changes since the previous one; generators fetch them while they sample, without the trainer."""
     folder: str = ""
     """`filesystem` and `store`: a folder on a volume that the trainer and the generators share, used by this run alone. Empty:
     `weights` in the run's folder. `store` also takes a URL: `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`."""
+    encoding: Literal["full", "delta", "auto", "sparse"] = "full"
+    """What a round of `gloo`, `nccl` or `filesystem` sends. `full`: all weights. `delta`: the bits that changed, if every member
+    of the round has the version sent last, and all weights otherwise. `auto`: whichever of the two took less time; the other is
+    tried again from time to time. With `delta` and `auto`, the trainer's rank 0 and each rank of a generator keep a copy of the
+    weights in host memory. `sparse`, only with `backend = "nccl"`: as `delta`, but every rank of the trainer finds on its GPU
+    what changed in its share of the weights, of which it keeps a copy there, and generators write it into the tensors that they
+    sample with, so nothing passes through host memory. It has not run on a GPU. `store` always sends what changed."""
     in_flight: Literal["keep", "drain", "abort"] = "keep"
     """What happens to unfinished completions when new weights are applied. `keep` continues them under the new weights and
-    records the policy version of every token; `drain` starts no others and lets them finish first, for up to
-    `drain_deadline_s`; `abort` restarts them. With `drain` and `abort` every completion has a single version."""
+    records the policy version of every token; `drain` starts no others and lets them finish first, for up to half of
+    `join_deadline_s` or `transfer_deadline_s`, whichever is less; `abort` restarts them. With `drain` and `abort` every
+    completion has a single version."""
     kv: Literal["recompute", "keep"] = "recompute"
     """What happens to the KV cache when new weights are applied. `recompute` drops it, and unfinished completions are prefilled
-    again under the new weights. `keep` lets them go on with the KV that they have, computed under older weights; requests that
-    start later never use it. The logprobs are those the tokens were sampled with in both cases."""
-    drain_deadline_s: float = Field(default=10.0, gt=0)
-    """`drain`: completions that have not finished by then restart under the new weights."""
+    again under the new weights. `keep` lets them continue with their KV cache, computed under older weights; requests that
+    start later never use it. In both cases the logprobs are those with which the tokens were sampled."""
     host: str = ""
     """Address at which generators reach trainer rank 0. Empty: the trainer's host name, or 127.0.0.1 in `grpo run`."""
     verify: bool = True
     """Compare checksums of the received weights with the trainer's. Over a network this takes a few per cent of a round."""
+    verify_loaded: bool = False
+    """Compare the tensors that vLLM has after loading with the weights that arrived, during the pause. A generator whose tensors
+    differ does not sample until it has loaded other weights. Quantized models and layers that vLLM repacks (on CPUs, all linear
+    layers) are not compared."""
     join_deadline_s: float = Field(default=20.0, gt=0)
     """Seconds that a generator has to join a round and pause; after that the round proceeds without it."""
     transfer_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a broadcast or an apply may take; after that the group is dissolved and the round continues in a new epoch."""
 
+    @property
+    def drain_deadline_s(self) -> float:
+        """Seconds after which `drain` restarts completions: it leaves as much time for the phase that waits for it."""
+        return min(self.join_deadline_s, self.transfer_deadline_s) / 2
+
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for sampling from a part of the distribution, whose logprobs the trainer cannot compute, and for an
-    impossible smallest group.
-    """
+    """Raise ValueError for an impossible smallest group."""
     least, most = sampling.min_group_size, sampling.group_size
     if least and not 2 <= least <= most:
         raise ValueError(
             f"sampling.min_group_size = {least} must be from 2, since rollouts of a group are compared, to sampling.group_size = "
             f"{most}; or 0, which requires all of them"
         )
-    for name, value, whole in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, 0)):
-        if value != whole:
-            raise ValueError(
-                f"sampling.{name} = {value} cannot be trained on: the engine's logprobs would be those of the tokens that it "
-                "kept and the trainer's those of all, which biases every ratio between them (docs/semantics.md, Sampling): set "
-                f"sampling.{name} = {whole}, and lower sampling.temperature or set evaluation.{name} instead"
-            )
-
-
-def check_sync(sync: Sync) -> None:
-    """Raise ValueError if draining leaves no time for the phases of a round that follow it."""
-    if sync.in_flight != "drain":
-        return
-    limits = {"transfer_deadline_s": sync.transfer_deadline_s}
-    if sync.backend in ("auto", "nccl"):  # with these, members drain before they report ready
-        limits["join_deadline_s"] = sync.join_deadline_s
-    for name, limit_s in limits.items():
-        if sync.drain_deadline_s >= limit_s:
-            raise ValueError(
-                f"sync.drain_deadline_s = {sync.drain_deadline_s} must be less than sync.{name} = {limit_s}: lower the first or "
-                "raise the second"
-            )
 
 
 class Fleet(Section):

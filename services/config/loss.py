@@ -59,11 +59,11 @@ class Loss(Section):
     """`dppo`: a token whose divergence exceeds this is masked if the update would increase it further."""
     old: Literal["auto", "recompute", "behaviour"] = "auto"
     """Policy in the ratio's denominator. `recompute`: the weights at the start of the step; with one mini-batch they come from
-    the regular forward pass, so that the ratio is exactly 1 and nothing is clipped, with more from an extra pass. `behaviour`:
+    the regular forward pass, so that the ratio is exactly 1 and nothing is clipped; with more, from an extra pass. `behaviour`:
     the generators' logprobs, which `dppo` always uses. `auto`: `behaviour` in an asynchronous run with one mini-batch and no
     correction keys, otherwise `recompute`."""
     kl_beta: float = Field(default=0.05, ge=0)
-    """Weight of the KL to the reference policy. With 0 no reference is loaded."""
+    """Weight of the KL divergence from the reference policy. With 0 no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k1_weighted"] = "k3"
     """Estimator of that KL (docs/semantics.md)."""
     entropy_coefficient: float = Field(default=0.0, ge=0)

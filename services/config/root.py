@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,9 @@ from services.config.training import (
 from services.config.verifiers import VerifierConfig, named
 from services.protocol.shards import MOST
 
+DEFAULTS: Any = {}
+"""What a section that the file leaves out is made of. For an instance, pydantic would build a validator of that section alone."""
+
 
 class Run(Section):
     """The run's name, its length and its output folder."""
@@ -39,7 +42,7 @@ class Run(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of prompt order, sampling and initialisation."""
     dir: str = "runs"
-    """Folder that holds the run's folder."""
+    """Folder in which the run's folder is created."""
 
 
 class Redis(Section):
@@ -49,19 +52,19 @@ class Redis(Section):
     """`redis://host:port/0`, `rediss://…` or `unix://…`; for a Redis Cluster, any of its nodes. Empty: `grpo run` starts its own
     server."""
     password_file: str = ""
-    """File that holds the password. Empty: the environment variable GRPO_REDIS_PASSWORD, if set."""
+    """File that contains the password. Empty: the environment variable GRPO_REDIS_PASSWORD, if set."""
     users_dir: str = ""
     """Folder with one password file per kind of service, for that service's Redis user `RUN.KIND` (docs/security.md). A pod needs
     only the file of its own kind. Empty: all services use the password above."""
     ca_file: str = ""
     """`rediss://`: PEM file of the CA bundle used to verify the server certificate. Empty: the system's CA bundle."""
     appendfsync: Literal["always", "everysec"] = "everysec"
-    """How often the server that `grpo run` starts forces its append-only file to disk."""
+    """How often the server that `grpo run` starts flushes its append-only file to disk."""
     max_memory_mib: int = Field(default=0, ge=0)
     """Memory limit of the server in MiB, or of each server with `payload_shards`. 0: its own `maxmemory`, if set. Near the limit
     checkpoints are taken early and no new prompts are issued."""
     payload_shards: int = Field(default=0, ge=0, le=MOST)
-    """On a Redis Cluster: number of shards over which payloads are spread; as many as there are masters, or a multiple of it.
+    """On a Redis Cluster: number of shards over which payloads are spread; as many as there are masters, or a multiple of that.
     0: payloads stay on one master, with the rest of the run. It cannot change after the run has begun."""
 
 
@@ -114,9 +117,9 @@ class Web(Section):
 class RunConfig(Section):
     """All keys that define a run. Sections are tables of the TOML file."""
 
-    run: Run = Run()
+    run: Run = DEFAULTS
     """The run's name, its length and its output folder."""
-    redis: Redis = Redis()
+    redis: Redis = DEFAULTS
     """Redis, the only stateful service."""
     model: Model
     """The policy model."""
@@ -125,46 +128,46 @@ class RunConfig(Section):
     verifiers: list[VerifierConfig] = []
     """How completions are scored. Rollouts in an environment may be scored by it alone."""
     environments: list[EnvironmentConfig] = []
-    """What replies to the policy in rollouts of several turns."""
-    sampling: Sampling = Sampling()
+    """Environments, which reply to the policy in rollouts of several turns."""
+    sampling: Sampling = DEFAULTS
     """Sampling parameters of training completions."""
-    generator: Generator = Generator()
+    generator: Generator = DEFAULTS
     """Generator pods."""
-    admission: Admission = Admission()
+    admission: Admission = DEFAULTS
     """How much work may be in progress."""
-    replay: Replay = Replay()
+    replay: Replay = DEFAULTS
     """The replay table."""
-    filters: Filters = Filters()
+    filters: Filters = DEFAULTS
     """Which finished groups are not trained on."""
-    advantage: Advantage = Advantage()
+    advantage: Advantage = DEFAULTS
     """Advantages over the full group."""
-    loss: Loss = Loss()
+    loss: Loss = DEFAULTS
     """The policy loss."""
-    reference: Reference = Reference()
+    reference: Reference = DEFAULTS
     """The reference policy."""
-    lora: Lora = Lora()
+    lora: Lora = DEFAULTS
     """Low-rank adapters."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = DEFAULTS
     """The optimizer."""
-    trainer: Trainer = Trainer()
+    trainer: Trainer = DEFAULTS
     """Trainer ranks."""
-    sync: Sync = Sync()
+    sync: Sync = DEFAULTS
     """Weight-sync rounds."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Checkpoint = DEFAULTS
     """Checkpoints."""
-    evaluation: Evaluation = Evaluation()
+    evaluation: Evaluation = DEFAULTS
     """Evaluation rounds during training."""
-    tracking: Tracking = Tracking()
+    tracking: Tracking = DEFAULTS
     """Experiment trackers besides the run's own files."""
-    samples: Samples = Samples()
+    samples: Samples = DEFAULTS
     """The sample log."""
-    tracing: Tracing = Tracing()
+    tracing: Tracing = DEFAULTS
     """OpenTelemetry traces of groups."""
-    fleet: Fleet = Fleet()
+    fleet: Fleet = DEFAULTS
     """Heartbeats, and who sets the number of generators."""
-    api: Api = Api()
+    api: Api = DEFAULTS
     """REST endpoints."""
-    web: Web = Web()
+    web: Web = DEFAULTS
     """The console as a web page."""
 
     @property

@@ -16,11 +16,9 @@ class Admission(Section):
     """Groups per training step."""
     max_staleness: int = Field(default=1, ge=0)
     """Maximum lag, in steps, between the weights being trained and the oldest that sampled a token. 0: synchronous."""
-    overtake: Literal["wait", "drop"] = "wait"
-    """What to do when a step is ready but an older ticket is still generating: `wait` for it, or `drop`: train without it, which
-    may make it stale."""
-    overtake_deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds after which `wait` gives up and trains without it."""
+    overtake_deadline_s: float = Field(default=600.0, ge=0)
+    """Seconds that a ready step waits for an older ticket that is still being generated. After that the step trains without the
+    ticket, which may then become stale. 0: the step does not wait."""
 
 
 class Replay(Section):
@@ -56,21 +54,20 @@ class Filters(Section):
     """Which finished groups are not trained on. The order is pass rate, zero std, staleness."""
 
     exclude_pass_rate: float = Field(default=0.0, ge=0, le=1)
-    """Exclude a prompt from future epochs once its group reaches this share of the largest reward. 0: never."""
+    """Exclude a prompt from future epochs once at least this share of its group's completions is solved. 0: never."""
     zero_std: bool = False
     """Drop groups whose completions all have the same reward, since they give no gradient."""
     active_sampling_bound: int = Field(default=10, ge=0)
-    """Maximum number of dropped groups of a step that other prompts replace, as a multiple of prompts_per_step. Past it,
-    the step trains on what it has. 0: none are replaced.
-    """
+    """Maximum number of dropped groups per step that are replaced by other prompts, as a multiple of prompts_per_step. Beyond
+    it, the step trains on what it has. 0: none are replaced."""
 
 
 class Advantage(Section):
     """Advantages over the full group (formulas: docs/semantics.md)."""
 
     kind: Literal["centered", "standard", "maxrl", "rloo"] = "standard"
-    """`centered`: r - mean; `standard`: that over the population std; `maxrl`: that over the mean, from -1 to group_size - 1;
-    `rloo`: leave one out."""
+    """`centered`: r - mean; `standard`: that divided by the population std; `maxrl`: that divided by the mean, from -1 to
+    group_size - 1; `rloo`: leave one out."""
     mask_truncated: bool = False
     """Do not train on completions that hit `sampling.max_tokens`. They still count in the group's statistics."""
 
@@ -130,7 +127,7 @@ class Trainer(Section):
     ranks: int = Field(default=1, ge=1)
     """Number of ranks (processes, one per GPU). They are data-parallel, in teams of `sequence_parallel`."""
     sequence_parallel: int = Field(default=1, ge=1)
-    """Ranks that share a row. Each holds a slice of its tokens and, in attention, a share of the heads (Ulysses)."""
+    """Ranks that share a row. Each processes a slice of its tokens and, in attention, a share of the heads (Ulysses)."""
     row_tokens: int = Field(default=4096, ge=1)
     """Token budget of a packed row, which is a micro-batch. The prompt of a group counts once per row; attention sees it once per
     response, which is at most about twice as many tokens. Unset: this default, or the longest sequence."""
@@ -140,14 +137,21 @@ class Trainer(Section):
     """DeepSpeed ZeRO stage."""
     offload: bool = False
     """Keep optimizer state (and, at stage 3, parameters) in host memory."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations in the backward pass. `selective`: all but the results of matrix products and attention, which take
+    most of the time to recompute."""
+    attention: Literal["auto", "flex"] = "auto"
+    """`auto`: FlashAttention's kernel for sequences of different lengths if it is installed, otherwise PyTorch's over padded
+    sequences. `flex`: PyTorch's FlexAttention, which pads nothing; needs a GPU, and has not run on one yet."""
+    compile: bool = False
+    """Compile the model's blocks and the logprobs with torch.compile. The first steps then take minutes longer. Has not run on a
+    GPU yet."""
     deterministic: bool = False
     """Use deterministic kernels, and rows that do not depend on the number of ranks. With zero_stage 0 and float32 (or adapters),
     gradients are also summed in fixed point, so that loss, gradient and weights are bit-identical for any number of data-parallel
     ranks."""
     peak_tflops: float = Field(default=0.0, ge=0)
-    """Peak of one device in 10^12 FLOP/s, by which `mfu/train` is measured. 0: known for common GPUs in bfloat16."""
+    """Peak of one device in 10^12 FLOP/s, from which `mfu/train` is computed. 0: built-in values, for common GPUs in bfloat16."""
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Timeout of a collective operation among the ranks, in seconds."""
 

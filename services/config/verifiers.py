@@ -32,10 +32,10 @@ class CommonVerifier(Section):
     sources: list[str] = []
     """Names of the prompt sources whose completions this verifier scores. Empty: all."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Time limit of one call. When it passes, the call has failed, and the ticket is retried."""
+    """Time limit of one call. A call that exceeds it fails, and the ticket is retried."""
     solved_at: float | None = None
-    """Score from which a completion counts as solved, for pass rates, exclusion and pass@k. With several verifiers it must
-    satisfy each one whose weight is positive. Unset: the top of the range; without a range, this verifier is not consulted."""
+    """Score at which a completion counts as solved, for pass rates, exclusion and pass@k. With several verifiers it must
+    reach that of each one with a positive weight. Unset: the top of the range; without a range, the verifier is not consulted."""
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -114,7 +114,7 @@ class LengthConfig(CommonVerifier):
     soft_tokens: int = Field(ge=1)
     """Tokens before `max_tokens` over which the score falls from 0 to -1."""
     max_tokens: int = Field(default=0, ge=0)
-    """Length in tokens from which the score is -1. 0: `sampling.max_tokens`."""
+    """Length in tokens at which the score reaches -1. 0: `sampling.max_tokens`."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -131,7 +131,7 @@ class OwnVerifier(CommonVerifier):
     """The keys of verifiers whose scores may be any finite numbers."""
 
     range: list[float] = []
-    """Smallest and largest score, e.g. `[0, 1]`. A score outside of it is a failure. Empty: any finite number is a score."""
+    """Smallest and largest score, e.g. `[0, 1]`. A score outside it is a failure. Empty: any finite number is a score."""
 
     @field_validator("range")
     @classmethod
@@ -185,21 +185,22 @@ class RemoteVerifier(OwnVerifier):
     url: str = Field(pattern=r"^https?://[^\s]+$")
     """Address of the service."""
     token_env: str = Field(default="", pattern=r"^[A-Za-z_]*\w*$")
-    """Name of an environment variable that holds the service's bearer token. Empty: none."""
+    """Name of an environment variable that contains the service's bearer token. Empty: none."""
     token_file: str = ""
-    """File that holds the service's bearer token. Empty: none."""
+    """File that contains the service's bearer token. Empty: none."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one request."""
     give_up_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a group is given up if the service cannot be reached, is overloaded or fails. Until then it is held."""
+    """Seconds after which a ticket becomes a dead letter if the service cannot be reached, is overloaded or fails. Until then
+    it is held."""
     max_requests: int = Field(default=64, ge=1)
-    """Maximum number of requests of one generator that are under way at a time."""
+    """Maximum number of requests that one generator has in flight at a time."""
 
     @field_validator("token_file")
     @classmethod
     def _one_token(cls, path: str, given: ValidationInfo) -> str:
         if path and given.data.get("token_env"):
-            raise ValueError("token_env is set, too; set only one of them")
+            raise ValueError("token_env is also set: set only one of them")
         return path
 
 
@@ -228,10 +229,11 @@ class JudgeConfig(RemoteVerifier):
     """Regular expression whose first group is the score, a number; the last match counts. With `scope = "group"` the last n
     matches are the scores of the n completions. Ignored with `json_schema`."""
     json_schema: dict[str, Any] = {}
-    """JSON schema to which the endpoint confines the reply, which then has the number `score`, or with `scope = "group"` the list
-    `scores`. Empty: the reply is text."""
+    """JSON schema to which the endpoint constrains the reply, which then contains the number `score`, or with `scope = "group"`
+    the list `scores`. Empty: the reply is text."""
     votes: int = Field(default=1, ge=1, le=64)
-    """Verdicts to ask for, each with a `seed` of its own. The score is the mean of those that can be read, at least half."""
+    """Verdicts to ask for, each with a `seed` of its own. The score is the mean of those that can be read, which
+    must be at least half."""
     request: dict[str, Any] = {}
     """Further fields of the request, e.g. `temperature` or `max_tokens`."""
 
@@ -240,7 +242,7 @@ class JudgeConfig(RemoteVerifier):
     def _has_scores(cls, schema: dict[str, Any], given: ValidationInfo) -> dict[str, Any]:
         key = "scores" if given.data.get("scope") == "group" else "score"
         if schema and key not in schema.get("properties", {}):
-            raise ValueError(f"has no property {key!r}, which holds the verdict; add it")
+            raise ValueError(f"has no property {key!r}, which contains the verdict: add it")
         return schema
 
     @field_validator("request")

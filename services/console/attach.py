@@ -12,20 +12,23 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from services.config import RunConfig, load_resolved
-from services.config.generation import Fleet
 from services.console import paths
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.local import conditions
-from services.console.local.folder import RunFolder, split_password
 from services.console.local.lock import LockHolder, holder
+from services.console.paths import RunPaths
 from services.console.reading.shared_server import owns_server, reading
 from services.operations.condition import Condition, condition
 from services.protocol.errors import StoreError
-from services.runtime.http.credentials import REDIS_PASSWORD_ENV, redis_login
+from services.runtime.http.credentials import REDIS_PASSWORD_ENV, login_of
 from services.store import RunState, Store
-from services.store.connection.client import Login
+from services.store.connection.login import Login, split_password
+
+if TYPE_CHECKING:
+    from services.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,19 @@ class Attached:
     ttl_s: float  # a pod without a heartbeat for this long counts as gone
     live: bool  # its Redis was up anyway; requests take effect now or when its services return
     runs: bool  # its services run
-    config: RunConfig | None  # None: its folder is not on this machine
-    folder: RunFolder | None = None
+    folder: RunPaths | None = None  # None: it is not on this machine
     holder: LockHolder | None = None  # who holds its folder
+
+    @cached_property
+    def config(self) -> RunConfig | None:
+        """Return its configuration; None: its folder is not on this machine. It takes longer to load than most commands run."""
+        from services.config import load_resolved
+
+        return load_resolved(self.folder.config) if self.folder else None
+
+    def key(self, name: str) -> Any:
+        """Return a key of its configuration, such as `fleet.scaling`; None: its folder is not on this machine."""
+        return self.folder.keys(name)[0] if self.folder else None
 
     def condition(self, state: RunState | None) -> Condition:
         """Return what the run is doing."""
@@ -49,28 +62,41 @@ class Attached:
 @contextlib.asynccontextmanager
 async def attach(run: str, redis_url: str = "") -> AsyncIterator[Attached]:
     """Attach to a run: a folder, a name under `runs/` or, with `redis_url`, a name in that Redis. Empty: the newest run."""
-    folder = find(run) if redis_url else existing_folder(run)
-    config = load_resolved(folder.config) if folder else None
-    name = config.run.name if config else run
+    folder = paths.find(run) if redis_url else paths.existing(run)
+    name = str(folder.keys("run.name")[0]) if folder else run
     if not name:
         raise ConsoleError("--redis-url needs a run name: pass it as RUN", EXIT_CONFIG)
-    ttl_s = config.fleet.ttl_s if config and not redis_url else Fleet().ttl_s
-    if config and folder and not redis_url and owns_server(folder):
+    ttl_s = _ttl_s(folder if not redis_url else None)
+    if folder and not redis_url and owns_server(folder):
         with reading(folder, _say) as served:
             login = Login((folder.redis / "password").read_text(encoding="utf-8").strip())
             async with _store(served.url, name, login) as store:
                 runs = not served.holder.readers
-                yield Attached(name, store, ttl_s, runs, runs, config, folder, served.holder)
+                yield Attached(name, store, ttl_s, runs, runs, folder, served.holder)
         return
-    if redis_url or config is None:
-        url, password = split_password(redis_url)
-        login = Login(password or os.environ.get(REDIS_PASSWORD_ENV, ""))
-    else:
-        url, login = config.redis.url, redis_login(config, "console")
+    url, login = _elsewhere(redis_url, name, folder)
     async with _store(url, name, login) as store:
         found = holder(folder.path) if folder else None
         runs = found is not None or bool(await store.fleet.members(ttl_s))
-        yield Attached(name, store, ttl_s, True, runs, config, folder, found)
+        yield Attached(name, store, ttl_s, True, runs, folder, found)
+
+
+def _elsewhere(redis_url: str, name: str, folder: RunPaths | None) -> tuple[str, Login]:
+    """Return the address of a Redis that is not the run's own, and the login."""
+    if redis_url or folder is None:
+        url, password = split_password(redis_url)
+        return url, Login(password or os.environ.get(REDIS_PASSWORD_ENV, ""))
+    address, *keys = folder.keys("redis.url", "redis.users_dir", "redis.password_file", "redis.ca_file")
+    return address, login_of(name, "console", *keys)
+
+
+def _ttl_s(folder: RunPaths | None) -> float:
+    """Return `fleet.ttl_s` of a run; of one whose folder is not on this machine its default."""
+    if folder:
+        return float(folder.keys("fleet.ttl_s")[0])
+    from services.config.generation import Fleet
+
+    return Fleet().ttl_s
 
 
 def _say(text: str) -> None:
@@ -90,18 +116,6 @@ async def existing(attached: Attached) -> RunState:
 def later(attached: Attached) -> str:
     """Return the end of a message about a request, which a stopped run applies later."""
     return "" if attached.live else "; the run is stopped and applies this when it resumes"
-
-
-def find(run: str) -> RunFolder | None:
-    """Return the folder of a run, by path or name. For an empty name: that of the run this pod belongs to, or the newest."""
-    found = paths.find(run)
-    return RunFolder(found.path, found.given) if found else None
-
-
-def existing_folder(run: str) -> RunFolder:
-    """Do the same as `find`, but raise `ConsoleError` when there is no such folder."""
-    found = paths.existing(run)
-    return RunFolder(found.path, found.given)
 
 
 @contextlib.asynccontextmanager

@@ -36,6 +36,21 @@ def confirm(question: str) -> None:
 
 Version = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")]
 
+KUBE_CONTEXT = "--kube-context"
+KubeContext = Annotated[
+    str,
+    typer.Option(
+        KUBE_CONTEXT, metavar="CONTEXT",
+        help="Run the command in a pod on a cluster: RUN is the release, CONTEXT a context of your kubeconfig."
+    ),
+]  # fmt: skip
+Namespace = Annotated[
+    str,
+    typer.Option(
+        "--namespace", "-n", metavar="NAME", help="Namespace of the release, with --kube-context; default: the context's."
+    ),
+]
+
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or run name under runs/; default: the newest run.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML configuration file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Keys that override the file's.")]
@@ -45,7 +60,7 @@ RedisUrl = Annotated[str, typer.Option(help="Redis of the run, redis://host:port
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Api = Annotated[str, typer.Option(help="Send the request to this service, https://host:port, instead of Redis.")]
 TokenFile = Annotated[
-    str, typer.Option(help="File with the bearer token for --api; default: $GRPO_API_TOKEN, or the run folder's.")
+    str, typer.Option(help="File with the bearer token for the service; default: $GRPO_API_TOKEN, or the run folder's.")
 ]
 CaFile = Annotated[
     str, typer.Option(help="CA bundle (PEM) used to verify the server certificate; default: api.ca_file, or the system's.")

@@ -100,9 +100,34 @@ class RunPaths:
     def told(self, section: str) -> dict[str, Any]:
         """Return a section of the configuration that services read. Raise `ConsoleError` if it cannot be read."""
         try:
-            return tomllib.loads(self.config.read_text(encoding="utf-8"))[section]
-        except (OSError, KeyError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            return self.settings()[section]
+        except KeyError as error:
             raise ConsoleError(f"{self.config} cannot be read: {error}", EXIT_CONFIG) from None
+
+    def keys(self, *names: str) -> list[Any]:
+        """Return keys of the configuration that services read, such as `run.steps`. Raise `ConsoleError` if it cannot be read.
+
+        A key that it leaves out, as on a cluster, has its default. Nothing is validated: that takes longer than most commands.
+        """
+        tree, found = self.settings(), list[Any]()
+        for section, _, key in (name.partition(".") for name in names):
+            table = tree.get(section, {})
+            found.append(table[key] if key in table else _default(section, key))
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration that services read, as it is in the file. Raise `ConsoleError` if it cannot be read."""
+        try:
+            return tomllib.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConsoleError(f"{self.config} cannot be read: {error}", EXIT_CONFIG) from None
+
+
+def _default(section: str, key: str) -> Any:
+    from services.config import RunConfig
+
+    described: Any = RunConfig.model_fields[section].annotation
+    return described.model_fields[key].get_default(call_default_factory=True)
 
 
 def find(run: str) -> RunPaths | None:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from typing import Any
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\e"}
 
@@ -18,13 +15,6 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\x1b": "\\e"}
 def printable(text: object, keep_lines: bool = False) -> str:
     """Escape every non-printable character of `text`: controls, formats such as bidi marks, lone surrogates."""
     return "".join(c if c.isprintable() or (keep_lines and c == "\n") else _escape(c) for c in str(text))
-
-
-def cell(text: object, style: str = "", keep_lines: bool = False) -> Text:
-    """Return printable text for a rich table, without interpreting it as markup."""
-    from rich.text import Text
-
-    return Text(printable(text, keep_lines), style)
 
 
 def columns(rows: Sequence[Sequence[object]], right: Collection[int] = ()) -> str:
@@ -46,11 +36,12 @@ def safe_json(text: str) -> str:
     return re.sub(r"[^\x20-\x7e\n]", lambda found: found[0] if found[0].isprintable() else _json_escape(found[0]), text)
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON that is safe for a terminal."""
+def print_json(value: Any, *, line: bool = False) -> None:
+    """Print a value as JSON that is safe for a terminal; as one `line` if there may be more."""
     import msgspec
 
-    print(safe_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()), flush=True)
+    encoded = msgspec.json.encode(value)
+    print(safe_json((encoded if line else msgspec.json.format(encoded, indent=2)).decode()), flush=True)
 
 
 def _escape(c: str) -> str:

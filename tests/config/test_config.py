@@ -117,7 +117,7 @@ def test_the_old_key_of_the_only_source_is_refused_with_what_to_write_instead(fi
 
 @pytest.mark.parametrize("key", REPLACED.keys() - {"data.source"})
 def test_a_key_of_an_older_version_is_refused_with_what_to_do_instead(file: Path, key: str) -> None:
-    assert fault(file, f"{key}=1").endswith(f": {key} {REPLACED[key]}")
+    assert fault(file, f"{key}=1").endswith(f": {key} = 1 {REPLACED[key]}")
 
 
 def test_a_completion_is_solved_by_its_source_s_verifiers_that_can_tell(file: Path) -> None:
@@ -148,6 +148,9 @@ def test_variables_of_services_are_no_keys(file: Path) -> None:
         "GRPO_POD",
         "GRPO_NODES",
         "GRPO_STOP_S",
+        "GRPO_SET",
+        "GRPO_SET_KIND",
+        "GRPO_SET_REPLICAS",
     )
     assert load(file, environ=dict.fromkeys(ours, "x")) == load(file, environ={})
 
@@ -214,8 +217,12 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
         (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
         (["loss.denominator=constant"], 'loss.denominator = "constant" needs loss.denominator_tokens > 0'),
-        (["sampling.top_p=0.9"], "sampling.top_p = 0.9 cannot be trained on: the engine's logprobs would be those of the tokens"),
-        (["sampling.top_k=50"], "set sampling.top_k = 0, and lower sampling.temperature or set evaluation.top_k instead"),
+        (["sampling.top_p=0.9"], "sampling.top_p = 0.9 was removed, since only the whole distribution can be trained on"),
+        (["sampling.top_k=50"], "remove the key, and lower sampling.temperature or set evaluation.top_k instead"),
+        (
+            ["admission.overtake=drop"],
+            "admission.overtake = 'drop' was removed: remove the key, or set admission.overtake_deadline_s",
+        ),
         (["loss.correction_lower=2.5"], "loss.correction_lower = 2.5 exceeds loss.correction_upper = 2.0"),
         (["trainer.offload=true"], "trainer.offload needs trainer.zero_stage 1, 2 or 3"),
         (["trainer.ranks=3", "trainer.sequence_parallel=2"], "trainer.ranks = 3 cannot be divided into teams"),
@@ -248,6 +255,15 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (
             [f"data.sources=[{TASK}, {ROWS}]", 'verifiers=[{kind="reasoning_gym"}, {kind="exact"}]'],
             'source "main" is "jsonl": use another kind, or leave the source out of verifiers.0.sources',
+        ),
+        (
+            ["sync.encoding=sparse"],
+            'sync.encoding = "sparse" and sync.backend = "auto" are incompatible: it writes into the memory',
+        ),
+        (
+            ["sync.encoding=sparse", "sync.backend=nccl", "lora.rank=4"],
+            'sync.encoding = "sparse" and lora.rank = 4 are incompatible: no rank has a share of the weights that merging '
+            'changes; set sync.encoding = "full"',
         ),
         (
             ["filters.exclude_pass_rate=0.9", "verifiers.0.weight=-1"],

@@ -85,4 +85,4 @@ def test_a_path_that_is_not_there_is_no_hub_name(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen3-0.6B"])
 def test_a_hub_name_is_accepted(path: str) -> None:
-    check_path(path)
+    check_path(path)  # raises otherwise

@@ -39,9 +39,8 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
         ["verifiers.0.weight=1"],
     ),
     ("sampling.min_group_size=2", [], "without an environment, since then every completion", TURNS),
-    ("admission.overtake_deadline_s=5", ["admission.overtake=drop"], 'with admission.overtake = "drop"', []),
     ("admission.overtake_deadline_s=5", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
-    ("admission.overtake=drop", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
+    ("admission.overtake_deadline_s=0", [UNIFORM], 'with replay.sampler = "uniform", which never waits for an older ticket', []),
     ("filters.active_sampling_bound=3", [], "without filters.zero_std or advantage.mask_truncated", [ZERO_STD]),
     ("filters.active_sampling_bound=0", [], "without filters.zero_std or", ["advantage.mask_truncated=true"]),
     ("replay.priority_exponent=0.6", [UNIFORM], 'with replay.sampler = "uniform" and replay.remover = "fifo"', [PRIORITIZED]),
@@ -49,7 +48,6 @@ UNREAD: list[tuple[str, list[str], str, list[str]]] = [
     ("replay.priority=trainer", [PRIORITIZED], "with replay.max_uses = 1", [PRIORITIZED, "replay.max_uses=2"]),
     ("replay.importance_beta=0.4", [PRIORITIZED, ALIKE], "with replay.priority_exponent = 0", [PRIORITIZED]),
     ("sync.folder=/x", [], 'with sync.backend = "auto"', ["sync.backend=filesystem"]),
-    ("sync.drain_deadline_s=3", [], 'with sync.in_flight = "keep"', ["sync.in_flight=drain"]),
     ("evaluation.top_k=4", [*EVALUATED, "evaluation.temperature=0"], "with evaluation.temperature = 0", EVALUATED),
     ("tracing.share=0.5", [], "without tracing.endpoint: set tracing.endpoint", ["tracing.endpoint='http://h:1'"]),
 ]
@@ -82,8 +80,8 @@ def test_without_rounds_every_key_of_evaluation_is_named_at_once(tmp_path: Path)
 
 
 def test_a_default_that_nothing_reads_is_no_error_even_written_out(tmp_path: Path) -> None:
-    overrides = ("admission.overtake=drop", "admission.overtake_deadline_s=600", "evaluation.samples=1", "sync.folder=")
-    assert configured(tmp_path, *overrides) == configured(tmp_path, "admission.overtake=drop")
+    overrides = (UNIFORM, "admission.overtake_deadline_s=600", "evaluation.samples=1", "sync.folder=")
+    assert configured(tmp_path, *overrides) == configured(tmp_path, UNIFORM)
 
 
 def test_the_remedy_can_be_followed_from_the_command_line(tmp_path: Path) -> None:

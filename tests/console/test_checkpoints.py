@@ -96,21 +96,21 @@ def test_one_step_is_found_or_named_as_missing(run: Path) -> None:
         found.at(3)
 
 
-def test_how_long_one_is_kept(tmp_path: Path) -> None:
-    config = small_config(tmp_path, None, "run.steps=20", "checkpoint.every_steps=4", "checkpoint.keep=3")
-    assert kept_until(config, [1, 3, 7], 7) == {1: 11, 3: 15, 7: 19}
-    assert kept_until(config, [3, 7, 8], 8) == {3: 11, 7: 15, 8: 19}
-    assert kept_until(config, [7, 11, 15], 15) == {7: 19}
-    assert kept_until(config, [11, 15, 19], 19) == {}
-    assert kept_until(config, [], -1) == {}
+def test_how_long_one_is_kept() -> None:
+    saving = {"steps": 20, "every_steps": 4, "keep": 3}
+    assert kept_until([1, 3, 7], 7, **saving) == {1: 11, 3: 15, 7: 19}
+    assert kept_until([3, 7, 8], 8, **saving) == {3: 11, 7: 15, 8: 19}
+    assert kept_until([7, 11, 15], 15, **saving) == {7: 19}
+    assert kept_until([11, 15, 19], 19, **saving) == {}
+    assert kept_until([], -1, **saving) == {}
 
 
-def test_how_long_one_is_kept_after_the_run_was_taken_back(tmp_path: Path) -> None:
+def test_how_long_one_is_kept_after_the_run_was_taken_back() -> None:
     """The next checkpoint is of step 7. Those of later steps are deleted first, although written last; one is rewritten."""
-    config = small_config(tmp_path, None, "run.steps=24", "checkpoint.every_steps=4", "checkpoint.keep=3")
-    assert kept_until(config, [3, 11, 15], 3) == {11: 7, 15: 11, 3: 15}
-    assert kept_until(config, [3, 7, 11], 3) == {7: 7, 11: 11, 3: 15}
-    assert kept_until(config, [11, 15, 19, 3], 3) == {11: 7, 15: 7, 19: 11, 3: 15}
+    saving = {"steps": 24, "every_steps": 4, "keep": 3}
+    assert kept_until([3, 11, 15], 3, **saving) == {11: 7, 15: 11, 3: 15}
+    assert kept_until([3, 7, 11], 3, **saving) == {7: 7, 11: 11, 3: 15}
+    assert kept_until([11, 15, 19, 3], 3, **saving) == {11: 7, 15: 7, 19: 11, 3: 15}
 
 
 def test_a_run_that_was_taken_back_lists_them_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

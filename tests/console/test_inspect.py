@@ -26,7 +26,8 @@ from services.operations.inspection.group import inspect_group
 from services.operations.inspection.text import TextReader
 from services.protocol import codec
 from services.protocol.errors import NotFound
-from services.protocol.messages import Payload, RankPlan, Sample, Span, StepPlan
+from services.protocol.messages import RankPlan, Sample, Span, StepPlan
+from services.protocol.payloads import Payload
 from services.rollouts.generated import Generated, Segment, TurnTime
 from services.rollouts.records import make_header, pack_payload
 from services.store import Claim, Settlement, Store

@@ -1,4 +1,4 @@
-"""The docstrings of configuration keys, which are their help texts, read from the source when they are asked for."""
+"""The docstrings of the fields of classes, e.g. of configuration keys, read from the source when they are asked for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ import inspect
 import sys
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring of each key of a section, which is the string after it in the source."""
+def described(kind: type, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    """Return the JSON schema of a class with the docstrings of its fields as descriptions."""
+    schema = handler.resolve_ref_schema(handler(core_schema))
+    for name, text in docstrings(kind).items():
+        schema.get("properties", {}).get(name, {}).setdefault("description", text)
+    return schema
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """Return the docstring of each field of a class, which is the string after it in the source."""
     found = dict[str, str]()
-    for base in reversed(model.__mro__):
+    for base in reversed(kind.__mro__):
         found |= _sources(base.__module__).get(base.__name__, {})
     return found
 

@@ -13,23 +13,32 @@ from pydantic import BaseModel
 from services.config.root import RunConfig
 
 KINDS = ("jsonl", "parquet", "reasoning_gym", "math", "exact", "regex", "length", "python", "http", "judge")
-"""Of prompt sources and verifiers: pydantic puts them into the path of a faulty key."""
+"""Kinds of prompt sources and verifiers, which pydantic puts into the path of a faulty key."""
 REPLACED = {
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
-    "generator.max_expiries": "is gone, and 16 leases of a ticket may expire: remove the key",
+    "generator.max_expiries": "was removed, and 16 leases of a ticket may expire: remove the key",
     "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
-    "generator.partial_every_s": "is gone, and unfinished completions are saved every 5 s: remove the key",
-    "replay.error_buffer": "is gone, and the smallest buffer that never blocks a run is used: remove the key",
-    "replay.payload_ttl_s": "is gone, and payloads without a header expire after an hour: remove the key",
-    "filters.active_sampling": "is gone: remove the key, or set filters.active_sampling_bound = 0 for false",
-    "optimizer.beta1": "is gone: set optimizer.betas = [BETA1, BETA2]",
-    "optimizer.beta2": "is gone: set optimizer.betas = [BETA1, BETA2]",
-    "trainer.logprob_chunk_tokens": "is gone, and logits are computed for 1024 tokens at a time: remove the key",
-    "fleet.heartbeat_s": "is gone, and is a tenth of fleet.ttl_s: remove the key",
-    "tracking.wandb_mode": "is gone: remove the key, and set the environment variable WANDB_MODE = online for online",
-    "sync.bucket_mib": "is gone, and buckets have 32 MiB: remove the key",
-    "evaluation.final_s": "is gone, and the last round may take 10 minutes: remove the key",
+    "generator.partial_every_s": "was removed, and unfinished completions are saved every 5 s: remove the key",
+    "replay.error_buffer": "was removed, and the smallest buffer that never blocks a run is used: remove the key",
+    "replay.payload_ttl_s": "was removed, and payloads without a header expire after an hour: remove the key",
+    "filters.active_sampling": "was removed: remove the key, or set filters.active_sampling_bound = 0 for false",
+    "optimizer.beta1": "was replaced: set optimizer.betas = [BETA1, BETA2]",
+    "optimizer.beta2": "was replaced: set optimizer.betas = [BETA1, BETA2]",
+    "trainer.logprob_chunk_tokens": "was removed, and logits are computed for 1024 tokens at a time: remove the key",
+    "fleet.heartbeat_s": "was removed, and a tenth of fleet.ttl_s is used: remove the key",
+    "tracking.wandb_mode": "was removed: remove the key, and to upload set the environment variable WANDB_MODE = online",
+    "sync.bucket_mib": "was removed, and buckets have 32 MiB: remove the key",
+    "evaluation.final_s": "was removed, and the last round may take 10 minutes: remove the key",
+    "admission.overtake": "was removed: remove the key, or set admission.overtake_deadline_s = 0 for drop",
+    "sync.drain_deadline_s": "was removed, and half of sync.join_deadline_s or sync.transfer_deadline_s, whichever is less, is "
+    "used: remove the key",
+    **{
+        f"sampling.{name}": "was removed, since only the whole distribution can be trained on: with a truncated one the engine's "
+        "logprobs would be relative to the tokens that it kept and the trainer's to all, which biases their ratios "
+        f"(docs/semantics.md, Sampling): remove the key, and lower sampling.temperature or set evaluation.{name} instead"
+        for name in ("top_p", "top_k")
+    },
 }
 """Keys of older versions, and what to do instead."""
 ELSEWHERE = {
@@ -59,7 +68,7 @@ ELSEWHERE = {
     "lora_r": "lora.rank",
     "lr_scheduler_type": "optimizer.schedule",
 }
-"""What TRL, verl and others call a key -> ours."""
+"""Names that TRL, verl and others give to a key -> our key."""
 
 
 def explained(fault: Any) -> str:
@@ -68,10 +77,11 @@ def explained(fault: Any) -> str:
     location = [part for part in path if part not in KINDS]
     key = ".".join(location) or "configuration"
     if fault["type"] == "extra_forbidden" and key in REPLACED:
-        return f"{key} {REPLACED[key]}"
+        value = fault["input"]
+        return f"{key}{f' = {value!r}' * isinstance(value, str | int | float)} {REPLACED[key]}"
     if fault["type"] == "extra_forbidden":
         if known := ELSEWHERE.get(location[-1]):
-            return f"{key} = {fault['input']!r} is not a known key; here it is called {known}"
+            return f"{key} = {fault['input']!r} is not a known key: use {known}"
         names = _valid_names(path[:-1])
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"

@@ -68,11 +68,8 @@ def _prompts(config: RunConfig) -> Rules:
 
 def _admission(config: RunConfig) -> Rules:
     if config.replay.sampler != "fifo":
-        for key in ("overtake", "overtake_deadline_s"):
-            why = f'with replay.sampler = "{config.replay.sampler}", which never waits for an older ticket'
-            yield f"admission.{key}", why, 'set replay.sampler = "fifo"'
-    elif config.admission.overtake == "drop":
-        yield "admission.overtake_deadline_s", 'with admission.overtake = "drop"', 'set admission.overtake = "wait"'
+        why = f'with replay.sampler = "{config.replay.sampler}", which never waits for an older ticket'
+        yield "admission.overtake_deadline_s", why, 'set replay.sampler = "fifo"'
 
 
 def _filters(config: RunConfig) -> Rules:
@@ -136,11 +133,11 @@ def _sync(config: RunConfig) -> Rules:
     sync = config.sync
     if sync.backend not in ("filesystem", "store"):
         yield "sync.folder", f'with sync.backend = "{sync.backend}"', 'set sync.backend = "filesystem" or "store"'
+    if sync.backend == "store":
+        yield "sync.encoding", 'with sync.backend = "store"', "remove the key: a store always has what changed"
     if sync.in_flight != "keep":
         reason = f'with sync.in_flight = "{sync.in_flight}", which leaves no completion to keep it for'
         yield "sync.kv", reason, 'set sync.in_flight = "keep"'
-    if sync.in_flight != "drain":
-        yield "sync.drain_deadline_s", f'with sync.in_flight = "{sync.in_flight}"', 'set sync.in_flight = "drain"'
 
 
 def _evaluation(config: RunConfig) -> Rules:

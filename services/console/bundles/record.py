@@ -30,7 +30,8 @@ from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle, BundleError, Origin, RecordedStep
 from services.operations.bundles.gathering import Judged, gather
 from services.protocol.errors import NotFound
-from services.protocol.messages import Header, Payload
+from services.protocol.messages import Header
+from services.protocol.payloads import Payload
 from services.runtime.atomic_folders import FileRecord
 from services.runtime.checkpoints import CheckpointFolder, Saved
 from services.store import RunState, Store

@@ -39,7 +39,7 @@ def replay(
     except (BundleError, ConfigError, codec.CorruptMessage, PlanningError, VerifierFailure) as error:
         raise ConsoleError(printable(error), EXIT_CONFIG) from None
     except (KeyError, IndexError, ValueError, TypeError) as error:  # plans, headers and payloads that do not fit together
-        raise ConsoleError(f"{path} contradicts itself: {printable(repr(error))}", EXIT_CONFIG) from None
+        raise ConsoleError(f"{path} is inconsistent: {printable(repr(error))}", EXIT_CONFIG) from None
     if not compared:
         raise ConsoleError(f"{path} has nothing to compare stage {stage} with: {'; '.join(notes) or 'it was not trained'}")
     differ = [one for one in compared if one.differs(tolerance)]

@@ -21,7 +21,8 @@ from services.dataprep.replay.settling import settle
 from services.generator.engines.tokenizer import load_tokenizer
 from services.operations.bundles.format import Bundle, RecordedGroup
 from services.protocol import codec
-from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan
+from services.protocol.messages import Header, RankPlan, Sample, StepPlan
+from services.protocol.payloads import Payload
 from services.store import HeaderEntry
 from services.verifiers.base import Job, VerifierFailure, combine, solved
 from services.verifiers.scoring import Scoring

@@ -92,8 +92,8 @@ def _verify(folder: Path, bundle: Bundle, what: str) -> None:
         atomic_folders.verify(folder, FolderManifest(files, {}))
     except FolderError as error:
         raise ConsoleError(
-            f"{what} is not the one that was recorded: {printable(error)}; the bundle refers to its weights and does not bring "
-            "them: replay it where they are, or record it with --weights"
+            f"{what} is not the one that was recorded: {printable(error)}; the bundle only refers to these "
+            "weights: replay it where they are, or record it with --weights"
         ) from None
 
 

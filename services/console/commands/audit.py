@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-from rich.text import Text
-
 from services.console.attach import attach, existing
+from services.console.display.layout import Grid, Styled
 from services.console.errors import ConsoleError
 from services.console.reading.from_folder import folder_instead
 from services.operations.inspection.ledger import OUTCOMES, PLACES, AuditReport, assess, audit, audit_of_end
@@ -26,24 +24,24 @@ async def counted(run: str, redis_url: str) -> AuditReport:
         return found
 
 
-def as_table(report: AuditReport) -> Table:
+def as_table(report: AuditReport) -> Grid:
     """Return the report as a table."""
-    table = Table(title=f"audit of run {report.run}", title_justify="left", show_header=False)
-    table.add_column("place", style="bold")
-    table.add_column("groups", justify="right")
-    table.add_column("meaning")
-    table.add_row("issued", f"{report.issued:,}", "")
-    table.add_section()
+    table = Grid(f"audit of run {report.run}", show_header=False)
+    table.column("place", style="bold")
+    table.column("groups", justify="right")
+    table.column("meaning")
+    table.row("issued", f"{report.issued:,}", "")
+    table.section()
     for name, count in report.places.items():
-        table.add_row(name, f"{count:,}", PLACES[name])
-    table.add_section()
+        table.row(name, f"{count:,}", PLACES[name])
+    table.section()
     for name, count in report.outcomes.items():
-        table.add_row(name, f"{count:,}", OUTCOMES.get(name, f"filtered: {name.partition(':')[2]}"))
-    table.add_section()
+        table.row(name, f"{count:,}", OUTCOMES.get(name, f"filtered: {name.partition(':')[2]}"))
+    table.section()
     for name, count, fine in (("lost", report.lost, report.lost == 0), ("doubled", report.doubled, report.doubled == 0)):
-        table.add_row(name, Text(f"{count:,}", "green" if fine else "bold red"), "")
-    slots = Text(f"{report.slots_used:,}", "green" if report.slots_ok else "bold red")
-    table.add_row("slots", slots, f"held by {report.slots_expected:,} tickets in flight")
+        table.row(name, Styled(f"{count:,}", "green" if fine else "bold red"), "")
+    slots = Styled(f"{report.slots_used:,}", "green" if report.slots_ok else "bold red")
+    table.row("slots", slots, f"used by {report.slots_expected:,} tickets in flight")
     for message in report.messages:
-        table.add_row(Text("fault", "bold red"), "", Text(message))
+        table.row(Styled("fault", "bold red"), "", Styled(message))
     return table

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 
-from rich.table import Table
-
-from services.config import load_resolved
-from services.console.attach import existing_folder
+from services.console.display.layout import Grid, cell, show
 from services.console.errors import EXIT_FAILED, EXIT_OK
-from services.console.inspect.verbs import console
-from services.console.printable import cell, safe_json
+from services.console.paths import existing
+from services.console.printable import print_json
 from services.operations.inspection.checkpoints import CheckpointEntry, CheckpointList, inspect_checkpoints
 
 MEBIBYTE = 2**20
@@ -18,26 +15,27 @@ MEBIBYTE = 2**20
 
 def checkpoints(run: str, as_json: bool, verify: bool) -> int:
     """List a run's checkpoints, from its folder. Return exit code 1 when a complete one cannot be loaded."""
-    folder = existing_folder(run)
-    found = inspect_checkpoints(load_resolved(folder.config), folder.checkpoints, verify)
+    folder = existing(run)
+    steps, every_steps, keep = folder.keys("run.steps", "checkpoint.every_steps", "checkpoint.keep")
+    found = inspect_checkpoints(folder.checkpoints, steps, every_steps, keep, verify)
     if as_json:
-        print(safe_json(found.model_dump_json(indent=2)))
+        print_json(found)
     else:
-        console().print(_table(found, verify))
+        show(_table(found, verify))
     return EXIT_FAILED if any(one.complete and one.problem for one in found.checkpoints) else EXIT_OK
 
 
-def _table(found: CheckpointList, verified: bool) -> Table:
-    table = Table(title=f"checkpoints in {found.folder} (checkpoint.keep = {found.keep})", title_justify="left")
+def _table(found: CheckpointList, verified: bool) -> Grid:
+    table = Grid(f"checkpoints in {found.folder} (checkpoint.keep = {found.keep})")
     for name in ("step", "MiB", "ranks", "ZeRO"):
-        table.add_column(name, justify="right")
+        table.column(name, justify="right")
     for name in ("written", "kept until step", "state"):
-        table.add_column(name)
+        table.column(name)
     for one in found.checkpoints:
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.written_s)) if one.written_s else ""
         until = "" if not one.complete else "the end" if one.kept_until is None else str(one.kept_until)
         numbers = (str(one.ranks), str(one.zero_stage)) if one.complete else ("", "")
-        table.add_row(str(one.step), f"{one.bytes / MEBIBYTE:,.1f}", *numbers, written, until, cell(_state(one, verified)))
+        table.row(str(one.step), f"{one.bytes / MEBIBYTE:,.1f}", *numbers, written, until, cell(_state(one, verified)))
     return table
 
 

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.config import RunConfig, load_resolved
-from services.console.attach import attach, existing, find, later
+from services.console import paths
+from services.console.attach import attach, existing, later
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.printable import print_json
 from services.operations.control import Control, InvalidRequest, Refused, RunControl, modes_of
-from services.operations.inspection.deadletters import RequeueAnswer
 from services.protocol.errors import NotFound
 from services.runtime.http.credentials import API_TOKEN_ENV, api_tokens
 from services.store import RunState
 from services.store.records import ROLES, PauseMode, Role
 
 if TYPE_CHECKING:
+    from services.config import RunConfig
+    from services.operations.inspection.deadletters import RequeueAnswer
     from services.runtime.http.client import Client
 
 LONGEST_WRITE_S = 3600.0  # to wait for a checkpoint, whose time limit is the trainer's
@@ -71,7 +72,8 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
         async with attach(target.run, target.redis_url) as attached:
             name = f"run {attached.name}: "
             state = await existing(attached)
-            fleet = attached.config.fleet if attached.config else None
+            follows = attached.key("fleet.scaling") in (None, "wish")
+            fleet = None if follows or attached.config is None else attached.config.fleet
             control = RunControl(attached.store, attached.ttl_s, fleet, attached.folder.checkpoints if attached.folder else None)
             yield Reached(control, name, later(attached), state, attached.live)
     except (InvalidRequest, NotFound, Refused) as error:
@@ -81,9 +83,10 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
 @contextlib.contextmanager
 def client_of(url: str, token_file: str = "", ca_file: str = "", run: str = "") -> Iterator[Client]:
     """Open a client with the run's token: from `--token-file`, the environment, or the run's folder."""
+    from services.config import load_resolved
     from services.runtime.http.client import ApiError, Client  # its HTTP library takes long to import
 
-    folder = find(run)
+    folder = paths.find(run)
     config = load_resolved(folder.config) if folder else None
     trusted = ca_file or (config.api.ca_file if config else "")
     try:

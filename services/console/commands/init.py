@@ -28,8 +28,8 @@ def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
     chosen = look_at_reward(reward, file.absolute().parent) if reward else None
     if rows and not rows.answer and (chosen is None or not chosen.function):
         raise ConsoleError(
-            f"--data {data}: no field of its rows looks like an answer, with which the verifiers compare: add one called answer, "
-            "or give a reward of your own with --reward FILE.py:FUNCTION",
+            f"--data {data}: no field of its rows looks like an answer, which the verifiers need: add a field called answer, "
+            "or give your own reward with --reward FILE.py:FUNCTION",
             EXIT_CONFIG,
         )
     write(file, seen, rows, chosen, _small(seen))
@@ -54,7 +54,7 @@ def init(file: Path, model: str, data: str, reward: str, as_json: bool) -> int:
 def _asked(model: str, data: str, reward: str) -> tuple[str, str, str]:
     import typer
 
-    model = model or typer.prompt("SeenModel: a folder, or a name on the Hugging Face Hub", default=MODEL)
+    model = model or typer.prompt("Model: a folder, or a name on the Hugging Face Hub", default=MODEL)
     if not data:
         data = typer.prompt("Data: a JSONL or parquet file; empty for a made-up task", default="", show_default=False)
     if not reward and data:

@@ -78,7 +78,7 @@ def ledger(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> in
 
 @inspect_app.command()
 def sync(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
-    """Show weight sync: the last round, what the trainer sent, and what each generator holds and paused for."""
+    """Show weight sync: the last round, what the trainer sent, and each generator's version and pauses."""
     from services.console.inspect import verbs
 
     return finish(verbs.sync(run, redis_url, as_json))

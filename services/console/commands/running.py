@@ -1,4 +1,4 @@
-"""Commands that start a run or prepare for it: init, run, fork, smoke, acl, doctor, score, config, version."""
+"""Commands that start a run or prepare for it: init, run, fork, smoke, acl, doctor, score, rows, config, version."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def init(
     model: Annotated[str, typer.Option(help="Folder or hub name of the model; default: Qwen/Qwen3-0.6B.")] = "",
     data: Annotated[str, typer.Option(help="JSONL or parquet file of prompts; default: a reasoning-gym task.")] = "",
     reward: Annotated[
-        str, typer.Option(metavar="FILE.py:NAME", help="Your reward function, or math or exact; default: chosen by the data.")
+        str, typer.Option(metavar="FILE.py:NAME", help="Your reward function, or math or exact; default: depends on the data.")
     ] = "",
     as_json: Json = False,
 ) -> int:
     """Write a configuration file for a model, data and a reward.
 
-    It looks at them, and asks on a terminal for what is not given. The file is short and commented, and `grpo doctor` accepts it.
+    It inspects them and, on a terminal, asks for what is not given. The file is short and commented, and passes `grpo doctor`.
     An existing file is never overwritten.
     """
     from services.console.commands import init as initial
@@ -59,7 +59,7 @@ def run(
 
 
 def version(as_json: Json = False) -> int:
-    """Print the versions of grpo, of Python, and of the packages that do the work."""
+    """Print the versions of grpo, Python and the main packages."""
     from services.console.commands import version as versions
 
     return versions.version(as_json)
@@ -75,10 +75,10 @@ def fork(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Make another run from a checkpoint of a run, with other settings.
+    """Create a run from a checkpoint of another run.
 
-    The new run has a folder beside the old one. It continues with the policy, the optimizer state and the prompts of that step.
-    The command writes the new run's configuration file and prints how to start it.
+    The new run has settings of its own and a folder next to the old one. It continues with the policy, the optimizer state
+    and the prompts of that step. The command writes the new run's configuration file and prints how to start it.
     """
     from services.console.start import fork as forking
 
@@ -131,7 +131,7 @@ def acl(
 
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="TOML configuration file; default in a pod: its own.")
+        Path | None, typer.Argument(metavar="FILE", help="TOML configuration file; default in a pod: the pod's own.")
     ] = None,
     overrides: Overrides = None,
     redis_url: RedisUrl = "",
@@ -149,7 +149,7 @@ def doctor(
     from services.console.doctor import visit
 
     if listen and reach:
-        raise ConsoleError("--listen is for one machine and --reach for the other: give only one of them", EXIT_CONFIG)
+        raise ConsoleError("--listen is for one machine and --reach for the other: give only one", EXIT_CONFIG)
     if listen or reach:
         return visit.network(file, overrides or [], reach, as_json)
     return finish(visit.doctor(file, overrides or [], redis_url, as_json, cluster))
@@ -164,14 +164,31 @@ def score(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Score completions with the verifiers of a configuration, without a run.
+    """Score completions with the verifiers of a configuration.
 
-    A line of the file has `completion` (a text, or a list: a group) and `row`, the number of a data row from 0, or the fields of
-    a row of its own. With several prompt sources it also has `source`. Exit code 1: a completion has no score.
+    No run is started. Each line of the file has `completion` (a text, or a list of texts for a group) and either `row`,
+    the number of a data row from 0, or the fields of a row. With several prompt sources it also has `source`. Exit code 1: a
+    completion has no score.
     """
     from services.console.commands import score as scoring
 
     return finish(scoring.score(file, overrides or [], completions, as_json))
+
+
+def rows(
+    file: File,
+    overrides: Overrides = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows per file; default: all.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Write the prompts of environments that bring their own data.
+
+    Each JSONL source that names an environment of kind verifiers gets its file, unless it exists: the environment's training set
+    for [[data.sources]], its evaluation set for [[evaluation.sources]].
+    """
+    from services.console.initial import rows as own_rows
+
+    return finish(own_rows.rows(file, overrides or [], limit, as_json))
 
 
 def config(

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from services.config import RunConfig, load
+from services.console.display.layout import Grid, cell, show
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.local.code import copied
 from services.console.offline import Offline
-from services.console.printable import cell, printable, safe_json
+from services.console.printable import printable, safe_json
 from services.dataprep.prompts.errors import DataError
 from services.verifiers.base import Job, Scores, VerifierFailure, combine, solved
 from services.verifiers.scoring import Scoring
@@ -111,23 +112,18 @@ def _summary(found: Sequence[ScoredCompletion], seconds: Sequence[float]) -> dic
 
 
 def _show(found: Sequence[ScoredCompletion], summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     names = list(dict.fromkeys(name for one in found for name in one.scores))
-    table = Table(box=None, pad_edge=False)
+    table = Grid(box=None, pad_edge=False)
     for name in ("where", "completion", "reward", "solved", *names):
-        table.add_column(name, justify="left" if name in ("where", "completion") else "right")
+        table.column(name, justify="left" if name in ("where", "completion") else "right")
     for one in found[:SHOWN]:
         text = one.completion if len(one.completion) <= TEXT_CHARACTERS else f"{one.completion[: TEXT_CHARACTERS - 1]}…"
         judged = {True: "yes", False: "no", None: ""}[one.solved]
         shown = ["" if one.reward is None else f"{one.reward:g}", judged]
-        table.add_row(
-            cell(one.where), cell(text), *shown, *(f"{one.scores[name]:g}" if name in one.scores else "" for name in names)
-        )
-    Console().print(table)
+        table.row(cell(one.where), cell(text), *shown, *(f"{one.scores[name]:g}" if name in one.scores else "" for name in names))
+    show(table)
     if len(found) > SHOWN:
-        print(f"… and {len(found) - SHOWN} more: --json has them all")
+        print(f"… and {len(found) - SHOWN} more: use --json to see all")
     for failure in dict.fromkeys(one.failure for one in found if one.failure):
         print(f"failed: {printable(failure)}")
     mean = "" if summary["mean"] is None else f", mean reward {summary['mean']:g}"

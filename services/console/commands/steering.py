@@ -27,7 +27,7 @@ def pause(
 
     Pods that start later are paused too. Generators freeze their requests in flight (keep), finish them (drain), or abort them
     and hand back their tickets with the tokens generated so far (abort). Dataprep and the trainer pause between two steps. With
-    --wait, exit code 1: some pods have not paused in time.
+    --wait, exit code 1: some pods did not pause in time.
     """
     from services.console.commands import control
 
@@ -46,7 +46,7 @@ def resume(
 ) -> int:
     """Resume paused services.
 
-    With --wait, exit code 1: some pods have not resumed in time.
+    With --wait, exit code 1: some pods did not resume in time.
     """
     from services.console.commands import control
 
@@ -63,10 +63,10 @@ def scale(
     ca_file: CaFile = "",
     as_json: Json = False,
 ) -> int:
-    """Set the number of generators, while the run trains.
+    """Set the number of generators while the run trains.
 
     New generators start and join the next weight sync. Surplus generators finish or hand back their work, and exit. With --wait,
-    exit code 1: the fleet does not have that size in time.
+    exit code 1: the fleet did not reach that size in time.
     """
     from services.console.commands import control
 
@@ -86,8 +86,7 @@ def drain(
     """Drain one generator.
 
     It finishes or hands back its work, leaves the fleet and exits. It may be restarted afterwards. To reduce the number of
-    generators, use `grpo scale`. With --wait, exit code 1: it still has
-    work when the time is over.
+    generators, use `grpo scale`. With --wait, exit code 1: it still had work when the time was up.
     """
     from services.console.commands import control
 
@@ -127,7 +126,7 @@ def restore(
     """Restore a run to a checkpoint.
 
     A stopped run is restored when it resumes. Later steps are trained again, on the same prompts in the same order. With
-    --wait, exit code 1: the run has not been restored in time. --api must be the trainer's address.
+    --wait, exit code 1: the run was not restored in time. --api must be the trainer's address.
     """
     from services.console.commands import control
 
@@ -145,15 +144,15 @@ def stop(
     ca_file: CaFile = "",
     as_json: Json = False,
 ) -> int:
-    """End a run early, permanently. On a terminal, ask first.
+    """End a run early and permanently. On a terminal, ask first.
 
     The trainer finishes its step, saves and ends the run. To resume later, press Ctrl-C in `grpo run` instead. With --wait, exit
-    code 1: the run has not ended in time. --api must be dataprep's address.
+    code 1: the run did not end in time. --api must be dataprep's address.
     """
     from services.console.commands import control
 
     if not yes and not as_json:
-        confirm(f"End run {run or 'in the newest folder'} for good? To resume it later, press Ctrl-C in grpo run instead.")
+        confirm(f"End run {run or 'in the newest folder'} permanently? To resume it later, press Ctrl-C in grpo run instead.")
 
     return finish(control.stop(control.Target(run, redis_url, api, token_file, ca_file, as_json), why, wait))
 
@@ -164,5 +163,5 @@ def number_and_run(words: Sequence[str]) -> tuple[int, str]:
     if not given or not given[0].isdecimal():
         raise typer.BadParameter(f"{' '.join(given) or 'nothing'!r} is not a number of generators: write grpo scale N [RUN]")
     if len(given) > 2:
-        raise typer.BadParameter(f"{given[2]!r} is too much: write grpo scale N [RUN]")
+        raise typer.BadParameter(f"{given[2]!r} is one argument too many: write grpo scale N [RUN]")
     return int(given[0]), "".join(given[1:])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from services.console.attach import Attached, attach, existing
+from services.console.display.layout import Shown, Styled, cell, show
 from services.console.errors import EXIT_FAILED, EXIT_OK, ConsoleError
-from services.console.printable import cell, print_json, printable
+from services.console.printable import print_json, printable
 from services.console.reading.from_folder import folder_instead, show_status
 from services.operations.awaited import awaited
 from services.operations.observe import Member, fleet
 from services.store import RunState
 from services.store.calls.evaluation import EvaluationState
-
-WIDE = 160  # columns where there is no terminal, as in `kubectl exec`: names of pods differ at their ends
 
 
 async def status(run: str, redis_url: str, as_json: bool) -> int:
@@ -34,7 +30,7 @@ async def _status(run: str, redis_url: str, as_json: bool) -> int:
     async with attach(run, redis_url) as attached:
         state = await existing(attached)
         members = await fleet(attached.store, attached.ttl_s)
-        last = await _last_step(attached)
+        last = await attached.store.monitor.last_record()
         evaluation, evaluated = (
             await attached.store.evaluation.state(attached.ttl_s),
             await attached.store.evaluation.last_record(),
@@ -65,43 +61,30 @@ async def audit(run: str, redis_url: str, as_json: bool) -> int:
     if as_json:
         print_json(found.as_dict())
     else:
-        from rich.console import Console
-
-        Console().print(as_table(found))
+        show(as_table(found))
     return EXIT_OK if found.ok else EXIT_FAILED
 
 
-async def _last_step(attached: Attached) -> dict[str, float]:
-    entries: Any = await attached.store.client.xrevrange(attached.store.keys.metrics, count=1)
-    return msgspec.json.decode(entries[0][1][b"m"]) if entries else {}
-
-
 def _show(attached: Attached, state: RunState, members: list[Member], last: Mapping[str, float]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from services.console.display.screen import COLOURS, fleet_table, waiting_lines
+    from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
     from services.operations import figures
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
     found = attached.condition(state)
-    heading = cell(f"{attached.name}  ", "bold") + Text(f"{state.committed_step + 1}/{state.steps} steps  ")
-    console.print(heading + cell(found, COLOURS[found.word]))
-    wanted = attached.config.generator.count if state.scale.wanted is None and attached.config else state.scale.wanted
+    heading = cell(f"{attached.name}  ", "bold") + Styled(f"{state.committed_step + 1}/{state.steps} steps  ", "bold")
+    lines: list[Shown] = [heading + cell(found, f"bold {COLOURS[found.word]}")]
+    wanted = attached.key("generator.count") if state.scale.wanted is None else state.scale.wanted
     if attached.runs and (what := awaited(state, [member.status for member in members], wanted)):
-        console.print(f"waiting for {what}", style="yellow", markup=False)
-    console.print(
-        f"policy version {state.published_version} published, step {state.prepared_step} prepared, "
-        f"{state.slots_used}/{state.slots} slots used, checkpoint of step {state.checkpointed_step}"
-    )
-    console.print(_generators(state, members, wanted), markup=False)
+        lines.append(Styled(f"waiting for {what}", "yellow"))
+    versions = f"policy version {state.published_version} published, step {state.prepared_step} prepared"
+    slots = f"{state.slots_used}/{state.slots} slots used"
+    lines.append(Styled(f"{versions}, {slots}, checkpoint of step {state.checkpointed_step}"))
+    lines.append(Styled(_generators(state, members, wanted)))
     if state.checkpoint_failed:
-        console.print(f"checkpoint not written: {printable(state.checkpoint_failed)}", style="yellow", markup=False)
+        lines.append(cell(f"checkpoint not written: {state.checkpoint_failed}", "yellow"))
     if last:
-        console.print(figures.step_line(last, state.steps, None), markup=False)
-    console.print(fleet_table(members, {}) if members else "no pods")
-    for line in waiting_lines(members):
-        console.print(line, soft_wrap=True)
+        lines.append(Styled(figures.step_line(last, state.steps, None)))
+    show(*lines, fleet_table(members, {}) if members else Styled("no pods"))
+    show(*waiting_lines(members), soft_wrap=True)
 
 
 def _generators(state: RunState, members: list[Member], wanted: int | None) -> str:

@@ -1,6 +1,4 @@
-"""Commands that only read runs: ls, status, logs, samples, compare, web, audit, checkpoints, cost,
-export, record, replay-step.
-"""
+"""Commands that only read: ls, status, logs, samples, compare, web, audit, checkpoints, cost, export, record, replay-step."""
 
 from __future__ import annotations
 
@@ -17,7 +15,10 @@ def ls(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of run folders (run.dir).")] = Path("runs"),
     as_json: Json = False,
 ) -> int:
-    """List the runs on this machine, the newest last, with their state, steps and reward."""
+    """List the runs on this machine, the newest last.
+
+    The list has their state, steps and reward.
+    """
     from services.console.commands import folders
 
     return folders.ls(folder, as_json)
@@ -27,7 +28,7 @@ def logs(
     run: Run = "",
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="A pod or a kind of service; default: all.")] = "",
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines of each log to print first.")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> int:
     """Print the logs of a run's services."""
@@ -38,7 +39,9 @@ def logs(
 
 def samples(
     run: Run = "",
-    where: Annotated[str, typer.Option(metavar="EXPRESSION", help="Which ones, e.g. 'reward < 0.2 and step > 40'.")] = "",
+    where: Annotated[
+        str, typer.Option(metavar="EXPRESSION", help="Completions to find, e.g. 'reward < 0.2 and step > 40'.")
+    ] = "",
     sort: Annotated[
         str, typer.Option(metavar="COLUMN", help="Sort by this column, lowest first; default: the newest first.")
     ] = "",
@@ -48,10 +51,11 @@ def samples(
     full: Annotated[bool, typer.Option("--full", help="Print whole texts instead of a table.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Search the completions of a run, while it runs or after it.
+    """Search the completions of a run.
 
-    An expression compares columns (reward, advantage, step, length, outcome, source, solved, truncated, score.NAME and more),
-    joined by and, or and not; 'text' in completion searches texts. An unknown column prints their names.
+    This works during the run and afterwards. An expression compares columns (reward, advantage, step, length, outcome,
+    source, solved, truncated, score.NAME and more), joined by and, or and not; 'text' in completion searches texts. An
+    unknown column lists all names.
     """
     from services.console.inspect import samples as log
 
@@ -64,7 +68,7 @@ def compare(
     metric: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Compare this metric; may be repeated.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Lay two runs side by side: how their configurations differ, their curves and last evaluations.
+    """Compare configurations, curves and evaluations of two runs.
 
     It reads their folders and needs no server.
     """
@@ -85,21 +89,23 @@ def web(
     redis_url: RedisUrl = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on; default: web.host.")] = "",
+    as_json: Json = False,
 ) -> int:
     """Serve the web console of a run.
 
     The console shows what status and inspect show, live, with charts and controls. The command prints the address and serves the
-    page until Ctrl-C. The controls need the run's token.
+    page until Ctrl-C. The controls need the run's token. With --json, the first line is an object with the address and the login
+    links, and each later change of the run's state is another line.
     """
     from services.console.commands import web as page
 
-    return finish(page.web(run, redis_url, host, port))
+    return finish(page.web(run, redis_url, host, port, as_json))
 
 
 def audit(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
     """Account for every ticket of a run.
 
-    The run may be running, stopped or finished. Exit code 1: a ticket was lost or duplicated, or slots leak.
+    The run may be running, stopped or finished. Exit code 1: a ticket was lost or duplicated, or slots leaked.
     """
     from services.console.commands import verbs
 
@@ -125,9 +131,10 @@ def cost(
     price: Annotated[float, typer.Option(min=0, help="Price of a device-hour, to print costs.")] = 0.0,
     as_json: Json = False,
 ) -> int:
-    """Show what a run's devices spent their time on, by outcome: trained, filtered, stale, idle, loading, syncing and more.
+    """Show what a run's devices spent their time on.
 
-    It reads the run's folder and needs no server. A device is a GPU, or on a machine without GPUs a process.
+    Time is divided by outcome: trained, filtered, stale, idle, loading, syncing and more. The command reads the run's folder and
+    needs no server. A device is a GPU, or on a machine without GPUs a process.
     """
     from services.console.inspect import cost as verb
 
@@ -142,10 +149,11 @@ def export(
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; default: the latest one.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a checkpoint as a model in Hugging Face format, with tokenizer, chat template and sampling defaults.
+    """Write a checkpoint as a model in Hugging Face format.
 
-    It reads the run's folder and needs no server. Adapters are merged into the model and also written beside it. An earlier
-    export in OUT is replaced; any other folder is refused.
+    The model has its tokenizer, chat template and sampling defaults. The command reads the run's folder and needs no server.
+    Adapters are merged into the model and also written next to it. An earlier export in OUT is replaced; any other folder is
+    refused.
     """
     from services.console.inspect import export as verb
 
@@ -161,10 +169,11 @@ def record(
     wait_s: WaitS = 0,
     as_json: Json = False,
 ) -> int:
-    """Write a step of a run to one file, a bundle: plan, headers, payloads, configuration, versions, weights, results.
+    """Write a step of a run to one file, a bundle.
 
-    Possible while Redis holds the step, that is until a checkpoint covers it. The bundle begins at the last checkpoint before the
-    step, so it also has the steps in between. It contains prompts, completions and answers.
+    The bundle has the step's plan, headers, payloads, configuration, versions, weights and results. A step can be recorded
+    until a checkpoint covers it. The bundle begins at the last checkpoint before the step, so it also has the steps in
+    between. It contains prompts, completions and answers.
     """
     from services.console.bundles import record as verb
 
@@ -174,7 +183,7 @@ def record(
 def replay_step(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="File that grpo record wrote.")],
     stage: Annotated[
-        Literal["score", "settle", "pack", "loss", "train"], typer.Option(help="What to do again; train does what loss does.")
+        Literal["score", "settle", "pack", "loss", "train"], typer.Option(help="Stage to repeat; train includes loss.")
     ] = "train",
     tolerance: Annotated[
         float, typer.Option(min=0, help="Relative difference between numbers that still counts as equal.")
@@ -188,9 +197,10 @@ def replay_step(
     against: Annotated[Path | None, typer.Option(metavar="FILE", help="Compare with what --save wrote, by token.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Do a stage of a recorded step again, without Redis, generators or GPU, and compare with what was.
+    """Repeat a stage of a recorded step and compare the results.
 
-    Exit code 1: something differs; the first difference is named. Nothing in a bundle is executed without --run-code.
+    It needs no Redis, generators or GPU. Exit code 1: something differs; the first difference is printed. Nothing in a bundle
+    is executed without --run-code.
     """
     from services.console.bundles import replay as verb
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 from typing import cast
 
 from services.config import RunConfig, load_resolved
@@ -16,6 +17,7 @@ from services.console.attach import Attached, attach, existing
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_REDIS, ConsoleError
 from services.console.local.lock import holder
 from services.console.paths import RunPaths
+from services.console.printable import print_json
 from services.console.reading.from_folder import NOTE, describe, folder_instead, with_tokens
 from services.runtime.http.credentials import api_tokens
 from services.runtime.process_tools import free_port
@@ -24,17 +26,17 @@ WATCH_S = 0.5
 AGAIN_S = 1.0  # between attempts to reach a run whose Redis is just stopping or starting
 
 
-async def web(run: str, redis_url: str, host: str, port: int) -> int:
+async def web(run: str, redis_url: str, host: str, port: int, as_json: bool) -> int:
     """Serve the page until Ctrl-C."""
     port, told = port or free_port(""), _interrupted()
     served = ""
     while not told.is_set():
         try:
             async with attach(run, redis_url) as attached:
-                served = await _serve(attached, host, port, told, served)
+                served = await _serve(attached, host, port, told, served, as_json)
         except ConsoleError as error:
             if not served:
-                await _serve_folder(folder_instead(run, redis_url, error), host, port, told)
+                await _serve_folder(folder_instead(run, redis_url, error), host, port, told, as_json)
                 return EXIT_OK
             if error.code != EXIT_REDIS:
                 raise
@@ -42,7 +44,7 @@ async def web(run: str, redis_url: str, host: str, port: int) -> int:
     return EXIT_OK
 
 
-async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, served: str) -> str:
+async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, served: str, as_json: bool) -> str:
     """Serve the page until Ctrl-C, or until somebody else has the run's folder. Return the condition that was told last."""
     from services.web.serving import show
 
@@ -53,10 +55,13 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
     config, until = _here(attached.config, attached.folder, host, port), asyncio.Event()
 
     def say(url: str) -> None:
-        if not served:
-            print(f"run {attached.name}: {word}", *_links(url, config), "(Ctrl-C to quit)", sep="\n  ", flush=True)
-        elif served != word:
-            print(f"run {attached.name}: {word}", flush=True)
+        if served == word:
+            return
+        links = {} if served else _links(url, config)
+        if as_json:
+            print_json({"run": attached.name, "condition": word, **links}, line=True)
+        else:
+            print(f"run {attached.name}: {word}", *_shown(links), sep="\n  ", flush=True)
 
     watching = asyncio.create_task(_watch(attached, told, until))
     try:
@@ -66,7 +71,7 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
     return word
 
 
-async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Event) -> None:
+async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Event, as_json: bool) -> None:
     """Serve the page of a run whose Redis is gone until Ctrl-C."""
     from services.store import Store
     from services.web.from_folder import GoneStore, console_of
@@ -76,8 +81,12 @@ async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Ev
         config = _here(given, folder, host, port)
 
         def say(url: str) -> None:
-            words = f"run {folder.path.name}: {describe(folder).word}; {NOTE}"
-            print(words, _links(url, config)[-1], "(Ctrl-C to quit)", sep="\n  ", flush=True)
+            word = describe(folder).word
+            links = {**_links(url, config), "control": ""}  # there is nothing left to control
+            if as_json:
+                print_json({"run": folder.path.name, "condition": word, **links, "note": NOTE}, line=True)
+            else:
+                print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
 
         add, store = console_of(folder.path), cast("Store", GoneStore())
         await show(config, store, say, told, lambda _: describe(folder), add=add)
@@ -92,11 +101,19 @@ async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) 
     until.set()
 
 
-def _links(url: str, config: RunConfig) -> list[str]:
-    """Return lines with addresses that log a browser in: a browser sends the fragment of an address to no server."""
+def _links(url: str, config: RunConfig) -> dict[str, str]:
+    """Return the page's address, and addresses that log a browser in: a browser sends the fragment of an address to no server."""
     tokens = api_tokens(config)
     look = f"{url}/#token={tokens.read}" if tokens.read else url
-    return [f"to control it:   {url}/#token={tokens.operate}", f"only to look on: {look}"]
+    return {"url": url, "control": f"{url}/#token={tokens.operate}", "view": look}
+
+
+def _shown(links: Mapping[str, str]) -> list[str]:
+    """Return links as lines; none where they have been shown."""
+    if not links:
+        return []
+    control = [f"to control it: {links['control']}"] if links["control"] else []
+    return [*control, f"to view only:  {links['view']}", "(Ctrl-C to quit)"]
 
 
 def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfig:

@@ -16,18 +16,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.console.display.fleet import COLOURS, fleet_table, waiting_lines
 from services.console.display.warnings_tail import WarningsTail
 from services.console.printable import printable
 from services.operations import figures
 from services.operations.awaited import awaited
-from services.operations.condition import Word, condition
+from services.operations.condition import condition
 from services.operations.figures import NOTHING, duration, number
-from services.operations.observe import Look, Member
+from services.operations.observe import Look
 
 EVENTS = 6  # lines kept on the screen
-WAITING = 3  # pods whose wait is explained
-QUIET_AGE_S = 3.0  # an older heartbeat is highlighted
-COLOURS: dict[Word, str] = {"running": "green", "paused": "yellow", "stopped": "yellow", "finished": "green", "failed": "red"}
 
 
 class ScreenDisplay:
@@ -121,31 +119,3 @@ class ScreenDisplay:
             table.add_column(name, header_style="dim", justify="right")
         table.add_row(*(value for _, value in shown))
         return table
-
-
-def fleet_table(members: Sequence[Member], waiting: Mapping[str, float]) -> Table:
-    """Return a table of pods: phase, policy version, throughput and age of the last heartbeat."""
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("pod", header_style="dim")
-    table.add_column("phase", header_style="dim", min_width=14)
-    for name in ("version", "tok/s", "heartbeat"):
-        table.add_column(name, header_style="dim", justify="right")
-    for member in members:
-        status = member.status
-        style = "yellow" if member.age_s > QUIET_AGE_S else ""
-        version = NOTHING if status.version < 0 else str(status.version)
-        rate = number(status.gauges, "tokens_per_s", ",.0f")
-        phase = Text(f"{status.phase}, waiting", style="yellow") if status.waiting else status.phase
-        table.add_row(status.name, phase, version, rate, Text(f"{member.age_s:.1f} s ago", style=style))
-    for child, seconds in sorted(waiting.items()):
-        table.add_row(child, Text(f"restarts in {seconds:.0f} s", style="yellow"), NOTHING, NOTHING, NOTHING)
-    return table
-
-
-def waiting_lines(members: Sequence[Member]) -> list[Text]:
-    """Return a line for each of the first pods that wait for a service, e.g. for one that makes rewards."""
-    pods = [member.status for member in members if member.status.waiting]
-    lines = [f"  {pod.name}: {pod.waiting}" for pod in pods[:WAITING]]
-    if len(pods) > WAITING:
-        lines.append(f"  and {len(pods) - WAITING} more generators")
-    return [Text(printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in lines]

@@ -57,7 +57,7 @@ def told(what: str, error: Exception) -> Finding:
         detail, found, remedy = text.rpartition(mark)
         if found:
             return fault(what, detail, remedy)
-    return fault(what, text, "fix what the message names")
+    return fault(what, text, "fix this error")
 
 
 def placed(found: Iterable[Finding], places: KeyPlaces) -> list[Finding]:
@@ -86,5 +86,5 @@ def gathered(looks: Iterable[tuple[str, Callable[[], Iterable[Finding]]]]) -> li
         try:
             found += look()
         except Exception as error:  # a machine can be broken in unforeseen ways, and finding them is the purpose
-            found.append(fault(what, f"{type(error).__name__}: {error}", "fix what the message names, and run doctor again"))
+            found.append(fault(what, f"{type(error).__name__}: {error}", "fix this error, and run doctor again"))
     return found

@@ -45,13 +45,13 @@ async def _tried(config: RunConfig, index: int, given: EnvironmentConfig, tried:
     try:
         await pool.start()
         if drives_itself(given):
-            return ok(what, f"loaded, in {time.monotonic() - began:.2f} s")
+            return ok(what, f"loaded in {time.monotonic() - began:.2f} s")
         source = next(source for source in config.data.sources if source.environment == given.name)
         job = Offline(config).first_answer(source)
         async with pool.process() as process:
             tools = (await process.do("doctor", "start", row_for(job.row, job.answer))).value["tools"]
     except (ProgramUnusable, ProgramFailed) as error:
-        return fault(what, f"{named}: {error}", "fix what the message names")
+        return fault(what, f"{named}: {error}", "fix this error")
     except ConfigError as error:
         return note(what, f"not started, since a row cannot be read: {error}", "fix the data first")
     finally:
@@ -64,6 +64,8 @@ def _named(environment: EnvironmentConfig) -> str:
     """Return the key that says what is run, and its value."""
     if environment.kind == "mcp":
         return f"url = {environment.url!r}" if environment.url else f"command = {environment.command!r}"
+    if environment.kind == "verifiers":
+        return f"environment = {environment.id!r}"
     if environment.function:
         return f"function = {environment.function!r}"
     return f"command = {environment.command!r}" if environment.kind == "agent" else f"tools = {environment.tools!r}"

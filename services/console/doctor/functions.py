@@ -49,7 +49,7 @@ def _imported(key: str, name: str) -> Finding:
     if done.returncode == 0:
         return ok(key, name)
     said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return fault(key, f"{key} = {name!r}: {said}", "fix the name or its module, or start in the folder that has it")
+    return fault(key, f"{key} = {name!r}: {said}", "fix the name or its module, or start grpo in the folder that contains it")
 
 
 def verifiers(config: RunConfig, remote: bool = True) -> Iterator[Finding]:
@@ -100,7 +100,7 @@ async def _call(config: RunConfig, index: int, name: str, verifier: str, remote:
             return []
         scores = [(await scoring.score(offline.first_answer(source))).scores[name][0] for source in asked]
     except VerifierFailure as failure:
-        return [fault(what, f"{given}: {failure}", "fix what the message names; grpo score tries it")]
+        return [fault(what, f"{given}: {failure}", "fix this error; to try it, use grpo score")]
     except ConfigError as error:
         return [note(what, f"not called, since a row cannot be read: {error}", "fix the data first")]
     finally:

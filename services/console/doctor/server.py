@@ -16,8 +16,7 @@ from services.protocol.shards import shards
 from services.runtime.http.credentials import redis_login, redis_password
 from services.store import Store
 from services.store.acl import GRANTS
-from services.store.connection.client import ClusterNode, Login, ask_nodes
-from services.store.connection.cluster import in_cluster
+from services.store.connection.client import ClusterNode, Login, ask_nodes, in_cluster
 
 SKEW_S = 1.0  # above this, logs and metrics of different machines cannot be compared; leases use the server's clock only
 SLOW_S = 0.02  # for a round trip: each hand-over takes several
@@ -115,7 +114,7 @@ def judge(asked: Asked, config: RunConfig) -> list[Finding]:
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
         found.append(fault("Redis: disk", "it cannot write its append-only file", "free space on its disk"))
     found += _judge_master("", info, config, asked.nodes[0].shards if asked.nodes else 0)
-    detail = f"Redis is {asked.skew_s:+.3f} s off this machine"
+    detail = f"the clock of Redis is {asked.skew_s:+.3f} s off this machine's"
     if abs(asked.skew_s) > SKEW_S:
         found.append(fault("clock", detail, "synchronize both machines with NTP (chrony, systemd-timesyncd)"))
     else:
@@ -169,7 +168,7 @@ async def _users(config: RunConfig, url: str) -> AsyncIterator[Finding]:
     let_in = []
     if not (here := users_here(config)):
         yield fault(
-            "Redis: users", f"redis.users_dir = {config.redis.users_dir!r} holds no password", "mount one, or run grpo acl"
+            "Redis: users", f"redis.users_dir = {config.redis.users_dir!r} contains no password", "mount one, or run grpo acl"
         )
     for kind in here:
         try:

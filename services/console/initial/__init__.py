@@ -1,1 +1,1 @@
-"""`grpo init`: looks at a model, data and a reward, and writes a configuration that fits them."""
+"""What comes before a run: `grpo init`, which writes a configuration that fits a model, data and a reward, and `grpo rows`."""

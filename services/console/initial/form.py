@@ -15,14 +15,14 @@ from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.initial.look import SeenModel, SeenReward, SeenRows
 
 TASK = """\
-[[data.sources]]                # prompts: from a task that makes them up, so that this file runs as it is; `--data` takes a file
+[[data.sources]]                # prompts from a task that generates them, so that this file runs as it is; `--data` takes a file
 kind = "reasoning_gym"
 task = "basic_arithmetic"
 size = 10000
 """
 
 FILE = """\
-[[data.sources]]                # prompts, one a row; grpo doctor reads them all
+[[data.sources]]                # prompts, one per row; grpo doctor reads them all
 kind = "{kind}"
 {path}
 {prompt:31} # the question: text, or a list of chat messages
@@ -30,7 +30,7 @@ kind = "{kind}"
 
 FORM = """\
 # A run of grpo. Check it with `grpo doctor {file}`, start it with `grpo run {file}`.
-# Keys that are left out have their defaults: `grpo config {file}` prints them all, `grpo config --explain` says what they mean.
+# Keys that are left out have their defaults: `grpo config {file}` prints them all, `grpo config --explain` explains them.
 # Lengths that are left out follow the model: `model.max_tokens` its context, `sampling.max_tokens` what prompts leave of it.
 
 [run]
@@ -48,11 +48,11 @@ dtype = "{dtype}"{pad}  # bfloat16 on a GPU, float32 on a CPU or for a very smal
 group_size = 8                  # completions per prompt; they are compared with each other
 
 [generator]
-count = 1                       # vLLM engines; on GPUs, one per GPU that is left beside the trainer's
+count = 1                       # vLLM engines; on GPUs, one per GPU that the trainer leaves free
 
 [admission]
 prompts_per_step = 16           # prompts, and so groups, in a training step
-max_staleness = 1               # most steps between the weights that sampled a token and those that train on it
+max_staleness = 1               # maximum number of steps between the weights that sampled a token and those that train on it
 
 [optimizer]
 learning_rate = {rate:15} # the smaller the model, the larger: 1e-6 for billions of parameters, 1e-4 for millions
@@ -72,7 +72,7 @@ OWN = """\
 [[verifiers]]                   # how completions are scored: by your function; try it with `grpo score {file}`
 kind = "python"
 {function}
-# range = [0, 1]                # refuses other scores, and says when a completion counts as solved
+# range = [0, 1]                # refuses other scores, and defines when a completion is solved
 """
 BUILT_IN = """\
 [[verifiers]]                   # how completions are scored: `math`, `exact`, `regex`, or your own function (docs/rewards.md)

@@ -65,10 +65,7 @@ def compare(first: str, second: str, metrics: Sequence[str], as_json: bool) -> i
 
 def _settings(folder: RunPaths) -> dict[str, Any]:
     """Return the resolved configuration as `section.key` -> value."""
-    import tomllib
-
-    folder.told("run")  # names the file if it cannot be read
-    return dict(_flat(tomllib.loads(folder.config.read_text(encoding="utf-8")), ""))
+    return dict(_flat(folder.settings(), ""))
 
 
 def _flat(tree: Any, prefix: str) -> list[tuple[str, Any]]:

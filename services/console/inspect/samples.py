@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.paths import existing
+from services.console.inspect.without_numpy import without_numpy
+from services.console.paths import RunPaths, existing
 from services.console.printable import columns, print_json, printable
+
+if TYPE_CHECKING:
+    from services.operations.samples.search import SamplePage, Search
 
 SHOWN = 48  # characters of a text in a row of the table
 _TABLE = ("step", "group", "sample", "outcome", "reward", "advantage", "length", "versions", "source", "completion")
 _RIGHT = (0, 2, 4, 5, 6)
-_LONG = ("tokens", "logprobs")
+_LONG = ("tokens", "logprobs", "gaps")
 
 
 def samples(run: str, where: str, sort: str, reverse: bool, offset: int, limit: int, full: bool, as_json: bool) -> int:
     """Print the completions that match."""
     folder = existing(run)
-    try:
-        from services.operations.samples.columns import SCHEMA
-        from services.operations.samples.folder import SAMPLES
-        from services.operations.samples.search import ExpressionError, Search
-    except ImportError:
-        raise ConsoleError("the sample log needs pyarrow: pip install 'grpo[dataprep]'", EXIT_CONFIG) from None
-    log = Search.of(folder.path / SAMPLES)
-    wanted = [name for name in SCHEMA.names if name not in _LONG]
-    try:
-        found = log.find(where, sort, reverse, offset, limit, wanted)
-    except ExpressionError as error:
-        raise ConsoleError(str(error), EXIT_CONFIG) from None
+    with without_numpy():
+        log, found = _search(folder, where, sort, reverse, offset, limit)
     status, damaged = log.folder.status(), log.folder.damaged
     if not found.of and not damaged:
-        what = (
-            "samples.keep is 0"
-            if not folder.told("samples").get("keep", 1)
-            else "none has ended yet, or its tracker does not run"
-        )
+        what = "samples.keep is 0" if not folder.keys("samples.keep")[0] else "none has ended yet, or the tracker is not running"
         raise ConsoleError(f"no completions are logged in {log.folder.path}: {what}", EXIT_CONFIG)
     if as_json:
         print_json({
@@ -61,6 +51,22 @@ def samples(run: str, where: str, sort: str, reverse: bool, offset: int, limit: 
     return EXIT_OK
 
 
+def _search(folder: RunPaths, where: str, sort: str, reverse: bool, offset: int, limit: int) -> tuple[Search, SamplePage]:
+    """Return the log and the completions that match. Raise `ConsoleError` for a wrong expression, or without pyarrow."""
+    try:
+        from services.operations.samples.columns import SCHEMA, ExpressionError
+        from services.operations.samples.folder import SAMPLES
+        from services.operations.samples.search import Search
+    except ImportError:
+        raise ConsoleError("the sample log needs pyarrow: pip install 'grpo[dataprep]'", EXIT_CONFIG) from None
+    log = Search.of(folder.path / SAMPLES)
+    wanted = [name for name in SCHEMA.names if name not in _LONG]
+    try:
+        return log, log.find(where, sort, reverse, offset, limit, wanted)
+    except ExpressionError as error:
+        raise ConsoleError(str(error), EXIT_CONFIG) from None
+
+
 def _short(row: dict[str, Any]) -> list[str]:
     text = row["completion"] if row["completion"] is not None else row["reason"] or ""
     versions = _number(row["oldest"]) if row["oldest"] == row["newest"] else f"{row['oldest']}–{row['newest']}"
@@ -77,6 +83,8 @@ def _whole(row: dict[str, Any]) -> str:
     head = f"step {row['step']}, group {row['group']}, completion {_number(row['sample'])}: {row['outcome']}"
     why = f" ({row['reason']})" if row["reason"] else ""
     figures = f"reward {_number(row['reward'])}{scores}, advantage {_number(row['advantage'])}, {_number(row['length'])} tokens"
+    if row["gap_mean"] is not None:
+        figures += f", logprob gap {_number(row['gap_mean'])} (max {_number(row['gap_max'])})"
     texts = [("prompt", row["prompt"]), ("completion", row["completion"])]
     if row["segments"]:
         texts[1:] = [(f"segment {i}", (s["context"] or "") + (s["text"] or "")) for i, s in enumerate(row["segments"])]

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from rich.console import Group as Lines
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
-from services.console.printable import cell
+from services.console.display.layout import Grid, Shown, Stacked, Styled, cell, facts_grid
 from services.operations.figures import NOTHING
-from services.operations.inspection.sync import SyncAnswer, SyncMember
+
+if TYPE_CHECKING:
+    from services.operations.inspection.sync import SyncAnswer, SyncMember
 
 
-def sync_table(found: SyncAnswer) -> RenderableType:
+def sync_table(found: SyncAnswer) -> Shown:
     """Return the round and what was sent, and one row per generator."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("published", f"version {found.published}" if found.published >= 0 else NOTHING)
+    known = [("published", f"version {found.published}" if found.published >= 0 else NOTHING)]
     if found.round:
-        facts.add_row("last round", f"version {found.version}: {found.round}, attempt {found.attempt}, epoch {found.epoch}")
-        facts.add_row("transport", found.backend)
+        known.append(("last round", f"version {found.version}: {found.round}, attempt {found.attempt}, epoch {found.epoch}"))
+        known.append(("transport", found.backend))
     if found.sent_bytes is not None and found.sent_share is not None and found.changed_share is not None:
-        facts.add_row("sent", f"{found.sent_bytes:,} bytes as {found.encoding}, {found.sent_share:.3%} of the weights")
-        facts.add_row("changed", f"{found.changed_share:.3%} of the elements")
-    table = Table(box=None, padding=(0, 1), show_edge=False)
-    table.add_column("generator", header_style="dim")
+        known.append(("sent", f"{found.sent_bytes:,} bytes as {found.encoding}, {found.sent_share:.3%} of the weights"))
+        known.append(("changed", f"{found.changed_share:.3%} of the elements"))
+    table = Grid(box=None, padding=(0, 1), show_edge=False)
+    table.column("generator", header_style="dim")
     for name in ("version", "behind", "bytes", "pause s", "catch-ups"):
-        table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+        table.column(name, header_style="dim", justify="right", no_wrap=True)
     for name in ("phase", "answer"):
-        table.add_column(name, header_style="dim")
+        table.column(name, header_style="dim")
     for member in found.members:
-        table.add_row(*_row(member))
-    return Lines(facts, Text(), table)
+        table.row(*_row(member))
+    return Stacked(facts_grid(known, style=""), Styled(), table)
 
 
-def _row(member: SyncMember) -> list[str | Text]:
+def _row(member: SyncMember) -> list[str | Styled]:
     held = member.version >= 0
     return [
         cell(member.member),

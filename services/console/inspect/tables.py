@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Group as Lines
-from rich.console import RenderableType
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
-from services.console.printable import cell, printable
+from services.algorithm.histograms import separated
+from services.console.display.layout import Framed, Grid, Shown, Stacked, Styled, cell, facts_grid
+from services.console.inspect.sync_table import sync_table
+from services.console.printable import printable
 from services.operations.figures import NOTHING, duration
-from services.operations.inspection.buffer import Buffer, BufferGroup
-from services.operations.inspection.completions import Completion, CompletionSegment
-from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
-from services.operations.inspection.group import Group
-from services.operations.inspection.parts import CompletionPart
-from services.operations.inspection.step import Plan, Spread, Step
-from services.operations.inspection.text import Passage
+
+if TYPE_CHECKING:
+    from services.operations.inspection.buffer import Buffer, BufferGroup
+    from services.operations.inspection.completions import Completion, CompletionSegment
+    from services.operations.inspection.deadletters import DeadLetterBody, DeadLetters, RequeueAnswer
+    from services.operations.inspection.group import Group
+    from services.operations.inspection.parts import CompletionPart
+    from services.operations.inspection.step import Plan, Spread, Step
+    from services.operations.inspection.text import Passage
+
+__all__ = [
+    "buffer_table", "dead_letter_table", "dead_letters_table", "group_tables", "requeue_table", "step_tables", "sync_table",
+]  # fmt: skip
 
 ROUNDING = 1e-12  # smaller numbers are rounding errors and are shown as 0
 HEX_SHOWN = 512  # digits of a body that cannot be decoded; --json shows all
 
 
-def buffer_table(found: Buffer) -> RenderableType:
+def buffer_table(found: Buffer) -> Shown:
     """Return the table's figures, and one row per group."""
     by = "" if found.sort == "order" else f", by {found.sort}"
     facts = [
@@ -41,18 +46,18 @@ def buffer_table(found: Buffer) -> RenderableType:
     weighted = found.weight_sum is not None
     table = _table("group", "issued", "versions", "lag", "uses", *(["weight", "p"] if weighted else []), "reward", "length")
     for name in ("source", "generator"):
-        table.add_column(name, header_style="dim")
+        table.column(name, header_style="dim")
     for row in found.groups:
         weights = [_number(row.weight), _share(row.probability)] if weighted else []
-        table.add_row(cell(row.group), *_of_group(row, weights))
+        table.row(cell(row.group), *_of_group(row, weights))
     shown = f"groups {found.offset:,} to {found.offset + len(found.groups) - 1:,}" if found.groups else "no groups"
     order = f"{shown}{by}{', highest first' if found.reverse else ''}"
-    return Lines(_facts(facts), Text(), Text(order, "bold"), table)
+    return Stacked(facts_grid(facts), Styled(), Styled(order, "bold"), table)
 
 
-def _of_group(row: BufferGroup, weights: Sequence[str]) -> Iterable[str | Text]:
+def _of_group(row: BufferGroup, weights: Sequence[str]) -> Iterable[str | Styled]:
     if not row.readable:
-        return (NOTHING, NOTHING, NOTHING, str(row.uses), *weights, Text("unreadable header", "red"))
+        return (NOTHING, NOTHING, NOTHING, str(row.uses), *weights, Styled("unreadable header", "red"))
     return (
         str(row.seq), _range(row.oldest, row.newest), _or_dash(row.lag), str(row.uses), *weights,
         f"{_number(row.reward_mean)} ± {_number(row.reward_std)}",
@@ -60,12 +65,12 @@ def _of_group(row: BufferGroup, weights: Sequence[str]) -> Iterable[str | Text]:
     )  # fmt: skip
 
 
-def group_tables(found: Group) -> RenderableType:
+def group_tables(found: Group) -> Shown:
     """Return where a group is, its prompt, and each completion below a line with its figures."""
-    facts: list[tuple[str, str | Text]] = [("place", cell(found.where))]
+    facts: list[tuple[str, str | Styled]] = [("place", cell(found.where))]
     if found.holder:
         held = f"claim {found.holder.fence}, lease renewed {duration(found.holder.idle_s)} ago"
-        facts.append(("held by", cell(f"{found.holder.consumer} ({held})")))
+        facts.append(("claimed by", cell(f"{found.holder.consumer} ({held})")))
     if found.attempts or found.expiries:
         facts.append(("so far", f"{found.attempts} failures, {found.expiries} expired leases"))
     if found.ended_at:
@@ -87,20 +92,20 @@ def group_tables(found: Group) -> RenderableType:
         )
     if found.answer is not None:
         facts.append(("answer", cell(found.answer)))
-    parts: list[RenderableType] = [_facts([("group", found.group), *facts])]
+    parts: list[Shown] = [facts_grid([("group", found.group), *facts])]
     if found.prompt:
-        parts += [Text(), _panel(f"prompt, {found.prompt.tokens} tokens", found.prompt)]
+        parts += [Styled(), _panel(f"prompt, {found.prompt.tokens} tokens", found.prompt)]
     for completion in found.completions:
         parts += _completion(completion)
         for verifier, said in (completion.note or {}).items():
             parts.append(cell(f"{verifier}: {msgspec.json.encode(said).decode()}", "dim"))
     last = found.offset + len(found.completions)
     if found.completions and (found.offset or last < found.size):
-        parts.append(Text(f"completions {found.offset} to {last - 1} of {found.size}", "dim"))
-    return Lines(*parts, *(cell(f"note: {note}", "yellow") for note in found.notes))
+        parts.append(Styled(f"completions {found.offset} to {last - 1} of {found.size}", "dim"))
+    return Stacked(*parts, *(cell(f"note: {note}", "yellow") for note in found.notes))
 
 
-def _completion(found: Completion) -> Iterable[RenderableType]:
+def _completion(found: Completion) -> Iterable[Shown]:
     """Format a completion with its tokens below: a conversation turn by turn, in segments if it has several."""
     segment = found.segments[0] if len(found.segments) == 1 else None
     if segment is not None and segment.context is None and (segment.parts is None or len(segment.parts) == 1):
@@ -116,7 +121,7 @@ def _completion(found: Completion) -> Iterable[RenderableType]:
         yield from _parts(segment.parts or [])
 
 
-def _parts(parts: Sequence[CompletionPart]) -> Iterable[RenderableType]:
+def _parts(parts: Sequence[CompletionPart]) -> Iterable[Shown]:
     """Format a conversation: what the policy said in panels, and what it read in between dimmed."""
     for part in parts:
         tokens = "1 token" if part.passage.tokens == 1 else f"{part.passage.tokens} tokens"
@@ -126,7 +131,7 @@ def _parts(parts: Sequence[CompletionPart]) -> Iterable[RenderableType]:
         else:
             text = part.passage.text if part.passage.text is not None else str(part.passage.token_ids)
             yield cell(f"environment, {tokens}:", "dim")
-            yield Text(printable(text, keep_lines=True), "dim")
+            yield Styled(printable(text, keep_lines=True), "dim")
 
 
 def _versions(found: CompletionSegment) -> str:
@@ -145,13 +150,13 @@ def _line(found: Completion) -> str:
     )
 
 
-def step_tables(found: Step) -> RenderableType:
+def step_tables(found: Step) -> Shown:
     """Return a step's plan with one row per rank and per group or, once the step is retired, its metrics."""
     if found.plan is None:
-        facts: list[tuple[str, str | Text]] = [("step", f"{found.step}, trained; its plan was deleted after a checkpoint")]
+        facts: list[tuple[str, str | Styled]] = [("step", f"{found.step}, trained; its plan was deleted after a checkpoint")]
         if found.record is None:
-            return Lines(_facts(facts), Text("its metrics record was deleted too", "yellow"))
-        return Lines(_facts(facts), Text(), _metrics(found.record))
+            return Stacked(facts_grid(facts), Styled("its metrics record was deleted too", "yellow"))
+        return Stacked(facts_grid(facts), Styled(), _metrics(found.record))
     plan = found.plan
     facts = [
         ("step", f"{found.step}, {found.state}"),
@@ -163,20 +168,20 @@ def step_tables(found: Step) -> RenderableType:
     ]
     ranks = _table("rank", "rows", "empty", "responses", "tokens", "fill")
     for rank in plan.ranks:
-        ranks.add_row(
+        ranks.row(
             str(rank.rank), str(rank.rows), str(rank.empty), f"{rank.responses:,}", f"{rank.tokens:,}",
             NOTHING if rank.fill is None else f"{rank.fill:.0%}",
         )  # fmt: skip
     groups = _table("group", "use", "uses", "versions", "lag", "weight", "advantage", "responses", "masked", "in the loss")
     for row in plan.groups:
-        groups.add_row(
+        groups.row(
             cell(row.group), "fresh" if row.fresh else "replayed", _or_dash(row.uses), _range(row.oldest, row.newest),
             _or_dash(row.lag), _number(row.weight), _spread(row.advantage), str(row.responses), str(row.masked),
             f"{row.trained_tokens:,}",
         )  # fmt: skip
     last = plan.offset + len(plan.groups) - 1
-    more = [Text(f"groups {plan.offset:,} to {last:,} of {plan.size:,}", "dim")] if len(plan.groups) < plan.size else []
-    return Lines(_facts(facts), Text(), ranks, Text(), groups, *more)
+    more = [Styled(f"groups {plan.offset:,} to {last:,} of {plan.size:,}", "dim")] if len(plan.groups) < plan.size else []
+    return Stacked(facts_grid(facts), Styled(), ranks, Styled(), groups, *more)
 
 
 def _mini_batches(plan: Plan) -> Iterable[str]:
@@ -184,22 +189,22 @@ def _mini_batches(plan: Plan) -> Iterable[str]:
         yield f"{rows} rows per rank, denominator {_number(denominator)}"
 
 
-def dead_letters_table(found: DeadLetters) -> RenderableType:
+def dead_letters_table(found: DeadLetters) -> Shown:
     """Return one row per dead letter."""
     if not found.letters:
-        return Text("no dead letters" if not found.total else f"no older dead letters, of {found.total:,} in total")
-    table = Table(box=None, padding=(0, 2), show_edge=False)
+        return Styled("no dead letters" if not found.total else f"no older dead letters, of {found.total:,} in total")
+    table = Grid(box=None, padding=(0, 2), show_edge=False)
     for name in ("id", "when", "ticket", "failed", "reason"):
-        table.add_column(name, header_style="dim", overflow="fold", no_wrap=name in ("id", "when"))
+        table.column(name, header_style="dim", overflow="fold", no_wrap=name in ("id", "when"))
     for row in found.letters:
-        table.add_row(row.id, _when(row.at), cell(row.ticket), "yes" if row.failed else "not issued", cell(row.reason))
-    more = [Text(f"{found.total:,} in total; list more with --before {found.next}", "dim")] if found.next else []
-    return Lines(table, *more)
+        table.row(row.id, _when(row.at), cell(row.ticket), "yes" if row.failed else "not issued", cell(row.reason))
+    more = [Styled(f"{found.total:,} in total; list more with --before {found.next}", "dim")] if found.next else []
+    return Stacked(table, *more)
 
 
-def dead_letter_table(found: DeadLetterBody) -> RenderableType:
+def dead_letter_table(found: DeadLetterBody) -> Shown:
     """Return everything in a dead letter."""
-    facts: list[tuple[str, str | Text]] = [
+    facts: list[tuple[str, str | Styled]] = [
         ("dead letter", found.id),
         ("when", _when(found.at)),
         ("ticket", cell(found.ticket)),
@@ -209,48 +214,39 @@ def dead_letter_table(found: DeadLetterBody) -> RenderableType:
     ]
     if found.hex is not None:
         cut = f"… {len(found.hex) // 2:,} bytes in total, see --json" if len(found.hex) > HEX_SHOWN else ""
-        return Lines(_facts(facts), Text(), Text(found.hex[:HEX_SHOWN] + cut))
-    return Lines(_facts(facts), Text(), _facts([(name, cell(value)) for name, value in (found.fields or {}).items()]))
+        return Stacked(facts_grid(facts), Styled(), Styled(found.hex[:HEX_SHOWN] + cut))
+    return Stacked(facts_grid(facts), Styled(), facts_grid([(name, cell(value)) for name, value in (found.fields or {}).items()]))
 
 
-def requeue_table(found: RequeueAnswer) -> RenderableType:
+def requeue_table(found: RequeueAnswer) -> Shown:
     """Return one row per dead letter that was to be requeued."""
-    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table = Grid(box=None, padding=(0, 2), show_edge=False)
     for name in ("id", "ticket", ""):
-        table.add_column(name, header_style="dim", overflow="fold")
+        table.column(name, header_style="dim", overflow="fold")
     for row in found.requeued:
-        table.add_row(cell(row.id), cell(row.ticket), Text("already requeued" if row.before else "requeued", "green"))
+        table.row(cell(row.id), cell(row.ticket), Styled("already requeued" if row.before else "requeued", "green"))
     for row in found.refused:
-        table.add_row(cell(row.id), cell(row.ticket), cell(f"refused: {row.why_not}", "yellow"))
-    return table if table.row_count else Text("no dead letters")
+        table.row(cell(row.id), cell(row.ticket), cell(f"refused: {row.why_not}", "yellow"))
+    return table if table.rows else Styled("no dead letters")
 
 
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, padding=(0, 1), show_edge=False)
-    table.add_column(first, header_style="dim")
+def _table(first: str, *numbers: str) -> Grid:
+    table = Grid(box=None, padding=(0, 1), show_edge=False)
+    table.column(first, header_style="dim")
     for name in numbers:
-        table.add_column(name, header_style="dim", justify="right", no_wrap=True)
+        table.column(name, header_style="dim", justify="right", no_wrap=True)
     return table
 
 
-def _facts(facts: Sequence[tuple[str, str | Text]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        table.add_row(name, value)
-    return table
+def _metrics(record: Mapping[str, float | None]) -> Grid:
+    return facts_grid([(printable(name), _number(value)) for name, value in sorted(separated(record)[0].items())])
 
 
-def _metrics(record: Mapping[str, float | None]) -> Table:
-    return _facts([(printable(name), _number(value)) for name, value in sorted(record.items())])
-
-
-def _panel(title: str, passage: Passage | None) -> RenderableType:
+def _panel(title: str, passage: Passage | None) -> Shown:
     if passage is None:
         return cell(title)
-    text = cell(passage.text, keep_lines=True) if passage.text is not None else Text(str(passage.token_ids), "dim")
-    return Panel(text, title=cell(title), title_align="left", border_style="dim")
+    text = cell(passage.text, keep_lines=True) if passage.text is not None else Styled(str(passage.token_ids), "dim")
+    return Framed(cell(title), text)
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
 
 from services.config import ConfigError, RunConfig, digest, load_resolved, to_toml
 from services.config.load import NOT_DEFINING
@@ -49,7 +48,7 @@ class RunFolder(RunPaths):
             return False
         if digest(held) != digest(config):
             what = f"a run with another configuration: {_differences(held, config)}"
-            raise ConsoleError(self._refusal(f"{what}. These keys say what is trained, and stay as they began"), EXIT_CONFIG)
+            raise ConsoleError(self._refusal(f"{what}. These keys define the run and cannot change"), EXIT_CONFIG)
         return True
 
     def holds(self, config: RunConfig) -> bool:
@@ -62,7 +61,7 @@ class RunFolder(RunPaths):
 
     def _refusal(self, what: str) -> str:
         remedy = "choose another run.name, continue from a checkpoint with grpo fork, or delete it with --fresh"
-        return f"{self.path} holds {what}; {remedy}"
+        return f"{self.path} contains {what}; {remedy}"
 
     def clear(self) -> None:
         """Delete the run, except for the lock. Refuse a folder that holds anything but a run."""
@@ -70,7 +69,7 @@ class RunFolder(RunPaths):
         if things and not self.config.exists():
             names = ", ".join(sorted(entry.name for entry in things)[:SHOWN])
             raise ConsoleError(
-                f"{self.path} was not deleted: it holds {names} but no run (no config.toml); delete it by hand", EXIT_CONFIG
+                f"{self.path} was not deleted: it contains {names} but no run (no config.toml); delete it by hand", EXIT_CONFIG
             )
         # Delete the configuration last, so that an interrupted deletion can be repeated.
         for entry in sorted(things, key=lambda entry: entry == self.config):
@@ -130,16 +129,6 @@ def check_redis(config: RunConfig, url: str) -> Iterator[Finding]:
             why = "without redis.url, because the run starts its own server" if own else f"on the server at {url}"
             remedy = f"{'set redis.url' if own else 'set it there'}, or remove the key (default: {default!r})"
             yield fault("Redis", f"redis.{key} = {value!r} has no effect {why}", remedy)
-
-
-def split_password(url: str) -> tuple[str, str]:
-    """Split a Redis address into the address without password, which may be shown, and the password, which may not."""
-    parts = urlsplit(url)
-    if not parts.password:
-        return url, ""
-    user = f"{parts.username}@" if parts.username else ""
-    place = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=user + place)), unquote(parts.password)
 
 
 def _differences(held: RunConfig, asked: RunConfig) -> str:

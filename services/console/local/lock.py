@@ -1,8 +1,8 @@
 """A lock that allows one run at a time per run folder, or one server for those who read a run that is stopped.
 
 Guarantees: the lock is held while the console or any service that it started lives, because services inherit it. The kernel
-releases it when the last of them exits, for whatever reason. A process that cannot take the lock learns which process holds it,
-and a run takes it from readers.
+releases it when the last of them exits, for whatever reason. A process that cannot take the lock learns which process holds it.
+A run takes it from readers, and from services of a dead console that do not exit in time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ POLL_S = 0.1
 GLANCE_S = 0.5  # a command may look at the lock, which takes it for an instant
 YIELD_S = 30.0  # for the server of readers to shut down when a run starts
 TOLD_S = 1.0  # a longer wait is reported
+KILLED_S = 10.0  # for killed processes to be gone
 READERS = "readers"
 
 
@@ -47,8 +48,8 @@ class FolderLock:
     def __init__(
         self, folder: Path, patience_s: float = 0.0, *, readers: bool = False, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`patience_s`: seconds to wait for the services of a dead console to exit. `readers`: take it for a server of readers;
-        else such a server is asked to give way. `say` receives what is waited for.
+        """`patience_s`: seconds to wait for the services of a dead console to exit, before they are killed; 0: neither.
+        `readers`: take it for a server of readers; else such a server is asked to give way. `say` receives what is waited for.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -57,12 +58,17 @@ class FolderLock:
 
     def __enter__(self) -> FolderLock:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        started, told = time.monotonic(), False
+        started, told, killed = time.monotonic(), False, False
         while not self._take():
             found = holder(self.folder) or LockHolder(0, True)
-            waited_s, limit_s = time.monotonic() - started, self._limit_s(found)
+            waited_s, limit_s = time.monotonic() - started, KILLED_S if killed else self._limit_s(found)
             if found.readers and not self._readers and not told:
                 _ask_to_end(found)
+            if waited_s > limit_s and self._patience_s and not killed and not found.lives and not found.readers:
+                self._say(f"killing {users(self.folder, found)}: still there after {limit_s:g} s")
+                _kill(_holders(self.path))
+                started, killed = time.monotonic(), True
+                continue
             if waited_s > limit_s:
                 os.close(self.fd)
                 raise InUse(f"{self.folder} is in use by {users(self.folder, found)}")
@@ -123,6 +129,13 @@ def _ask_to_end(found: LockHolder) -> None:
             os.kill(found.pid, signal.SIGTERM)
 
 
+def _kill(pids: Iterable[int]) -> None:
+    """Kill what a dead console left behind. Nothing is lost: services are built to be killed at any time."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def users(folder: Path, found: LockHolder) -> str:
     """Describe who uses a run folder."""
     if found.readers:
@@ -130,7 +143,7 @@ def users(folder: Path, found: LockHolder) -> str:
     left = [] if found.lives else _holders(folder / "lock")
     if not left:
         return f"process {found.pid or 'unknown'}"
-    return f"what process {found.pid} left behind when it died (processes {', '.join(map(str, left))})"
+    return f"process {', '.join(map(str, left))} (left behind when process {found.pid} died)"
 
 
 def _holders(path: Path) -> list[int]:

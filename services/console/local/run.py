@@ -59,7 +59,7 @@ from services.runtime.processes.child_processes import ServicePlan
 from services.store import Store
 from services.store.connection.client import Login
 
-ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit; after this, `grpo run` is refused
+ORPHANS_S = 60.0  # services of a killed console took up to 35 s to exit, and longer on a busy machine; then they are killed
 
 Planner = Callable[[RunConfig, Path, Sequence[str]], Sequence[ServicePlan]]
 
@@ -152,7 +152,7 @@ async def _claim_name(config: RunConfig, url: str, login: Login, fresh: bool) ->
         state = await store.run.state()
         if state is not None and state.config != digest(config):
             raise ConsoleError(
-                f"Redis at {url} holds a run {name!r} with another configuration; choose another run.name, or delete it "
+                f"Redis at {url} contains a run {name!r} with another configuration; choose another run.name, or delete it "
                 "with --fresh",
                 EXIT_CONFIG,
             )
@@ -259,11 +259,11 @@ class _Job:
                 where = "from its checkpoint" if any(self.folder.checkpoints.glob("step-*")) else "new"
             display.event(f"run {config.run.name} ({where}) in {self.folder.path}, Redis at {config.redis.url}")
             if observer.last.state is not None and observer.last.state.paused:
-                display.event(f"it is paused and trains nothing until it is resumed: grpo resume {self.folder.path}")
+                display.event(f"it is paused and does not train until it is resumed: grpo resume {self.folder.path}")
             if config.web.port:
                 page = f"http://{config.web.host}:{config.web.port}"
                 link = f"{page}/#token={api_tokens(config).operate}" if sys.stdout.isatty() else ""
-                display.event(f"web console: {link or f'{page}, its token in {config.api.token_file}'}")
+                display.event(f"web console: {link or f'{page}, with the token in {config.api.token_file}'}")
             most = most_generators(config, self.gpus)
             await observer.store.run.bound_generators(most)
             launcher = Launcher(

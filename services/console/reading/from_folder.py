@@ -9,9 +9,8 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from services.config import RunConfig
 from services.console import paths
 from services.console.errors import EXIT_CONFIG, EXIT_REDIS, ConsoleError
 from services.console.local import conditions
@@ -21,7 +20,10 @@ from services.operations import figures
 from services.operations.condition import Condition
 from services.operations.history import recorded
 
-NOTE = "its Redis is gone: this is what its folder says"
+if TYPE_CHECKING:
+    from services.config import RunConfig
+
+NOTE = "its Redis is gone: showing the files in its folder"
 
 
 def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
@@ -35,18 +37,18 @@ def folder_instead(run: str, redis_url: str, error: ConsoleError) -> RunPaths:
 
 def show_status(folder: RunPaths, as_json: bool) -> None:
     """Print what the run was doing last."""
-    said, found = folder.told("run"), conditions.of(folder)
+    (name, steps), found = folder.keys("run.name", "run.steps"), conditions.of(folder)
     last: dict[str, Any] = next(reversed(list(recorded(folder.metrics))), {})
     rounds = list(recorded(folder.evaluations))
     if as_json:
         print_json({
-            "run": said["name"], "condition": vars(found), "state": None, "pods": [], "last_step": last,
+            "run": name, "condition": vars(found), "state": None, "pods": [], "last_step": last,
             "evaluation": {"last": rounds[-1] if rounds else {}}, "note": NOTE,
         })  # fmt: skip
         return
-    print(f"{printable(said['name'])}  {int(last.get('step', -1)) + 1}/{said['steps']} steps  {printable(found)}")
+    print(f"{printable(name)}  {int(last.get('step', -1)) + 1}/{steps} steps  {printable(found)}")
     if last:
-        print(printable(figures.step_line(last, said["steps"], None)))
+        print(printable(figures.step_line(last, steps, None)))
     if rounds:
         print(printable(figures.evaluation_line(rounds[-1])))
     print(NOTE)

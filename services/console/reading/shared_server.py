@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.config import load_resolved
 from services.console.errors import EXIT_REDIS, ConsoleError
-from services.console.local.folder import RunFolder
-from services.console.local.lock import TOLD_S, LockHolder, holder, users
-from services.console.local.redis_server import RedisServer
+from services.console.local.lock import LockHolder, holder, users
+from services.console.paths import RunPaths
 from services.console.reading.presence import Presence
 from services.runtime.processes.redis_process import START_LIMIT_S
 
 POLL_S = 0.02
+SAID_AFTER_S = 2.0  # a longer wait is reported; a keeper and a server start in less, even on a busy machine
 CONNECT_S = 1.0
 END_S = 10.0  # for the server to shut down after its last reader
 
@@ -40,7 +39,7 @@ class Reading:
 
 
 @contextlib.contextmanager
-def reading(folder: RunFolder, say: Callable[[str], None]) -> Iterator[Reading]:
+def reading(folder: RunPaths, say: Callable[[str], None]) -> Iterator[Reading]:
     """Reach the run's own server, and keep it up meanwhile if the run is stopped. Raise `ConsoleError` if it does not answer.
 
     `say` receives what is waited for.
@@ -57,12 +56,12 @@ def reading(folder: RunFolder, say: Callable[[str], None]) -> Iterator[Reading]:
             _see_out(keeper, END_S if last else 0.0)
 
 
-def owns_server(folder: RunFolder) -> bool:
+def owns_server(folder: RunPaths) -> bool:
     """Return whether the run has a Redis server of its own."""
     return (folder.redis / "password").exists()
 
 
-def _find(folder: RunFolder, say: Callable[[str], None], keepers: list[subprocess.Popen[str]]) -> Reading:
+def _find(folder: RunPaths, say: Callable[[str], None], keepers: list[subprocess.Popen[str]]) -> Reading:
     """Wait for a server that answers. Start a keeper of one where nobody has the folder, and add it to `keepers`."""
     began, told = time.monotonic(), False
     while True:
@@ -71,10 +70,10 @@ def _find(folder: RunFolder, say: Callable[[str], None], keepers: list[subproces
             _keep(folder, keepers)
         elif found.port:
             return Reading(f"redis://127.0.0.1:{found.port}/0", found)
-        elif found.lives and not found.readers and _answers(url := load_resolved(folder.config).redis.url):
+        elif found.lives and not found.readers and _answers(url := folder.keys("redis.url")[0]):
             return Reading(url, found)
         waited_s = time.monotonic() - began
-        if found is not None and waited_s > TOLD_S and not told:
+        if found is not None and waited_s > SAID_AFTER_S and not told:
             told = True
             say(f"waiting up to {START_LIMIT_S:g} s for {_awaited(folder.path, found)}")
         if waited_s > START_LIMIT_S:
@@ -83,15 +82,16 @@ def _find(folder: RunFolder, say: Callable[[str], None], keepers: list[subproces
         time.sleep(POLL_S)
 
 
-def _keep(folder: RunFolder, keepers: list[subprocess.Popen[str]]) -> None:
+def _keep(folder: RunPaths, keepers: list[subprocess.Popen[str]]) -> None:
     """Start a keeper unless one is starting. Raise `ConsoleError` with what the last one said, if it failed."""
     if keepers and keepers[-1].poll() is None:
         return
     if keepers and keepers[-1].returncode:
         assert keepers[-1].stderr is not None
         raise ConsoleError(keepers[-1].stderr.read().strip() or f"{folder.redis} could not be served", EXIT_REDIS)
-    config = load_resolved(folder.config)
-    server = RedisServer(folder.redis, appendfsync=config.redis.appendfsync, run=folder.path.name)
+    from services.console.local.redis_server import RedisServer
+
+    server = RedisServer(folder.redis, appendfsync=folder.keys("redis.appendfsync")[0], run=folder.path.name)
     keeper = subprocess.Popen(
         [sys.executable, "-m", "services.console.reading.keeper", str(folder.path.resolve())],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -14,11 +14,12 @@ from services.console.doctor import Finding
 from services.console.doctor.preflight import Check, check_again, faults_of
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.code import with_kept_code
-from services.console.local.folder import RunFolder, check_redis, split_password
+from services.console.local.folder import RunFolder, check_redis
 from services.console.options import confirm
 from services.operations.inspection.checkpoints import restorable
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointError, CheckpointFolder
+from services.store.connection.login import split_password
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ def judged_as_before(config: RunConfig, folder: RunFolder) -> RunConfig:
         return config
     config, changed = with_kept_code(config, held)
     for path in changed:
-        print(f"{path} has changed since the run began; it continues with the copy in {folder.code}", file=sys.stderr, flush=True)
+        print(
+            f"{path} has changed since the run began; the run continues with the copy in {folder.code}",
+            file=sys.stderr,
+            flush=True,
+        )
     return config
 
 
@@ -88,7 +93,7 @@ def resumed_step(options: Options, folder: RunFolder, held: bool) -> int | None:
     if options.fresh:
         raise ConsoleError(f"--resume {asked} and --fresh are mutually exclusive: remove one", EXIT_CONFIG)
     if not held:
-        raise ConsoleError(f"--resume {asked}: {folder.path} holds no run yet; remove --resume to start one", EXIT_CONFIG)
+        raise ConsoleError(f"--resume {asked}: {folder.path} contains no run yet; remove --resume to start one", EXIT_CONFIG)
     if asked == "latest":
         return None
     if not asked.isdecimal():
@@ -112,5 +117,5 @@ def fresh_or_asked(options: Options, config: RunConfig, folder: RunFolder, train
         return options
     if not folder.untrained or folder.holds(config) or trained():
         return options
-    print(f"the run in {folder.path} had another configuration and no step trained: it is replaced", flush=True)
+    print(f"the run in {folder.path} had another configuration and had trained no step: replacing it", flush=True)
     return replace(options, fresh=True)

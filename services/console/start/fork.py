@@ -19,10 +19,10 @@ from services.config.load import NOT_DEFINING, load_with_places
 from services.config.reading.places import COMMAND_LINE
 from services.config.root import Api, Redis, Web
 from services.config.verifiers import needs_answer, needs_row
-from services.console.attach import existing_folder
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
 from services.console.local.changes import flat, record
 from services.console.local.folder import RunFolder
+from services.console.paths import existing
 from services.console.printable import print_json
 from services.operations.history import EVALUATED, STEP
 from services.operations.inspection.checkpoints import restorable
@@ -32,20 +32,21 @@ from services.runtime.checkpoints import SNAPSHOT, CheckpointError, CheckpointFo
 from services.store.snapshot_format import Snapshot, SnapshotError, Writer
 
 FIXED = {
-    "run.seed": "the order of prompts, which the checkpoint continues, follows from it",
+    "run.seed": "it determines the order of prompts, which the checkpoint continues",
     "data": "the checkpoint continues the order of the prompts that the run began with",
     "model": "the checkpoint has the weights and the optimizer state of the run's model",
     "lora": "the checkpoint has the weights and the optimizer state of the run's adapters",
     "reference": "the checkpoint has the reference policy",
     "replay": "the checkpoint has the clocks and counters of the replay table",
-    "redis.payload_shards": "it is part of what a run is in Redis",
+    "redis.payload_shards": "it determines how the run is stored in Redis",
 }
 """Keys and sections that a fork keeps -> why."""
 
 
 def fork(run: str, at: int | None, overrides: Sequence[str], as_json: bool) -> int:
     """Make the folder of the new run, and a configuration file to start it with, in the working folder."""
-    old = existing_folder(run)
+    found = existing(run)
+    old = RunFolder(found.path, found.given)
     held = old.held()
     assert held is not None
     saved = _checkpoint(old, at)

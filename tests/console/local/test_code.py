@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_the_code_that_it_began_with(
     again = judged_as_before(config, folder)
     assert again == written
     assert folder.check(again)
-    assert "rewards.py has changed since the run began; it continues with the copy in" in capsys.readouterr().err
+    assert "rewards.py has changed since the run began; the run continues with the copy in" in capsys.readouterr().err
     folder.write(again)
     assert copy.read_text() == ONE
 

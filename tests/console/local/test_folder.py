@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -14,12 +15,12 @@ import pytest
 
 from services.config import digest, load_resolved
 from services.console.errors import ConsoleError
-from services.console.local.folder import RunFolder, check_redis, resolve, split_password
+from services.console.local.folder import RunFolder, check_redis, resolve
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.redis_server import RedisServer
 from services.console.local.run import _claim_name
 from services.protocol.errors import StoreError
-from services.store.connection.client import Login
+from services.store.connection.login import Login, split_password
 from tests.support.console import ROOT
 from tests.support.harness import small_config
 
@@ -105,14 +106,14 @@ def test_a_folder_has_one_holder_and_a_child_holds_it_too(tmp_path: Path) -> Non
         child = subprocess.Popen(["sleep", "60"], pass_fds=(lock.fd,))
         (tmp_path / "lock").write_text("99999999\n")  # as if the console had died
     with (
-        pytest.raises(InUse, match=rf"process 99999999 left behind when it died \(processes {child.pid}\)"),
+        pytest.raises(InUse, match=rf"process {child.pid} \(left behind when process 99999999 died\)"),
         FolderLock(tmp_path),
     ):
         pass
-    child.kill()
-    child.wait()
-    with FolderLock(tmp_path):
-        pass
+    said: list[str] = []
+    with FolderLock(tmp_path, 0.2, say=said.append):
+        assert child.wait(10) == -signal.SIGKILL
+    assert said == [f"killing process {child.pid} (left behind when process 99999999 died): still there after 0.2 s"]
 
 
 def test_shards_are_refused_before_a_run_begins_on_a_server_alone(tmp_path: Path, server: RedisServer) -> None:

@@ -164,8 +164,8 @@ def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytes
         assert scale("3", "--why", "day") == "run small: desired generators set to 3\n"
         wait_until(lambda: len(generators()) == 3 and "deaf" in log(run, "generator-2"), "three generators")
         first = processes_of(run)["generator-0"]
-        assert main(["status", str(run)]) == 0
-        assert f"generators: 2 running, 3 desired ({getpass.getuser()}: day)" in capsys.readouterr().out
+        expected = f"generators: 2 running, 3 desired ({getpass.getuser()}: day)"
+        wait_until(lambda: main(["status", str(run)]) == 0 and expected in capsys.readouterr().out, expected)
         assert scale("0") == "run small: desired generators set to 0; the run waits until there is one\n"
         wait_until(lambda: generators() == {"generator-2"}, "all gone but the deaf one")
         scale("5")

@@ -45,7 +45,7 @@ def test_a_run_that_trained_nothing_is_replaced_without_ceremony(tmp_path: Path)
     held(tmp_path, trained=False)
     done = grpo("run", file, "run.seed=7", "run.steps=2")
     assert done.returncode == 0, done.stderr
-    assert "had another configuration and no step trained: it is replaced" in done.stdout
+    assert "had another configuration and had trained no step: replacing it" in done.stdout
     assert steps(run) == [0, 1]
     done = grpo("run", file, "run.seed=8", "run.steps=2")
     assert (done.returncode, steps(run)) == (2, [0, 1])

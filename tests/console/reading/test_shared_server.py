@@ -101,7 +101,7 @@ def test_what_a_killed_run_left_behind_is_named_and_waited_for(stopped: RunFolde
             assert found.holder.readers
         wait.result()
     left.wait()
-    assert said == [f"waiting up to 60 s for what process 99999999 left behind when it died (processes {left.pid}) to exit"]
+    assert said == [f"waiting up to 60 s for process {left.pid} (left behind when process 99999999 died) to exit"]
 
 
 def test_a_server_that_cannot_start_is_an_error_with_its_last_words(stopped: RunFolder) -> None:

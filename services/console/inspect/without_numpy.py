@@ -1,0 +1,25 @@
+"""Keeps pyarrow from importing numpy, which takes twice as long as the rest of a command that reads the sample log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+
+@contextlib.contextmanager
+def without_numpy() -> Iterator[None]:
+    """Let what is imported inside find no numpy, unless it is there. Use pyarrow inside: parts of it are imported on first use.
+
+    It works without numpy, but for conversions to and from arrays: none may follow in this process.
+    """
+    if "numpy" in sys.modules:
+        yield
+        return
+    modules = cast("dict[str, Any]", sys.modules)
+    modules["numpy"] = None  # as the import system has it for a module that is not to be found
+    try:
+        yield
+    finally:
+        del modules["numpy"]

@@ -1,0 +1,221 @@
+"""Commands for a release on a cluster: through the cluster's API, which runs them in a pod as a kubelet does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+pytest.importorskip("kubernetes", reason="pip install 'grpo[cluster]'")
+from aiohttp import web
+
+from services.config import to_toml
+from services.console.__main__ import main
+from services.console.cluster import exit_code
+from services.console.errors import ConsoleError
+from services.console.local.redis_server import RedisServer
+from services.runtime.process_tools import CONFIG_ENV
+from services.store import Store
+from tests.support.harness import small_config
+
+TOKEN = "of-the-user"
+PROTOCOL = "v4.channel.k8s.io"
+
+
+def pod(name: str, component: str, ready: bool = True, phase: str = "Running") -> dict[str, Any]:
+    labels = {"app.kubernetes.io/instance": "demo", "app.kubernetes.io/component": component}
+    status = {"phase": phase, "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": None}]}
+    return {"metadata": {"name": name, "labels": labels}, "spec": {"containers": [{"name": component}]}, "status": status}
+
+
+class Cluster:
+    """The part of a cluster's API that lists pods and executes commands in them, here as processes with a pod's variables."""
+
+    def __init__(self, folder: Path, environ: dict[str, str]) -> None:
+        self.environ, self.executed = environ, list[tuple[str, str, list[str]]]()
+        self.pods = [
+            pod("demo-dataprep-b", "dataprep", ready=False),
+            pod("demo-dataprep-c", "dataprep"),
+            pod("demo-trainer-0", "trainer"),
+        ]
+        self.breaks, self.port = False, 0
+        certificate, key = folder / "ca.crt", folder / "ca.key"
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+             "-keyout", str(key), "-out", str(certificate), "-subj", "/CN=kubernetes", "-addext", "subjectAltName=IP:127.0.0.1"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        self._loop, self._up = asyncio.new_event_loop(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(certificate, key), daemon=True)
+        self._thread.start()
+        assert self._up.wait(30)
+        clusters = [
+            {"name": "west", "cluster": {"server": f"https://127.0.0.1:{self.port}", "certificate-authority": str(certificate)}}
+        ]
+        self.kubeconfig = folder / "kubeconfig"
+        contexts = [
+            {"name": name, "context": {"cluster": "west", "user": user, "namespace": "ml"}}
+            for name, user in (("west", "me"), ("stranger", "nobody"))
+        ]
+        users = [{"name": "me", "user": {"token": TOKEN}}, {"name": "nobody", "user": {"token": "unknown"}}]
+        written = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": clusters,
+            "contexts": contexts,
+            "users": users,
+            "current-context": "west",
+        }
+        self.kubeconfig.write_text(yaml.safe_dump(written))
+
+    def _serve(self, certificate: Path, key: Path) -> None:
+        asyncio.set_event_loop(self._loop)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        app, runners = web.Application(), list[web.AppRunner]()
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods", self._list)
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods/{name}/exec", self._execute)
+
+        async def begin() -> None:
+            runner = web.AppRunner(app)
+            runners.append(runner)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+            await site.start()
+            self.port = runner.addresses[0][1]
+            self._up.set()
+
+        async def end() -> None:
+            await runners[0].cleanup()
+
+        self._loop.run_until_complete(begin())
+        self._loop.run_forever()
+        self._loop.run_until_complete(end())
+        self._loop.close()
+
+    async def _list(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response({"kind": "Status", "message": "Unauthorized"}, status=401)
+        wanted = dict(each.split("=") for each in request.query["labelSelector"].split(","))
+        there = self.pods if request.match_info["namespace"] == "ml" else []
+        found = [each for each in there if wanted.items() <= each["metadata"]["labels"].items()]
+        return web.json_response({"kind": "PodList", "apiVersion": "v1", "items": found})
+
+    async def _execute(self, request: web.Request) -> web.WebSocketResponse:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        socket = web.WebSocketResponse(protocols=[PROTOCOL])
+        await socket.prepare(request)
+        command = request.query.getall("command")
+        assert command[:1] == ["env"]
+        assert command[1].startswith("COLUMNS=")
+        assert command[2].startswith("LOGNAME=")
+        assert command[3] == "grpo"
+        self.executed.append((request.match_info["name"], request.query["container"], command[4:]))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.console", *command[4:], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | self.environ | dict(word.split("=") for word in command[1:3]),
+        )  # fmt: skip
+        out, err = await process.communicate()
+        for channel, data in ((1, out), (2, err)):
+            if data:
+                await socket.send_bytes(bytes([channel]) + data)
+        if not self.breaks:
+            cause = {"reason": "ExitCode", "message": str(process.returncode)}
+            failed = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": [cause]}}
+            await socket.send_bytes(b"\x03" + json.dumps(failed if process.returncode else {"status": "Success"}).encode())
+        await socket.close()
+        return socket
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+@pytest.fixture
+def cluster(store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}")
+    tree = tomllib.loads(to_toml(config))
+    del tree["fleet"]  # as in the chart's configuration, which leaves out sections without keys
+    (tmp_path / "run.toml").write_bytes(msgspec.toml.encode(tree))
+    found = Cluster(tmp_path, {CONFIG_ENV: str(tmp_path / "run.toml")})
+    monkeypatch.setenv("KUBECONFIG", str(found.kubeconfig))
+    yield found
+    found.close()
+
+
+async def test_verbs_run_in_the_pod_that_has_what_they_need(
+    cluster: Cluster, store: Store, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.run.create("config", "data", 4, 8)
+    monkeypatch.setenv("LOGNAME", "me")
+
+    async def grpo(*words: str) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(main, words)
+        said = capfdbinary.readouterr()
+        return code, said.out.decode(), said.err.decode()
+
+    code, out, _ = await grpo("status", "--kube-context", "west", "demo", "--json")
+    assert (code, json.loads(out)["state"]["steps"]) == (0, 4)
+    code, out, _ = await grpo("pause", "demo", "--why", "demo", "--kube-context=west", "-n", "ml")
+    assert code == 0
+    state = await store.run.state()
+    assert state is not None
+    assert set(state.paused.values()) == {"me: demo"}
+    code, out, _ = await grpo("--kube-context", "west", "scale", "generators", "3", "demo")
+    assert code == 0
+    code, out, err = await grpo("restore", "7", "demo", "--kube-context", "west")
+    assert (code, "error: " in err) == (2, True)
+    assert cluster.executed == [
+        ("demo-dataprep-c", "dataprep", ["status", "--json"]),
+        ("demo-dataprep-c", "dataprep", ["pause", "--why", "demo"]),
+        ("demo-dataprep-c", "dataprep", ["scale", "generators", "3"]),
+        ("demo-trainer-0", "trainer", ["restore", "7"]),
+    ]
+    code, out, err = await grpo("replay", "requeue", "demo", "1790000000000-0", "--kube-context", "west")
+    assert (code, cluster.executed.pop()[2]) == (1, ["replay", "requeue", "1790000000000-0"]), err
+    cluster.breaks = True
+    code, _, err = await grpo("audit", "demo", "--kube-context", "west")
+    assert (code, "ended before the command did" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["status", "demo", "--kube-context", "east"], 2, "--kube-context east:"),
+        (["status", "other", "--kube-context", "west"], 1, "release other has no running pod of its dataprep in namespace ml"),
+        (["status", "demo", "--kube-context", "west", "-n", "none"], 1, "kubectl -n none get pods shows why"),
+        (["status", "demo", "--kube-context", "stranger"], 1, "the cluster refused: 401"),
+        (["status", "--kube-context", "west"], 2, "needs the name of a release"),
+        (["init", "--kube-context", "west"], 2, "works on files of this machine"),
+        (["web", "demo", "--kube-context", "west"], 2, "kubectl port-forward service/demo-web 8000:80"),
+        (["status", "demo", "--kube-context"], 2, "--kube-context needs a value"),
+        (["status", "demo", "--kube-context", "west", "-n", "--json"], 2, "-n needs a value"),
+        (["stauts", "demo", "--kube-context", "west"], 2, "stauts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_there_says_why(
+    words: list[str], code: int, said: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    assert said in capsys.readouterr().err
+    assert cluster.executed == []
+
+
+def test_a_status_that_is_no_exit_code_is_an_error() -> None:
+    assert exit_code(b'{"status": "Success"}') == 0
+    with pytest.raises(ConsoleError, match="no such file or directory"):
+        exit_code(b'{"status": "Failure", "message": "exec: \\"grpo\\": no such file or directory"}')
+    with pytest.raises(ConsoleError, match="did not run"):
+        exit_code(b"[]")
