@@ -18,6 +18,8 @@ from services.runtime.processes.activity import DEVICES, PREFIX
 FILE = "account.json"
 DOWN = "down"
 """Time between the death of a process and the start of its successor."""
+ENDING = "ending"
+"""Time between the last heartbeat of a process that left in order and its end."""
 GENERATED = "generating"
 ALIVE_BEATS = 3
 """A process whose last heartbeat is at most this many intervals old counts as alive."""
@@ -76,6 +78,13 @@ class Account(msgspec.Struct):
         for name, pod in self.pods.items():
             if f"{name}:{pod.boot}" not in present and now_s - pod.heard_s < ALIVE_BEATS * beat_s:
                 pod.left = True  # a killed one stays in the fleet until its heartbeat expires
+
+    def lives_on(self, name: str, boot: str, now_s: float) -> None:
+        """Take in that a process that left is still there."""
+        pod = self.pods.get(name)
+        if pod is not None and pod.boot == boot and pod.left and now_s > pod.heard_s:
+            pod.current[ENDING] = pod.current.get(ENDING, 0.0) + now_s - pod.heard_s
+            pod.heard_s = now_s
 
     def _hear(self, status: PodStatus, devices: int, spent: dict[str, float], beat_s: float, alive_s: float) -> None:
         """Take in a heartbeat of `beat_s`, after which the process lived for another `alive_s` at least."""

@@ -36,7 +36,7 @@ def condition(state: RunState | None, *, live: bool, left: Condition | None = No
         told = [left.detail if left else "", f"it starts paused: {paused}" if (paused := _paused(state)) else ""]
         return Condition("stopped", "; ".join(part for part in told if part))
     if state is None:
-        return Condition("running", "dataprep reads the prompts and then creates the run")
+        return Condition("running", "dataprep is reading the prompts and will then create the run")
     if max(state.restore, state.restoring) >= 0:
         return Condition("running", f"restoring the checkpoint of step {max(state.restore, state.restoring)}")
     if state.stopping:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from services.config.generation import Fleet
-from services.operations.inspection.checkpoints import (
-    AskedCheckpoint,
-    AskedRestore,
-    request_checkpoint_of,
-    request_restore_to,
-)
-from services.operations.inspection.deadletters import RequeueAnswer, requeue
 from services.operations.waiting import not_paused, not_scaled, until_none
 from services.store import RunState, Store
 from services.store.records import PauseMode, Role, Scale
+
+if TYPE_CHECKING:  # their modules import pydantic, which takes longer than most commands run
+    from services.config.generation import Fleet
+    from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore
+    from services.operations.inspection.deadletters import RequeueAnswer
 
 
 class Refused(Exception):
@@ -99,6 +96,8 @@ class RunControl:
 
     async def checkpoint(self, why: str, who: str, wait_s: float = 0.0) -> AskedCheckpoint:
         """Request a checkpoint of the committed steps. Raise `NotFound` when the trainer cannot write it."""
+        from services.operations.inspection.checkpoints import AskedCheckpoint, request_checkpoint_of
+
         before = await self._store.run.state()
         asked = await request_checkpoint_of(self._store, reason(why, who))
         if asked.saved or not wait_s:
@@ -114,6 +113,8 @@ class RunControl:
 
     async def restore(self, step: int, wait_s: float = 0.0) -> AskedRestore:
         """Restore the run to the checkpoint of `step`. Raise `NotFound` when there is no such checkpoint."""
+        from services.operations.inspection.checkpoints import AskedRestore, request_restore_to
+
         if self._checkpoints is None:
             raise InvalidRequest("a restore needs the run's folder: run the command where it is, or give --api of the trainer")
         asked = await request_restore_to(self._store, self._checkpoints, step)
@@ -121,6 +122,8 @@ class RunControl:
 
     async def requeue(self, ids: Sequence[str] | None, reason: str = "") -> RequeueAnswer:
         """Requeue dead letters: those named, or all whose reason contains `reason`. Raise `Refused` when the run is over."""
+        from services.operations.inspection.deadletters import requeue
+
         state, answer = await self._store.run.state(), await requeue(self._store, ids, reason)
         if state is not None and state.ended and not answer.requeued:
             raise Refused(f"the run is over: {state.finished or state.stopping}")

@@ -70,6 +70,14 @@ class History(Generic[T]):
         return bool(numbers)
 
 
+def history_of(path: Path, key: str, keep: Callable[[Mapping[str, float]], T]) -> History[T]:
+    """Return the records of a file with one a line."""
+    history = History(key, keep)
+    for record in recorded(path):
+        history.add(record)
+    return history
+
+
 def recorded(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file with one a line, e.g. `metrics.jsonl`. A missing file has none; a torn line is left out."""
     with contextlib.suppress(OSError):

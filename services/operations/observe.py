@@ -10,8 +10,6 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from redis.exceptions import RedisError
-
 from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
 from services.store import RunState, Store
@@ -68,7 +66,7 @@ class Observer:
                 members = await fleet(self.store, self._ttl_s)
                 entries = await self.store.monitor.metrics(self._after, BATCH)
                 rounds = await self.store.evaluation.records(self._evaluated, BATCH)
-        except (StoreError, RedisError, OSError, TimeoutError) as error:
+        except (StoreError, OSError, TimeoutError) as error:
             self.fault = str(error) or "no response"
             return None
         self.fault = ""

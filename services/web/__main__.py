@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from services.runtime.entry import Arguments, ending, main, open_service
+from services.runtime.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 
 
@@ -24,4 +22,4 @@ async def show_run(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending(main("web", show_run)))
+    end_process(main("web", show_run))

@@ -11,7 +11,7 @@ from fastapi.security import HTTPAuthorizationCredentials
 from pydantic import BaseModel
 
 from services.config import RunConfig
-from services.operations.inspection import MAX_PAGE
+from services.operations.inspection.answer import MAX_PAGE
 from services.operations.inspection.ledger import OUTCOMES, PLACES
 from services.runtime.http.authorization import BEARER, Scope, scope_of
 from services.runtime.service import Service
@@ -77,10 +77,10 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
 
     @router.get("/live", response_class=EventResponse, status_code=200)
     async def live() -> Response:
-        """Stream server-sent events: `frame`, the state of the run, once a second; `bye`, the last one, at server shutdown."""
+        """Stream server-sent events: `frame`, the state of the run, once a second; `bye`, the last one, when the server stops."""
         return EventResponse(_subscribe(watch.feed))
 
-    @router.get("/series")
+    @router.get("/series", summary="Series")
     async def charted(points: Annotated[int, Query(ge=1, le=series.MOST_POINTS)] = 400) -> Series:
         """Return the charted metrics of all steps, in at most `points` points."""
         await watch.look()

@@ -26,12 +26,10 @@ from services.runtime.http.endpoints.inspection import inspection_router
 from services.runtime.service import Service
 from services.store import RunState, Store
 from services.web import series
-from services.web.api import console_router
-from services.web.pages import Pages
-from services.web.samples import samples_router
+from services.web.pages import add_page
 from services.web.watch import Describe, Watch
 
-WHY = "the run's Redis is gone, and the folder does not have this"
+WHY = "the run's Redis is gone, and the folder does not contain this"
 
 
 class GoneStore:
@@ -97,9 +95,7 @@ def console_of(folder: Path) -> Callable[[Service, Describe], Watch]:
         app.include_router(_kept(service, folder, watch))
         checkpoints.add_routes(service)
         app.include_router(inspection_router(service))
-        app.include_router(console_router(service, watch))
-        app.include_router(samples_router(service))
-        app.mount("/", Pages(), name="page")
+        add_page(service, watch)
         return watch
 
     return add
@@ -113,7 +109,7 @@ def _kept(service: Service, folder: Path, watch: FolderWatch) -> APIRouter:
     async def audited() -> AuditReport:
         """Return the audit of the run's end."""
         if (found := audit_of_end(folder)) is None:
-            raise HTTPException(503, "the run has no summary.json: it did not end in order, and its Redis is gone")
+            raise HTTPException(503, "the run has no summary.json: it did not end properly, and its Redis is gone")
         return found
 
     @router.get("/steps/{n}")

@@ -1,4 +1,4 @@
-"""Serves the files of the page: plain modules and style sheets.
+"""Serves the page: its endpoints, and its files, which are plain modules and style sheets.
 
 Guarantees: through the content security policy with trusted types, the browser runs only these scripts, loads nothing from other
 servers, and never turns strings into markup.
@@ -11,6 +11,12 @@ from pathlib import Path
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
+
+from services.runtime.service import Service
+from services.web.api import console_router
+from services.web.files import files_router
+from services.web.samples import samples_router
+from services.web.watch import Watch
 
 STATIC = Path(__file__).parent / "static"
 POLICY = (
@@ -25,6 +31,13 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # the browser checks whether its copy is current
 }
+
+
+def add_page(service: Service, watch: Watch) -> None:
+    """Add the page, and the endpoints that only it has, to a service's app."""
+    for router in (console_router(service, watch), samples_router(service), files_router(service)):
+        service.app.include_router(router)
+    service.app.mount("/", Pages(), name="page")
 
 
 class Pages(StaticFiles):

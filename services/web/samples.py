@@ -34,11 +34,11 @@ class SampleRows(BaseModel):
     total: int
     """Completions that match."""
     searched: int
-    """Completions that were looked at: fewer than `of` if the search of texts took too long."""
+    """Completions searched: fewer than `of` if searching their texts took too long."""
     of: int
-    """Completions of the log."""
+    """Completions in the log."""
     missed_groups: dict[str, int]
-    """Outcome -> groups that are missing in the log."""
+    """Outcome -> groups that are missing from the log."""
     first_step: int
     """Step at which the log begins."""
     rows: list[dict[str, Any]]
@@ -48,8 +48,13 @@ class SampleRows(BaseModel):
 class SampledToken(BaseModel):
     """A token of a completion."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     text: str
     logprob: float | None
+    """Logprob when it was sampled."""
+    gap: float | None
+    """Logprob in training minus that of the sampler; null if unknown."""
 
 
 class WholeSample(BaseModel):
@@ -58,11 +63,11 @@ class WholeSample(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     row: dict[str, Any]
-    """All columns except `tokens` and `logprobs`."""
+    """All columns except `tokens`, `logprobs` and `gaps`."""
     tokens: list[SampledToken]
-    """Its tokens with behaviour logprobs; empty without a tokenizer."""
+    """Its tokens; empty without a tokenizer."""
     note: str
-    """Why there are no tokens; empty: there are."""
+    """Why there are no tokens; empty if there are."""
 
 
 class LogReader:
@@ -116,16 +121,21 @@ def samples_router(service: Service) -> APIRouter:
         from services.operations.samples.columns import SCHEMA
 
         which = "sample is None" if sample is None else f"sample == {sample}"
-        where = f"payload == '{payload}' and step == {step} and outcome == '{outcome}' and {which} and (undone or not undone)"
-        found, _ = await log.find(SCHEMA.names, where, "", False, 0, 1)
-        if not found.rows:
+        group = payload.partition(".")[0]  # unlike the payload's name, it is in memory; few payloads have all of these in common
+        where = f"group == '{group}' and step == {step} and outcome == '{outcome}' and {which} and (undone or not undone)"
+        found, _ = await log.find(SCHEMA.names, where, "", False, 0, PAGE)
+        row = next((row for row in found.rows if row["payload"] == payload), None)
+        if row is None:
             raise HTTPException(404, "this completion is not in the sample log: it may have been deleted to keep samples.keep")
-        row = found.rows[0]
         tokens: list[int] = row.pop("tokens") or []
         logprobs: list[float] = row.pop("logprobs") or []
+        gaps: list[float | None] = row.pop("gaps") or [None] * len(tokens)
         pieces = await asyncio.to_thread(_pieces, reader, tokens[:TOKENS])
-        given = [SampledToken(text=text, logprob=_finite(p)) for text, p in zip(pieces, logprobs, strict=False)]
-        note = "" if pieces else reader.why_not if tokens else "its tokens are gone"
+        given = [
+            SampledToken(text=text, logprob=_finite(logprob), gap=_finite(gap))
+            for text, logprob, gap in zip(pieces, logprobs, gaps, strict=False)
+        ]
+        note = "" if pieces else reader.why_not if tokens else "its tokens have been deleted"
         return WholeSample(row=row, tokens=given, note=note)
 
     return router
@@ -135,8 +145,8 @@ def _cut(text: str | None) -> str | None:
     return text if text is None or len(text) <= CUT else f"{text[:CUT]}…"
 
 
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and abs(value) < float("inf") else None
 
 
 def _pieces(reader: TextReader, tokens: Sequence[int]) -> list[str]:

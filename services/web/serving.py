@@ -22,9 +22,7 @@ from services.runtime.http.endpoints import checkpoints, run
 from services.runtime.loops import Loop, end_tasks
 from services.runtime.service import Service
 from services.store import Store
-from services.web.api import console_router
-from services.web.pages import Pages
-from services.web.samples import samples_router
+from services.web.pages import add_page
 from services.web.watch import Describe, Watch, running
 
 END_S = 5.0  # for the last poll and the last frame
@@ -40,9 +38,7 @@ def add_console(service: Service, describe: Describe = running) -> Watch:
     watch = Watch(service.store, service.config.fleet.ttl_s, service.config.generator.count, describe)
     run.add_routes(service)
     checkpoints.add_routes(service)
-    service.app.include_router(console_router(service, watch))
-    service.app.include_router(samples_router(service))
-    service.app.mount("/", Pages(), name="page")
+    add_page(service, watch)
     return watch
 
 

@@ -45,6 +45,21 @@ def test_a_killed_pod_s_absence_is_counted_and_a_departed_one_s_is_not() -> None
     assert found.pods["generator-0"].seconds() == {"loading": 9.0, "generating": 10.5, "down": 5.0}
 
 
+def test_a_process_that_left_is_accounted_for_until_it_ends() -> None:
+    found = Account()
+    found.observe([(status("trainer-0", "a", 2, loading=5.0), 0.0)], 100.0, 1.0)
+    found.lives_on("trainer-0", "a", 100.4)
+    assert found.pods["trainer-0"].seconds() == {"loading": 5.0}, "it has not left"
+    found.observe([], 100.5, 1.0)
+    for now_s in (100.5, 101.5, 101.2, 102.0):
+        found.lives_on("trainer-0", "a", now_s)
+    found.lives_on("trainer-0", "b", 110.0)
+    found.lives_on("generator-0", "a", 110.0)
+    assert found.pods["trainer-0"].seconds() == {"loading": 5.0, "ending": 2.0}
+    found.observe([(status("trainer-0", "c", 2, loading=1.0), 0.0)], 120.0, 1.0)
+    assert found.pods["trainer-0"].seconds() == {"loading": 6.0, "ending": 2.0}, "nobody's time before it was started again"
+
+
 lives = st.lists(st.tuples(st.floats(0.5, 50), st.floats(0.0, 20), st.sampled_from(ACTIVITIES)), min_size=1, max_size=6)
 
 

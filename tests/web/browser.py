@@ -14,6 +14,7 @@ PAGES = {
     "overview": "", "fleet": "fleet", "steps": "steps", "step": "steps/{step}", "buffer": "buffer", "group": "groups/{group}",
     "sync": "sync", "ledger": "ledger", "deadletters": "deadletters", "deadletter": "deadletters/{letter}",
     "checkpoints": "checkpoints", "evaluation": "evaluation", "samples": "samples", "sample": "samples/{sample}",
+    "account": "account", "configuration": "configuration",
 }  # fmt: skip
 """Path of every page by name, with placeholders for a step, a group, a dead letter and a completion."""
 KEPT = "grpo-token"  # where the page keeps the token (static/api.js)

@@ -35,7 +35,7 @@ def test_the_page_is_a_unit_only_where_one_is_asked_for_and_the_run_can_do_witho
 def test_a_run_serves_its_page_and_asks_it_to_end_afterwards(tmp_path: Path) -> None:
     done = grpo("run", config_file(tmp_path), "run.steps=4", "generator.count=1", "--web")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"web console: http://127\.0\.0\.1:\d+, its token in .*/token", done.stdout)
+    assert re.search(r"web console: http://127\.0\.0\.1:\d+, with the token in .*/token", done.stdout)
     assert "still running after the end" not in done.stdout
     assert "up at" in log(tmp_path / "small", "web-0")
     assert processes_of(tmp_path / "small") == {}
@@ -66,6 +66,15 @@ def test_grpo_web_shows_a_run_that_has_ended_and_names_a_port_that_is_taken(tmp_
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     wait_until(lambda: processes_of(run) == {}, "its Redis is gone again")
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path) as process:
+        assert process.stdout is not None
+        found = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        assert (process.wait(30), process.stdout.read()) == (0, "")
+    assert (found["run"], found["condition"]) == ("small", "finished")
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", found["url"])
+    assert found["control"] == f"{found['url']}/#token={api_tokens(load_resolved(run / 'config.toml')).operate}"
+    assert found["view"] == f"{found['url']}/#token={(run / 'api-read-token').read_text().strip()}"
 
 
 async def test_grpo_web_without_the_runs_folder_says_what_it_needs(
@@ -74,7 +83,7 @@ async def test_grpo_web_without_the_runs_folder_says_what_it_needs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRPO_REDIS_PASSWORD", server.password)
     with pytest.raises(ConsoleError, match="needs its folder"):
-        await web(store.keys.name, server.url, "", 0)
+        await web(store.keys.name, server.url, "", 0, False)
 
 
 def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:

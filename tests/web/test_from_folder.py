@@ -13,11 +13,15 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from services.algorithm.histograms import counted
 from services.config import RunConfig, load_resolved, to_toml
 from services.console.__main__ import main
+from services.operations import account
+from services.operations.account import Account, PodAccount
 from services.operations.condition import Condition
 from services.operations.inspection.ledger import assess
 from services.store import Store
+from services.web.files import without_password
 from services.web.from_folder import GoneStore, console_of
 from services.web.serving import show
 from tests.operations.samples.made import made_row, write_log
@@ -39,7 +43,10 @@ def folder(tmp_path: Path) -> Path:
     run.mkdir()
     save_tokenizer_folder(tmp_path / "model")
     (run / "config.toml").write_text(to_toml(config))
-    records = [{"step": i, "reward/train/mean": 0.1 * i, "time_s": 1e9 + i, "run/incarnation": 1} for i in range(STEPS)]
+    rewards = counted("reward", "train", [0.0, 0.05, 1.0, 1.0])
+    records = [
+        {"step": i, "reward/train/mean": 0.1 * i, "time_s": 1e9 + i, "run/incarnation": 1, **rewards} for i in range(STEPS)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 9, "torn')
     (run / "evaluations.jsonl").write_text('{"eval/version": 4, "eval/math/solved": 0.5, "run/incarnation": 1}\n')
     report = assess("left", COUNTS)
@@ -117,6 +124,108 @@ async def test_the_page_shows_charts_samples_and_ledger(served: str) -> None:
             page.wait_for_selector("text=All 32 tickets are accounted for", timeout=browser.LIMIT_MS)
             page.goto(f"{served}/#/samples")
             page.wait_for_selector("text=0-9, 3", timeout=browser.LIMIT_MS)
+            page.goto(f"{served}/#/steps/2")
+            page.wait_for_selector("section[aria-label=Rewards] td:has-text('50.0')", timeout=browser.LIMIT_MS)
+            bounds = page.eval_on_selector_all(
+                "section[aria-label=Rewards] td[data-label='Up to']", "all => all.map(one => one.innerText)"
+            )
+            assert bounds == ["0", "0.1", "1"]
+            assert "histogram" not in page.inner_text("main")
             assert page.complaints == []
 
     await asyncio.to_thread(look)
+
+
+async def test_account_configuration_and_the_runs_beside_it_are_answered_from_files(served: str, folder: Path) -> None:
+    beside(folder)
+    async with httpx.AsyncClient(base_url=f"{served}/v1/console", timeout=30) as http:
+        assert "The tracker writes it" in (await http.get("/account")).json()["missing"]
+        write_account(folder)
+        found = (await http.get("/account")).json()
+        assert sum(found["spent"].values()) == pytest.approx(1200.0)
+        assert found["divided"]
+        assert found["trainer"]["training"] == 400.0
+        keys = {key["key"]: key for key in (await http.get("/configuration")).json()["keys"]}
+        assert keys["run.steps"]["value"] == STEPS
+        assert keys["run.steps"]["changed"]
+        assert keys["redis.url"]["value"].startswith("redis://127.0.0.1:1")
+        assert not keys["optimizer.warmup_steps"]["changed"]
+        assert (await http.get("/runs")).json() == {"runs": ["another"]}
+        other = (await http.get("/runs/another/series")).json()
+        assert other["steps"] == [0, 1, 2, 3, 4, 5]
+        assert other["columns"]["reward/train/mean"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+        for name, status in (("none", 404), (folder.name, 404), (".hidden", 422), ("..%2F..", 404)):
+            assert (await http.get(f"/runs/{name}/series")).status_code == status, name
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    assert without_password("redis://user:secret@here:6379/0") == "redis://here:6379/0"
+    assert without_password("redis://here:6379/0") == "redis://here:6379/0"
+
+
+@pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
+async def test_charts_open_large_are_smoothed_and_lie_over_each_other(served: str, folder: Path) -> None:
+    beside(folder)
+
+    def look() -> None:
+        with browser.chromium() as chromium, browser.opened(chromium, served) as page:
+            browser.settle(page)
+            legend = "figure.chart:has-text('Reward') .legend"
+            exact = page.inner_text(legend)
+            page.locator("#smoothing").fill("0.9")
+            page.wait_for_function("before => document.querySelector('figure.chart .legend').innerText !== before", arg=exact)
+            assert "smoothed" in page.inner_text("figure.chart .chart-title")
+            page.locator("#smoothing").fill("0")
+            page.select_option("#against", "another")
+            page.wait_for_selector(f"{legend} >> text=another: trained")
+            assert "against=another" in page.url
+            page.click("button[aria-label='Enlarge Reward']")
+            page.wait_for_selector("dialog.enlarged[open] .plot canvas")
+            assert page.locator("dialog.enlarged .plot").bounding_box()["height"] > 300
+            assert page.evaluate("() => document.activeElement.closest('dialog') !== null")
+            page.keyboard.press("Escape")
+            page.wait_for_selector("dialog.enlarged", state="detached")
+            assert page.complaints == []
+
+    await asyncio.to_thread(look)
+
+
+@pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not() or "there is a browser")
+async def test_account_configuration_and_a_comparison_are_pages(served: str, folder: Path) -> None:
+    write_account(folder)
+
+    def look() -> None:
+        with browser.chromium() as chromium, browser.opened(chromium, f"{served}/#/account") as page:
+            browser.settle(page)
+            page.wait_for_selector("main td:has-text('trained')")
+            page.fill("#price", "3")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("main th:has-text('Cost')")
+            browser.go(page, "configuration")
+            page.wait_for_selector("main td:has-text('run.steps')")
+            few = page.locator("main tbody tr").count()
+            page.select_option("#every", "yes")
+            page.wait_for_function("few => document.querySelectorAll('main tbody tr').length > few", arg=few)
+            browser.go(page, "samples")
+            page.click("main td a[href^='#/samples/'] >> nth=0")
+            page.click("main button:has-text('Compare') >> nth=0")
+            page.wait_for_selector("pre[aria-label='Differences of the two completions']")
+            page.click("main button:has-text('Close')")
+            page.wait_for_selector("pre[aria-label='Differences of the two completions']", state="detached")
+            assert page.complaints == []
+
+    await asyncio.to_thread(look)
+
+
+def beside(folder: Path) -> None:
+    """Write another run's metrics into a folder beside that one."""
+    other = folder.parent / "another"
+    other.mkdir()
+    lines = [json.dumps({"step": step, "reward/train/mean": step / 10}) for step in range(6)]
+    (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_account(folder: Path) -> None:
+    """Write an account of a trainer with four devices that lived for 300 s."""
+    spent = {"training": 100.0, "loading": 50.0, "waiting": 150.0}
+    account.write(folder, Account({"trainer-0": PodAccount("trainer", 4, "a", 300.0, 300.0, spent)}))

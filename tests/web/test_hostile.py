@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from services.console.local.redis_server import RedisServer
 from services.protocol import codec
-from services.protocol.messages import Payload, PodStatus
+from services.protocol.messages import PodStatus
+from services.protocol.payloads import Payload
 from services.store import Store
 from tests.operations.samples.made import made_row, write_log
 from tests.support.flow import claim, header, issue, settle, start

@@ -33,9 +33,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         yield run
 
 
-@pytest.fixture
-def browser(run: Shown) -> Iterator[Any]:
-    """Open a separate browser for each test, so that problems of one do not affect the next."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One browser; what tests open in it (`opened`) shares nothing, neither storage nor processes of pages."""
     with chromium() as browser:
         yield browser
 
@@ -88,7 +88,7 @@ def test_without_a_token_nothing_can_be_done_and_a_wrong_one_is_refused(run: Sho
             buttons = page.eval_on_selector_all("button", "all => all.map(one => one.innerText)")
             assert not re.search(r"Pause|Scale|Stop|Requeue|Restore|Write|Checkpoint", " ".join(buttons)), path
         unlock(page, "wrong")
-        page.wait_for_selector("dialog .refusal:has-text('grpo web prints a link that has it')")
+        page.wait_for_selector("dialog .refusal:has-text('Open a link that grpo web prints')")
         assert page.query_selector("header .buttons") is None
         assert page.evaluate("() => Object.values(sessionStorage)") == [run.read_token]
 
@@ -184,27 +184,30 @@ def test_completions_are_found_by_filter_and_coloured_by_token(run: Shown, brows
         page.fill("#filter-least", "1")
         page.select_option("#filter-outcome", "trained")
         page.fill("#filter-where", "length > 3")
-        page.keyboard.press("Enter")
+        page.wait_for_function("was => document.querySelector('header').innerText !== was", arg=page.inner_text("header"))
+        page.press("#filter-where", "Enter")
         page.wait_for_function("() => location.hash.includes('least=1')")
         settle(page)
         rewards = page.eval_on_selector_all("main td[data-label=Reward]", "all => all.map(one => one.innerText.trim())")
         assert set(rewards) == {"1"}
         page.fill("#filter-where", "lenght > 3")
-        page.keyboard.press("Enter")
+        page.press("#filter-where", "Enter")
         page.wait_for_selector("main .fault:has-text(\"no column 'lenght'\")")
         page.fill("#filter-where", "")
-        page.keyboard.press("Enter")
+        page.press("#filter-where", "Enter")
         page.wait_for_selector("main td a[href^='#/samples/']")
         page.click("main td a[href^='#/samples/'] >> nth=0")
         page.wait_for_selector("pre[aria-label='Tokens of the completion'] .token")
         text = page.text_content("pre[aria-label='Tokens of the completion']")
         assert "=" in text
         assert "token 0, logprob" in page.get_attribute(".token >> nth=0", "title")
+        page.select_option("#colour-by", "gap")
+        page.wait_for_selector(".token[class*=heat][title*=', gap ']")
         page.select_option("#colour-by", "advantage")
         page.wait_for_selector(".token.gain, .token.loss, .token:not([class*=heat])")
-        assert (
-            page.eval_on_selector_all("table[aria-label='Completions of the same prompt'] tr.current", "all => all.length") == 1
-        )
+        shown = "table[aria-label='Completions of the same prompt'] tr.current"
+        page.wait_for_selector(shown)
+        assert page.eval_on_selector_all(shown, "all => all.length") == 1
 
 
 def test_the_theme_that_was_chosen_stays(run: Shown, browser: Any) -> None:

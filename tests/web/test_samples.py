@@ -24,7 +24,8 @@ async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterat
     save_tokenizer_folder(tmp_path / "model")
     await start(store)
     rows = [made_row(i) for i in range(40)] + [
-        made_row(40, completion="x" * 1000, tokens=[5, 6, 7], logprobs=[-1.0, float("nan"), -2.0])
+        made_row(40, payload="0-10.r9", completion="of before a restore", tokens=[5], logprobs=[-1.0]),
+        made_row(40, completion="x" * 1000, tokens=[5, 6, 7], logprobs=[-1.0, float("nan"), -2.0]),
     ]
     write_log(tmp_path / store.keys.name / "samples", rows).note(LogStatus({"stale": 2}))
     async with served(config, store) as url, httpx.AsyncClient(base_url=f"{url}/v1/console", timeout=30) as client:
@@ -33,7 +34,7 @@ async def http(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterat
 
 async def test_completions_are_searched_by_page(http: httpx.AsyncClient) -> None:
     found = (await http.get("/samples", params={"where": "reward >= 0.5", "sort": "step", "limit": 3, "offset": 1})).json()
-    assert (found["total"], found["of"], found["searched"], found["missed_groups"]) == (20, 41, 41, {"stale": 2})
+    assert (found["total"], found["of"], found["searched"], found["missed_groups"]) == (20, 42, 42, {"stale": 2})
     assert [row["sample"] for row in found["rows"]] == [2, 3, 2]
     [row] = (await http.get("/samples", params={"limit": 1})).json()["rows"]
     assert len(row["completion"]) == CUT + 1
@@ -43,6 +44,7 @@ async def test_completions_are_searched_by_page(http: httpx.AsyncClient) -> None
 async def test_one_completion_comes_token_by_token(http: httpx.AsyncClient) -> None:
     found = (await http.get("/samples/one", params={"payload": "0-10.7", "step": 5, "outcome": "trained", "sample": 0})).json()
     assert found["row"]["scores"] == {"exact": 0.0}
+    assert found["row"]["payload"] == "0-10.7"
     assert [token["logprob"] for token in found["tokens"]] == [-1.0, None, -2.0]
     assert all(token["text"] for token in found["tokens"])
     assert found["note"] == ""

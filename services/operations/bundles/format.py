@@ -154,7 +154,7 @@ def read(path: Path) -> BundleFile:
             size = os.fstat(file.fileno()).st_size
             head = file.read(len(MAGIC) + DIGEST_BYTES + LENGTH_BYTES)
             if not head.startswith(MAGIC) or len(head) < len(MAGIC) + DIGEST_BYTES + LENGTH_BYTES:
-                raise BundleError(f"{path} is no bundle of this version: grpo record writes one")
+                raise BundleError(f"{path} is not a bundle of this version: create one with grpo record")
             length = int.from_bytes(head[-LENGTH_BYTES:], "little")
             if length > size - len(head):
                 raise BundleError(f"{path} is damaged: it is truncated; record it again")
@@ -166,9 +166,9 @@ def read(path: Path) -> BundleFile:
     try:
         bundle = msgspec.msgpack.decode(body, type=Bundle)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is no valid bundle: {error}") from None
+        raise BundleError(f"{path} is not a valid bundle: {error}") from None
     if wrong := [name for name in bundle.files if not _INSIDE.fullmatch(name)]:
-        raise BundleError(f"{path} has a file {wrong[0]!r}, which no bundle may have: do not use it")
+        raise BundleError(f"{path} contains a file {wrong[0]!r}, which no bundle may have: do not use it")
     whole = len(head) + length + sum(record.size_bytes for record in bundle.files.values())
     if whole != size or any(record.size_bytes < 0 for record in bundle.files.values()):
         raise BundleError(f"{path} is damaged: it has {size} bytes, not {whole}; record it again")

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from services.operations.bundles.format import RecordedGroup, RecordedStep
 from services.protocol import codec
 from services.protocol.errors import Damaged, NotFound
-from services.protocol.messages import Header, Payload
+from services.protocol.messages import Header
+from services.protocol.payloads import Payload
 from services.store import Store
 
 
@@ -54,5 +55,5 @@ async def gather(
 def _gone(step: int) -> str:
     return (
         f"the plan of step {step} or its groups are gone from Redis, because a checkpoint covers them: record a step that no "
-        "checkpoint covers yet, or one that is still to come with --wait"
+        "checkpoint covers yet, or a future step with --wait"
     )

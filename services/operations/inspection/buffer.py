@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from collections.abc import Sequence
 
-from services.operations.inspection import MAX_PAGE, Answer
+from services.operations.inspection.answer import MAX_PAGE, Answer
 from services.protocol.errors import NotFound
 from services.store import Store
 from services.store.calls.inspection import Sort
@@ -37,7 +38,7 @@ class BufferGroup(Answer):
     reward_std: float | None = None
     """Population standard deviation of its rewards."""
     length_min: int | None = None
-    """Tokens in the shortest segment of a completion, of which most have one."""
+    """Tokens in the shortest segment. Most completions have a single segment."""
     length_mean: float | None = None
     """Mean tokens per segment."""
     length_max: int | None = None
@@ -112,7 +113,18 @@ def _group(row: TableRow, state: TableState) -> BufferGroup:
     return BufferGroup(
         group=record.group, uses=record.uses, weight=row.weight, probability=chance,
         seq=header.seq, oldest=min(header.oldest), newest=max(header.newest), lag=state.next_step - min(header.oldest),
-        reward_mean=float(np.mean(header.rewards)), reward_std=float(np.std(header.rewards)),
-        length_min=min(header.lengths), length_mean=float(np.mean(header.lengths)), length_max=max(header.lengths),
+        reward_mean=mean(header.rewards), reward_std=deviation(header.rewards),
+        length_min=min(header.lengths), length_mean=mean(header.lengths), length_max=max(header.lengths),
         source=header.source, generator=header.generator,
     )  # fmt: skip
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of values, of which there is at least one."""
+    return math.fsum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the population standard deviation of values."""
+    middle = mean(values)
+    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / len(values))

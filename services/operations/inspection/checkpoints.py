@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import field
 from pathlib import Path
 
-from services.config import RunConfig
-from services.operations.inspection import Answer
+from services.operations.inspection.answer import Answer
 from services.protocol.errors import NotFound
 from services.runtime import atomic_folders
 from services.runtime.checkpoints import SNAPSHOT, CheckpointError, CheckpointFolder, Saved, surplus
@@ -23,7 +23,7 @@ class CheckpointEntry(Answer):
     complete: bool
     """False: it is being written, or was left half-written, and is never loaded."""
     latest: bool
-    """Whether a trainer that starts now loads it."""
+    """Whether a trainer that starts now would load it."""
     bytes: int
     """Size of its files."""
     written_s: float
@@ -54,7 +54,7 @@ class AskedRestore(Answer):
 
     step: int
     """Step of the checkpoint. The trainer restarts and continues after it."""
-    waiting_for: list[str] = []
+    waiting_for: list[str] = field(default_factory=list[str])
     """Those that have not complied yet; see `wait_s`."""
 
 
@@ -69,16 +69,19 @@ class AskedCheckpoint(Answer):
     """Why the trainer could not write it; empty: it has not failed."""
 
 
-def inspect_checkpoints(config: RunConfig, root: Path, verify: bool = False) -> CheckpointList:
-    """List the checkpoints under `root`. `verify` reads every file and verifies every byte."""
+def inspect_checkpoints(root: Path, steps: int, every_steps: int, keep: int, verify: bool = False) -> CheckpointList:
+    """List the checkpoints under `root` of a run of `steps` that writes one after `every_steps` and keeps the last ones.
+
+    `verify` reads every file and verifies every byte.
+    """
     folder = CheckpointFolder(root)
     complete, named = folder.complete(), folder.named()
     latest = next((one for one in complete if one.folder.name == named), complete[-1] if complete else None)
-    until = kept_until(config, folder.written(), latest.step if latest else -1)
+    until = kept_until(folder.written(), latest.step if latest else -1, steps, every_steps, keep)
     entries = [_entry(one, one is latest, until.get(one.step), verify) for one in complete]
     entries += [_unfinished(path) for path in folder.unfinished()]
     return CheckpointList(
-        folder=str(root), keep=config.checkpoint.keep, checkpoints=sorted(entries, key=lambda entry: (entry.step, entry.complete))
+        folder=str(root), keep=keep, checkpoints=sorted(entries, key=lambda entry: (entry.step, entry.complete))
     )
 
 
@@ -122,18 +125,17 @@ async def request_restore_to(store: Store, root: Path, step: int) -> AskedRestor
     return AskedRestore(step=step)
 
 
-def kept_until(config: RunConfig, written: Iterable[int], latest: int) -> dict[int, int]:
+def kept_until(written: Iterable[int], latest: int, steps: int, every_steps: int, keep: int) -> dict[int, int]:
     """Map each checkpoint that will be deleted or rewritten to the step after which that happens.
 
     `written`: the steps of the checkpoints, in order of writing. `latest`: the step after which the run continues.
     """
-    every, last = config.checkpoint.every_steps, config.run.steps - 1
-    until, held = dict[int, int](), list(written)
+    last, until, held = steps - 1, dict[int, int](), list(written)
     given = set(held)
-    for step in (*range((latest + 1) // every * every + every - 1, last, every), last):
+    for step in (*range(((latest + 1) // every_steps + 1) * every_steps - 1, last, every_steps), last):
         if step <= latest or given <= until.keys():
             break
-        gone = {*surplus(held, step, config.checkpoint.keep), step}
+        gone = {*surplus(held, step, keep), step}
         until |= dict.fromkeys(gone & given - until.keys(), step)
         held = [*(one for one in held if one not in gone), step]
     return until

@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from services.algorithm.advantages import Kind, advantages
-from services.operations.inspection import Answer
+from services.operations.inspection.answer import Answer
 from services.operations.inspection.parts import CompletionPart, read_parts
 from services.operations.inspection.text import Passage, TextReader, notes_on_text, read_passage
-from services.protocol.messages import Header, Payload
+from services.protocol.messages import Header
+from services.protocol.payloads import Payload
 
 MAX_COMPLETIONS = 64  # per answer
 
@@ -51,7 +52,7 @@ class CompletionSegment(Answer):
     context: Passage | None
     """Its own context; null when it follows the prompt, or its tokens are deleted."""
     parts: list[CompletionPart] | None
-    """Its tokens, divided into what the policy said and what it read in between; null when they are deleted."""
+    """Its tokens, divided into what the policy sampled and what it read in between; null if they are deleted."""
 
 
 class Completion(Answer):
@@ -60,7 +61,7 @@ class Completion(Answer):
     index: int
     """Position in the group."""
     length: int | None
-    """Number of tokens of all its segments without contexts, according to the header."""
+    """Number of tokens in all its segments, without contexts, according to the header."""
     reward: float | None
     """Weighted sum of the scores."""
     scores: dict[str, float | None]
@@ -82,7 +83,7 @@ class Completion(Answer):
     segments: list[CompletionSegment]
     """Its segments: one, unless its history was rewritten."""
     note: dict[str, Any] | None = None
-    """Verifier -> what it said besides its score; null if none said anything, or its tokens are deleted."""
+    """Verifier -> what it returned besides its score; null if none returned anything else, or the tokens are deleted."""
 
 
 def read_completions(
@@ -177,7 +178,7 @@ def _held(payload: Payload, header: Header) -> _Held | None:
 def _advantages(header: Header, kind: Kind | None) -> tuple[list[float], list[str]]:
     """Return the advantages [n] by `kind`, or none and the reason."""
     if kind is None:
-        return [], ["no advantages: the run's folder, which holds advantage.kind, is not on this machine"]
+        return [], ["no advantages: the run's folder, which contains advantage.kind, is not on this machine"]
     if not header.rewards:
         return [], ["no advantages: its header has no rewards"]
     try:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from services.operations.inspection import MAX_PAGE, Answer
+from services.operations.inspection.answer import MAX_PAGE, Answer
 from services.protocol import codec
 from services.protocol.errors import NotFound
 from services.protocol.messages import Header, Ticket

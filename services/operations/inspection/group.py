@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import datetime
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any, Literal
 
 from services.algorithm.advantages import Kind
-from services.operations.inspection import Answer
+from services.operations.inspection.answer import Answer
 from services.operations.inspection.buffer import probability
 from services.operations.inspection.completions import (
     MAX_COMPLETIONS,
@@ -22,7 +23,8 @@ from services.operations.inspection.completions import (
 )
 from services.operations.inspection.text import Passage, TextReader, notes_on_text, read_passage
 from services.protocol.errors import NotFound
-from services.protocol.messages import Header, Payload, Ticket
+from services.protocol.messages import Header, Ticket
+from services.protocol.payloads import Payload
 from services.store import Store
 from services.store.inspection_records import TICKET_ID, IssuedTicket, Whereabouts
 
@@ -74,7 +76,7 @@ class Group(Answer):
     """When it was dropped or failed."""
     dead_letter: str | None = None
     """Id of its dead letter."""
-    steps: list[PlannedStep] = []
+    steps: list[PlannedStep] = field(default_factory=list[PlannedStep])
     """Steps that train on it and whose plans are still kept."""
     trained: bool = False
     """Whether it has been trained on."""
@@ -100,9 +102,9 @@ class Group(Answer):
     """Number of completions."""
     offset: int = 0
     """Number of completions before the page."""
-    completions: list[Completion] = []
+    completions: list[Completion] = field(default_factory=list[Completion])
     """Completions of the page."""
-    notes: list[str] = []
+    notes: list[str] = field(default_factory=list[str])
     """Notes on missing or damaged data."""
 
 

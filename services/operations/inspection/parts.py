@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from services.operations.inspection import Answer
+from services.operations.inspection.answer import Answer
 from services.operations.inspection.text import Passage, TextReader, read_passage
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 
 
 class CompletionPart(Answer):

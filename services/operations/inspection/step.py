@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from services.operations.inspection import MAX_PAGE, Answer
+from services.operations.inspection.answer import MAX_PAGE, Answer
 from services.protocol.errors import NotFound
 from services.protocol.messages import Sample
 from services.store import Store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.operations.inspection import Answer
+from services.operations.inspection.answer import Answer
 from services.store import Store
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from services.operations.inspection import Answer
+from services.operations.inspection.answer import Answer
 
 
 class TextReader:

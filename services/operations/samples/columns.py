@@ -1,6 +1,7 @@
 """The columns of the sample log, one row per completion.
 
-Guarantees: all files of a log have these columns, in this order; `payload`, `step`, `outcome` and `sample` identify a row.
+Guarantees: all files of a log have these columns, in this order, but for later ones in files of earlier versions, which read as
+null; `payload`, `step`, `outcome` and `sample` identify a row.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ SEGMENT = pa.struct(
 _COLUMNS = {
     "group": (pa.string(), "ticket of the group, `<epoch>-<row>`"),
     "sample": (pa.int32(), "place of the completion in its group, from 0; null for a group without completions"),
-    "step": (pa.int32(), "step that trained on it; of other outcomes the step that was being prepared"),
+    "step": (pa.int32(), "step that trained on it; for other outcomes, the step that was being prepared"),
     "outcome": (pa.string(), "`trained`, `filtered`, `stale`, `evicted` or `failed`"),
     "reason": (pa.string(), "why it was filtered or failed; empty otherwise"),
     "source": (pa.string(), "name of the prompt source"),
     "prompt": (pa.string(), "text of the prompt, with special tokens"),
-    "completion": (pa.string(), "text of the completion; of several segments, their texts one after the other"),
+    "completion": (pa.string(), "text of the completion; if it has several segments, their texts one after the other"),
     "reward": (pa.float64(), "weighted sum of the scores"),
     "advantage": (pa.float64(), "advantage over the whole group, by `advantage.kind`"),
     "scores": (pa.map_(pa.string(), pa.float64()), "verifier, or verifier.part, to unweighted score"),
     "solved": (pa.bool_(), "whether it is solved; null if no verifier can tell"),
     "truncated": (pa.bool_(), "whether it reached `sampling.max_tokens` or another limit"),
-    "length": (pa.int32(), "tokens of the completion, of all its segments without contexts"),
+    "length": (pa.int32(), "tokens of the completion: those of all its segments, without contexts"),
     "prompt_tokens": (pa.int32(), "tokens of the prompt"),
     "tool_tokens": (pa.int32(), "tokens of the completion that the policy did not sample"),
     "turns": (pa.int32(), "turns of the policy"),
@@ -39,14 +40,20 @@ _COLUMNS = {
     "generate_s": (pa.float32(), "seconds from the claim to the group's last token"),
     "score_s": (pa.float32(), "seconds that verifiers took for the group"),
     "tool_s": (pa.float32(), "seconds that its environment took"),
+    "gap_mean": (pa.float32(), "mean size of `gaps`"),
+    "gap_max": (pa.float32(), "largest size of `gaps`"),
     "seq": (pa.int64(), "position in the order of issue"),
     "payload": (pa.string(), "`<ticket>.<fence>`: unique to each generation of a group; the ticket for a group without tokens"),
     "incarnation": (pa.int64(), "when the run was created or last restored, Unix seconds"),
     "logged_s": (pa.float64(), "when the row was written, Unix seconds"),
-    "notes": (pa.string(), "JSON: what verifiers said besides their scores; empty if nothing"),
+    "notes": (pa.string(), "JSON: notes of the verifiers; empty if there are none"),
     "segments": (pa.list_(SEGMENT), "segments of a rollout that has several, or contexts of its own; null otherwise"),
     "tokens": (pa.list_(pa.int32()), "token ids of the completion"),
     "logprobs": (pa.list_(pa.float32()), "behaviour logprobs of `tokens`, to 3 digits"),
+    "gaps": (
+        pa.list_(pa.float32()),
+        "logprobs of `tokens` in training - `logprobs`, to 5 %; NaN where the policy did not sample; null if it was not trained",
+    ),
 }  # fmt: skip
 
 SCHEMA = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
@@ -58,3 +65,11 @@ NARROW = (
 """Columns of a few bytes a row."""
 UNDONE = "undone"
 """Name in expressions of whether a restore to a checkpoint has undone the row's step."""
+TEXTS = frozenset(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_string(kind))
+FLAGS = frozenset(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_boolean(kind)) | {UNDONE}
+NAMES = (*(name for name, (kind, _) in _COLUMNS.items() if not pa.types.is_nested(kind)), UNDONE)
+"""Names in expressions, but for those of scores."""
+
+
+class ExpressionError(ValueError):
+    """An expression, or the name of a column, that cannot be used."""

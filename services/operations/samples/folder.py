@@ -10,12 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from services.operations.samples.columns import FORMAT
+from services.operations.samples.columns import FORMAT, SCHEMA
 
 SAMPLES = "samples"
 """Folder of the log below the run's folder."""
@@ -54,6 +55,18 @@ class Part:
     rows: int
     size_bytes: int
     position: LogPosition = field(default_factory=LogPosition)
+
+    def read(self, names: Sequence[str] = SCHEMA.names) -> Any:
+        """Return a table with those columns, in the order of the schema; one that the file does not have yet is null."""
+        arrow: Any = pa
+        with cast("Any", pq.ParquetFile)(self.path) as file:  # half the CPU time of read_table
+            table = file.read(columns=list(names))
+        fields: list[Any] = [SCHEMA.field(name) for name in SCHEMA.names if name in names]
+        there: set[str] = set(table.column_names)
+        return arrow.table(
+            [table[field.name] if field.name in there else arrow.nulls(table.num_rows, field.type) for field in fields],
+            schema=arrow.schema(fields),
+        )
 
     @property
     def batches(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from services.operations.samples.folder import SAMPLES, SampleFolder
 
@@ -32,7 +31,7 @@ def sampled_tokens(folder: Path) -> SampledTokens:
         return SampledTokens()
     arrow: Any = pa
     compute: Any = pc
-    table = arrow.concat_tables([pq.read_table(part.path, columns=_COLUMNS) for part in parts])
+    table = arrow.concat_tables([part.read(_COLUMNS) for part in parts])
     sampled = compute.subtract(compute.fill_null(table["length"], 0), compute.fill_null(table["tool_tokens"], 0))
     solved = compute.fill_null(table["solved"], False).cast(arrow.int8())
     table = table.append_column("sampled", sampled).append_column("right", solved)

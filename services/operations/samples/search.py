@@ -1,6 +1,6 @@
 """Finds rows of a sample log: by an expression, sorted, a page at a time.
 
-Guarantees: memory holds the narrow columns of the log, about 130 bytes a row, and the long ones of one file at a time; the files
+Guarantees: memory holds the narrow columns of the log, about 140 bytes a row, and the long ones of one file at a time; the files
 of a log never change, so what was read of one is kept. A search that reads texts stops after its time limit and says how much
 of the log it has searched.
 """
@@ -8,19 +8,16 @@ of the log it has searched.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from services.operations.samples.columns import NARROW, SCHEMA
+from services.operations.samples.columns import NAMES, NARROW, SCHEMA, TEXTS, ExpressionError
 from services.operations.samples.folder import Part, SampleFolder
-from services.operations.samples.where import NAMES, TEXTS, ExpressionError, Where, undone_rows
 
 ROW = "__row"
 LONG = tuple(name for name in SCHEMA.names if name not in NARROW)
@@ -66,19 +63,15 @@ class Search:
         if sort and sort not in SORTS:
             raise ExpressionError(f"cannot sort by {sort!r}: the columns are {', '.join(SORTS)}")
         parts = self.folder.refresh()
-        undone = undone_rows(self.folder.position.begun)
-        asked = Where(where, undone) if where.strip() else None
+        expression, read = _condition(where, self.folder.position.begun)
+        read |= {"incarnation", "step", ROW, *([sort] if sort else [])}
         table, starts = self._table(parts)
-        expression = asked.expression if asked else None
-        if asked is None or not asked.reads_undone:
-            expression = ~undone if expression is None else expression & ~undone
-        read = (asked.columns if asked else set[str]()) | {"incarnation", "step", ROW, *([sort] if sort else [])}
         long, table = sorted(read.intersection(LONG)), table.select(sorted(read.difference(LONG)))
         rows, searched = table, table.num_rows
         try:
             if long:
                 rows, searched = self._with_texts(parts, starts, table, expression, long, time.monotonic() + limit_s)
-            else:
+            elif expression is not None:
                 rows = table.filter(expression)
         except pa.ArrowException as error:
             raise ExpressionError(f"{where!r} cannot be evaluated: {str(error).splitlines()[0]}") from None
@@ -93,11 +86,11 @@ class Search:
             starts.append(at)
             at += part.rows
         if self._joined[0] != names or self._joined[1] is None:
-            tables = [self._narrow.get(part.path.name) or pq.read_table(part.path, columns=list(NARROW)) for part in parts]
+            tables = [self._narrow.get(part.path.name) or part.read(NARROW) for part in parts]
             self._narrow = dict(zip(names, tables, strict=True))
             empty = pa.schema([SCHEMA.field(name) for name in SCHEMA.names if name in NARROW]).empty_table()
             table = pa.concat_tables(tables).combine_chunks() if tables else empty
-            self._joined = names, table.append_column(ROW, pa.array(np.arange(table.num_rows)))
+            self._joined = names, table.append_column(ROW, pa.array(range(table.num_rows), pa.int64()))
         return self._joined[1], starts
 
     def _with_texts(
@@ -124,6 +117,8 @@ class Search:
             size = limit if reverse else max(0, rows.num_rows - offset) - first
             found = numbers.slice(first, size).to_pylist()
             return found if reverse else found[::-1]
+        import pyarrow.compute as pc
+
         keys = [(sort, "descending" if reverse else "ascending"), (ROW, "descending")]
         known = rows.filter(pc.field(sort).is_valid())
         order = pc.select_k_unstable(known, min(offset + limit, known.num_rows), sort_keys=keys)
@@ -153,10 +148,26 @@ class Search:
                     inside = [row for row in members if first <= row < first + size]
                     if inside:
                         table = file.read_row_group(group, columns=list(columns))
-                        picked = table.take(pa.array([row - first for row in inside])).to_pylist()
-                        found.update(zip(inside, map(_plain, picked), strict=True))
+                        if inside[-1] - inside[0] < len(inside):  # beside each other: no need for pyarrow.compute
+                            picked = table.slice(inside[0] - first, len(inside)).to_pylist()
+                        else:
+                            picked = table.take(pa.array([row - first for row in inside])).to_pylist()
+                        found.update(zip(inside, (_plain(dict.fromkeys(columns) | row) for row in picked), strict=True))
                     first += size
         return [found[row] for row in rows if row in found]
+
+
+def _condition(where: str, begun: Mapping[str, int]) -> tuple[Any, set[str]]:
+    """Return the condition for rows that match `where`, None if all do, and the columns it reads. Raises `ExpressionError`."""
+    if not where.strip() and len(begun) < 2:  # nothing was undone: no need for pyarrow.compute, which takes long to import
+        return None, set()
+    from services.operations.samples.where import Where, undone_rows
+
+    undone = undone_rows(begun)
+    if not where.strip():
+        return ~undone, set()
+    asked = Where(where, undone)
+    return asked.expression if asked.reads_undone else asked.expression & ~undone, asked.columns
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.operations.samples.columns import SCHEMA, UNDONE
+from services.operations.samples.columns import FLAGS, NAMES, TEXTS, UNDONE, ExpressionError
 
 MOST_CHARACTERS = 2000
 MOST_NODES = 200
@@ -32,14 +32,6 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _quotient,
 }  # fmt: skip
-TEXTS = frozenset(name for name in SCHEMA.names if pa.types.is_string(SCHEMA.field(name).type))
-FLAGS = frozenset(name for name in SCHEMA.names if pa.types.is_boolean(SCHEMA.field(name).type)) | {UNDONE}
-LISTS = frozenset(name for name in SCHEMA.names if pa.types.is_nested(SCHEMA.field(name).type))
-NAMES = (*(name for name in SCHEMA.names if name not in LISTS), UNDONE)
-
-
-class ExpressionError(ValueError):
-    """An expression that cannot be used."""
 
 
 class Where:

@@ -112,7 +112,7 @@ export const askForToken = () =>
   askFor({
     title: "Operate this run",
     text: "The controls need the run's token. This tab keeps it until it is closed.",
-    fields: [{ name: "token", label: "Token", kind: "password", required: true, help: "It is in the file api-token in the run's folder. A link that grpo web prints needs no token to be entered." }],
+    fields: [{ name: "token", label: "Token", kind: "password", required: true, help: "It is in the file api-token in the run's folder. A link that grpo web prints logs in without it." }],
     submit: "Unlock",
     run: async ({ token }) => {
       const operates = await unlock(token.trim());

@@ -4,7 +4,7 @@ import { store, useStore } from "./state.js";
 
 const KEPT = "grpo-token";
 const UNKNOWN =
-  "This is not a token of this run. grpo web prints a link that has it, and the run's folder holds it: api-token to control the run, api-read-token to look on. A run that was started over has new ones.";
+  "This is not a token of this run. Open a link that grpo web prints, or use a token from the run's folder: api-token to control the run, api-read-token to view it. A run that was started over has new tokens.";
 
 const readToken = () => {
   try {

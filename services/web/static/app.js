@@ -8,8 +8,10 @@ import { Badge, Meter } from "./parts.js";
 import { generators, mood, pausedRoles, trainedSteps } from "./run.js";
 import { link, now, route, switchTheme, theme, tokenOfLink, useStore } from "./state.js";
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
+import { AccountPage } from "./pages/account.js";
 import { BufferPage } from "./pages/buffer.js";
 import { CheckpointsPage } from "./pages/checkpoints.js";
+import { ConfigurationPage } from "./pages/configuration.js";
 import { DeadLetterPage, DeadLettersPage } from "./pages/deadletters.js";
 import { EvaluationPage } from "./pages/evaluation.js";
 import { FleetPage } from "./pages/fleet.js";
@@ -17,18 +19,19 @@ import { GroupPage } from "./pages/group.js";
 import { LedgerPage } from "./pages/ledger.js";
 import { MissingPage } from "./pages/missing.js";
 import { OverviewPage } from "./pages/overview.js";
-import { SamplePage } from "./pages/sample.js";
-import { SamplesPage } from "./pages/samples.js";
+import { SamplePage } from "./pages/samples/sample.js";
+import { SamplesPage } from "./pages/samples/samples.js";
 import { StepPage, StepsPage } from "./pages/steps.js";
 import { SyncPage } from "./pages/sync.js";
 
 const NAV = [
   ["", "Overview"], ["fleet", "Fleet"], ["steps", "Steps"], ["samples", "Samples"], ["buffer", "Buffer"], ["sync", "Weight sync"],
   ["ledger", "Ledger"], ["deadletters", "Dead letters"], ["checkpoints", "Checkpoints"], ["evaluation", "Evaluation"],
+  ["account", "Account"], ["configuration", "Configuration"],
 ];
 const ABOVE = { groups: "buffer" }; // pages that belong to an entry of the navigation
 
-const PAGES = { fleet: FleetPage, buffer: BufferPage, sync: SyncPage, ledger: LedgerPage, checkpoints: CheckpointsPage, evaluation: EvaluationPage };
+const PAGES = { account: AccountPage, configuration: ConfigurationPage, fleet: FleetPage, buffer: BufferPage, sync: SyncPage, ledger: LedgerPage, checkpoints: CheckpointsPage, evaluation: EvaluationPage };
 
 function pageOf([name, id, ...rest]) {
   if (rest.length) return MissingPage;
@@ -82,7 +85,7 @@ function Connection() {
   if (how === "lost") text = html`Disconnected: ${current.why}. ${frame ? "Figures are out of date. " : ""}Retrying${wait_s ? ` in ${wait_s} s` : ""}. ${again}`;
   else if (how === "ended")
     text = html`The console was stopped${frame?.state?.finished ? html`; the run has finished: ${plain(frame.state.finished)}` : ""}. To view the run again, start <code>grpo web</code>. ${again}`;
-  else if (how === "denied") text = html`This run can be looked at with a token only. Open a link that <code>grpo web</code> prints, or <button type="button" onClick=${askForToken}>enter a token</button>`;
+  else if (how === "denied") text = html`Viewing this run requires a token. Open a link that <code>grpo web</code> prints, or <button type="button" onClick=${askForToken}>enter a token</button>`;
   else if (frame?.fault) text = html`Redis does not respond: ${plain(frame.fault)}. Figures are out of date.`;
   return html`<div class="banners" role="status">${text && html`<p class=${`banner ${how === "ended" ? "" : "bad"}`}>${text}</p>`}</div>`;
 }
@@ -146,7 +149,7 @@ function App() {
 
 let moved = false; // the first page leaves the focus where the browser put it
 
-if (tokenOfLink) perform(async () => ((await unlock(tokenOfLink)) ? "This tab can operate the run." : "This tab can look at the run."));
+if (tokenOfLink) perform(async () => ((await unlock(tokenOfLink)) ? "This tab can operate the run." : "This tab can view the run."));
 else if (session.get().token) unlock(session.get().token).catch(() => {});
 keepFollowing();
 render(html`<${App} />`, document.getElementById("app"));

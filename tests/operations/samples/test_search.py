@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pyarrow.dataset
+import pyarrow.parquet as pq
 import pytest
 
-from services.operations.samples.columns import MEANINGS
+from services.operations.samples.columns import MEANINGS, ExpressionError
 from services.operations.samples.folder import LogPosition, SampleFolder, current, name_of
 from services.operations.samples.search import Search
-from services.operations.samples.where import ExpressionError
 from services.tracker.samples.writer import MERGED, PartWriter
 from tests.operations.samples.made import made_row, write_log
 
@@ -43,6 +43,21 @@ def test_new_files_are_seen_and_old_ones_read_once(tmp_path: Path) -> None:
     writer.write([made_row(8)], LogPosition(1, 1, {"1": 0}))
     assert numbers(log, where="sample == 0", limit=2) == [8, 4]
     assert next(iter(log._narrow.values())) is table
+
+
+def test_files_of_before_a_column_have_it_without_values(tmp_path: Path) -> None:
+    """Searched, filtered, sorted, shown and merged with new files."""
+    writer = write_log(tmp_path, [made_row(i) for i in range(8)])
+    [old] = writer.folder.parts
+    pq.write_table(pq.read_table(old.path).drop_columns(["gap_mean", "gap_max", "gaps"]), old.path)
+    writer.write([made_row(8, gap_max=0.5, gap_mean=0.25, gaps=[0.5, 0.0])], LogPosition(1, 1, {"1": 0}))
+    assert numbers(Search.of(tmp_path), where="gap_max > 0.1") == [8]
+    for batch in range(MERGED):
+        found = Search.of(tmp_path).find(sort="gap_max", reverse=True, limit=9).rows
+        assert [row["gaps"] for row in found] == [[0.5, 0.0], *[None] * 8]
+        writer.write([made_row(9 + batch)], LogPosition(1, 1, {"1": 0}))
+        writer.tidy()
+    assert len(writer.folder.parts) < MERGED
 
 
 def test_an_empty_folder_has_no_rows(tmp_path: Path) -> None:

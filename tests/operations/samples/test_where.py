@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.operations.samples.columns import NAMES, ExpressionError
 from services.operations.samples.search import Search
-from services.operations.samples.where import NAMES, ExpressionError
 from tests.operations.samples.made import made_row, write_log
 
 ROWS = [made_row(i) for i in range(40)] + [made_row(40, sample=None, reward=None, completion=None, outcome="failed", scores=None)]

@@ -1,6 +1,6 @@
 // Evaluation rounds on held-out prompts, each with a single policy version.
 import { useAnswer } from "../api.js";
-import { Chart } from "../chart.js";
+import { Chart } from "../charts/chart.js";
 import { count, duration, fixed, percent, plain } from "../format.js";
 import { Ago, Answer, Badge, Empty, Facts, Meter, Page, Panel, Table } from "../parts.js";
 import { version } from "../run.js";

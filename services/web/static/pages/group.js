@@ -74,7 +74,7 @@ const Completion = ({ completion, most }) =>
 
 const facts = (found) => [
   ["Place", html`<${Badge} kind=${PLACES[found.place] ?? "calm"}>${found.place}<//> ${plain(found.where)}`],
-  found.holder && ["Held by", `${plain(found.holder.consumer)}, claim ${found.holder.fence}, lease renewed ${duration(found.holder.idle_s)} ago`],
+  found.holder && ["Claimed by", `${plain(found.holder.consumer)}, claim ${found.holder.fence}, lease renewed ${duration(found.holder.idle_s)} ago`],
   (found.attempts > 0 || found.expiries > 0) && ["Retries", `${found.attempts} failures, ${found.expiries} expired leases`],
   found.ended_at && ["Ended", html`${plain(found.outcome)}, <time datetime=${found.ended_at}>${new Date(found.ended_at).toLocaleString()}</time>`],
   found.dead_letter && ["Dead letter", html`<a href=${link("deadletters", found.dead_letter)}>${found.dead_letter}</a>`],

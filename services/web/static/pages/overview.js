@@ -1,10 +1,12 @@
 // The run at a glance: whether it is healthy, whether it learns, and what it waits for.
 import { useAnswer } from "../api.js";
-import { Chart } from "../chart.js";
-import { count, duration, fixed, percent, plain } from "../format.js";
+import { Chart } from "../charts/chart.js";
+import { laid } from "../charts/lines.js";
+import { Smoothing } from "../charts/smoothing.js";
+import { count, duration, fixed, percent, plain, short } from "../format.js";
 import { Ago, Answer, Badge, Facts, Meter, Page, Panel, Tile } from "../parts.js";
 import { generators, pausedRoles, version } from "../run.js";
-import { link } from "../state.js";
+import { choose, link, route, useStore } from "../state.js";
 import { html, useMemo } from "../vendor/htm-preact.js";
 import { StepsTable } from "./steps_table.js";
 import { waiting } from "./waiting.js";
@@ -33,7 +35,7 @@ function Tiles({ frame, about, metrics }) {
 function Notice({ frame }) {
   const { condition, awaited, state } = frame;
   const first = state.committed_step < 0 && !state.ended ? " before its first step" : "";
-  const text = awaited ? `The run waits for ${awaited}${first}.` : condition.word === "running" ? "" : `${condition.word}${condition.detail && `: ${condition.detail}`}`;
+  const text = awaited ? `The run is waiting for ${awaited}${first}.` : condition.word === "running" ? "" : `${condition.word}${condition.detail && `: ${condition.detail}`}`;
   return text && html`<p class="banner" role="status">${plain(text)}</p>`;
 }
 
@@ -57,50 +59,61 @@ function StatePanel({ frame }) {
         state.checkpoint_failed && ["Checkpoint failed", html`<span class="bad-text">${plain(state.checkpoint_failed)}</span>`],
         state.scale.wanted !== null && ["Desired generators", `${state.scale.wanted}${state.scale.why && ` – ${plain(state.scale.why)}`}`],
         frame.dead_letters > 0 && ["Dead letters", html`<a href=${link("deadletters")}>${count(frame.dead_letters)}</a>`],
-        ["Leader of dataprep", state.leader ? plain(state.leader) : "none at present"],
+        ["Dataprep leader", state.leader ? plain(state.leader) : "none"],
         state.resumed && ["Trainer resumed", plain(state.resumed)],
       ]}
     />
   <//>`;
 }
 
-// Charts of the steps' metrics.
-function Charts({ data, bound }) {
-  const { steps, columns } = data;
-  const drawn = useMemo(() => {
-    const of = (key) => columns[key];
-    return {
-      reward: [
-        { label: "trained", values: of("reward/train/mean"), colour: "--line-1" },
-        { label: "generated", values: of("reward/gen/mean"), colour: "--line-2", dash: [4, 3] },
-      ],
-      lag: [
-        { label: "mean", values: of("staleness/trained/mean"), colour: "--line-1" },
-        { label: "max", values: of("staleness/trained/max"), colour: "--line-2", dash: [4, 3], bound },
-      ],
-      rate: [
-        { label: "generated", values: of("throughput/generated/tokens_per_s"), colour: "--line-1" },
-        { label: "trained", values: of("throughput/trained/tokens_per_s"), colour: "--line-2" },
-      ],
-      time: [
-        { label: "step", values: of("time/step_s"), colour: "--line-1" },
-        { label: "training", values: of("time/train_s"), colour: "--line-2" },
-        { label: "sync", values: of("time/sync_s"), colour: "--line-3" },
-      ],
-      length: [
-        { label: "trained", values: of("length/train/mean"), colour: "--line-1" },
-        { label: "generated", values: of("length/gen/mean"), colour: "--line-2", dash: [4, 3] },
-      ],
-      signal: [{ label: "trained", values: of("reward/train/zero_std_share"), colour: "--line-1" }],
-    };
-  }, [data]);
-  return html`<div class="charts">
-    <${Chart} title="Reward" unit="mean of completions" xs=${steps} lines=${drawn.reward} show=${(v) => fixed(v, 3)} />
-    <${Chart} title="Lag" unit=${`steps${bound === undefined ? "" : `, ${bound} allowed`}`} xs=${steps} lines=${drawn.lag} show=${(v) => fixed(v, 2)} />
-    <${Chart} title="Throughput" unit="tokens/s" xs=${steps} lines=${drawn.rate} show=${count} />
-    <${Chart} title="Step time" unit="s" xs=${steps} lines=${drawn.time} show=${duration} />
-    <${Chart} title="Length" unit="tokens per completion" xs=${steps} lines=${drawn.length} show=${(v) => fixed(v, 1)} />
-    <${Chart} title="Groups without signal" unit="all rewards equal" xs=${steps} lines=${drawn.signal} show=${(v) => percent(v)} />
+// Title, unit, how a value is shown, and lines: label, metric, colour, dash. Those after `CORE` are drawn if the run has their metric.
+const CORE = 6;
+const CHARTS = [
+  ["Reward", "mean of completions", (v) => fixed(v, 3), [["trained", "reward/train/mean", 1], ["generated", "reward/gen/mean", 2, [4, 3]]]],
+  ["Lag", "steps", (v) => fixed(v, 2), [["mean", "staleness/trained/mean", 1], ["max", "staleness/trained/max", 2, [4, 3]]]],
+  ["Throughput", "tokens/s", count, [["generated", "throughput/generated/tokens_per_s", 1], ["trained", "throughput/trained/tokens_per_s", 2]]],
+  ["Step time", "s", duration, [["step", "time/step_s", 1], ["training", "time/train_s", 2], ["sync", "time/sync_s", 3]]],
+  ["Length", "tokens per completion", (v) => fixed(v, 1), [["trained", "length/train/mean", 1], ["generated", "length/gen/mean", 2, [4, 3]]]],
+  ["Groups without signal", "all rewards equal", (v) => percent(v), [["trained", "reward/train/zero_std_share", 1]]],
+  ["Prompts solved", "share of groups", (v) => percent(v), [["by every completion", "solve_rate/train/100", 1], ["by none", "solve_rate/train/0", 2, [4, 3]]]],
+  ["Loss", "", (v) => short(v), [["loss", "loss/train/sum", 1]]],
+  ["Gradient norm", "", (v) => short(v), [["norm", "gradient/train/norm", 1]]],
+  ["Entropy", "nats per token", (v) => fixed(v, 3), [["entropy", "entropy/train/mean", 1]]],
+  ["KL", "to the reference", (v) => short(v), [["KL", "kl/train/mean", 1]]],
+  ["Clipped", "share of tokens", (v) => percent(v, 2), [["below", "clip_low/train/fraction", 1], ["above", "clip_high/train/fraction", 2, [4, 3]]]],
+  ["Logprob gap", "trainer to engine, nats", (v) => short(v), [["mean", "logprob_gap/train/mean", 1]]],
+  ["MFU", "while training", (v) => percent(v, 1), [["MFU", "mfu/train/compute", 1]]],
+];
+
+const linesOf = (columns, lines, bound) =>
+  lines.map(([label, key, colour, dash]) => ({ label, values: columns[key], colour: `--line-${colour}`, dash, bound: key.startsWith("staleness") ? bound : undefined }));
+
+const has = (columns, lines) => lines.some(([, key]) => columns[key].some((value) => value !== null));
+
+function Charts({ data, other, bound }) {
+  const drawn = useMemo(
+    () =>
+      CHARTS.filter(([, , , lines], i) => i < CORE || has(data.columns, lines)).map(([title, unit, show, lines]) => ({
+        title,
+        unit: title === "Lag" && bound !== undefined ? `steps, ${bound} allowed` : unit,
+        show,
+        ...laid({ xs: data.steps, lines: linesOf(data.columns, lines, bound) }, other && { name: other.run, xs: other.steps, lines: linesOf(other.columns, lines.slice(0, 1)) }),
+      })),
+    [data, other, bound],
+  );
+  return html`<div class="charts">${drawn.map((chart) => html`<${Chart} key=${chart.title} ...${chart} />`)}</div>`;
+}
+
+// What holds for all charts: how much they are smoothed, and the run that is laid over this one.
+function ChartTools({ against }) {
+  const others = useAnswer("v1/console/runs").data?.runs ?? [];
+  return html`<div class="chart-tools">
+    ${others.length > 0 &&
+    html`<span class="sorting"><label for="against">Compare with</label>
+      <select id="against" onChange=${(event) => choose({ against: event.target.value })}>
+        ${["", ...others].map((name) => html`<option key=${name} value=${name} selected=${name === against}>${name ? plain(name) : "no other run"}</option>`)}
+      </select></span>`}
+    <${Smoothing} />
   </div>`;
 }
 
@@ -108,6 +121,8 @@ export function OverviewPage({ frame, about }) {
   const last = frame ? `${frame.steps.revision}/${frame.steps.count}` : null;
   const series = useAnswer(frame ? `v1/console/series?points=${POINTS}` : "", 0, last);
   const steps = useAnswer(frame ? `v1/console/steps?limit=${RECENT}` : "", 0, last);
+  const against = useStore(route).query.get("against") ?? "";
+  const other = useAnswer(against && `v1/console/runs/${encodeURIComponent(against)}/series?points=${POINTS}`);
   const unready = waiting("Overview", frame);
   if (unready) return unready;
   const bound = about?.facts["admission.max_staleness"];
@@ -115,12 +130,14 @@ export function OverviewPage({ frame, about }) {
   return html`<${Page} title="Overview">
     <${Notice} frame=${frame} />
     <${Tiles} frame=${frame} about=${about} metrics=${metrics} />
-    <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} bound=${bound} />`}<//>
+    <${ChartTools} against=${against} />
+    ${other.error && html`<p class="fault" role="status">${other.error.message}</p>`}
+    <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} other=${other.data} bound=${bound} />`}<//>
     <div class="columns">
       <${StatePanel} frame=${frame} />
       <${Panel} title="Last steps" tools=${html`<a href=${link("steps")}>All steps</a>`}>
         <${Answer} of=${steps}>
-          ${(data) => html`<${StepsTable} label="Last steps" steps=${data.steps} bound=${bound} empty=${`No step has been trained yet.${frame.awaited && ` The run waits for ${frame.awaited}.`}`} />`}
+          ${(data) => html`<${StepsTable} label="Last steps" steps=${data.steps} bound=${bound} empty=${`No step has been trained yet.${frame.awaited && ` The run is waiting for ${frame.awaited}.`}`} />`}
         <//>
       <//>
     </div>

@@ -1,7 +1,7 @@
 // The trained steps, and one step: its groups, how they are packed, and its metrics.
 import { useAnswer } from "../api.js";
 import { count, fixed, percent, plain, range, short } from "../format.js";
-import { Answer, Badge, Facts, Page, Pager, Panel, Table } from "../parts.js";
+import { Answer, Badge, Facts, Meter, Page, Pager, Panel, Table } from "../parts.js";
 import { choose, link, route, useStore } from "../state.js";
 import { html } from "../vendor/htm-preact.js";
 import { StepsTable } from "./steps_table.js";
@@ -18,7 +18,7 @@ export function StepsPage({ frame, about }) {
     <${Answer} of=${answer}>
       ${(found) =>
         html`<${Panel} title="Trained steps" note=${`${count(found.total)} recorded`}>
-          <${StepsTable} label="Trained steps" steps=${found.steps} bound=${about?.facts["admission.max_staleness"]} empty="No step has been trained yet: the first one waits for its groups." />
+          <${StepsTable} label="Trained steps" steps=${found.steps} bound=${about?.facts["admission.max_staleness"]} empty="No step has been trained yet: the first one is waiting for its groups." />
           ${(before || found.next !== null) &&
           html`<${Pager} label="Pages of steps" back=${before && (() => history.back())} next=${found.next !== null && (() => choose({ before: String(found.next) }))}>
             ${found.steps.length ? `steps ${found.steps.at(-1).step} to ${found.steps[0].step}` : "none"}
@@ -76,7 +76,7 @@ function Plan({ plan }) {
 function Metrics({ record }) {
   const groups = new Map();
   for (const [name, value] of Object.entries(record).sort(([a], [b]) => (a < b ? -1 : 1))) {
-    if (name === "step" || name === "time_s" || name.startsWith("run/")) continue;
+    if (name.startsWith("histogram/") || name === "step" || name === "time_s" || name.startsWith("run/")) continue;
     const noun = name.split("/")[0];
     groups.set(noun, [...(groups.get(noun) ?? []), [name.slice(noun.length + 1) || noun, value]]);
   }
@@ -89,6 +89,37 @@ function Metrics({ record }) {
         </section>`,
     )}
   </div>`;
+}
+
+const HISTOGRAMS = [
+  ["reward", "Rewards", "rollouts"],
+  ["length", "Lengths", "segments"],
+  ["advantage", "Advantages", "tokens"],
+  ["ratio", "Ratios to the older policy", "tokens"],
+  ["logprob_gap", "Logprob gap to the engine", "tokens"],
+];
+
+// Bars of a histogram: each bin that is not empty by its upper bound, as wide as its share of the fullest.
+function Histogram({ title, of, bins }) {
+  const total = bins.reduce((sum, [, number]) => sum + number, 0);
+  const most = Math.max(...bins.map(([, number]) => number));
+  const columns = [
+    { head: "Up to", num: true, cell: ([bound]) => (bound === Infinity ? "any" : String(bound)) },
+    { head: "Share", num: true, cell: ([, number]) => percent(number / total, 1) },
+    { head: "Of the fullest bin", cell: ([bound, number]) => html`<${Meter} value=${number} of=${most} label=${`Up to ${bound}`} />` },
+  ];
+  return html`<section aria-label=${title}><h3>${title} <span class="unit">${count(total)} ${of}</span></h3>
+    <${Table} label=${title} columns=${columns} rows=${bins} rowKey=${([bound]) => bound} empty="" />
+  </section>`;
+}
+
+function Histograms({ record }) {
+  const drawn = HISTOGRAMS.map(([what, title, of]) => {
+    const prefix = `histogram/${what}/train/`;
+    const bins = Object.entries(record).filter(([name]) => name.startsWith(prefix)).map(([name, number]) => [name.slice(prefix.length) === "inf" ? Infinity : Number(name.slice(prefix.length)), number]);
+    return { title, of, bins: bins.sort(([a], [b]) => a - b) };
+  }).filter(({ bins }) => bins.length);
+  return drawn.length > 0 && html`<${Panel} title="Distributions"><div class="histograms">${drawn.map((one) => html`<${Histogram} key=${one.title} ...${one} />`)}</div><//>`;
 }
 
 const STATES = { prepared: ["calm", "planned, not yet trained"], committed: ["good", "trained"], retired: ["calm", "trained; its plan was deleted after a checkpoint"] };
@@ -108,6 +139,7 @@ export function StepPage({ path, frame }) {
     html`<${Answer} of=${answer}>
       ${(found) => html`<p class="lead"><${Badge} kind=${STATES[found.state][0]}>${found.state}<//> ${STATES[found.state][1]}</p>
         ${found.plan && html`<${Plan} plan=${found.plan} />`}
+        ${found.record && html`<${Histograms} record=${found.record} />`}
         <${Panel} title="Metrics" note="explained in docs/metrics.md">
           ${found.record ? html`<${Metrics} record=${found.record} />` : html`<p class="empty">${found.state === "prepared" ? "Available once the step is trained." : "The record was deleted."}</p>`}
         <//>`}

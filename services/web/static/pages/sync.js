@@ -1,6 +1,6 @@
 // Weight syncs: the current or last round, its members' acknowledgements, and how long rounds take.
 import { useAnswer } from "../api.js";
-import { Chart } from "../chart.js";
+import { Chart } from "../charts/chart.js";
 import { bytes, count, duration, percent, plain } from "../format.js";
 import { Answer, Badge, Empty, Facts, Name, Page, Panel, Table } from "../parts.js";
 import { version } from "../run.js";

@@ -5,6 +5,6 @@ import { html } from "../vendor/htm-preact.js";
 export const waiting = (title, frame) => {
   if (!frame) return html`<${Page} title=${title}><p class="empty" aria-busy="true">Waiting for the server …</p><//>`;
   if (!frame.state)
-    return html`<${Page} title=${title}><${Empty}>The run does not exist yet. It waits for ${frame.awaited}. This page updates automatically.<//><//>`;
+    return html`<${Page} title=${title}><${Empty}>The run does not exist yet. It is waiting for ${frame.awaited}. This page updates automatically.<//><//>`;
   return null;
 };

@@ -1,14 +1,14 @@
 // The sample log: every completion of the run, searched and filtered by the server.
-import { useAnswer } from "../api.js";
-import { count, plain, range, short, signed } from "../format.js";
-import { Answer, Badge, Name, Page, Pager, Panel, Table } from "../parts.js";
-import { choose, link, route, useStore } from "../state.js";
-import { html } from "../vendor/htm-preact.js";
+import { useAnswer } from "../../api.js";
+import { count, plain, range, short, signed } from "../../format.js";
+import { Answer, Badge, Name, Page, Pager, Panel, Table } from "../../parts.js";
+import { choose, link, route, useStore } from "../../state.js";
+import { html, useMemo } from "../../vendor/htm-preact.js";
 
 const PAGE = 50;
 const OUTCOMES = ["trained", "filtered", "stale", "evicted", "failed"];
 const KINDS = { trained: "good", filtered: "calm", stale: "warn", evicted: "warn", failed: "bad" };
-const SORTS = [["", "newest"], ["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["step", "step"], ["oldest", "policy version"]];
+const SORTS = [["", "newest"], ["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["step", "step"], ["oldest", "policy version"], ["gap_max", "largest gap"]];
 // Fields of the form: name, label, kind, and the condition that a value stands for.
 const FIELDS = [
   ["text", "Completion contains", "search", (value) => `${quoted(value)} in completion`],
@@ -90,7 +90,7 @@ function missing(found) {
   const missed = Object.values(found.missed_groups).reduce((sum, groups) => sum + groups, 0);
   return [
     found.searched < found.of && `The search took too long: only the last ${count(found.searched)} were searched. Narrow it by step.`,
-    missed > 0 && `${count(missed)} groups are missing in the log, because its tracker was behind or gone.`,
+    missed > 0 && `${count(missed)} groups are missing from the log, because the tracker was behind or not running.`,
     found.first_step > 0 && `The log begins at step ${found.first_step}.`,
   ].filter(Boolean);
 }
@@ -100,8 +100,10 @@ export function SamplesPage({ frame }) {
   const offset = Number(query.get("offset")) || 0;
   const again = frame && !offset ? `${frame.steps.revision}/${frame.steps.count}` : null;
   const answer = useAnswer(pathOf(query), 0, again);
-  return html`<${Page} title="Samples" lead="Every completion of the run, whatever became of it.">
-    <${Panel} title="Filter"><${Filters} query=${query} /><//>
+  // Rendered once for each query: a live update would set its fields back to the query's values while somebody types.
+  const filters = useMemo(() => html`<${Panel} title="Filter"><${Filters} query=${query} /><//>`, [query.toString()]);
+  return html`<${Page} title="Samples" lead="Every completion of the run, whatever its outcome.">
+    ${filters}
     <${Answer} of=${answer}>
       ${(found) => html`<${Panel} title="Completions" note=${`${count(found.total)} of ${count(found.of)}`}>
         ${missing(found).map((text) => html`<p class="banner" key=${text}>${text}</p>`)}

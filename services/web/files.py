@@ -1,0 +1,150 @@
+"""Endpoints of what the folder of a run holds: its account, its configuration, and the curves of the runs beside it.
+
+Guarantees: files are read on a thread; another run is one of the folders beside this run's own, never a path of the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from fastapi import APIRouter, HTTPException, Query
+from fastapi import Path as InPath
+from pydantic import BaseModel, ConfigDict
+
+from services.config import RunConfig
+from services.config.explain import keys
+from services.operations.cost import cost_of
+from services.operations.history import STEP, history_of
+from services.runtime.service import Service
+from services.web import series
+
+METRICS = "metrics.jsonl"
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+NO_ACCOUNT = (
+    "This run has no account yet. The tracker writes it; the tracker runs unless samples.keep is 0 and no tracker is configured."
+)
+
+
+class OtherRuns(BaseModel):
+    """Runs whose folders are next to this run's own."""
+
+    runs: list[str]
+
+
+class OtherSeries(BaseModel):
+    """Data of another run's charts: one column per metric, each as long as `steps`."""
+
+    run: str
+    steps: list[int]
+    columns: dict[str, list[float | None]]
+
+
+class CostReport(BaseModel):
+    """What the run's devices spent their time on (docs/cost.md)."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    spent: dict[str, float]
+    """Outcome or activity -> device-seconds; their sum is the time for which devices were held."""
+    trainer: dict[str, float]
+    generator: dict[str, float]
+    yields: dict[str, float]
+    """What the run has produced: unit, such as "a solved prompt" -> number."""
+    divided: bool
+    """Whether the time of generation is divided by outcome, which needs the sample log."""
+    missing: str
+    """Why there is no account; empty: there is one."""
+
+
+class ConfigurationKey(BaseModel):
+    """A key of the run's configuration."""
+
+    key: str
+    value: Any
+    changed: bool
+    """Whether it is not the default."""
+    help: str
+
+
+class ConfigurationReport(BaseModel):
+    """The configuration as the services read it."""
+
+    keys: list[ConfigurationKey]
+
+
+def files_router(service: Service) -> APIRouter:
+    """Return the router of these endpoints."""
+    router = APIRouter(prefix="/v1/console", tags=["console"], dependencies=[service.app.state.reader])
+    folder = service.folder
+
+    @router.get("/account")
+    async def account() -> CostReport:
+        """Return the run's account by outcome."""
+        found = await asyncio.to_thread(cost_of, folder)
+        if found is None:
+            return CostReport(spent={}, trainer={}, generator={}, yields={}, divided=False, missing=NO_ACCOUNT)
+        return CostReport(
+            spent=found.spent, trainer=found.trainer, generator=found.generator, yields=found.yields,
+            divided=bool(found.tokens), missing="",
+        )  # fmt: skip
+
+    @router.get("/configuration")
+    async def configuration() -> ConfigurationReport:
+        """Return every key of the configuration with its value."""
+        return ConfigurationReport(keys=_keys(service.config))
+
+    @router.get("/runs")
+    async def runs() -> OtherRuns:
+        """List the runs next to this one, by name."""
+        return OtherRuns(runs=await asyncio.to_thread(_beside, folder))
+
+    @router.get("/runs/{name}/series", summary="Series of another run")
+    async def other(
+        name: Annotated[str, InPath(pattern=NAME)], points: Annotated[int, Query(ge=1, le=series.MOST_POINTS)] = 400
+    ) -> OtherSeries:
+        """Return the charted metrics of another run, in at most `points` points."""
+        if name not in await asyncio.to_thread(_beside, folder):
+            raise HTTPException(404, f"there is no run {name!r} with metrics next to this one")
+        steps, columns = await asyncio.to_thread(_drawn, folder.parent / name / METRICS, points)
+        return OtherSeries(run=name, steps=steps, columns=columns)
+
+    return router
+
+
+def _beside(folder: Path) -> list[str]:
+    try:
+        return sorted(each.parent.name for each in folder.parent.glob(f"*/{METRICS}") if each.parent != folder)
+    except OSError:
+        return []
+
+
+def _drawn(file: Path, points: int) -> tuple[list[int], dict[str, list[float | None]]]:
+    return series.drawn(history_of(file, STEP, series.keep).rows, points)
+
+
+def _keys(config: RunConfig) -> list[ConfigurationKey]:
+    helps = {key.key: key.help for key in keys()}
+    found = list[ConfigurationKey]()
+
+    def walk(section: BaseModel, prefix: str) -> None:
+        dumped = section.model_dump(mode="json")
+        for name, field in type(section).model_fields.items():
+            value, key = getattr(section, name), f"{prefix}{name}"
+            if isinstance(value, BaseModel):
+                walk(value, f"{key}.")
+                continue
+            shown = without_password(dumped[name]) if key == "redis.url" else dumped[name]
+            changed = field.is_required() or value != field.get_default(call_default_factory=True)
+            found.append(ConfigurationKey(key=key, value=shown, changed=changed, help=helps.get(key, "")))
+
+    walk(config, "")
+    return found
+
+
+def without_password(url: str) -> str:
+    """Return an address without the user and password that it may have."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
