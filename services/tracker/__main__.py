@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from functools import partial
 
 from services.config import ConfigError
-from services.runtime.entry import Arguments, ending, main, open_service
+from services.runtime.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.tracking import check_tracking
 
@@ -57,4 +56,4 @@ async def track(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending(main("tracker", track)))
+    end_process(main("tracker", track))

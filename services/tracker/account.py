@@ -1,6 +1,7 @@
 """Keeps the account of a run, in its folder (services/operations/account.py).
 
-Guarantees: what a pod has reported is on disk within `WRITE_S`; a tracker that is restarted continues from the file.
+Guarantees: what a pod has reported is on disk within `WRITE_S`; a tracker that is restarted continues from the file. A process of
+this machine is accounted for until it has ended, which takes seconds after it has left the fleet.
 Waits for: the fleet's heartbeats. Unblocked by: `LOOK_S`, the end of the run.
 """
 
@@ -8,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -16,16 +20,41 @@ import structlog
 from services.config import RunConfig
 from services.operations import account
 from services.protocol.errors import StoreError
+from services.protocol.messages import PodStatus
 from services.runtime.atomic_folders import FolderError
 from services.runtime.loops import Loop
-from services.runtime.processes.activity import DEVICES
+from services.runtime.processes.activity import DEVICES, PREFIX, process_age_s
 from services.store import Store
 
 log = structlog.get_logger()
 
 LOOK_S = 0.5
+LAST_LOOKS_S = 0.1  # while the others end
 WRITE_S = 5.0
-OTHERS_S = 5.0  # how long to stay for pods that are about to leave
+OTHERS_S = 10.0  # how long to stay for pods that are about to leave and to end
+SAME_S = 1.0  # a process that began at another time than the pod said is another one
+
+
+class Neighbours:
+    """The pods' processes on this machine, which are seen to end."""
+
+    def __init__(self) -> None:
+        self._host, self._pids = socket.gethostname(), dict[tuple[str, str], int]()
+
+    def meet(self, heard: Iterable[tuple[PodStatus, float]]) -> None:
+        """Note which of the pods that are there have processes on this machine."""
+        for status, age_s in heard:
+            if status.host != self._host or status.pid == os.getpid() or DEVICES not in status.gauges:
+                continue
+            spent_s = sum(seconds for name, seconds in status.gauges.items() if name.startswith(PREFIX))
+            there_s = process_age_s(status.pid)
+            if there_s and abs(there_s - spent_s - age_s) < SAME_S:
+                self._pids[status.name, status.boot] = status.pid
+
+    def left(self) -> list[tuple[str, str]]:
+        """Return the pods, with the names of their processes, that have not ended."""
+        self._pids = {key: pid for key, pid in self._pids.items() if process_age_s(pid)}
+        return list(self._pids)
 
 
 class Accountant:
@@ -33,7 +62,7 @@ class Accountant:
 
     def __init__(self, config: RunConfig, store: Store, folder: Path, stopping: asyncio.Event) -> None:
         self._config, self._store, self._folder, self._stopping = config, store, folder, stopping
-        self._failing = False
+        self._failing, self._neighbours = False, Neighbours()
         self.done = asyncio.Event()
 
     async def follow(self, loop: Loop) -> None:
@@ -47,7 +76,9 @@ class Accountant:
             try:
                 heard = await self._store.fleet.heard(fleet.ttl_s)
                 found.observe(heard, time.time(), fleet.heartbeat_s)
-                last = last or (self._stopping.is_set() and not any(DEVICES in status.gauges for status, _ in heard))
+                self._neighbours.meet(heard)
+                there = any(DEVICES in status.gauges for status, _ in heard) or self._see_off(found)
+                last = last or (self._stopping.is_set() and not there)
             except StoreError:
                 if not self._stopping.is_set():
                     raise
@@ -59,12 +90,19 @@ class Accountant:
             if last:
                 break
             if self._stopping.is_set():
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(LAST_LOOKS_S)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._stopping.wait()
         self.done.set()
+
+    def _see_off(self, found: account.Account) -> bool:
+        """Account for processes that left the fleet and still end. Return whether any process is there."""
+        left = self._neighbours.left()
+        for name, boot in left:
+            found.lives_on(name, boot, time.time())
+        return bool(left)
 
     def _write(self, found: account.Account) -> None:
         try:

@@ -6,15 +6,18 @@ earlier ones.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.histogram_pb2 import HistogramProto
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from services.algorithm.histograms import Bins, edges, separated
 from services.tracker.tracker import Record
 
 
@@ -30,10 +33,12 @@ class EventFiles:
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
-        """Write one event per record: a scalar for every metric, at its step or at the evaluated policy version."""
+        """Write one event per record, at its step or at the evaluated policy version, with all metrics and histograms."""
         for number, records in (("step", steps), ("eval/version", rounds)):
             for record in records:
-                values = [Summary.Value(tag=name, simple_value=value) for name, value in record.items() if name != number]
+                scalars, histograms = separated(record)
+                values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items() if name != number]
+                values += [Summary.Value(tag=name, histo=_histogram(name, bins)) for name, bins in histograms.items()]
                 event = Event(
                     wall_time=record.get("time_s", time.time()), step=int(record[number]), summary=Summary(value=values)
                 )
@@ -43,3 +48,15 @@ class EventFiles:
     def close(self) -> None:
         """Close the file."""
         self._records.close()
+
+
+def _histogram(name: str, bins: Bins) -> HistogramProto:
+    """Return a histogram in TensorBoard's form: upper bounds and counts; its sums are those of the middles of the bins."""
+    limits, counts = edges(name.split("/")[1], bins)
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(limits)]
+    return HistogramProto(
+        min=limits[0], max=limits[-1], num=sum(counts),
+        sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+        sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+        bucket_limit=limits, bucket=[0.0, *counts],
+    )  # fmt: skip

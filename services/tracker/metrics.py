@@ -31,5 +31,7 @@ class TrackerMetrics(Metrics):
         "grpo_tracker_sample_write_seconds", "seconds", "Duration of writing a batch of groups to the sample log."
     )
     missed_groups: Gauge = gauge(
-        "grpo_tracker_missed_groups", "groups", "Groups missing in the sample log because it was behind or its tracker was gone."
+        "grpo_tracker_missed_groups",
+        "groups",
+        "Groups missing from the sample log because it lagged behind or no tracker was running.",
     )

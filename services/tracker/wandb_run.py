@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("WANDB_SILENT", "true")  # keeps its output out of the log; it raises its errors
+os.environ.pop("WANDB_SERVICE", None)  # of whoever started this process: a run that a killed process had there stays "in use"
+import numpy as np
 import wandb  # pyright: ignore
 
+from services.algorithm.histograms import Bins, edges, separated
 from services.config import RunConfig
 from services.runtime.tracking import wandb_mode
 from services.tracker.tracker import Record
@@ -44,8 +48,14 @@ class WandbRun:
     def write(self, steps: Sequence[Record], rounds: Sequence[Record]) -> None:
         """Log every record."""
         for record in (*steps, *rounds):
-            self._run.log(record)
+            scalars, histograms = separated(record)
+            self._run.log(scalars | {name: _histogram(name, bins) for name, bins in histograms.items()})
 
     def close(self) -> None:
         """Wait until W&B has written or sent everything."""
         self._run.finish()
+
+
+def _histogram(name: str, bins: Bins) -> Any:
+    limits, counts = edges(name.split("/")[1], bins)
+    return wandb.Histogram(np_histogram=(np.array(counts), np.array(limits)))

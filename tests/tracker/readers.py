@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
+from typing import Any
 
 BLOCK = 32768  # of W&B's file, which is a LevelDB log behind a header of 7 bytes
 
@@ -17,7 +19,7 @@ def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def read_wandb(folder: Path) -> list[dict[str, float]]:
+def read_wandb(folder: Path) -> list[dict[str, Any]]:
     """Logged rows of every offline run under `folder`, in order."""
     from wandb.proto import wandb_internal_pb2
 
@@ -26,7 +28,7 @@ def read_wandb(folder: Path) -> list[dict[str, float]]:
         for data in _log_records(path.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
-                names = {item.key or "/".join(item.nested_key): float(item.value_json) for item in record.history.item}
+                names = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
                 rows.append({name: value for name, value in names.items() if not name.startswith("_")})
     return rows
 

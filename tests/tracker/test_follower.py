@@ -257,6 +257,7 @@ class Pod:
         environ = os.environ | {
             "PYTHONWARNINGS": "error",
             "WANDB_MODE": "offline",
+            "WANDB__SERVICE_WAIT": "120",  # its process takes long to start on a busy machine
             "GRPO_API_TOKEN": "t",
             "HOME": str(log.parent),
             PLAIN: "1",  # an import that warns is an error, too
@@ -275,7 +276,10 @@ class Pod:
 
 
 @pytest.mark.timeout(180)
-def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(server: RedisServer, tmp_path: Path) -> None:
+def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SERVICE", f"3-{os.getpid()}-unix-{tmp_path}")  # of a process that uses W&B and starts a run
     name = f"t-{uuid.uuid4().hex[:12]}"
     config = small_config(tmp_path, server, f"run.name={name}", "tracking.tensorboard=true", "tracking.wandb=project")
     path, folder = tmp_path / "resolved.toml", tmp_path / name / "tracking"
@@ -320,7 +324,7 @@ def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(server: Red
     seen = read_tensorboard(folder / "tensorboard")
     assert seen["reward/train/mean"] == {step: step / 8 for step in range(6)}
     assert seen["eval/main/pass@1"] == {6: 0.5}
-    assert position("tensorboard") == position("wandb") == 5
+    assert position("tensorboard") == position("wandb") == 5, pod.log.read_text()
     rows = read_wandb(folder / "wandb")  # the first life's may have died with it, and are in the second's
     assert {row["step"]: row["reward/train/mean"] for row in rows if "reward/train/mean" in row} == {s: s / 8 for s in range(6)}
     assert [row["eval/version"] for row in rows if "eval/version" in row] == [6]

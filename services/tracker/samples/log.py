@@ -26,9 +26,10 @@ from services.operations.samples.folder import SAMPLES, LogPosition, LogStatus
 from services.protocol.errors import StoreError
 from services.runtime.loops import Loop
 from services.store import Store
+from services.store.calls.samples import is_sampled
 from services.store.records import RunState
 from services.tracker.metrics import TrackerMetrics
-from services.tracker.samples.rows import EndedGroup, is_sampled, rows_of
+from services.tracker.samples.rows import EndedGroup, Gaps, rows_of
 from services.tracker.samples.writer import PartWriter
 
 log = structlog.get_logger()
@@ -36,6 +37,8 @@ log = structlog.get_logger()
 POLL_S = 1.0  # the longest delay until a group is read
 LEASE_S = 300.0  # groups wait this long for a tracker that is gone
 BATCH = 64  # groups in a file before merging, some megabytes of tokens
+GAPS_S = 2.0  # how long the newest step waits for its logprob gaps, which ranks send while it is committed
+GAPS_POLL_S = 0.1
 KNOWN = 50_000  # completions whose identity is kept, to skip what Redis lost the acknowledgement of
 
 
@@ -48,6 +51,7 @@ class SampleLog:
         self._metrics, self._reader = metrics, TextReader(config.model.path)
         self._known: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._position, self._missed = LogPosition(), dict[str, int]()
+        self._gaps_come = False  # whether this run's trainer sends logprob gaps
 
     async def follow(self, loop: Loop) -> None:
         """Follow the run until it ends or `stopping` is set, and everything that ended by then is logged."""
@@ -82,14 +86,15 @@ class SampleLog:
         await self._acknowledge(())
         waiting = await self._store.samples.waiting(BATCH)
         groups = [EndedGroup(one.ticket, one.step, one.outcome, one.incarnation, one.header, one.payload) for one in waiting]
-        trained, upto = await self._trained(state, BATCH - len(groups))
+        trained, upto, gaps = await self._trained(state, BATCH - len(groups))
         new = [group for group in (*groups, *trained) if group.key not in self._known]
         for first in range(0, len(new), BATCH):
             piece = new[first : first + BATCH]
             payloads = await self._store.samples.payloads([group.payload for group in piece if group.payload])
             started = time.monotonic()
             whole = first + BATCH >= len(new)  # a step is logged when its last group is
-            written = await asyncio.to_thread(self._write, writer, piece, payloads, upto if whole else self._position.step)
+            position = upto if whole else self._position.step
+            written = await asyncio.to_thread(self._write, writer, piece, payloads, gaps, position)
             self._metrics.sample_write_s.observe(time.monotonic() - started)
             self._metrics.samples.inc(written)
             loop.progress()
@@ -107,7 +112,7 @@ class SampleLog:
             position.incarnation, position.step = state.incarnation, state.retired_step
             position.begun = {**position.begun, str(state.incarnation): state.retired_step + 1}
             if not writer.folder.parts and state.retired_step >= 0:
-                log.warning("the sample log begins after the run", step=state.retired_step + 1)
+                log.warning("the sample log does not cover the first steps of the run", step=state.retired_step + 1)
                 writer.note(LogStatus(self._missed, state.retired_step + 1))
         position.step = min(max(position.step, state.retired_step), state.committed_step)
 
@@ -115,9 +120,9 @@ class SampleLog:
         position, share = self._position, self._config.samples.share
         return await self._store.samples.log(position.incarnation, position.step, share, LEASE_S, list(entries))
 
-    async def _trained(self, state: RunState, room: int) -> tuple[list[EndedGroup], int]:
-        """Return the groups of the next committed steps, about `room` of them, and the last of those steps."""
-        found, step = list[EndedGroup](), self._position.step
+    async def _trained(self, state: RunState, room: int) -> tuple[list[EndedGroup], int, dict[int, Gaps]]:
+        """Return the groups of the next committed steps, about `room`, the last of those steps, and logprob gaps by step."""
+        found, step, gaps = list[EndedGroup](), self._position.step, dict[int, Gaps]()
         while step < state.committed_step and (room > 0 or step == self._position.step):
             step += 1
             plan = await self._store.steps.plan(step)
@@ -131,11 +136,33 @@ class SampleLog:
                 if record.header is not None
             ]
             room -= len(names)
-        return found, step
+            if names:
+                gaps[step] = await self._gaps(step, plan.ranks, step == state.committed_step)
+        return found, step, gaps
 
-    def _write(self, writer: PartWriter, groups: list[EndedGroup], payloads: dict[str, Any], upto: int) -> int:
+    async def _gaps(self, step: int, ranks: int, newest: bool) -> Gaps:
+        """Return the logprob gaps of a step. Those of the newest one may still be on their way."""
+        until = time.monotonic() + (GAPS_S if newest and self._gaps_come else 0.0)
+        while True:
+            found = await self._store.samples.gaps(step, ranks)
+            if None not in found or time.monotonic() >= until:
+                break
+            await asyncio.sleep(GAPS_POLL_S)
+        self._gaps_come |= any(part is not None for part in found)
+        return {segment: gaps for part in found if part is not None for segment, gaps in part.items()}
+
+    def _write(
+        self, writer: PartWriter, groups: list[EndedGroup], payloads: dict[str, Any], gaps: dict[int, Gaps], upto: int
+    ) -> int:
         now_s, kind = time.time(), self._config.advantage.kind
-        rows = [row for group in groups for row in rows_of(group, payloads.get(group.payload), self._reader, kind, now_s)]
+        rows = [
+            row
+            for group in groups
+            for row in rows_of(
+                group, payloads.get(group.payload), self._reader, kind, now_s,
+                gaps.get(group.step) if group.outcome == "trained" else None,
+            )
+        ]  # fmt: skip
         position = LogPosition(self._position.incarnation, upto, self._position.begun)
         writer.write(rows, position)
         self._remember(group.key for group in groups)
@@ -162,7 +189,9 @@ class SampleLog:
         missed = await self._store.samples.missed()
         if missed != self._missed:
             more = sum(missed.values()) - sum(self._missed.values())
-            log.warning("groups are missing in the sample log: it was behind or gone", groups=more, missed=missed)
+            log.warning(
+                "groups are missing from the sample log: the tracker was behind or not running", groups=more, missed=missed
+            )
             self._missed = missed
             status = writer.folder.status()
             await asyncio.to_thread(writer.note, LogStatus(missed, status.first_step))

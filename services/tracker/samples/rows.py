@@ -5,8 +5,7 @@ Guarantees: a damaged header, payload or ticket never raises: its row has what c
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,11 @@ from services.algorithm.advantages import Kind, advantages
 from services.operations.inspection.text import TextReader
 from services.operations.samples.columns import SCHEMA
 from services.protocol import codec
-from services.protocol.messages import Header, Payload, Ticket
-from services.store.calls.samples import WHOLE
+from services.protocol.messages import Header, Ticket
+from services.protocol.payloads import Payload
 
+Gaps = Mapping[tuple[str, int], np.ndarray]
+"""Payload and place of a segment in it -> logprob gaps of the segment's sampled tokens (services/protocol/logprob_gaps.py)."""
 KEPT_BITS = np.uint32(0xFFFFE000)  # of a logprob: 10 bits after the point of its mantissa, some 3 digits
 
 
@@ -42,13 +43,10 @@ class EndedGroup:
         return self.payload or self.ticket, self.step, self.outcome.partition(":")[0]
 
 
-def is_sampled(ticket: str, share: float) -> bool:
-    """Return whether the log has a ticket, as functions/prelude.lua decides it."""
-    return int(hashlib.sha1(ticket.encode()).hexdigest()[:8], 16) < round(share * WHOLE)
-
-
-def rows_of(group: EndedGroup, payload: Payload | None, reader: TextReader, kind: Kind, now_s: float) -> list[dict[str, Any]]:
-    """Return a row for each completion of a group, or one row for a group without completions."""
+def rows_of(
+    group: EndedGroup, payload: Payload | None, reader: TextReader, kind: Kind, now_s: float, gaps: Gaps | None = None
+) -> list[dict[str, Any]]:
+    """Return a row for each completion of a group, or one row for a group without completions. `gaps`: those of its step."""
     outcome, _, reason = group.outcome.partition(":")
     base: dict[str, Any] = dict.fromkeys(SCHEMA.names) | {
         "group": group.ticket, "step": group.step, "outcome": outcome, "reason": reason, "incarnation": group.incarnation,
@@ -65,11 +63,11 @@ def rows_of(group: EndedGroup, payload: Payload | None, reader: TextReader, kind
         payload = None
     if payload is not None:
         base["prompt"] = reader.text(payload.prompt.tolist())
-    given = _advantages(header, kind)
-    figures = [base | {"sample": i} | _figures(header, i, given) for i in range(len(header.rewards))]
+    given, own = _advantages(header, kind), _places(header)
+    figures = [base | _figures(header, i, own[i], given) for i in range(len(header.rewards))]
     try:
-        texts = _Segments(header, payload, reader)
-        return [row | texts.of(i) for i, row in enumerate(figures)] or [base]
+        texts = _Segments(header, payload, reader, gaps or {})
+        return [row | texts.of(i, own[i]) for i, row in enumerate(figures)] or [base]
     except (IndexError, ValueError, TypeError):  # columns of a header or payload that do not fit together
         return figures
 
@@ -83,16 +81,23 @@ def _of_ticket(body: bytes | Header, reader: TextReader) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _figures(header: Header, i: int, given: Sequence[float]) -> dict[str, Any]:
-    own = [place for place, owner in enumerate(header.owners) if owner == i]
+def _places(header: Header) -> list[list[int]]:
+    """Return the places of each rollout's segments."""
+    found: list[list[int]] = [[] for _ in header.rewards]
+    for place, owner in enumerate(header.owners):
+        if 0 <= owner < len(found):
+            found[owner].append(place)
+    return found
 
+
+def _figures(header: Header, i: int, own: Sequence[int], given: Sequence[float]) -> dict[str, Any]:
     def total(column: Sequence[int]) -> int | None:
         return sum(column[place] for place in own) if own and own[-1] < len(column) else None
 
     oldest = [header.oldest[place] for place in own if place < len(header.oldest)]
     newest = [header.newest[place] for place in own if place < len(header.newest)]
     return {
-        "reward": header.rewards[i], "advantage": _at(given, i), "solved": _at(header.solved, i),
+        "sample": i, "reward": header.rewards[i], "advantage": _at(given, i), "solved": _at(header.solved, i),
         "scores": [(name, scores[i]) for name, scores in header.scores.items() if i < len(scores)],
         "truncated": _at(header.truncated, i), "length": total(header.lengths), "tool_tokens": total(header.tool_tokens),
         "turns": _at(header.turns, i) if header.turns else 1, "tool_s": _at(header.tool_s, i) if header.tool_s else 0.0,
@@ -103,22 +108,32 @@ def _figures(header: Header, i: int, given: Sequence[float]) -> dict[str, Any]:
 class _Segments:
     """The tokens of a group, by rollout."""
 
-    def __init__(self, header: Header, payload: Payload | None, reader: TextReader) -> None:
-        self._header, self._payload, self._reader = header, payload, reader
+    def __init__(self, header: Header, payload: Payload | None, reader: TextReader, gaps: Gaps) -> None:
+        self._header, self._payload, self._reader, self._gaps = header, payload, reader, gaps
         self._ends: list[int] = np.cumsum(payload.lengths).tolist() if payload is not None else []
+        self._contexts = payload.own_contexts if payload is not None else []
 
-    def of(self, i: int) -> dict[str, Any]:
-        """Return texts, tokens and logprobs of a rollout; nothing if its tokens are gone."""
-        payload, header = self._payload, self._header
+    def of(self, i: int, own: Sequence[int]) -> dict[str, Any]:
+        """Return texts, tokens and logprobs of a rollout, whose segments are in places `own`; nothing if its tokens are gone."""
+        payload = self._payload
         if payload is None or self._ends[-1:] != [len(payload.tokens)]:
             return {}
-        own = [place for place, owner in enumerate(header.owners) if owner == i]
         tokens = [self._cut(payload.tokens, place) for place in own]
         texts = [self._reader.text(part.tolist()) for part in tokens]
-        contexts = [payload.own_contexts[place] for place in own]
-        whole = len(own) > 1 or any(len(context) for context in contexts)
-        logprobs = np.concatenate([self._cut(payload.logprobs, place) for place in own]) if own else payload.logprobs[:0]
-        segments = [
+        logprobs = _joined([self._cut(payload.logprobs, place) for place in own], payload.logprobs)
+        return {
+            "completion": None if None in texts else "".join(text or "" for text in texts),
+            "tokens": _joined(tokens, payload.tokens), "logprobs": (logprobs.view(np.uint32) & KEPT_BITS).view(np.float32),
+            "segments": self._segments(own, texts), "notes": payload.notes[i] if i < len(payload.notes) else "",
+            **self._gaps_of(payload, own),
+        }  # fmt: skip
+
+    def _segments(self, own: Sequence[int], texts: Sequence[str | None]) -> list[dict[str, Any]] | None:
+        """Return the segments of a rollout that has several, or contexts of its own."""
+        contexts, header = [self._contexts[place] for place in own], self._header
+        if len(own) < 2 and not any(len(context) for context in contexts):
+            return None
+        return [
             {
                 "context": self._reader.text(context.tolist()) if len(context) else None, "text": text,
                 "context_tokens": header.context_sizes[place], "length": header.lengths[place],
@@ -126,14 +141,36 @@ class _Segments:
             }
             for place, text, context in zip(own, texts, contexts, strict=True)
         ]  # fmt: skip
-        return {
-            "completion": None if None in texts else "".join(text or "" for text in texts),
-            "tokens": np.concatenate(tokens) if own else [], "logprobs": (logprobs.view(np.uint32) & KEPT_BITS).view(np.float32),
-            "segments": segments if whole else None, "notes": payload.notes[i] if i < len(payload.notes) else "",
-        }  # fmt: skip
+
+    def _gaps_of(self, payload: Payload, own: Sequence[int]) -> dict[str, Any]:
+        """Return the logprob gaps of a rollout, NaN where there is none; nothing if no token has one."""
+        name = self._header.payload
+        if not any((name, place) in self._gaps for place in own):
+            return {}
+        gaps = _joined([self._gaps_in(payload, place) for place in own], payload.logprobs)
+        sizes = np.abs(gaps[np.isfinite(gaps)])
+        return {"gaps": gaps, "gap_mean": sizes.sum() / len(sizes), "gap_max": sizes.max()} if len(sizes) else {}
+
+    def _gaps_in(self, payload: Payload, place: int) -> np.ndarray:
+        """Return the logprob gaps of a segment, [its length] float32."""
+        length, known = int(payload.lengths[place]), self._gaps.get((self._header.payload, place))
+        if known is not None and not len(payload.tool_spans) and len(known) == length:
+            return known
+        gaps, sampled = np.full(length, np.nan, np.float32), np.ones(length, bool)
+        for segment, start, end in payload.tool_spans:
+            if segment == place:
+                sampled[start:end] = False
+        if known is not None and len(known) == sampled.sum():
+            gaps[sampled] = known
+        return gaps
 
     def _cut(self, column: np.ndarray, place: int) -> np.ndarray:
         return column[self._ends[place - 1] if place else 0 : self._ends[place]]
+
+
+def _joined(parts: Sequence[np.ndarray], column: np.ndarray) -> np.ndarray:
+    """Return the parts of `column` as one array."""
+    return parts[0] if len(parts) == 1 else np.concatenate([column[:0], *parts])
 
 
 def _advantages(header: Header, kind: Kind) -> list[float]:

@@ -55,7 +55,7 @@ class PartWriter:
         parts = self.folder.parts
         while len(parts) >= MERGED and self._alike(parts[-MERGED:]):
             merged = parts[-MERGED:]
-            table = pa.concat_tables([pq.read_table(part.path, schema=SCHEMA) for part in merged])
+            table = pa.concat_tables([part.read() for part in merged])
             part = self._put(table, merged[0].first, merged[-1].last, merged[-1].position)
             for old in merged:
                 old.path.unlink(missing_ok=True)

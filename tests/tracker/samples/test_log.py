@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from services.config import RunConfig, to_toml
 from services.console.local.redis_server import RedisServer
 from services.operations.samples.folder import SAMPLES, SampleFolder
 from services.operations.samples.search import Search
+from services.protocol.logprob_gaps import LogprobGaps
 from services.runtime.loops import Loop
 from services.store import Store
 from services.tracker.metrics import TrackerMetrics
 from services.tracker.samples import log as module
 from services.tracker.samples.log import SampleLog
 from services.tracker.samples.writer import PartWriter
+from services.trainer.step.logprob_gaps import codes
 from tests.support.flow import Team, buffer, claim, issue, prepare, settle, start, submit
 from tests.support.harness import small_config, wait_until
 
@@ -112,6 +115,45 @@ async def test_every_group_that_ends_is_logged_with_its_completions(store: Store
     assert len(row["tokens"]) == 2, "its tokens waited"
     assert await store.samples.waiting(10) == []
     assert await covered(store, team, 0) == 1
+
+
+def gaps_of(payload: str, value: float) -> LogprobGaps:
+    """One gap for each token of the four completions of a group."""
+    code = codes([torch.full((8,), value)]).numpy().tobytes()
+    return LogprobGaps([payload] * 4, [0, 1, 2, 3], [2] * 4, code)
+
+
+async def test_the_trainers_gaps_are_logged_with_the_tokens(
+    store: Store, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step waits for gaps that are on their way, and no longer than it may; other payloads' gaps, and damage, are ignored."""
+    config = config_of(tmp_path)
+    team = await start(store, slots=64)
+    await follow_once(store, config, tmp_path)
+    names = [await trained(store, team, step, 1) for step in range(4)]
+    payloads = [record.payload for [name] in names for record in (await store.inspection.group_records([name])).values()]
+    await store.samples.send_gaps(0, 0, gaps_of(payloads[0], 0.5))
+    await store.samples.send_gaps(1, 0, gaps_of("0-1.99", 0.5))  # of the step before a restore
+    await store.client.set(store.keys.logprob_gaps(2, 0), b"damaged", ex=60)
+    real, late = store.samples.gaps, asyncio.Event()
+
+    async def gaps(step: int, ranks: int) -> Any:
+        found = await real(step, ranks)
+        if step == 3 and not late.is_set():
+            late.set()
+            await store.samples.send_gaps(3, 0, gaps_of(payloads[3], -0.25))
+        return found
+
+    monkeypatch.setattr(store.samples, "gaps", gaps)
+    monkeypatch.setattr(module, "GAPS_POLL_S", 0.01)
+    await follow_once(store, config, tmp_path)
+    found = {row["step"]: row for row in logged(tmp_path, "sample == 2")}
+    assert found[0]["gaps"] == pytest.approx([0.5, 0.5], rel=0.05)
+    assert found[1]["gaps"] is found[2]["gaps"] is found[2]["gap_mean"] is None
+    assert found[3]["gaps"] == pytest.approx([-0.25, -0.25], rel=0.05)
+    assert found[3]["gap_max"] == pytest.approx(0.25, rel=0.05)
+    ttl_s = await store.client.ttl(store.keys.logprob_gaps(3, 0))
+    assert 0 < ttl_s <= 300
 
 
 async def test_a_tracker_that_dies_anywhere_logs_nothing_twice(

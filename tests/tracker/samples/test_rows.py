@@ -12,7 +12,8 @@ from services.operations.inspection.text import TextReader
 from services.operations.samples.folder import LogPosition
 from services.operations.samples.search import Search
 from services.protocol import codec
-from services.protocol.messages import Header, Payload, Ticket
+from services.protocol.messages import Header, Ticket
+from services.protocol.payloads import Payload
 from services.tracker.samples.rows import EndedGroup, rows_of
 from services.tracker.samples.writer import PartWriter
 from tests.support.harness import ticket
@@ -43,6 +44,20 @@ def test_segments_and_tool_tokens_are_in_the_row() -> None:
     assert (second["length"], second["segments"], list(second["tokens"]), second["notes"]) == (1, None, [5], "too long")
     assert (second["reward"], second["advantage"], second["truncated"], second["solved"]) == (0.0, -0.5, True, False)
     assert (first["outcome"], first["reason"], first["payload"]) == ("filtered", "zero", "0-0.7")
+
+
+def test_gaps_are_at_the_tokens_that_the_policy_sampled() -> None:
+    payload = msgspec.structs.replace(PAYLOAD, tool_spans=np.array([[1, 0, 1]], np.int32))
+    gaps = {("0-0.7", 0): np.array([0.5, np.nan], np.float32), ("0-0.7", 1): np.array([-2.0, 0.5], np.float32)}
+    first, second = rows_of(group(HEADER), payload, TextReader(None), "centered", 5.0, gaps)
+    assert first["gaps"] == pytest.approx([0.5, np.nan, np.nan, -2.0, 0.5], nan_ok=True)
+    assert (first["gap_mean"], first["gap_max"]) == (1.0, 2.0)
+    assert (second["gaps"], second["gap_mean"], second["gap_max"]) == (None, None, None), "its segment has none"
+
+
+def test_gaps_of_another_length_are_left_out() -> None:
+    gaps = {("0-0.7", place): np.ones(4, np.float32) for place in range(3)}
+    assert [row["gaps"] for row in rows_of(group(HEADER), PAYLOAD, TextReader(None), "centered", 5.0, gaps)] == [None, None]
 
 
 @pytest.mark.parametrize("body", [b"no header", codec.encode(HEADER)[:40], b""])
