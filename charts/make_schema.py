@@ -66,6 +66,11 @@ COMMON: dict[str, Schema] = {
 
 OF_PATH: dict[str, Schema] = {
     "accelerator": {"enum": ["nvidia", "none"]},
+    "role": {"enum": ["run", "generators"]},
+    "devices.kind": {"enum": ["plugin", "claim"]},
+    "devices.gpuSelectors": {"type": "array", "items": TEXT},
+    "trainer.kind": {"enum": ["StatefulSet", "LeaderWorkerSet"]},
+    "trainer.gang": {"enum": ["none", "kubernetes", "coscheduling", "volcano"]},
     "apiPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
     "generator.replicas": {"type": "integer", "minimum": 0},
     "tls.issuer.kind": {"enum": ["Issuer", "ClusterIssuer"]},
@@ -77,6 +82,7 @@ OF_PATH: dict[str, Schema] = {
     "redis.appendfsync": {"enum": ["always", "everysec"]},
     "redis.maxMemoryMiB": {"type": "integer", "minimum": 64},
     "redis.external.url": {"type": "string", "pattern": "^$|^rediss?://[^@/]+(/[0-9]+)?$"},
+    "sandbox.warm": {"type": "integer", "minimum": 0},
     "trainer.masterPort": {"type": "integer", "minimum": 1024, "maximum": 65535},
     "security.user": {"type": ["integer", "null"], "minimum": 1},
     "onFinish": {"enum": ["scaleToZero", "keep"]},
@@ -88,7 +94,8 @@ OF_PATH: dict[str, Schema] = {
 """Schemas by path, where the default value does not determine them."""
 
 PODS = (
-    "generator", "trainer", "dataprep", "environment", "judge", "tracker", "scaler", "web", "redis", "preload", "check", "smoke",
+    "generator", "trainer", "dataprep", "environment", "judge", "tracker", "scaler", "sandbox",
+    "web", "redis", "preload", "check", "smoke",
 )  # fmt: skip
 """Sections of pods: each may set what podDefaults sets for all."""
 

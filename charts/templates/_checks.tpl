@@ -54,8 +54,11 @@
 {{- end }}
 {{- include "grpo.modelChecks" . }}
 {{- include "grpo.numberChecks" . }}
+{{- include "grpo.schedulingChecks" . }}
+{{- include "grpo.roleChecks" . }}
 {{- include "grpo.rewardChecks" . }}
 {{- include "grpo.environmentChecks" . }}
+{{- include "grpo.sandboxChecks" . }}
 {{- include "grpo.clusterChecks" . }}
 {{- if and $v.monitoring.rules (not (.Files.Get "files/alerts.yaml")) }}
 {{- fail "monitoring.rules = true, but this chart has no files/alerts.yaml: set it to false" }}

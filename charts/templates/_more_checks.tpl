@@ -52,6 +52,61 @@
 {{- end }}
 {{- end }}
 
+{{- define "grpo.schedulingChecks" -}}
+{{- $v := .Values }}
+{{- $scheduler := $v.trainer.schedulerName | default $v.podDefaults.schedulerName }}
+{{- if and (has $v.trainer.gang (list "coscheduling" "volcano")) (not $scheduler) }}
+{{- fail (printf "trainer.gang = %s needs a scheduler of its own: name it in trainer.schedulerName" $v.trainer.gang) }}
+{{- end }}
+{{- if and (ne $v.trainer.gang "none") $v.kueue.queue }}
+{{- fail (printf "trainer.gang = %s has no effect with kueue.queue = %q, which admits the trainer as a whole: remove one" $v.trainer.gang $v.kueue.queue) }}
+{{- end }}
+{{- if and $v.kueue.priorityClass (not $v.kueue.queue) }}
+{{- fail (printf "kueue.priorityClass = %q has no effect without kueue.queue: name the LocalQueue, or remove it" $v.kueue.priorityClass) }}
+{{- end }}
+{{- if and (eq $v.trainer.kind "LeaderWorkerSet") $v.trainer.strategy }}
+{{- fail "trainer.strategy has no effect with trainer.kind = LeaderWorkerSet, which replaces all pods at once: remove it" }}
+{{- end }}
+{{- if and (eq $v.devices.kind "claim") (ne $v.accelerator "nvidia") }}
+{{- fail (printf "devices.kind = claim claims GPUs, but accelerator = %s: set nvidia, or plugin" $v.accelerator) }}
+{{- end }}
+{{- if and (eq $v.devices.kind "plugin") (or $v.devices.nicClass $v.devices.gpuSelectors) }}
+{{- fail "devices.nicClass and devices.gpuSelectors have no effect with devices.kind = plugin: set claim, or remove them" }}
+{{- end }}
+{{- if and $v.devices.nicClass $v.interconnect.rdma.resource }}
+{{- fail (printf "devices.nicClass = %q and interconnect.rdma.resource = %q ask for the same NICs: remove one" $v.devices.nicClass $v.interconnect.rdma.resource) }}
+{{- end }}
+{{- if and $v.scaler.deletionCost (not (include "grpo.scaled" .)) }}
+{{- fail "scaler.deletionCost = true has no effect without the scaler: enable it, or set false" }}
+{{- end }}
+{{- end }}
+
+{{- define "grpo.roleChecks" -}}
+{{- $v := .Values }}
+{{- if not (include "grpo.whole" .) }}
+{{- if $v.redis.enabled }}
+{{- fail "role = generators joins the run of another release: set redis.enabled = false and redis.external.url to that run's Redis" }}
+{{- end }}
+{{- if not (dig "run" "name" "" $v.config) }}
+{{- fail (printf "role = generators needs config.run.name, the name of the run to join: without it, it would be %q, the name of this release" .Release.Name) }}
+{{- end }}
+{{- if ne (dig "sync" "backend" "auto" $v.config) "store" }}
+{{- fail (printf "role = generators has no network to the trainer: set config.sync.backend = store, as in the run's own release, instead of %s" (dig "sync" "backend" "auto" $v.config)) }}
+{{- end }}
+{{- if and (eq (include "grpo.weightsVolume" .) "true") (not $v.storage.runs.existingClaim) }}
+{{- fail (printf "config.sync.folder = %q is on the volume of the runs, which belongs to another release: set storage.runs.existingClaim to it, or use a bucket" (dig "sync" "folder" "" $v.config)) }}
+{{- end }}
+{{- if ne (int $v.generator.replicas) 1 }}
+{{- fail (printf "generator.replicas = %d has no effect with role = generators, since the scaler belongs to the run's own release: use kubectl scale" (int $v.generator.replicas)) }}
+{{- end }}
+{{- range $section := list "web" "judge" "sandbox" }}
+{{- if (index $v $section).enabled }}
+{{- fail (printf "%s.enabled = true has no effect with role = generators: enable it in the run's own release" $section) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The file that a function names is in the values. Takes key, function, folder, files, map and value. */}}
 {{- define "grpo.fileCheck" -}}
 {{- $file := regexFind "^.+\\.py:" .function | trimSuffix ":" }}
@@ -80,6 +135,16 @@
 {{- end }}
 {{- end }}
 
+{{- define "grpo.sandboxChecks" -}}
+{{- $v := .Values }}
+{{- if and $v.sandbox.enabled (not $v.config.environments) }}
+{{- fail "sandbox.enabled = true has no effect without config.environments, whose policy calls the tool python: add one, or set it to false" }}
+{{- end }}
+{{- if and (not $v.sandbox.enabled) $v.sandbox.warm }}
+{{- fail (printf "sandbox.warm = %d has no effect with sandbox.enabled = false: set it to true, or remove it" (int $v.sandbox.warm)) }}
+{{- end }}
+{{- end }}
+
 {{/* Kinds of others' operators that the values ask for and this cluster lacks. Without a cluster (helm template) nothing is known. */}}
 {{- define "grpo.clusterChecks" -}}
 {{- $v := .Values }}
@@ -93,6 +158,14 @@
 {{- fail "web.route.enabled = true needs web.route.parentRefs: name the Gateway" }}
 {{- end }}
 {{- $wanted := dict }}
+{{- if eq $v.trainer.kind "LeaderWorkerSet" }}{{ $_ := set $wanted "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet" "trainer.kind = LeaderWorkerSet needs the LeaderWorkerSet controller" }}{{ end }}
+{{- if and $v.kueue.queue (not ($.Capabilities.APIVersions.Has "kueue.x-k8s.io/v1beta2/LocalQueue")) }}
+{{- $_ := set $wanted "kueue.x-k8s.io/v1beta1/LocalQueue" (printf "kueue.queue = %q needs Kueue" $v.kueue.queue) }}
+{{- end }}
+{{- if eq $v.devices.kind "claim" }}{{ $_ := set $wanted "resource.k8s.io/v1/ResourceClaimTemplate" "devices.kind = claim needs Kubernetes 1.34" }}{{ end }}
+{{- with get (dict "kubernetes" "scheduling.k8s.io/v1beta1/PodGroup" "coscheduling" "scheduling.x-k8s.io/v1alpha1/PodGroup" "volcano" "scheduling.volcano.sh/v1beta1/PodGroup") $v.trainer.gang }}
+{{- $_ := set $wanted . (printf "trainer.gang = %s needs its scheduler" $v.trainer.gang) }}
+{{- end }}
 {{- if $v.monitoring.podMonitor }}{{ $_ := set $wanted "monitoring.coreos.com/v1/PodMonitor" "monitoring.podMonitor = true needs the Prometheus operator" }}{{ end }}
 {{- if $v.monitoring.rules }}{{ $_ := set $wanted "monitoring.coreos.com/v1/PrometheusRule" "monitoring.rules = true needs the Prometheus operator" }}{{ end }}
 {{- if $v.tls.issuer.name }}{{ $_ := set $wanted "cert-manager.io/v1/Certificate" (printf "tls.issuer.name = %q needs cert-manager" $v.tls.issuer.name) }}{{ end }}

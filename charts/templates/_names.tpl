@@ -27,6 +27,11 @@ name: {{ .root.Release.Name }}-{{ .component }}
 namespace: {{ .root.Release.Namespace }}
 labels:
   {{- include "grpo.labels" . | nindent 2 }}
+  {{- if .queued }}
+  {{- with include "grpo.queue" . | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- end }}
 {{- end }}
 
 {{- define "grpo.domain" -}}
@@ -124,9 +129,24 @@ redis{{ if include "grpo.redisTls" . }}s{{ end }}://{{ .Release.Name }}-redis.{{
 {{- end }}
 {{- end }}
 
+{{/* true if the release is a whole run, and not only generators of another one's. */}}
+{{- define "grpo.whole" -}}
+{{- if eq .Values.role "run" }}true{{ end }}
+{{- end }}
+
 {{/* True with the scaler, which sets the numbers of generators and trainer pods; otherwise whoever installs. */}}
 {{- define "grpo.scaled" -}}
-{{- if .Values.scaler.enabled }}true{{ end }}
+{{- if and .Values.scaler.enabled (include "grpo.whole" .) }}true{{ end }}
+{{- end }}
+
+{{/* True with pods for code that the policy writes. */}}
+{{- define "grpo.sandboxed" -}}
+{{- if and .Values.sandbox.enabled (include "grpo.whole" .) }}true{{ end }}
+{{- end }}
+
+{{/* Address of the service that keeps them. */}}
+{{- define "grpo.sandboxUrl" -}}
+http{{ if include "grpo.apiTls" . }}s{{ end }}://{{ .Release.Name }}-sandbox.{{ include "grpo.domain" . }}:{{ .Values.apiPort }}
 {{- end }}
 
 {{/* Address of the judge for `url` of a verifier. */}}
@@ -141,7 +161,7 @@ http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.
 {{- define "grpo.tracked" -}}
 {{- $tracking := .Values.config.tracking | default dict }}
 {{- $samples := .Values.config.samples | default dict }}
-{{- if or $tracking.tensorboard $tracking.wandb $samples.keep }}true{{ end }}
+{{- if and (include "grpo.whole" .) (or $tracking.tensorboard $tracking.wandb $samples.keep) }}true{{ end }}
 {{- end }}
 
 {{- define "grpo.autoscaled" -}}

@@ -8,6 +8,7 @@ The parts that the pods of all services share.
   gpus       number of GPUs
   runs, models, data, rewards, environments, collective   volumes and settings that it needs
   account    name of its service account, if it calls the cluster's API; its token is then mounted
+  gang       how all of its pods are scheduled at once: kubernetes, coscheduling or volcano
   logins     kinds of service whose Redis users it may use; default: its component's own
   env        further variables, YAML
   envSecrets names of Secrets whose keys are variables
@@ -20,6 +21,9 @@ The parts that the pods of all services share.
 metadata:
   labels:
     {{- include "grpo.labels" . | nindent 4 }}
+    {{- with include "grpo.gang" (dict "it" . "where" "label") | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with $settings.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -34,6 +38,9 @@ metadata:
     {{- with include "grpo.environmentsDigest" .root }}
     checksum/environments: {{ . }}
     {{- end }}
+    {{- end }}
+    {{- with include "grpo.gang" (dict "it" . "where" "annotation") | trim }}
+    {{- . | nindent 4 }}
     {{- end }}
     {{- with $settings.podAnnotations }}
     {{- toYaml . | nindent 4 }}
@@ -50,6 +57,13 @@ spec:
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
   {{- include "grpo.placement" . | nindent 2 }}
+  {{- with include "grpo.gang" (dict "it" . "where" "field") | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- if include "grpo.claimed" . }}
+  resourceClaims:
+    - {name: devices, resourceClaimTemplateName: {{ include "grpo.deviceName" . }}}
+  {{- end }}
   securityContext:
     {{- include "grpo.podSecurity" . | nindent 4 }}
   {{- with $values.image.pullSecrets }}
@@ -183,6 +197,9 @@ envFrom:
 - {name: NCCL_SOCKET_IFNAME, value: {{ . | quote }}}
 - {name: GLOO_SOCKET_IFNAME, value: {{ . | quote }}}
 {{- end }}
+{{- end }}
+{{- if and .environments (include "grpo.sandboxed" .root) }}
+- {name: GRPO_SANDBOX_URL, value: {{ include "grpo.sandboxUrl" .root | quote }}}
 {{- end }}
 {{- with .env }}
 {{ . }}

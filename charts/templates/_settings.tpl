@@ -82,7 +82,9 @@ topologySpreadConstraints:
 {{- define "grpo.resources" -}}
 {{- $resources := deepCopy (index .root.Values .component).resources }}
 {{- $devices := dict }}
-{{- if and .gpus (eq .root.Values.accelerator "nvidia") }}
+{{- if include "grpo.claimed" . }}
+{{- $_ := set $resources "claims" (list (dict "name" "devices")) }}
+{{- else if and .gpus (eq .root.Values.accelerator "nvidia") }}
 {{- $_ := set $devices .root.Values.gpuResource .gpus }}
 {{- end }}
 {{- with .root.Values.interconnect.rdma }}

@@ -1,7 +1,8 @@
 """Start the scaler of a cluster, which makes `grpo scale` and `kubectl scale` equivalent and frees the GPUs of a finished run.
 
-The environment says what it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_STATEFUL_SET, GRPO_NODES) and whether a finished run
-keeps its pods (GRPO_ON_FINISH).
+The environment says what it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_SET, GRPO_SET_KIND, GRPO_SET_REPLICAS),
+whether a finished run keeps its pods (GRPO_ON_FINISH), and whether pods are marked with what their removal would cost
+(GRPO_DELETION_COST).
 
 Waits for: the requested number of generators, the replicas of both objects, the end of the run. Unblocked by: `control`, or a
 poll every `POLL_S`.
@@ -10,7 +11,6 @@ poll every `POLL_S`.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -18,9 +18,10 @@ from typing import Self
 import structlog
 
 from services.config import ConfigError
-from services.runtime.entry import Arguments, ending, main, open_service
+from services.runtime.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
+from services.scaler.deletion_cost import DeletionCosts
 from services.scaler.reconcile import EMPTYING, FINISHED, UNSET, decide, trainer_replicas
 from services.scaler.workload import KubernetesApi, Workload, WorkloadChanged
 from services.store.records import RunState, Scale
@@ -28,11 +29,14 @@ from services.store.records import RunState, Scale
 log = structlog.get_logger()
 
 DEPLOYMENT_ENV = "GRPO_DEPLOYMENT"
-STATEFUL_SET_ENV = "GRPO_STATEFUL_SET"
 REPLICAS_ENV = "GRPO_REPLICAS"
-NODES_ENV = "GRPO_NODES"
+SET_ENV = "GRPO_SET"
+SET_KIND_ENV = "GRPO_SET_KIND"
+SET_REPLICAS_ENV = "GRPO_SET_REPLICAS"
 ON_FINISH_ENV = "GRPO_ON_FINISH"
+DELETION_COST_ENV = "GRPO_DELETION_COST"
 ON_FINISH = ("scaleToZero", "keep")
+SET_KINDS = ("StatefulSet", "LeaderWorkerSet")
 POLL_S = 5.0  # delay until `kubectl scale` shows in `grpo status`; a request is followed at once
 LIMIT_S = 120.0  # a cluster's API may be unavailable for longer than a poll
 
@@ -44,28 +48,33 @@ class ScalerSettings:
     deployment: str = ""
     """The generators' Deployment; empty: an autoscaler sets its number."""
     replicas: int = UNSET
-    stateful_set: str = ""
-    nodes: int = 1
+    trainer: str = ""
+    trainer_kind: str = "StatefulSet"
+    trainer_replicas: int = 1
+    """Its pods, or of a LeaderWorkerSet its groups, which is one."""
     keep: bool = False
+    deletion_cost: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
         """Read the environment. Raises `ConfigError` for invalid values."""
-        if not environ.get(DEPLOYMENT_ENV) and not environ.get(STATEFUL_SET_ENV):
+        if not environ.get(DEPLOYMENT_ENV) and not environ.get(SET_ENV):
             raise ConfigError(
-                f"neither {DEPLOYMENT_ENV} nor {STATEFUL_SET_ENV} is set: set one to the generators' Deployment or the "
+                f"neither {DEPLOYMENT_ENV} nor {SET_ENV} is set: set one to the name of the generators' Deployment or of the "
                 "trainer's StatefulSet"
             )
-        on_finish = environ.get(ON_FINISH_ENV, ON_FINISH[0])
-        if on_finish not in ON_FINISH:
-            raise ConfigError(f"{ON_FINISH_ENV} = {on_finish!r} must be one of {', '.join(ON_FINISH)}")
+        for name, allowed in ((ON_FINISH_ENV, ON_FINISH), (SET_KIND_ENV, SET_KINDS)):
+            if environ.get(name, allowed[0]) not in allowed:
+                raise ConfigError(f"{name} = {environ[name]!r} must be one of {', '.join(allowed)}")
         try:
-            numbers = int(environ.get(REPLICAS_ENV, UNSET)), int(environ.get(NODES_ENV, 1))
+            numbers = int(environ.get(REPLICAS_ENV, UNSET)), int(environ.get(SET_REPLICAS_ENV, 1))
         except ValueError as error:
-            raise ConfigError(f"{REPLICAS_ENV} and {NODES_ENV} must be numbers: {error}") from None
+            raise ConfigError(f"{REPLICAS_ENV} and {SET_REPLICAS_ENV} must be numbers: {error}") from None
         return cls(
-            environ.get(DEPLOYMENT_ENV, ""), numbers[0], environ.get(STATEFUL_SET_ENV, ""), numbers[1], on_finish == "keep"
-        )
+            environ.get(DEPLOYMENT_ENV, ""), numbers[0],
+            environ.get(SET_ENV, ""), environ.get(SET_KIND_ENV, SET_KINDS[0]), numbers[1],
+            environ.get(ON_FINISH_ENV) == "keep", environ.get(DELETION_COST_ENV) == "true",
+        )  # fmt: skip
 
 
 class ReleaseFollower:
@@ -73,8 +82,9 @@ class ReleaseFollower:
 
     def __init__(self, service: Service, settings: ScalerSettings, cluster: KubernetesApi) -> None:
         self._service, self._settings = service, settings
-        self._generators = cluster.workload("deployment", settings.deployment) if settings.deployment else None
-        self._trainer = cluster.workload("stateful_set", settings.stateful_set) if settings.stateful_set else None
+        self._generators = cluster.workload("Deployment", settings.deployment) if settings.deployment else None
+        self._trainer = cluster.workload(settings.trainer_kind, settings.trainer) if settings.trainer else None
+        self._costs = DeletionCosts(cluster) if settings.deletion_cost else None
         self._begun = False  # the first number has been set, before the run existed
 
     async def follow(self, loop: Loop) -> None:
@@ -82,8 +92,10 @@ class ReleaseFollower:
         while not self._service.stopping.is_set():
             try:
                 await self.once(await self._service.view.refresh())
+                if self._costs is not None:
+                    await self._costs.follow(await self._service.store.fleet.members(self._service.config.fleet.ttl_s))
             except WorkloadChanged as error:
-                log.info("changed by somebody else, reading it again", error=str(error))
+                log.info("changed concurrently, reading it again", error=str(error))
             loop.progress()
             await self._service.notifications.wait("control", timeout=POLL_S)
 
@@ -121,7 +133,7 @@ class ReleaseFollower:
         seen = await generators.replicas()
         if seen.count == UNSET != self._settings.replicas:
             await generators.scale(self._settings.replicas, seen)
-            log.info("generators scaled", replicas=self._settings.replicas, why="the first number")
+            log.info("generators scaled", replicas=self._settings.replicas, why="initial number")
         self._begun = True
 
     async def _size_trainer(self, state: RunState | None) -> None:
@@ -129,9 +141,9 @@ class ReleaseFollower:
             return
         seen = await self._trainer.replicas()
         emptied = state is not None and state.scale.object in (EMPTYING, FINISHED)
-        if (nodes := trainer_replicas(self._settings.nodes, seen.count, emptied)) is not None:
-            await self._trainer.scale(nodes, seen)
-            log.info("trainer scaled", replicas=nodes, nodes=self._settings.nodes)
+        if (replicas := trainer_replicas(self._settings.trainer_replicas, seen.count, emptied)) is not None:
+            await self._trainer.scale(replicas, seen)
+            log.info("trainer scaled", replicas=replicas)
 
     async def _empty(self) -> None:
         """Free the GPUs of a finished run. Interrupted anywhere, it is repeated, or undone if the run was resumed meanwhile."""
@@ -164,4 +176,4 @@ async def keep(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(ending(main("scaler", keep)))
+    end_process(main("scaler", keep))

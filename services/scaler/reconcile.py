@@ -49,12 +49,12 @@ def decide(scale: Scale, replicas: int, object: str = "", initial: int = UNSET) 
     return Decision()
 
 
-def trainer_replicas(nodes: int, replicas: int, emptied: bool) -> int | None:
-    """Return the number of trainer pods to set, or None to leave `replicas`, for a run that is not over.
+def trainer_replicas(whole: int, replicas: int, emptied: bool) -> int | None:
+    """Return the trainer's replicas to set, or None to leave `replicas`, for a run that is not over.
 
-    The ranks are distributed over `nodes` pods, so no number works but this one and 0, a pause. `emptied`: the scaler has removed
-    the pods when the run finished, and the run has been resumed since.
+    The ranks are distributed over `whole` replicas, so no number works but this one and 0, a pause. `emptied`: the scaler has
+    removed the pods when the run finished, and the run has been resumed since.
     """
-    if replicas == nodes or (replicas == 0 and not emptied):
+    if replicas == whole or (replicas == 0 and not emptied):
         return None
-    return nodes
+    return whole

@@ -1,4 +1,5 @@
-"""The one corner of a cluster's API that the chart's pods may call: `/scale` of two objects, over TLS, for one account."""
+"""The one corner of a cluster's API that the chart's pods may call, over TLS, for one account: `/scale` of two objects, and the
+annotations of pods."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from services.scaler.workload import KINDS
 
 
 class ScaledObject:
@@ -21,27 +24,39 @@ class ScaledObject:
         self.replicas, self.version = replicas, self.version + 1
 
 
+def mount_account(folder: Path, namespace: str, address: str) -> str:
+    """Make what is mounted for a service account, and beside it the key of the server at `address`; return the token."""
+    folder.mkdir(parents=True)
+    token = secrets.token_urlsafe(16)
+    (folder / "token").write_text(token)
+    (folder / "namespace").write_text(namespace)
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", str(folder.with_suffix(".key")), "-out", str(folder / "ca.crt"), "-subj", "/CN=kubernetes",
+         "-addext", f"subjectAltName=IP:{address}"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return token
+
+
 class ApiServer:
     """Serves the replicas of a Deployment and a StatefulSet; `calls` are the verbs that came, by path."""
 
     def __init__(
-        self, folder: Path, address: str, namespace: str, deployment: str, replicas: int = 1, trainer: str = "demo-trainer"
+        self, folder: Path, address: str, namespace: str, deployment: str, replicas: int = 1, trainer: str = "demo-trainer",
+        kind: str = "StatefulSet",
     ) -> None:  # fmt: skip
-        """`folder` becomes what is mounted for a service account."""
-        folder.mkdir(parents=True)
+        """`folder` becomes what is mounted for a service account; `kind` is the trainer's."""
+        self.annotations = dict[str, dict[str, str]]()
+        self.forbidden = False
         self.calls, self.lock = set[tuple[str, str]](), threading.Lock()
         root = f"/apis/apps/v1/namespaces/{namespace}"
         self.generators = ScaledObject(f"{root}/deployments/{deployment}/scale", replicas)
-        self.trainer = ScaledObject(f"{root}/statefulsets/{trainer}/scale", 1)
-        self.token = secrets.token_urlsafe(16)
-        (folder / "token").write_text(self.token)
-        (folder / "namespace").write_text(namespace)
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-             "-keyout", str(folder.with_suffix(".key")), "-out", str(folder / "ca.crt"), "-subj", "/CN=kubernetes",
-             "-addext", f"subjectAltName=IP:{address}"],
-            check=True, capture_output=True,
-        )  # fmt: skip
+        plural = KINDS[kind]
+        sets = f"/apis/{plural.group}/{plural.version}/namespaces/{namespace}/{plural.name}"
+        self.trainer = ScaledObject(f"{sets}/{trainer}/scale", 1)
+        self.pods = f"/api/v1/namespaces/{namespace}/pods/"
+        self.token = mount_account(folder, namespace, address)
         self.server = ThreadingHTTPServer((address, 0), _handler(self))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "ca.crt", folder.with_suffix(".key"))
@@ -72,6 +87,10 @@ class ApiServer:
             return 401, {"message": "Unauthorized"}
         self.calls.add(({"GET": "get", "PATCH": "patch"}[method], path.partition("?")[0]))
         path, _, query = path.partition("?")
+        if method == "PATCH" and path.startswith(self.pods) and not self.forbidden:
+            name = path.removeprefix(self.pods)
+            self.annotations.setdefault(name, {}).update(body["metadata"]["annotations"])  # type: ignore[index]
+            return 200, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": name}}
         found = next((each for each in (self.generators, self.trainer) if each.path == path), None)
         if found is None:
             return 403, {"message": f"{path} is forbidden"}

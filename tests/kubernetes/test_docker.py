@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -177,11 +176,11 @@ def unpinned(asked: list[Requirement], pinned: dict[str, str]) -> set[str]:
 
 
 def test_images_speak_the_user_of_the_chart() -> None:
-    assert yaml.safe_load((chart.CHART / "values.yaml").read_text())["security"]["user"] == 10001
+    assert chart.parse((chart.CHART / "values.yaml").read_text())["security"]["user"] == 10001
 
 
 def test_compose_is_whole(tmp_path: Path) -> None:
-    compose: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    compose: dict[str, Any] = chart.parse((DOCKER / "compose.yaml").read_text())
     config = load_resolved(DOCKER / "compose.toml")
     services = compose["services"]
     for name, service in services.items():
@@ -203,7 +202,7 @@ def test_compose_is_whole(tmp_path: Path) -> None:
     mounted = {f"/run/secrets/{name}" for name in compose["secrets"]}
     assert {config.redis.password_file, config.api.token_file} == mounted
     assert f"runs:{config.run.dir}" in services["trainer"]["volumes"]
-    overlay = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())["services"]
+    overlay = chart.parse((DOCKER / "compose.gpu.yaml").read_text())["services"]
     assert set(overlay) <= set(services)
     drain = float(services["generator"]["stop_grace_period"].rstrip("s"))
     assert drain > config.generator.drain_s + 10
@@ -217,7 +216,7 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_rehearsal_builds_all_and_runs_what_compose_runs(rehearse: ModuleType, tmp_path: Path) -> None:
-    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    services = chart.parse((DOCKER / "compose.yaml").read_text())["services"]
     assert {path.stem for path in FILES} == set(rehearse.VARIANTS)
     assert set(rehearse.IN_ORDER) == set(services) - {"volumes"}
     for service in set(rehearse.IN_ORDER) - {"redis"}:

@@ -11,8 +11,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import typer
-import yaml
 
+from services.config import digest, load
 from services.console.__main__ import app as grpo
 from services.console.__main__ import with_waits
 from services.runtime.entry import START_ENV
@@ -33,25 +33,44 @@ OTHERS = {
 }  # fmt: skip
 """Variables that libraries read, and which."""
 
-GIVEN = {"prompts", "reward-keys", "huggingface", "wandb", "redis-login", "redis-ca", "demo-api-tls", "demo-redis-tls"}
+GIVEN = {
+    "prompts",
+    "reward-keys",
+    "huggingface",
+    "wandb",
+    "redis-login",
+    "redis-users",
+    "redis-ca",
+    "bucket-read",
+    "bucket-write",
+    "demo-api-tls",
+    "demo-redis-tls",
+}
 """What the examples say is there already, and what cert-manager makes."""
 
 
-def releases() -> Iterator[tuple[str, list[chart.Object]]]:
-    yield "default", chart.render()
-    yield (
-        "tls",
-        chart.render(
-            {"web": {"enabled": True}, "tls": {"issuer": {"name": "ours"}}, "generator": {"autoscaling": {"kind": "keda"}}}
-        ),
-    )
-    for heading in ("A Python function", "A service", "A model as judge", "Environments"):
-        yield heading, chart.render(chart.documented(heading))
-    for path in chart.EXAMPLES:
-        yield path.stem, chart.render(yaml.safe_load(path.read_text()), bare=True)
+DOCUMENTED = ("A Python function", "A service", "A model as judge", "Environments", "Sandboxes")
+"""Headings of docs/kubernetes.md under which there are values."""
+TLS = {"web": {"enabled": True}, "tls": {"issuer": {"name": "ours"}}, "generator": {"autoscaling": {"kind": "keda"}}}
+RELEASES = pytest.mark.parametrize(
+    "objects", ["default", "tls", *DOCUMENTED, *(path.stem for path in chart.EXAMPLES)], indirect=True
+)
 
 
-RELEASES = pytest.mark.parametrize("objects", [pytest.param(objects, id=name) for name, objects in releases()])
+@pytest.fixture
+def objects(request: pytest.FixtureRequest) -> list[chart.Object]:
+    """Return the release of a name in `RELEASES`."""
+    match request.param:
+        case "default":
+            return chart.render()
+        case "tls":
+            return chart.render(TLS)
+        case "Sandboxes":
+            return chart.render({**chart.documented("Environments"), **chart.documented("Sandboxes")})
+        case heading if heading in DOCUMENTED:
+            return chart.render(chart.documented(heading))
+        case name:
+            return chart.render(chart.example(name), bare=True)
 
 
 @RELEASES
@@ -198,11 +217,15 @@ def hook(container: dict[str, Any]) -> list[str]:
     return container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
 
 
+CALLERS = ("Deployment/demo-scaler", "Deployment/demo-sandbox")
+"""Pods that call the cluster's API."""
+
+
 @RELEASES
 def test_pods_have_no_right_that_they_do_not_need(objects: list[chart.Object]) -> None:
     for label, template in chart.pods(objects):
         spec = template["spec"]
-        assert spec["automountServiceAccountToken"] == ("scaler" in label), label
+        assert spec["automountServiceAccountToken"] == (label in CALLERS), label
         assert spec["securityContext"]["runAsNonRoot"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in chart.containers(template):
@@ -219,25 +242,42 @@ def test_pods_have_no_right_that_they_do_not_need(objects: list[chart.Object]) -
 @RELEASES
 def test_services_are_not_the_first_process_of_their_namespace(objects: list[chart.Object]) -> None:
     """That one does not hear a SIGTERM that comes before its handler."""
-    for label, template in chart.pods(objects):
+    services = [
+        (label, template)
+        for label, template in chart.pods(objects)
         if any(
             container["command"][:2] == ["python", "-m"] and "readinessProbe" in container
             for container in chart.containers(template)
-        ):
-            assert template["spec"]["shareProcessNamespace"], label
+        )
+    ]
+    assert services
+    for label, template in services:
+        assert template["spec"]["shareProcessNamespace"], label
 
 
 def test_the_role_is_the_calls_that_are_made() -> None:
     """The calls: tests/kubernetes/test_scaler.py and test_pods.py."""
-    deployment, stateful_set = (
-        {"apiGroups": ["apps"], "resources": [f"{kind}/scale"], "resourceNames": [name], "verbs": ["get", "patch"]}
-        for kind, name in (("deployments", "demo-generator"), ("statefulsets", "demo-trainer"))
-    )
+    deployment, stateful_set, leader_worker_set = (
+        {"apiGroups": [group], "resources": [f"{kind}/scale"], "resourceNames": [name], "verbs": ["get", "patch"]}
+        for group, kind, name in (
+            ("apps", "deployments", "demo-generator"), ("apps", "statefulsets", "demo-trainer"),
+            ("leaderworkerset.x-k8s.io", "leaderworkersets", "demo-trainer"),
+        )
+    )  # fmt: skip
     for values, rules, settings in (
-        ({"generator": {"replicas": 3}}, [deployment, stateful_set], ScalerSettings("demo-generator", 3, "demo-trainer", 1)),
+        ({"generator": {"replicas": 3}}, [deployment, stateful_set], ScalerSettings("demo-generator", 3, "demo-trainer")),
         (
             {"generator": {"autoscaling": {"kind": "keda"}}, "onFinish": "keep"},
-            [stateful_set], ScalerSettings("", 1, "demo-trainer", 1, keep=True),
+            [stateful_set], ScalerSettings("", 1, "demo-trainer", keep=True),
+        ),
+        (
+            {"trainer": {"kind": "LeaderWorkerSet", "nodes": 4}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}},
+            [deployment, leader_worker_set], ScalerSettings("demo-generator", 1, "demo-trainer", "LeaderWorkerSet"),
+        ),
+        (
+            {"trainer": {"nodes": 4}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}, "scaler": {"deletionCost": True}},
+            [deployment, stateful_set, {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}],
+            ScalerSettings("demo-generator", 1, "demo-trainer", trainer_replicas=4, deletion_cost=True),
         ),
     ):  # fmt: skip
         objects = chart.render(values)
@@ -290,9 +330,48 @@ def test_gpus_and_network_of_several_nodes() -> None:
 
 
 def test_images_are_those_that_are_built() -> None:
-    files = {path.name for path in (chart.ROOT / "docker").glob("*.Dockerfile")}
+    built = {path.name.removesuffix(".Dockerfile") for path in (chart.ROOT / "docker").glob("*.Dockerfile")}
+    used: set[str] = set()
     for path in [None, *chart.EXAMPLES]:
-        for _, template in chart.pods(chart.render(yaml.safe_load(Path(path).read_text()) if path else {})):
+        for _, template in chart.pods(chart.render(chart.parse(Path(path).read_text()) if path else {})):
             for container in chart.containers(template):
                 if found := re.search(r"/grpo-([a-z]+):", container["image"]):
-                    assert f"{found[1]}.Dockerfile" in files
+                    used.add(found[1])
+    assert used == built
+
+
+def test_two_clusters_have_one_run(tmp_path: Path) -> None:
+    """The second has generators alone, whose configuration is that of the run, and reaches nothing of the first but Redis."""
+    digests = set[str]()
+    for name in ("two-clusters-run", "two-clusters-generators"):
+        objects = chart.render(chart.example(name), name=name, bare=True)
+        (tmp_path / "config.toml").write_text(chart.named(objects, "ConfigMap", f"{name}-config")["data"]["config.toml"])
+        config = load(tmp_path / "config.toml", environ={})
+        digests.add(digest(config))
+        assert (config.run.name, config.redis.url) == ("atlas", "rediss://redis.example.com:6380/0")
+    assert len(digests) == 1
+    assert [label for label, _ in chart.pods(objects)] == [
+        "Job/two-clusters-generators-check",
+        "Deployment/two-clusters-generators-generator",
+    ]
+    assert not chart.of_kind(objects, "PersistentVolumeClaim", "Role", "Service", "StatefulSet")
+    assert "kubectl -n default scale deployment/demo-generator" in chart.notes(chart.example("two-clusters-generators"))
+
+
+def test_pods_of_a_leader_worker_set_know_their_place_and_their_devices() -> None:
+    objects = chart.render(chart.example("eight-and-sixteen"), bare=True)
+    trainer = chart.named(objects, "LeaderWorkerSet", "demo-trainer")
+    assert trainer["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    template = trainer["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert "kueue.x-k8s.io/queue-name" not in template["metadata"]["labels"], "Kueue adds it"
+    (rank,) = [container for container in template["spec"]["containers"] if container["name"] == "trainer"]
+    environ = {entry["name"]: entry.get("value") or entry["valueFrom"] for entry in rank["env"]}
+    place = environ["GRPO_NODE"]["fieldRef"]["fieldPath"]
+    assert place == "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
+    assert environ["MASTER_ADDR"] == "demo-trainer-0.demo-trainer.ml.svc.cluster.local", "the leader, in the shared subdomain"
+    assert rank["resources"]["claims"] == [{"name": "devices"}]
+    assert "nvidia.com/gpu" not in rank["resources"]["limits"]
+    (claim,) = template["spec"]["resourceClaims"]
+    devices = chart.named(objects, "ResourceClaimTemplate", claim["resourceClaimTemplateName"])["spec"]["spec"]["devices"]
+    assert [request["name"] for request in devices["requests"]] == [f"{kind}-{i}" for i in range(8) for kind in ("gpu", "nic")]
+    assert [constraint["requests"] for constraint in devices["constraints"]] == [[f"gpu-{i}", f"nic-{i}"] for i in range(8)]

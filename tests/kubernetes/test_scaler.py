@@ -16,20 +16,22 @@ from services.config import ConfigError, to_toml
 from services.console.__main__ import main
 from services.console.local.redis_server import RedisServer
 from services.protocol.messages import PodStatus
+from services.runtime.cluster.account import ClusterError
 from services.runtime.entry import open_service
 from services.runtime.http.api import serve
 from services.runtime.http.credentials import ApiTokens
 from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings
+from services.scaler.deletion_cost import DeletionCosts
 from services.scaler.reconcile import EMPTYING, FINISHED, Decision, decide, trainer_replicas
-from services.scaler.workload import ClusterError, KubernetesApi, WorkloadChanged
+from services.scaler.workload import DELETION_COST, KubernetesApi, WorkloadChanged
 from services.store import Store
 from services.store.records import Scale
 from tests.kubernetes.api_server import ApiServer
 from tests.support.harness import small_config, wait_until
 
-SETTINGS = ScalerSettings("demo-generator", 3, "demo-trainer", 2)
+SETTINGS = ScalerSettings("demo-generator", 3, "demo-trainer", trainer_replicas=2)
 
 
 @pytest_asyncio.fixture
@@ -196,9 +198,55 @@ async def test_pods_stay_if_they_are_to_and_an_autoscaler_keeps_its_number(
         assert (api.trainer.replicas, state.scale.object) == (2, None)
 
 
+async def test_a_leader_worker_set_has_one_group_or_none(store: Store, server: RedisServer, tmp_path: Path) -> None:
+    api = ApiServer(tmp_path / "account", "127.0.0.1", "ml", "demo-generator", kind="LeaderWorkerSet")
+    kubernetes = KubernetesApi.in_cluster(api.environ, tmp_path / "account")
+    settings = replace(SETTINGS, trainer_kind="LeaderWorkerSet", trainer_replicas=1)
+    await store.run.create("config", "data", 4, 8)
+    try:
+        async with following(store, server, tmp_path, kubernetes, settings) as follower:
+            await follower.once(await store.run.state())
+            assert api.trainer.replicas == 1
+            await store.run.finish("4 steps trained")
+            await follower.once(await store.run.state())
+            assert api.trainer.replicas == 0
+    finally:
+        await kubernetes.close()
+        api.close()
+    assert ("patch", "/apis/leaderworkerset.x-k8s.io/v1/namespaces/ml/leaderworkersets/demo-trainer/scale") in api.calls
+
+
+async def test_pods_are_marked_with_what_their_removal_costs(cluster: tuple[ApiServer, KubernetesApi]) -> None:
+    api, kubernetes = cluster
+    costs = DeletionCosts(kubernetes)
+
+    def pods(**load: float) -> list[PodStatus]:
+        gauges = {name: {"kv_usage": usage, "running": 10.0, "waiting": 2.0} for name, usage in load.items()}
+        found = [PodStatus("generator", name, "b", "here", 1, "", "ready", 0, 1, each) for name, each in gauges.items()]
+        return [*found, PodStatus("dataprep", "dataprep-0", "b", "here", 1, "", "ready", 0, 0, {})]
+
+    async def mark(**load: float) -> None:
+        costs.due = 0.0
+        await costs.follow(pods(**load))
+
+    await mark(idle=0.0, busy=0.5)
+    assert api.annotations == {name: {DELETION_COST: cost} for name, cost in (("idle", "12"), ("busy", "512"))}
+    await costs.follow(pods(idle=1.0, busy=1.0))  # too early
+    await mark(idle=0.001, busy=0.6)  # hardly another load
+    assert api.annotations["busy"] == {DELETION_COST: "512"}
+    await mark(idle=0.1, busy=0.0)
+    assert {name: each[DELETION_COST] for name, each in api.annotations.items()} == {"idle": "112", "busy": "12"}
+    api.forbidden = True  # the chart's Role lacks it, or the pod is gone
+    await mark(idle=0.9, busy=0.9)
+    assert api.annotations["busy"] == {DELETION_COST: "12"}
+    api.forbidden = False
+    await mark(idle=0.9, busy=0.9)
+    assert api.annotations["busy"] == {DELETION_COST: "912"}
+
+
 async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiServer, KubernetesApi]) -> None:
     api, kubernetes = cluster
-    generators = kubernetes.workload("deployment", "demo-generator")
+    generators = kubernetes.workload("Deployment", "demo-generator")
     seen = await generators.replicas()
     assert (seen.count, seen.version, seen.uid) == (1, "1", api.generators.uid)
     api.scale(7)
@@ -209,11 +257,11 @@ async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiSe
 
 async def test_a_refusal_says_what_was_asked(cluster: tuple[ApiServer, KubernetesApi], tmp_path: Path) -> None:
     api, kubernetes = cluster
-    with pytest.raises(ClusterError, match="read_namespaced_deployment_scale another: 403"):
-        await kubernetes.workload("deployment", "another").replicas()
+    with pytest.raises(ClusterError, match="read Deployment another: 403"):
+        await kubernetes.workload("Deployment", "another").replicas()
     api.token = "of tomorrow"
     with pytest.raises(ClusterError, match="401"):
-        await kubernetes.workload("deployment", "demo-generator").replicas()
+        await kubernetes.workload("Deployment", "demo-generator").replicas()
     with pytest.raises(ConfigError, match="needs a cluster"):
         KubernetesApi.in_cluster({}, tmp_path / "account")
 
@@ -221,7 +269,8 @@ async def test_a_refusal_says_what_was_asked(cluster: tuple[ApiServer, Kubernete
 @pytest.mark.parametrize(
     ("environ", "named"),
     [({}, "GRPO_DEPLOYMENT"), ({"GRPO_DEPLOYMENT": "a", "GRPO_REPLICAS": "two"}, "must be numbers"),
-     ({"GRPO_DEPLOYMENT": "a", "GRPO_ON_FINISH": "delete"}, "scaleToZero, keep")],
+     ({"GRPO_DEPLOYMENT": "a", "GRPO_ON_FINISH": "delete"}, "scaleToZero, keep"),
+     ({"GRPO_SET": "a", "GRPO_SET_KIND": "DaemonSet"}, "'DaemonSet' must be one of StatefulSet, LeaderWorkerSet")],
 )  # fmt: skip
 def test_an_environment_that_is_not_the_charts_is_refused(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -56,7 +56,7 @@ def rendered(server: LookupServer, values: dict[str, Any]) -> list[chart.Object]
     )  # fmt: skip
     with Config(kubeconfig_content=cluster, namespace="ml") as helm:
         release = helm.install(str(chart.CHART), "demo", chart.completed(values), namespace="ml", dry_run="server")
-    return [found for found in yaml.safe_load_all(release["manifest"]) if found]
+    return chart.parse_all(release["manifest"])
 
 
 def test_the_secrets_are_kept(server: LookupServer) -> None:

@@ -62,6 +62,8 @@ ENVIRONMENT: dict[str, Any] = {
     }
 }
 
+OUTSIDE = {"enabled": False, "external": {"url": "rediss://redis.example.com:6380/0"}}
+JOINED = {"run": {"name": "atlas"}, "sync": {"backend": "store", "folder": "s3://weights/atlas"}}
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"redis": {"enabled": False}}, "redis.external.url"),
     ({"redis": {"external": {"url": "redis://host:6379/0"}}}, "redis.external.url"),
@@ -144,6 +146,31 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"config": {"sync": {"backend": "filesystem"}}}, "storage.runs.accessMode"),
     ({"trainer": {"ranksPerNode": 3}, "config": {"trainer": {"sequence_parallel": 2}}}, "sequence_parallel"),
     ({"config": {"tracking": {"wandb": "p"}}, "tracker": {"env": {"WANDB_MODE": "online"}}}, "tracker.wandbSecret"),
+    ({"trainer": {"gang": "volcano"}}, "name it in trainer.schedulerName"),
+    ({"trainer": {"gang": "kubernetes"}, "kueue": {"queue": "research"}}, "remove one"),
+    ({"kueue": {"priorityClass": "high"}}, "has no effect without kueue.queue"),
+    ({"trainer": {"kind": "LeaderWorkerSet", "strategy": {"type": "OnDelete"}}}, "replaces all pods at once"),
+    ({"devices": {"kind": "claim"}, "accelerator": "none"}, "set nvidia, or plugin"),
+    ({"devices": {"nicClass": "rdma"}}, "set claim, or remove them"),
+    (
+        {"devices": {"kind": "claim", "nicClass": "rdma"}, "interconnect": {"rdma": {"resource": "rdma/hca"}}},
+        "ask for the same NICs",
+    ),
+    ({"scaler": {"enabled": False, "deletionCost": True}}, "has no effect without the scaler"),
+    ({"role": "generators"}, "set redis.enabled = false"),
+    ({"role": "generators", "redis": OUTSIDE}, "needs config.run.name"),
+    ({"role": "generators", "redis": OUTSIDE, "config": {"run": {"name": "atlas"}}}, "set config.sync.backend = store"),
+    (
+        {
+            "role": "generators",
+            "redis": OUTSIDE,
+            "config": JOINED | {"sync": {"backend": "store"}},
+            "storage": {"runs": {"accessMode": "ReadWriteMany"}},
+        },
+        "which belongs to another release",
+    ),
+    ({"role": "generators", "redis": OUTSIDE, "config": JOINED, "generator": {"replicas": 3}}, "use kubectl scale"),
+    ({"role": "generators", "redis": OUTSIDE, "config": JOINED, "web": {"enabled": True}}, "enable it in the run's own release"),
 ]
 
 

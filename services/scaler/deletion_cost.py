@@ -1,0 +1,51 @@
+"""Marks each generator's pod with what its removal would cost, so that a Deployment that shrinks removes the idle ones first.
+
+A removed pod drains: what it cannot finish in time is sampled on by another pod, which computes the prompt and the tokens so far
+again. So the cost is the share of its KV cache that is in use, which is the tokens in flight, and the completions that wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import structlog
+
+from services.protocol.messages import PodStatus
+from services.runtime.cluster.account import ClusterError
+from services.scaler.workload import KubernetesApi
+
+log = structlog.get_logger()
+
+EVERY_S = 30.0
+"""Marks are coarse and rare, since each one is a write to the cluster's database."""
+
+
+def cost(gauges: dict[str, float]) -> int:
+    """Return what the removal of a generator with this load would cost: thousandths of its KV cache, and completions."""
+    return round(1000 * gauges.get("kv_usage", 0.0) + gauges.get("running", 0.0) + gauges.get("waiting", 0.0))
+
+
+class DeletionCosts:
+    """Keeps the marks of a fleet's pods near their load."""
+
+    def __init__(self, cluster: KubernetesApi) -> None:
+        self._cluster, self._marked = cluster, dict[str, int]()
+        self.due = 0.0  # monotonic time of the next marks
+
+    async def follow(self, pods: Iterable[PodStatus]) -> None:
+        """Mark the generators whose cost has doubled or halved, at most every `EVERY_S`; a pod that is gone is left out."""
+        if time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + EVERY_S
+        now = {pod.member: (pod.name, cost(pod.gauges)) for pod in pods if pod.kind == "generator"}
+        for member, (name, worth) in now.items():
+            if member in self._marked and self._marked[member].bit_length() == worth.bit_length():
+                continue
+            try:
+                await self._cluster.mark(name, worth)
+            except ClusterError as error:
+                log.warning("pod not marked with its deletion cost", pod=name, error=str(error))
+            else:
+                self._marked[member] = worth
+        self._marked = {member: worth for member, worth in self._marked.items() if member in now}
