@@ -35,7 +35,8 @@ from benchmarks import tiny_models
 from benchmarks.common import report
 from benchmarks.models_page import write
 from services.config.root import Model
-from services.protocol.messages import Payload, RankPlan, Sample
+from services.protocol.messages import RankPlan, Sample
+from services.protocol.payloads import Payload
 from services.trainer.model import policy_network
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.proofs import Proofs
@@ -75,7 +76,7 @@ def judge(model_type: str, folder: Path) -> Verdict:
     try:
         with _limited():
             config = Model(path=str(folder), dtype="float32", max_tokens=256)
-            scorer = policy_network.load(config, 1.0, 64, False, proofs=Proofs(folder / "proofs"))
+            scorer = policy_network.load(config, 1.0, 64, proofs=Proofs(folder / "proofs"))
     except UnsupportedModel as error:
         return Verdict(model_type, "refused", str(error).replace(str(folder), "…"))
     except Exception as error:  # loading must refuse with a reason; anything else is a crash

@@ -4,18 +4,22 @@
 
 Every verb is called several times beside a run whose Redis answers, and once where none has to be. What counts is the CPU of the
 process and of those that it started and waited for; `cpu_ms_p90` is the 90th percentile over verbs, the median of all rounds.
-`run` and `web` go on until they are stopped, and `doctor` starts torch: they are left out. The last line is one JSON object.
+`run`, `web` and `smoke` go on until they are stopped or something happens, `doctor` and `export` start torch, and `fork`,
+`record`, `restore` and `drain` need a run that trains: they are left out. The floor is a Python process that imports what no verb
+that asks Redis can do without. Modules are compiled beforehand, as in an installed package. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import asyncio
+import compileall
 import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # `python benchmarks/cli.py` from the repository's root
@@ -25,9 +29,12 @@ from benchmarks.common import arguments, report
 from services.config import digest
 from services.console.local.folder import RunFolder, resolve
 from services.console.local.redis_server import RedisServer
+from services.operations import account
+from services.operations.account import Account, PodAccount
 from services.protocol.messages import PodStatus
 from services.store import Store
 from tests.newcomer.world import make_model
+from tests.operations.samples.made import made_row, write_log
 from tests.support.harness import small_config
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +47,9 @@ VERBS = {
     "ls": "ls .",
     "logs": "logs small",
     "status": "status small",
+    "compare": "compare small small",
+    "cost": "cost small",
+    "samples": "samples small",
     "audit": "audit small",
     "pause": "pause small",
     "resume": "resume small",
@@ -49,6 +59,7 @@ VERBS = {
     "inspect buffer": "inspect buffer small",
     "inspect ledger": "inspect ledger small",
     "inspect deadletter": "inspect deadletter small",
+    "inspect sync": "inspect sync small",
     "config": "config run.toml",
     "config --explain": "config --explain",
     "score": "score run.toml",
@@ -56,6 +67,7 @@ VERBS = {
     "stop": "stop small --yes",
 }
 """What is measured, in an order in which each can be done after the others."""
+FLOOR = "import asyncio, hiredis, msgspec, tomllib, typer"
 
 
 async def begin(folder: Path, server: RedisServer) -> None:
@@ -67,6 +79,8 @@ async def begin(folder: Path, server: RedisServer) -> None:
     run.write(config)
     run.metrics.write_text('{"step": 0, "reward/train/mean": 0.5}\n')
     (run.logs / "trainer-0.log").write_text("a line\n" * 100)
+    account.write(run.path, Account({"trainer-0": PodAccount("trainer", 1, "b", 0.0, 0.0, {"training": 60.0})}))
+    write_log(run.path / "samples", [made_row(number) for number in range(40)])
     store = await Store.connect(server.url, config.run.name, server.password)
     await store.run.create(digest(config), "data", config.run.steps, config.slots)
     await store.fleet.beat(PodStatus("trainer", "trainer-0", "b", "here", os.getpid(), "", "training", 0, 0, {}), STAYS_S)
@@ -76,14 +90,18 @@ async def begin(folder: Path, server: RedisServer) -> None:
 
 def cpu_ms(words: str, folder: Path) -> float:
     """Return the CPU time of a command. Raises `RuntimeError` if it fails."""
+    return _cpu_ms(["-m", "services.console", *words.split()], folder)
+
+
+def _cpu_ms(words: Sequence[str], folder: Path) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "services.console", *words.split()], cwd=folder, capture_output=True, text=True, check=False,
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise RuntimeError(f"grpo {words} ended with {done.returncode}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
     return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
@@ -93,6 +111,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="calls of each verb")
     options = parser.parse_args()
     taken: dict[str, list[float]] = {}
+    compileall.compile_dir(str(ROOT / "services"), quiet=1)
     with tempfile.TemporaryDirectory(prefix="grpo-cli-") as place:
         folder = Path(place)
         server = RedisServer(folder / "redis")
@@ -100,6 +119,7 @@ def main() -> int:
         try:
             asyncio.run(begin(folder, server))
             (folder / "runs").symlink_to(".")  # where names of runs are looked up
+            floor = [_cpu_ms(["-c", FLOOR], folder) for _ in range(options.repeats)]
             for verb, words in VERBS.items():
                 taken[verb] = [cpu_ms(words.format(n=n), folder) for n in range(1 if verb == "stop" else options.repeats)]
                 if not options.json:
@@ -110,6 +130,7 @@ def main() -> int:
     over = {
         "cpu_ms_p90": [statistics.quantiles(each, n=10, method="inclusive")[-1] for each in calls],
         "cpu_ms_p50": [statistics.median(each) for each in calls],
+        "floor_ms": floor,
     }
     report({"benchmark": "cli", "verbs": len(taken)}, over | {f"{verb}_ms": values for verb, values in taken.items()})
     return 0

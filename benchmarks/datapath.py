@@ -38,7 +38,8 @@ from services.console.local.redis_server import RedisServer
 from services.dataprep.planning.plan import Layout, PlanGroup, plan_step
 from services.dataprep.replay import admission
 from services.protocol import codec
-from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan, Ticket
+from services.protocol.messages import Header, RankPlan, Sample, StepPlan, Ticket
+from services.protocol.payloads import Payload
 from services.store import BufferedGroup, Claim, Settlement, Store
 from services.store.calls.tickets import REQUESTS_UNDER_WAY, SUBMITTED_TOGETHER
 

@@ -1,231 +1,241 @@
-"""The example by TRL's `GRPOTrainer` and by `grpo run`, one after the other: wall time to a reward.
+"""The example by TRL's trainers and by `grpo run`, one after the other: seconds to a reward.
 
     python benchmarks/end_to_end.py --json
+    python benchmarks/end_to_end.py --staleness 0 1 2 4 --json     # ours under each bound, without TRL
 
-Same model, warm start, prompts, reward, batch, sampling, loss, learning rate and number of prompts; TRL (PyPI, an environment
-of its own, benchmarks/trl_run.py) samples with transformers' `generate` in the process that trains, with the number of threads
-of `--threads` that served it best in a few steps before; ours has one generator (`OURS`). The reward is that of the completions
-a step trains, on either side, as the running mean over the last `WINDOW` steps. For each seed: `to_reward_ratio`, TRL's seconds
-from the first completed step until `--target` over ours (goal: 1.5), `whole_ratio` the same from the start of the command,
-loading included; `steps_per_s`, `tokens_per_s` (generated), `trained_tokens_per_s` (in the loss), `idle_share` of all cores and
-`peak_mib`, resident memory of all processes and Redis, of either side. Who never gets there is in `missed`, without a figure.
-With `--staleness 0 1 2 4` ours runs with each bound instead, and TRL does not; `<side>.gain` is then its steps per second over
-those of the first bound. The last line is one JSON object; `curves` has the rewards over seconds.
+Same model, warm start, prompts, reward, batch, sampling, clipping, loss, steps and, step by step, the same learning rate; a run
+whose steps trained another number of completions or at another rate fails. Four sides (benchmarks/sides.py), each a process of
+its own: `ours`, a whole `grpo run`; `trl`, `GRPOTrainer` with transformers' `generate`;
+`trl_vllm`, the same with vLLM in its process; `trl_async`, `AsyncGRPOTrainer` with a vLLM server and the same bound of staleness.
+TRL (PyPI) has an environment of its own. Threads, micro-batches, KV cache and requests in flight of TRL's are tried first, in
+runs of `TUNED_STEPS` steps: `tried` has the steps a second of each, and the fastest is compared with ours, whose are given.
+
+A side's clock starts when it begins to sample its first completion; with `from_command` it starts with its command, loading
+included. Per seed, `ratio_05` to `ratio_08` are the seconds of `trl` over ours until the curve (benchmarks/curves.py) is at that
+reward, `trl_vllm_ratio_…` and `trl_async_ratio_…` those of the others; the key without a number is the least of the four. Where
+a side does not get there, its name is in `unreached`: TRL's whole run then stands for it, which favours TRL; ours not getting
+there makes 0; with neither there the seed has no ratio. Reported are the median over seeds, the least and the largest.
+
+Every run is written to `--results` as it ends; the same command goes on from there, unless the code or the options changed. A
+run that fails or takes longer than `--limit-s` is in `failed`, with what it said, and is tried again by the next command; the
+others go on. Sides take turns, in the opposite order for every other seed. The last line is one JSON object; `curves` has rewards
+over seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import json
 import math
-import os
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 if __name__ == "__main__":  # `python benchmarks/end_to_end.py` from the repository's root
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, report
+from benchmarks.curves import Curve, ratios, unreached
+from benchmarks.sides import CONFIG, OURS, ROOT, TRIED, TRL, RunFailed, side
 from benchmarks.trl_environment import trl_python
-from services.runtime.process_tools import die_with_parent
+from services.config import load
 
-ROOT = Path(__file__).parent.parent
-CONFIG = "examples/arithmetic/config.toml"
-OURS = ("generator.count=1", "generator.max_num_seqs=512", "generator.cpu_kv_cache_mib=160", "checkpoint.every_steps=1000")
-"""What serves ours best on two cores: one engine with all that two have, and no checkpoint, like TRL."""
-WINDOW = 5
-POLL_S = 0.5
-TRIED = 6
+TUNED_STEPS = 6
+DIGITS = 4
+SLOWEST = 0.0  # steps a second of settings that failed
 
 
-@dataclass
-class Curve:
-    """One run: what it showed at the end of every step."""
+class Record:
+    """The runs there are, in a file that every one of them is written to as it ends."""
 
-    started: float
-    seconds: list[float] = field(default_factory=list)  # since the start of the command
-    rewards: list[float] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)  # generated since the step before
-    trained: list[float] = field(default_factory=list)  # in the loss of the step
-    lags: list[float] = field(default_factory=list)
-    idle_share: float = 0.0
-    peak_mib: float = 0.0
+    def __init__(self, path: Path, subject: Mapping[str, Any]) -> None:
+        """Go on from the runs in the file, if they are of the same subject."""
+        self._path, self._subject = path, dict(subject)
+        held = json.loads(path.read_text()) if path.exists() else {}
+        same = held.get("subject") == json.loads(json.dumps(self._subject))
+        self.curves = {name: Curve(**curve) for name, curve in held["runs"].items()} if same else {}
+        self.tried: dict[str, dict[str, float]] = held["tried"] if same else {}
+        self.failed: dict[str, str] = {}
 
-    def add(self, time_s: float, reward: float, tokens: float, trained: float, lag: float = 0.0) -> None:
-        self.seconds.append(time_s - self.started)
-        self.rewards.append(reward)
-        self.tokens.append(tokens)
-        self.trained.append(trained)
-        self.lags.append(lag)
+    def add(self, name: str, curve: Curve) -> None:
+        """Add a run, and write all."""
+        self.curves[name] = curve
+        self._write()
 
-    def smooth(self) -> list[tuple[float, float]]:
-        """Seconds from the first completed step, and the running mean of the rewards there."""
-        return [
-            (self.seconds[i] - self.seconds[0], sum(self.rewards[i + 1 - WINDOW : i + 1]) / WINDOW)
-            for i in range(WINDOW - 1, len(self.rewards))
-        ]
+    def add_tried(self, name: str, change: str, steps_per_s: float) -> None:
+        """Add what settings of a side came to, and write all."""
+        self.tried.setdefault(name, {})[change] = round(steps_per_s, DIGITS)
+        self._write()
 
-    def reaches(self, target: float) -> tuple[float, float]:
-        """Seconds until the running mean is at the target, from the first completed step and from the start."""
-        reached = next((at for at, reward in self.smooth() if reward >= target), float("inf"))
-        return reached, reached + self.seconds[0]
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return the fastest settings of one of TRL's sides among those that were tried."""
+        tried = self.tried.get(name, {"{}": SLOWEST})
+        return {**TRL[name], **json.loads(max(tried, key=lambda change: tried[change]))}
 
-    def per_s(self, amounts: Sequence[float]) -> float:
-        """What came with every step but the first, for a second."""
-        return sum(amounts[1:]) / (self.seconds[-1] - self.seconds[0])
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        runs = {name: curve.to_json() for name, curve in self.curves.items()}
+        whole = {"subject": self._subject, "tried": self.tried, "runs": runs}
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(whole) + "\n")
+        part.replace(self._path)
 
-
-class Watch:
-    """Resident memory of a process and all it started, looked at twice a second, and what the cores did meanwhile."""
-
-    def __init__(self, pid: int) -> None:
-        self._process, self.peak_mib, self._over = psutil.Process(pid), 0.0, threading.Event()
-        self._before = psutil.cpu_times()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._over.wait(POLL_S):
-            total = 0
-            with contextlib.suppress(psutil.Error):
-                for process in [self._process, *self._process.children(recursive=True)]:
-                    with contextlib.suppress(psutil.Error):
-                        total += process.memory_info().rss
-            self.peak_mib = max(self.peak_mib, total / 2**20)
-
-    def end(self) -> float:
-        """Stop; the share of all cores' time that was idle."""
-        self._over.set()
-        self._thread.join()
-        after = psutil.cpu_times()
-        spent = sum(after) - sum(self._before)
-        return (after.idle - self._before.idle) / spent if spent else 0.0
+    def end(self) -> None:
+        """Remove the file: what is complete is not continued but measured again."""
+        if not self.failed:
+            self._path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def running(command: Sequence[str], log: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[str], Curve]]:
-    """A command whose curve is to be filled; memory and cores are entered at its end. Raises SystemExit where it fails."""
-    with log.open("w") as said:
-        curve = Curve(time.time())
-        process = subprocess.Popen(command, cwd=ROOT, stderr=said, text=True, preexec_fn=die_with_parent, **options)
-        watch = Watch(process.pid)
-        try:
-            yield process, curve
-        finally:
-            process.terminate() if sys.exc_info()[0] else process.wait()
-            curve.idle_share, curve.peak_mib = watch.end(), watch.peak_mib
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed: {log.read_text()[-2000:]}")
+def subject_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What runs of one comparison have in common."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return {"code": head, "steps": options.steps, "ours": OURS, "trl": TRL, "untried": options.untried}
 
 
-def ours(folder: Path, overrides: Sequence[str]) -> Curve:
-    """A whole `grpo run`."""
-    given = ["run.name=ours", f"run.dir={folder}", *OURS, *overrides]
-    command = [sys.executable, "-m", "services.console", "run", CONFIG, "--fresh", "--no-screen", *given]
-    with running(command, folder / "ours.log", stdout=subprocess.DEVNULL) as (process, curve):
-        process.wait()
-    lines = (folder / "ours" / "metrics.jsonl").read_text().splitlines()
-    made = 0.0
-    for record in map(json.loads, lines):
-        total = record["tokens/gen/total"]
-        trained, lag = record["tokens/train/sum"], record["staleness/trained/mean"]
-        curve.add(record["time_s"], record["reward/train/mean"], total - made, trained, lag)
-        made = total
+def try_settings(record: Record, sides: Sequence[str], limit_s: float) -> None:
+    """Run every side of TRL's shortly with each of its settings that is not recorded yet."""
+    for name in (each for each in sides if each in TRL):
+        for change in TRIED[name]:
+            if (key := json.dumps(change)) in record.tried.get(name, {}):
+                continue
+            try:
+                curve = side(name, [f"run.steps={TUNED_STEPS}"], limit_s, {**TRL[name], **change})
+                steps_per_s = curve.per_s([1.0] * len(curve.seconds))
+            except RunFailed as failure:
+                print(f"{name} {key}: {failure}", file=sys.stderr, flush=True)
+                steps_per_s = SLOWEST
+            record.add_tried(name, key, steps_per_s)
+            print(f"{name} {key}: {steps_per_s:.3f} steps/s", file=sys.stderr, flush=True)
+
+
+def measure(options: argparse.Namespace, sides: Sequence[str]) -> Record:
+    """Run every side with every seed that is not recorded yet."""
+    record = Record(options.results, subject_of(options))
+    if not options.untried:
+        try_settings(record, sides, options.limit_s)
+    for turn, seed in enumerate(options.seeds):
+        overrides = [f"run.steps={options.steps}", f"run.seed={seed}"]
+        config = load(CONFIG, overrides, environ={})
+        peak, warmup = config.optimizer.learning_rate, config.optimizer.warmup_steps
+        rates = [peak * min(1.0, (step + 1) / max(1, warmup)) for step in range(options.steps)]
+        for name in sides if turn % 2 == 0 else reversed(sides):
+            run = f"{name}/{seed}"
+            if run in record.curves:
+                continue
+            try:
+                curve = side(name, overrides, options.limit_s, record.settings(name) if name in TRL else None)
+                if fault := curve.fault(options.steps, config.admission.prompts_per_step * config.sampling.group_size, rates):
+                    raise RunFailed(fault)
+            except RunFailed as failure:
+                record.failed[run] = str(failure)
+                print(f"{run}: {failure}", file=sys.stderr, flush=True)
+                continue
+            record.add(run, curve)
+            said = f"{curve.whole():.1f} s from its first completion, {curve.generating:.1f} s before, load {curve.load:.1f}"
+            print(f"{run}: {said}, last reward {curve.rewards[-1]:.3f}", file=sys.stderr, flush=True)
+    return record
+
+
+def against_trl(found: Mapping[str, Curve], targets: Sequence[float]) -> dict[str, float]:
+    """Figures of one seed: every side of TRL's against ours."""
+    told: dict[str, float] = {}
+    mine = found.get("ours")
+    for name in TRL:
+        if mine is None or (peer := found.get(name)) is None:
+            continue
+        command = "from_command_ratio" if name == "trl" else f"{name}_from_command_ratio"
+        told |= ratios("ratio" if name == "trl" else f"{name}_ratio", peer, mine, targets)
+        told |= ratios(command, peer, mine, targets, "command")
+        prefix = "" if name == "trl" else f"{name}_"
+        told[f"{prefix}steps_per_s_ratio"] = mine.per_s([1.0] * len(mine.seconds)) / peer.per_s([1.0] * len(peer.seconds))
+        told[f"{prefix}tokens_per_s_ratio"] = mine.per_s(mine.tokens) / peer.per_s(peer.tokens)
+        told[f"{prefix}memory_ratio"] = mine.peak_mib / peer.peak_mib
+    return told
+
+
+def against_bound(found: Mapping[str, Curve], bounds: Sequence[int], targets: Sequence[float]) -> dict[str, float]:
+    """Figures of one seed: every bound against the first."""
+    told: dict[str, float] = {}
+    first = found.get(f"staleness_{bounds[0]}")
+    for bound in bounds[1:]:
+        if first is None or (mine := found.get(f"staleness_{bound}")) is None:
+            continue
+        told |= ratios(f"staleness_{bound}.ratio", first, mine, targets)
+        told[f"staleness_{bound}.gain"] = mine.per_s([1.0] * len(mine.seconds)) / first.per_s([1.0] * len(first.seconds))
+    return told
+
+
+def figures_of(found: Mapping[str, Curve], options: argparse.Namespace) -> dict[str, float]:
+    """All figures of one seed."""
+    alone = {key: value for name, curve in found.items() for key, value in curve.figures(name).items()}
+    bounds, targets = options.staleness, options.targets
+    return alone | (against_bound(found, bounds, targets) if bounds else against_trl(found, targets))
+
+
+def blank() -> Curve:
+    """A run of two steps: whoever runs has the figures that it has."""
+    curve = Curve(0.0, 0.0, peak_mib=1.0)
+    for step in (1, 2):
+        curve.add(float(step), 0.0, 1.0, 1.0, completions=1, rate=1.0)
     return curve
 
 
-def trl(folder: Path, overrides: Sequence[str], threads: int) -> Curve:
-    """TRL's trainer on the same, with so many threads."""
-    job = {
-        "config": CONFIG, "overrides": list(overrides), "folder": str(folder / "trl"), "threads": threads,
-        "environment": {"OMP_NUM_THREADS": str(threads)},
-    }  # fmt: skip
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [str(trl_python()), str(ROOT / "benchmarks" / "trl_run.py"), str(folder / "job.json")]
-    with running(command, folder / "trl.log", stdout=subprocess.PIPE) as (process, curve):
-        assert process.stdout is not None
-        for line in process.stdout:
-            step = json.loads(line)
-            curve.add(step["time_s"], step["reward"], step["tokens"], step["tokens"])  # each once, at once
-    return curve
-
-
-def fastest(counts: Sequence[int]) -> int:
-    """The number of threads with which TRL takes the fewest seconds for `TRIED` steps."""
-
-    def seconds(threads: int) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            return 1 / trl(Path(folder), [f"run.steps={TRIED}"], threads).per_s([1.0] * TRIED)
-
-    return min(counts, key=seconds) if len(counts) > 1 else counts[0]
-
-
-def figures(name: str, curve: Curve, target: float) -> dict[str, float]:
-    """What is told of one curve."""
-    to_reward_s, whole_s = curve.reaches(target)
-    told = {
-        "to_reward_s": to_reward_s, "whole_s": whole_s, "steps_per_s": curve.per_s([1.0] * len(curve.seconds)),
-        "tokens_per_s": curve.per_s(curve.tokens), "trained_tokens_per_s": curve.per_s(curve.trained),
-        "idle_share": curve.idle_share, "peak_mib": curve.peak_mib, "lag": sum(curve.lags) / len(curve.lags),
-        "last_reward": sum(curve.rewards[-WINDOW:]) / WINDOW,
-    }  # fmt: skip
-    return {f"{name}.{key}": value for key, value in told.items()}
+def told(record: Record, options: argparse.Namespace, sides: Sequence[str]) -> None:
+    """Print the last line."""
+    samples: dict[str, list[float]] = {}
+    for seed in options.seeds:
+        found = {name: record.curves[run] for name in sides if (run := f"{name}/{seed}") in record.curves}
+        for key, value in figures_of(found, options).items():
+            samples.setdefault(key, []).append(value)
+    finite = {key: known for key, values in samples.items() if (known := [value for value in values if math.isfinite(value)])}
+    curves = {
+        f"{name}, seed {seed}": [(round(at - curve.generating, 1), round(reward, 3)) for at, reward in curve.smooth()]
+        for name in sides
+        for seed in options.seeds
+        if (curve := record.curves.get(f"{name}/{seed}"))
+    }
+    report(
+        {
+            "benchmark": "end_to_end", "steps": options.steps, "targets": options.targets, "seeds": options.seeds,
+            "missed": sorted(set(figures_of(dict.fromkeys(sides, blank()), options)) - set(finite)),
+            "unreached": unreached(record.curves, options.targets),
+            "failed": record.failed, "tried": record.tried,
+            "settings": {name: record.settings(name) if name in TRL else OURS for name in sides},
+            "values": {
+                key: [round(value, DIGITS) for value in values]
+                for key, values in finite.items()
+                if "ratio" in key and not key.endswith("_s")
+            },
+            "curves": curves,
+        },
+        finite,
+    )  # fmt: skip
 
 
 def main() -> int:
     """Parse the command line and run."""
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--target", type=float, default=0.7, help="reward to reach")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}), help="TRL's: the best of these is taken")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--targets", type=float, nargs="+", default=[0.5, 0.6, 0.7, 0.8], help="rewards to reach")
+    parser.add_argument("--sides", nargs="+", default=["trl", "ours", "trl_vllm", "trl_async"], help="who runs")
     parser.add_argument("--staleness", type=int, nargs="+", help="bounds to compare ours under, without TRL")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "end_to_end.json", help="what a stopped command leaves")
+    parser.add_argument("--limit-s", type=float, default=300, help="longest that one run may take")
+    parser.add_argument("--untried", action="store_true", help="take TRL's settings as they are in benchmarks/sides.py")
     options = parser.parse_args()
     subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    threads = 0
     if not options.staleness:
         trl_python()
-        threads = fastest(options.threads)
-    samples: dict[str, list[float]] = {}
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as name:
-            folder, base = Path(name), [f"run.steps={options.steps}", f"run.seed={seed}"]
-            if options.staleness:
-                bounds = {f"staleness_{bound}": f"admission.max_staleness={bound}" for bound in options.staleness}
-                found = {side: ours(folder, [*base, bound]) for side, bound in bounds.items()}
-            else:
-                found = {"trl": trl(folder, base, threads), "ours": ours(folder, base)}
-        told = {key: value for side, curve in found.items() for key, value in figures(side, curve, options.target).items()}
-        if not options.staleness:
-            for ratio, key in (("to_reward_ratio", "to_reward_s"), ("whole_ratio", "whole_s")):
-                told[ratio] = told[f"trl.{key}"] / told[f"ours.{key}"]
-            told["memory_ratio"] = told["ours.peak_mib"] / told["trl.peak_mib"]
-            told["steps_ratio"] = told["ours.steps_per_s"] / told["trl.steps_per_s"]
-        else:
-            first = told[f"staleness_{options.staleness[0]}.steps_per_s"]
-            told |= {f"{side}.gain": told[f"{side}.steps_per_s"] / first for side in found}
-        for key, value in told.items():
-            samples.setdefault(key, []).append(value)
-        for side, curve in found.items():
-            curves[f"{side}, seed {seed}"] = [(round(at, 1), round(reward, 3)) for at, reward in curve.smooth()]
-        if not options.json:
-            print(f"seed {seed}: " + ", ".join(f"{key} {value:.3g}" for key, value in told.items()), flush=True)
-    missed = sorted(key for key, values in samples.items() if not all(map(math.isfinite, values)))
-    finite = {key: values for key, values in samples.items() if key not in missed}
-    subject = {"steps": options.steps, "target": options.target, "seeds": options.seeds, "missed": missed, "curves": curves}
-    report({"benchmark": "end_to_end", **subject, "trl_threads": threads}, finite)
-    return 0
+    sides = [f"staleness_{bound}" for bound in options.staleness] if options.staleness else options.sides
+    if options.staleness:
+        options.results = options.results.with_name("staleness.json")
+    record = measure(options, sides)
+    told(record, options, sides)
+    record.end()
+    return 0 if record.curves else 1
 
 
 if __name__ == "__main__":

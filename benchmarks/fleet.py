@@ -62,7 +62,7 @@ def served_s(pid: int) -> float:
 class NoEngine:
     """Takes part in rounds and has nothing to receive."""
 
-    version, whole, world, stages = -1, True, 1, True
+    version, whole, world, stages, fetched_bytes = -1, True, 1, True, 0
 
     async def join(self, round: Round, first_rank: int) -> None:
         """There is no group."""
@@ -83,7 +83,19 @@ class NoEngine:
 class NoTransfer:
     """The trainer's `WeightSender`, without weights."""
 
-    backend, ahead = "none", False
+    backend, ahead, sweeps = "none", False, False
+
+    @property
+    def sent(self) -> dict[str, float]:
+        return {}
+
+    def label(self, version: int, fence: int) -> None: ...
+
+    def members_hold(self, version: int | None) -> None: ...
+
+    def took(self, seconds: float) -> None: ...
+
+    def sweep(self, readers: Iterable[str]) -> None: ...
 
     def open(self) -> tuple[str, int]:
         return "", 0

@@ -54,7 +54,8 @@ from benchmarks.common import arguments, report, run
 from benchmarks.reverb_client import BATCH, Reverb
 from services.console.local.redis_server import WHEEL, RedisServer
 from services.protocol import codec
-from services.protocol.messages import Header, Payload, RankPlan, StepPlan, Ticket
+from services.protocol.messages import Header, RankPlan, StepPlan, Ticket
+from services.protocol.payloads import Payload
 from services.store import Settlement, Store
 from services.store.calls.payloads import FETCHED_TOGETHER
 from services.store.records import Claim, TableRules

@@ -5,8 +5,10 @@
 Each run trains a tiny model on scripted completions, in another configuration: ranks, ZeRO stages, adapters, dtypes, replay. Of
 each some steps are recorded while it runs, the last at a checkpoint, and every stage is replayed: `replay_equal` is the share of
 bundles whose score, settle, pack and train stages all equal what was. In the runs with faults a generator or the trainer is
-killed. `account_closes` is the largest relative difference, over all runs, between the sum of the account and device-seconds
-measured from outside: start and end of each pod's processes by the kernel.
+killed. `account_closes` is the relative difference, of each run, between the sum of the account and device-seconds measured from
+outside: start and end of each pod's processes by the kernel. `record_share` is the time that the run's Redis spends on a recorder
+of a step, over the time of a step: nothing else of a run does anything for it. `--account` measures the account alone, on the
+runs with faults.
 """
 
 from __future__ import annotations
@@ -27,8 +29,14 @@ if __name__ == "__main__":  # `python benchmarks/replaying.py` from the reposito
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, report, run
+from services.config import load_resolved
+from services.console.bundles.record import POLL_S
+from services.console.local.redis_server import RedisServer
 from services.operations import account
+from services.operations.bundles.gathering import Judged, gather
+from services.store import Store
 from tests.runs.test_run import write_run
+from tests.support import flow
 from tests.support.harness import save_model_folder
 
 STAGES = ("score", "settle", "pack", "train")
@@ -44,6 +52,7 @@ KILLED = {"plain": "generator-0", "ranks": "trainer-0", "replayed": "generator-0
 STEPS, LONG, EVERY = 12, 24, 4  # steps of a run, of one with faults, and between checkpoints
 RECORDED = (2, 6, 9, 11)
 LOOK_S = 0.02
+RECORDINGS = 50  # of the same step, for the time that they take of Redis
 FORKED_S = 2.0  # a process may still have the command line of the one that started it
 
 
@@ -104,7 +113,7 @@ def console(*words: str) -> dict[str, Any]:
     return json.loads(done.stdout) if done.stdout.strip() else {"error": done.stderr.strip()}
 
 
-def one_run(folder: Path, name: str, overrides: tuple[str, ...], say: Any) -> dict[str, Any]:
+def one_run(folder: Path, name: str, overrides: tuple[str, ...], recorded: tuple[int, ...], say: Any) -> dict[str, Any]:
     """Run one configuration, record its steps, kill if it is to be killed; what came out."""
     path = write_run(
         folder, name, f"run.steps={LONG if name in KILLED else STEPS}", f"checkpoint.every_steps={EVERY}", "checkpoint.keep=20",
@@ -117,8 +126,8 @@ def one_run(folder: Path, name: str, overrides: tuple[str, ...], say: Any) -> di
     recorders = []
     while not (folder / name / "metrics.jsonl").exists() and process.poll() is None:
         time.sleep(0.1)
-    bundles = [folder / f"{name}-{step}.bundle" for step in RECORDED]
-    for step, out in zip(RECORDED, bundles, strict=True):
+    bundles = [folder / f"{name}-{step}.bundle" for step in recorded]
+    for step, out in zip(recorded, bundles, strict=True):
         words = [
             sys.executable,
             "-m",
@@ -184,24 +193,53 @@ def kill(folder: Path, pod: str) -> None:
             os.kill(int(proc.name), signal.SIGKILL)
 
 
+async def recorder_s(folder: Path, groups: int, step_s: float) -> float:
+    """Seconds that Redis spends on a recorder that waits for a step of `groups` groups, reads it, and waits for its end."""
+    server = RedisServer(folder / "recorder")
+    server.start()
+    store = await Store.connect(server.url, "recorder", server.password)
+    try:
+        team = await flow.start(store, slots=groups)
+        assert await flow.issue(store, team, groups) == groups
+        claims = await flow.claim(store, "g", groups)
+        for one in claims:
+            assert await flow.submit(store, "g", one)
+        await flow.settle(store, team)
+        plan, ranks = flow.plan(0, [one.ticket_id for one in claims], [one.payload for one in claims])
+        await store.steps.prepare(team.leader, plan, ranks, 0, [1.0] * groups)
+        await store.client.execute_command("CONFIG", "RESETSTAT")
+        for _ in range(RECORDINGS):
+            await gather(store, 0, 0, lambda *_: Judged("", ""))
+            for _ in range(round(step_s / POLL_S)):
+                await store.run.state()
+        stats = await store.client.info("commandstats")
+        return sum(each["usec"] for name, each in stats.items() if not name.startswith("cmdstat_config")) / RECORDINGS / 1e6
+    finally:
+        await store.close()
+        server.stop()
+
+
 async def measure(options: argparse.Namespace, folder: Path) -> object:
     """Run all configurations, one after the other."""
     say = (lambda text: None) if options.json else print
     save_model_folder(folder / "model")
-    chosen = {name: RUNS[name] for name in (options.only.split(",") if options.only else RUNS)}
-    found = {name: one_run(folder, name, overrides, say) for name, overrides in chosen.items()}
+    chosen = {name: RUNS[name] for name in (options.only.split(",") if options.only else KILLED if options.account else RUNS)}
+    recorded = () if options.account else RECORDED
+    found = {name: one_run(folder, name, overrides, recorded, say) for name, overrides in chosen.items()}
+    shares = list[float]()
+    for name, each in found.items():
+        groups = load_resolved(folder / name / "config.toml").admission.prompts_per_step
+        shares.append(await recorder_s(folder, groups, each["step_s"]) / each["step_s"])
     total = sum(len(each["results"]) for each in found.values())
     unequal = {bundle: why for each in found.values() for bundle, why in unequal_of(each["results"]).items()}
     equal = total - len(unequal)
     closes = [each["closes"] for each in found.values()]
+    replayed = {"bundles": total, "replay_equal": equal / max(1, total), "unequal": unequal}
     return report(
+        {"configurations": len(found), "account_closes_worst": max(closes), **({} if options.account else replayed)},
         {
-            "bundles": total, "configurations": len(found), "replay_equal": equal / max(1, total), "unequal": unequal,
-            "account_closes_worst": max(closes),
-        },
-        {
-            "account_closes": closes, "bundle_bytes": [size for each in found.values() for size in each["sizes"]],
-            "step_s": [each["step_s"] for each in found.values()],
+            "account_closes": closes, "record_share": shares, "step_s": [each["step_s"] for each in found.values()],
+            **({} if options.account else {"bundle_bytes": [size for each in found.values() for size in each["sizes"]]}),
         },
     )  # fmt: skip
 
@@ -209,6 +247,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
 def main() -> int:
     """Measure."""
     parser = arguments(__doc__)
+    parser.add_argument("--account", action="store_true", help="only the account, on the runs with faults")
     parser.add_argument("--only", default="", help=f"configurations, of {', '.join(RUNS)}, separated by commas")
     return run(measure, parser.parse_args())
 

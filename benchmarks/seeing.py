@@ -6,16 +6,20 @@ A log of `--rows` completions is written as the tracker does, with texts of rand
 frequencies. `us_a_completion` is the CPU that the tracker spends on a completion: rows, texts, file, merges; `bytes_a_completion`
 is its size on disk. `search_ms` is the median of filters on numbers, sorted and not, through the endpoint of the page over a real
 socket; `search_cpu_ms` is the CPU of the process that answers, and of the client, for one. `first_search_s` is the first one,
-which reads the log. `text_search_s` searches all texts for a word.
+which reads the log. `text_search_s` searches all texts for a word. `sample_log_share` is the processor time of the tracker's
+whole process, over that of `STEPS` steps of examples/arithmetic, in which it logs each of 256 completions; no step waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 if __name__ == "__main__":  # `python benchmarks/seeing.py` from the repository's root
@@ -23,6 +27,7 @@ if __name__ == "__main__":  # `python benchmarks/seeing.py` from the repository'
 
 import httpx
 import numpy as np
+from tokenizers import Tokenizer
 
 from benchmarks.common import arguments, bare_run, report, run
 from examples.arithmetic.tokenizer import save_tokenizer, train_tokenizer
@@ -31,13 +36,17 @@ from services.console.local.redis_server import RedisServer
 from services.operations.inspection.text import TextReader
 from services.operations.samples.folder import SAMPLES, LogPosition
 from services.operations.samples.search import Search
-from services.protocol.messages import Header, Payload
+from services.protocol.logprob_gaps import STEP
+from services.protocol.messages import Header
+from services.protocol.payloads import Payload
 from services.store import Store
 from services.tracker.samples.rows import EndedGroup, rows_of
 from services.tracker.samples.writer import PartWriter
 from services.web.serving import show
 
+ROOT = Path(__file__).parent.parent
 GROUP, GROUPS_A_STEP, TOKENS = 8, 32, 48  # completions a group, groups a step, tokens a completion
+FIRST, STEPS = 5, 30  # what starts is over by the first
 PATTERN = 4000  # completions that are made one by one; the others of a large log repeat them under new numbers
 FILTERS = (
     {"where": "reward < 0.2 and step > 40", "sort": "length"},
@@ -67,16 +76,28 @@ def groups(rng: np.random.Generator, count: int, vocabulary: int) -> Iterator[tu
         yield EndedGroup(name, step, outcome, 1, header, header.payload), Payload(prompt, lengths, tokens, logprobs, spans)
 
 
+def gaps_of(payload: Payload, group: EndedGroup) -> dict[tuple[str, int], np.ndarray]:
+    """Gaps to the trainer, if it was trained: powers of 1.1, as the trainer's codes stand for."""
+    if group.outcome != "trained":
+        return {}
+    sizes = np.round(np.log(-payload.logprobs * 0.01) / np.log(STEP))
+    parts = np.split((STEP**sizes).astype(np.float32), np.cumsum(payload.lengths)[:-1])
+    return {(group.payload, place): part for place, part in enumerate(parts)}
+
+
 def write(folder: Path, model: Path, completions: int) -> tuple[float, float]:
     """Write a log of real batches; CPU µs and bytes of a completion."""
     reader, rng = TextReader(str(model)), np.random.default_rng(0)
     writer = PartWriter(folder, 10**9)
-    made = list(groups(rng, completions // GROUP, 300))
+    vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab_size()
+    made = list(groups(rng, completions // GROUP, vocabulary))
     reader.text([1])  # reads the tokenizer
     began = time.process_time()
     for first in range(0, len(made), GROUPS_A_STEP):
         batch = made[first : first + GROUPS_A_STEP]
-        rows = [row for group, payload in batch for row in rows_of(group, payload, reader, "standard", 1e9)]
+        rows = [
+            row for group, payload in batch for row in rows_of(group, payload, reader, "standard", 1e9, gaps_of(payload, group))
+        ]
         writer.write(rows, LogPosition(1, batch[-1][0].step, {"1": 0}))
         writer.tidy()
     spent = time.process_time() - began
@@ -133,8 +154,9 @@ async def search(config: RunConfig, store: Store, repeats: int) -> dict[str, lis
     return found
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> object:
-    """Write, enlarge, search."""
+@contextlib.asynccontextmanager
+async def logged_run(folder: Path, rows: int) -> AsyncIterator[tuple[RunConfig, Store, tuple[float, float]]]:
+    """Make a run with a log of so many completions, and yield it with CPU µs and bytes of a completion."""
     model = folder / "model"
     model.mkdir()
     save_tokenizer(train_tokenizer(f"say {i} + {i * 7 % 97} = {i * 8}" for i in range(400)), model, 64)
@@ -142,16 +164,58 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
     server.start()
     config = bare_run(folder, server, "web.port=0")
     log = folder / config.run.name / SAMPLES
-    us, size = write(log, model, PATTERN)
-    enlarge(log, options.rows)
+    spent = write(log, model, PATTERN)
+    enlarge(log, rows)
     store = await Store.connect(config.redis.url, config.run.name, server.password)
     try:
         await store.run.create(digest(config), "data", 4, 8)
-        found = await search(config, store, options.repeats)
+        yield config, store, spent
     finally:
         await store.close()
         server.stop()
+
+
+def log_share(folder: Path) -> float:
+    """Train the example, and return what of a core its tracker takes while steps are trained."""
+    subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    command = [
+        sys.executable, "-m", "services.console", "run", "examples/arithmetic/config.toml", "--no-screen",
+        f"run.dir={folder}", "run.name=logged", f"run.steps={FIRST + STEPS}",
+    ]  # fmt: skip
+    seen: list[tuple[float, float]] = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        metrics = folder / "logged" / "metrics.jsonl"
+        while process.poll() is None and (not seen or steps_in(metrics) < FIRST + STEPS):
+            if steps_in(metrics) >= FIRST and (spent := cpu_s("services.tracker", folder / "logged")):
+                seen.append((time.monotonic(), spent))
+            time.sleep(0.1)
+    (began, before), (ended, after) = seen[0], seen[-1]
+    return (after - before) / (ended - began)
+
+
+def steps_in(metrics: Path) -> int:
+    """Return how many steps are recorded."""
+    return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+
+
+def cpu_s(module: str, folder: Path) -> float:
+    """Return the processor seconds of the process that runs `module` for the run in `folder`; 0: there is none."""
+    for proc in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = (proc / "cmdline").read_bytes().decode(errors="replace")
+            if module in words.split("\0") and str(folder) in words:
+                fields = (proc / "stat").read_text().rpartition(")")[2].split()
+                return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> object:
+    """Write, enlarge, search."""
+    async with logged_run(folder, options.rows) as (config, store, (us, size)):
+        log = folder / config.run.name / SAMPLES
+        found = await search(config, store, options.repeats)
     rows, tokens = Search.of(log).find(limit=1).of, TOKENS
+    found["sample_log_share"] = [await asyncio.to_thread(log_share, folder)]
     slowest = [max(found["search_ms"])]
     return report(
         {"rows": rows, "tokens_a_completion": tokens, "p90_search_ms": float(np.percentile(found["search_ms"], 90))},

@@ -33,7 +33,7 @@ from benchmarks.common import group_arguments, report, run, whole_steps
 from benchmarks.datapath import GROUP_SIZE, RANKS, Ours, Times, make_payload, used_bytes, work
 from services.console.local.redis_server import RedisServer
 from services.protocol import codec
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 from services.store import Store
 
 ACTOR, TRAINING = "stream:actor", "stream:training:"

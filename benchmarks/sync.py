@@ -11,7 +11,8 @@ a bare broadcast takes 1.6 to 1.9 times as long, for as long as they live, as th
 For every size and number of receivers: `round_s`, `bytes_per_s` and `bandwidth_ratio` of a whole round with a group that
 stands, from its opening to the last acknowledgement (goal: 0.8 of the bare broadcast's), `pause_share`, the longest pause of a
 generator over the round (goal: at most 0.3), `send_share`, the trainer's part, and `first_s`, a first round with `gather` and
-`join`; these with `sync.verify = false`, and `verified_` each of them with checksums. The last line is one JSON object; its
+`join`; these with `sync.verify = false`, `verified_` each of them with checksums, and `delta_` with `sync.encoding = "delta"` and
+a fiftieth of the bfloat16 weights changed by their last bit before each round. The last line is one JSON object; its
 figures are named `<MB>mb_<receivers>.<figure>`. With `--gbit` all of it, the broadcasts too, passes a link of that speed.
 """
 
@@ -55,7 +56,9 @@ from services.weights.member import WeightFollower
 from services.weights.sender import WeightSender
 from tests.support.scripted import ScriptedEngine
 
-WIDTH = 1024  # of the model's square matrices: 4 MiB each
+WIDTH = 1024  # of the model's square matrices: 2 MiB each
+MODES: dict[str, dict[str, Any]] = {"": {"verify": False}, "verified_": {}, "delta_": {"encoding": "delta"}}
+"""Prefixes of figures, and the keys of `sync` that they are taken with."""
 
 
 class TimedEngine(ScriptedEngine):
@@ -192,8 +195,8 @@ def measure_one(
 ) -> dict[str, list[float]]:
     """Figures of rounds that bring `megabytes` of weights to `count` receivers, first without checksums and then with them."""
     torch.set_num_threads(1)  # what two processes with all cores each do to each other is not the question
-    layers = max(1, round(megabytes * 1e6 / (4 * WIDTH * (WIDTH + 1))))
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    layers = max(1, round(megabytes * 1e6 / (2 * WIDTH * (WIDTH + 1))))
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(layers)))
     lay_end_to_end(model)
     figures: dict[str, list[float]] = {}
     with trainer_side(config) as (portal, store, rounds):
@@ -204,14 +207,14 @@ def measure_one(
             dist.init_process_group("gloo", init_method=address, world_size=count + 1, rank=0)
             while len(portal.call(store.fleet.members(config.fleet.ttl_s))) < count:
                 time.sleep(0.05)
-            for verify in (False, True):
-                sync = config.sync.model_copy(update={"verify": verify})
+            for i, (prefix, keys) in enumerate(MODES.items()):
+                sync = config.sync.model_copy(update=keys)
                 sender = make_weight_sender(config.model_copy(update={"sync": sync}), model, 0, bucket_bytes)
                 try:
-                    found = _rounds(rounds, sender, receivers, repeats, (repeats + 2) * verify)
+                    found = _rounds(rounds, sender, receivers, repeats, (repeats + 2) * i, lambda: change(model))
                 finally:
                     sender.close_group()
-                figures |= {f"verified_{name}" if verify else name: values for name, values in found.items()}
+                figures |= {f"{prefix}{name}": values for name, values in found.items()}
             return figures
         finally:
             if dist.is_initialized():
@@ -219,8 +222,21 @@ def measure_one(
             receivers.end()
 
 
+@torch.no_grad()
+def change(model: torch.nn.Module) -> None:
+    """Change the last bit of a fiftieth of the weights."""
+    for weight in model.parameters():
+        flat = weight.view(-1).view(torch.int16)
+        flat[torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),))] ^= 1
+
+
 def _rounds(
-    rounds: Callable[..., SyncRounds], sender: WeightSender, receivers: Receivers, repeats: int, version: int
+    rounds: Callable[..., SyncRounds],
+    sender: WeightSender,
+    receivers: Receivers,
+    repeats: int,
+    version: int,
+    train: Callable[[], None],
 ) -> dict[str, list[float]]:
     """Figures of a group's rounds, in turns with bare broadcasts; `version` is its first."""
     sizes = [bucket.nbytes for bucket in sender.manifest.buckets]
@@ -239,6 +255,7 @@ def _rounds(
     figures: dict[str, list[float]] = {"first_s": [first.total_s]}
     for repeat in range(repeats + 1):
         version += 1
+        train()
         receivers.tell(lambda _: sizes)
         started = time.perf_counter()
         _bare(sizes, buffers)

@@ -71,7 +71,8 @@ def ours(job: dict[str, Any], said: Said) -> None:
 
     from services.config.load import validate
     from services.dataprep.planning.packing import Response, pack
-    from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
+    from services.protocol.messages import RankPlan, Sample, StepPlan
+    from services.protocol.payloads import Payload
     from services.trainer.ranks import World
     from services.trainer.step import batches
     from services.trainer.step import policy as policy_module

@@ -1,8 +1,15 @@
-"""TRL's `GRPOTrainer` on the example, for benchmarks/end_to_end.py: `python benchmarks/trl_run.py JOB.json`.
+"""TRL's trainers on the example, for benchmarks/end_to_end.py: `python benchmarks/trl_run.py JOB.json`.
 
-Runs in TRL's own environment. Model, prompts in their chat template, reward, batch, sampling, learning rate, warm-up, clipping
-and the loss (`dapo`, its clip distances) are the example's; the optimizer is torch's AdamW with its betas. Completions come from
-transformers' `generate`, which is what TRL has on a CPU. One line of JSON a step: {"step", "reward", "time_s", "tokens"}.
+Runs in TRL's own environment. Model, prompts in their chat template, reward, batch, sampling, clipping and the loss (`dapo`, its
+clip distances) are the example's; the optimizer is torch's AdamW with its betas, and its learning rate at every step is that of
+`grpo run`: TRL's own warm-up begins at 0, which would cost it the first step. The job's `kind` chooses the trainer:
+
+- `generate`: `GRPOTrainer` with transformers' `generate`, as released;
+- `colocated`: `GRPOTrainer` with vLLM in its own process (benchmarks/trl_vllm.py);
+- `async`: `AsyncGRPOTrainer` with a vLLM server (benchmarks/trl_async.py).
+
+One line of JSON when the first completion is about to be sampled, {"generating": time_s}, and one a step: {"step", "reward",
+"time_s", "tokens", "completions", "rate"}; `reward` is the mean over the completions that the step trains.
 """
 
 from __future__ import annotations
@@ -11,6 +18,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,63 +27,192 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
-def main() -> None:
-    """Train, telling every step on the standard output of the start; whatever libraries print goes to standard error."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", **job["environment"])
+class Said:
+    """The standard output of the start; whatever libraries print goes to standard error."""
 
-    import torch
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]  TRL's environment has it
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._generating = False
 
-    from services.config import load
-    from services.config.verifiers import named
-    from services.dataprep.prompts.catalogue import PromptSource
-    from services.verifiers.sandbox.loaded import builtin
+    def say(self, **answer: Any) -> None:
+        """Write one line."""
+        self._out.write(json.dumps(answer) + "\n")
+        self._out.flush()
 
-    config = load(job["config"], job["overrides"], environ={})
-    torch.set_num_threads(job["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
-    prompts = PromptSource(config)
-    rows = [prompts.prompt(row) for row in range(len(prompts))]
-    data = Dataset.from_list([{"prompt": tokenizer.decode(row.tokens), "answer": row.answer} for row in rows])
-    source = config.data.sources[0]
-    verifiers = [(verifier.weight, builtin(verifier, source)) for _, verifier in named(config.verifiers)]
+    def generating(self) -> None:
+        """Say, once, that the first completion is about to be sampled."""
+        if not self._generating:
+            self._generating = True
+            self.say(generating=time.time())
 
-    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+
+class Example:
+    """The example's configuration, and what TRL's trainers take of it. Pickles as its command line."""
+
+    def __init__(self, path: str, overrides: list[str]) -> None:
+        self.path, self.overrides = path, overrides
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "overrides": self.overrides}
+
+    @cached_property
+    def config(self) -> Any:
+        """The run's configuration."""
+        from services.config import load
+
+        return load(self.path, self.overrides, environ={})
+
+    @cached_property
+    def verifiers(self) -> list[tuple[float, Any]]:
+        """The example's verifiers with their weights."""
+        from services.config.verifiers import named
+        from services.verifiers.sandbox.loaded import builtin
+
+        return [(verifier.weight, builtin(verifier, self.config.data.sources[0])) for _, verifier in named(self.config.verifiers)]
+
+    @property
+    def completions(self) -> int:
+        """Completions of a step."""
+        return self.config.admission.prompts_per_step * self.config.sampling.group_size
+
+    def reward(self, completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        """TRL's reward function: completions are texts, or conversations of one message."""
+        texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
         return [
-            sum(weight * verifier.score(completion, right) for weight, verifier in verifiers)
-            for completion, right in zip(completions, answer, strict=True)
+            sum(weight * verifier.score(text, right) for weight, verifier in self.verifiers)
+            for text, right in zip(texts, answer, strict=True)
         ]
 
+    def rows(self, tokenizer: Any) -> list[dict[str, str]]:
+        """Prompts, rendered by the chat template, with their answers."""
+        from services.dataprep.prompts.catalogue import PromptSource
+
+        prompts = PromptSource(self.config)
+        rows = [prompts.prompt(row) for row in range(len(prompts))]
+        return [{"prompt": tokenizer.decode(row.tokens), "answer": row.answer} for row in rows]
+
+    def conversations(self, tokenizer: Any) -> list[dict[str, Any]]:
+        """The same prompts as messages, which the chat template renders to the same tokens."""
+        from services.dataprep.prompts.rows import read_rows
+        from services.dataprep.prompts.tokenizer import messages_of
+
+        data = self.config.data
+        rows = [{"prompt": messages_of(row, data), "answer": row.answer} for source in data.sources for row in read_rows(source)]
+        for row, rendered in zip(rows, self.rows(tokenizer), strict=True):
+            text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+            assert (text, row["answer"]) == (rendered["prompt"], rendered["answer"])
+        return rows
+
+    def settings(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that all of TRL's configurations have."""
+        config, optimizer = self.config, self.config.optimizer
+        loss = (config.loss.policy, config.loss.denominator, config.loss.entropy_coefficient, config.advantage.kind)
+        assert loss == ("dapo", "token", 0.0, "standard"), "TRL is given this loss, not the example's"
+        assert (optimizer.schedule, optimizer.weight_decay) == ("constant", 0.0), "TRL is given this, not the example's"
+        batch, micro_batch = self.completions, job["settings"]["micro_batch"]
+        return {
+            "output_dir": job["folder"], "max_steps": config.run.steps, "seed": config.run.seed, "use_cpu": True, "bf16": False,
+            "report_to": [], "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": batch // micro_batch,
+            "num_generations": config.sampling.group_size, "max_completion_length": config.sampling.max_tokens,
+            "temperature": config.sampling.temperature, "epsilon": config.loss.clip_low, "epsilon_high": config.loss.clip_high,
+            "learning_rate": optimizer.learning_rate, "adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1],
+            "weight_decay": 0.0, "max_grad_norm": optimizer.max_grad_norm, "logging_steps": 1, "save_strategy": "no",
+            "disable_tqdm": True, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+        }  # fmt: skip
+
+
+def same_rates(trainer: type[Any], example: Example) -> type[Any]:
+    """That trainer with the learning rates of `grpo run`."""
+    import torch
+
+    warmup = example.config.optimizer.warmup_steps
+
+    class Scheduled(trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            chosen = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+
+    return Scheduled
+
+
+def teller(example: Example, said: Said, of_batch: Callable[[], dict[str, float]] | None = None) -> Any:
+    """A callback that tells every step. `of_batch`: reward, tokens and completions of the step's batch, if the log is not its."""
+    from transformers import TrainerCallback
+
     class Tell(TrainerCallback):
+        rate = 0.0
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+            self.rate = optimizer.param_groups[0]["lr"]
+
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
             if logs and "reward" in logs:
-                length = logs.get("completions/mean_length", 0.0)
-                line = {"step": state.global_step, "reward": logs["reward"], "time_s": time.time(), "tokens": length * batch}
-                said.write(json.dumps(line) + "\n")
-                said.flush()
+                now = time.time()
+                found = of_batch() if of_batch else {
+                    "reward": logs["reward"], "tokens": logs["completions/mean_length"] * example.completions,
+                    "completions": example.completions,
+                }  # fmt: skip
+                lag = logs.get("sample/staleness_mean", 0.0)
+                said.say(step=state.global_step, time_s=now, rate=self.rate, lag=lag, **found)
 
-    batch = config.admission.prompts_per_step * config.sampling.group_size
-    optimizer = config.optimizer
+    return Tell()
+
+
+def synchronous(job: dict[str, Any], example: Example, said: Said) -> None:
+    """`GRPOTrainer`, with vLLM in its process where `kind` says so."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]  TRL's environment has it
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    tried = job["settings"]
+    more: dict[str, Any] = {"cache_implementation": tried.get("cache")}
+    if job["kind"] == "colocated":
+        from benchmarks.trl_vllm import prepare
+
+        more = prepare(example)
+
+    class Told(same_rates(GRPOTrainer, example)):
+        def _generate(self, *given: Any, **named: Any) -> Any:
+            said.generating()
+            return super()._generate(*given, **named)
+
+    tokenizer = AutoTokenizer.from_pretrained(example.config.model.path, padding_side="left")
     arguments = GRPOConfig(
-        output_dir=job["folder"], max_steps=config.run.steps, seed=config.run.seed, use_cpu=True, bf16=False, report_to=[],
-        per_device_train_batch_size=batch, gradient_accumulation_steps=1, num_generations=config.sampling.group_size,
-        max_completion_length=config.sampling.max_tokens, temperature=config.sampling.temperature, beta=config.loss.kl_beta,
-        loss_type="dapo", epsilon=config.loss.clip_low, epsilon_high=config.loss.clip_high, mask_truncated_completions=False,
-        learning_rate=optimizer.learning_rate, warmup_steps=optimizer.warmup_steps, lr_scheduler_type="constant_with_warmup",
-        adam_beta1=optimizer.betas[0], adam_beta2=optimizer.betas[1], weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm, logging_steps=1, save_strategy="no", disable_tqdm=True,
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    trainer = GRPOTrainer(
-        model=model, reward_funcs=reward, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Tell()]
+        **example.settings(job), **more, beta=example.config.loss.kl_beta, loss_type="dapo", mask_truncated_completions=False
     )
-    trainer.train()
+    Told(
+        model=AutoModelForCausalLM.from_pretrained(example.config.model.path, dtype=torch.float32),
+        reward_funcs=example.reward, args=arguments, train_dataset=Dataset.from_list(example.rows(tokenizer)),
+        processing_class=tokenizer, callbacks=[teller(example, said)],
+    ).train()  # fmt: skip
+
+
+def main() -> None:
+    """Train, telling every step."""
+    said = Said()
+    job = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1",
+        OMP_NUM_THREADS=str(job["settings"]["threads"]),
+    )  # fmt: skip
+    if job["kind"] != "generate":
+        from benchmarks.trl_vllm import ENVIRONMENT
+
+        os.environ.update(ENVIRONMENT)
+    import torch
+
+    torch.set_num_threads(job["settings"]["threads"])
+    example = Example(job["config"], job["overrides"])
+    if job["kind"] == "async":
+        from benchmarks.trl_async import asynchronous
+
+        asynchronous(job, example, said)
+    else:
+        synchronous(job, example, said)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.fleet import served_s
 from services.console.local.redis_server import RedisServer
 from services.environment.records import pack_record
-from services.protocol.messages import Turn
+from services.protocol.payloads import Turn
 from services.store import Claim, Store
 from services.store.calls.tickets import TurnPlace
 from tests.support import flow

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from benchmarks.weights_engine import distinct
 from services.console.local.redis_server import RedisServer
 from services.runtime.process_tools import free_port
 from tests.support.rounds_world import World, open_world
+from tests.support.s3_server import s3_server
 from tests.weights.versions.test_objects import BUCKET, KEYS, _makes_bucket
 
 BITS_PER_S, ROUND_TRIP_S, ROUNDS = 100e6, 0.08, 5
@@ -27,15 +27,7 @@ BITS_PER_S, ROUND_TRIP_S, ROUNDS = 100e6, 0.08, 5
 def link(folder: Path, model: Any, step_s: float, samples: dict[str, list[float]]) -> None:
     """Rounds over loopback, then over the link."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from moto.server import main; sys.exit(main())",
-        "-H",
-        "127.0.0.1",
-        "-p",
-        str(port),
-    ]
+    command = s3_server(port)
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.environ |= KEYS
     try:

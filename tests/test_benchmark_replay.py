@@ -9,7 +9,7 @@ import pytest
 from benchmarks import replay
 from benchmarks.replay import Cell, Ours, figures, make_payload, summary
 from services.protocol import codec
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 from services.store import Store
 
 OURS = {

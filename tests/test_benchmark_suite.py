@@ -116,7 +116,7 @@ def test_a_ratio_is_worse_beyond_spread_and_tolerance(better: Any, value: float,
 
 def test_the_page_says_what_is_missed_and_what_is_not_recorded(tmp_path: Path) -> None:
     datapath = {**result(ratio=0.3, dataprep_us_per_group=120.0), "date": "2026-01-01"}
-    ends = {**result(to_reward_ratio=2.0), "date": "2026-01-02", "curves": {"ours, seed 0": [[0, 0.1], [5, 0.7]]}}
+    ends = {**result(ratio_05=2.0), "date": "2026-01-02", "curves": {"ours, seed 0": [[0, 0.1], [5, 0.7]]}}
     recovery = {**result(astray=0.0), "date": "2026-01-02"}
     results = {"datapath": datapath, "end_to_end": ends, "recovery": recovery}
     write_page(results, tmp_path / "benchmarks.md")

@@ -1,0 +1,162 @@
+"""The page of the sample log in a real browser, with a million completions.
+
+    python -m benchmarks.browsing --json
+
+The log is that of `benchmarks.seeing`; Chromium, without a window, is used as a person uses it: with the fields of the form, the
+keyboard, and links. `page_ms` is the median time from a key or a click to the new rows in the document, over filters, sorts and
+pages, and `page_cpu_ms` the processor time of server, browser and driver for it; `first_page_s` is the first page, for which the
+server reads the log. `sample_ms` opens a completion with its tokens, `same_prompt_ms` is the time until the same prompt's
+completions at all steps are there, `compare_ms` shows one of them word by word against the other. `text_page_s` searches all
+texts for a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # `python benchmarks/browsing.py` from the repository's root
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import psutil
+
+from benchmarks.common import arguments, report, run
+from benchmarks.seeing import logged_run
+from services.web.serving import show
+from tests.web.browser import chromium, opened, settle, why_not
+
+FORMS: tuple[dict[str, str], ...] = (
+    {"most": "0.2", "from": "40", "sort": "length"},
+    {"outcome": "filtered", "sort": ""},
+    {"least": "1", "longer": "40", "sort": "reward", "reverse": "true"},
+    {"source": "main", "where": "advantage > 0.5", "sort": "advantage", "reverse": "true"},
+    {"version": "10"},
+    {"where": "not truncated and score.exact < 1", "sort": "step"},
+)
+"""What is entered, one form after the other."""
+CHOSEN = ("outcome", "sort", "reverse")
+FIELDS = sorted({name for form in FORMS for name in form})
+TABLE = "table[aria-label='Completions']"
+OTHERS = "table[aria-label='Completions of the same prompt']"
+WORD = "= 7"
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds that something takes."""
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def cpu_s() -> float:
+    """Processor seconds of the server, which is this process, and of the browser."""
+    spent = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            spent += sum(child.cpu_times()[:2])
+    return spent
+
+
+class Reader:
+    """Somebody who reads samples in a tab."""
+
+    def __init__(self, page: Any) -> None:
+        self.page, self.seen = page, dict[str, list[float]]()
+
+    def note(self, name: str, value: float) -> None:
+        self.seen.setdefault(name, []).append(value)
+
+    def search(self, form: dict[str, str]) -> float:
+        """Enter a form; seconds from the key to the rows."""
+        for name in FIELDS:
+            field = f"#filter-{'order' if name == 'reverse' else name}"
+            (self.page.select_option if name in CHOSEN else self.page.fill)(field, form.get(name, ""))
+        return self._after(lambda: self.page.press("#filter-where", "Enter"))
+
+    def _after(self, act: Callable[[], object]) -> float:
+        """Seconds until the table shows something else, drawn to the end."""
+        self.page.evaluate(f"() => document.querySelector(\"{TABLE}\")?.setAttribute('data-old', 'yes')")
+        before = self.page.evaluate("() => location.hash")
+
+        def until_drawn() -> None:
+            act()
+            self.page.wait_for_function("was => location.hash !== was", arg=before)
+            settle(self.page)
+            self.page.wait_for_selector(f"{TABLE} tbody tr")
+
+        before_s = cpu_s()
+        took_s = timed(until_drawn)
+        self.note("page_cpu_ms", 1e3 * (cpu_s() - before_s))
+        return took_s
+
+    def read(self, url: str) -> None:
+        """Search, sort, turn pages, open a completion and compare it."""
+        for form in FORMS:
+            self.note("page_ms", 1e3 * self.search(form))
+            for _ in range(2):
+                self.note(
+                    "page_ms", 1e3 * self._after(lambda: self.page.click("nav[aria-label='Pages of completions'] >> text=Next"))
+                )
+        self.search({"outcome": "trained"})
+        self.page.click(f"{TABLE} td a[href^='#/samples/'] >> nth=0")
+        self.note("sample_ms", 1e3 * timed(lambda: self.page.wait_for_selector(".token", state="attached")))
+        self.note("same_prompt_ms", 1e3 * timed(lambda: self.page.wait_for_selector(f"{OTHERS} tbody tr")))
+        other = self.page.locator(f"{OTHERS} button").last
+        self.note(
+            "compare_ms", 1e3 * timed(lambda: (other.click(), self.page.wait_for_selector("pre[aria-label^='Differences']")))
+        )
+        self.page.goto(f"{url}/#/samples")
+        settle(self.page)
+
+
+def browse(url: str, token: str, repeats: int) -> dict[str, list[float]]:
+    """Read samples at `url`."""
+    with chromium() as browser, opened(browser, url, token=token) as page:
+        settle(page)
+        reader = Reader(page)
+        began = time.perf_counter()
+        page.evaluate("() => { location.hash = '/samples' }")
+        page.wait_for_selector(f"{TABLE} tbody tr")
+        reader.note("first_page_s", time.perf_counter() - began)
+        for _ in range(repeats):
+            reader.read(url)
+        page.fill("#filter-text", WORD)
+        reader.note("text_page_s", timed(lambda: (page.press("#filter-text", "Enter"), settle(page))))
+        if page.complaints:
+            raise SystemExit(f"the page complained: {page.complaints}")
+    return reader.seen
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> object:
+    """Write the log, serve it, read it."""
+    async with logged_run(folder, options.rows) as (config, store, _):
+        told, until = list[str](), asyncio.Event()
+        serving = asyncio.create_task(show(config, store, told.append, until))
+        while not told:
+            await asyncio.sleep(0.05)
+        found = await asyncio.to_thread(browse, told[0], "benchmark", options.repeats)
+        until.set()
+        await serving
+    return report({"rows": options.rows, "p90_page_ms": float(np.percentile(found["page_ms"], 90))}, found)
+
+
+def main() -> int:
+    """Measure."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="completions of the log")
+    parser.add_argument("--repeats", type=int, default=3, help="times that everything is done")
+    options = parser.parse_args()
+    if reason := why_not():
+        parser.error(reason)
+    return run(measure, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
