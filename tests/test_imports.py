@@ -24,6 +24,7 @@ SERVICE_LAYERS = {
     # `grpo web` is a page; data, verifiers and environments are tried before a run
     "console": (*LAYERS, "web", "dataprep", "environment", "generator"),
     "tracker": LAYERS,
+    "sandbox": LAYERS,
     "scaler": LAYERS,
     "web": LAYERS,
 }
@@ -75,14 +76,14 @@ def loaded_heavy(statement: str) -> str:
 def test_light_packages_import_nothing_heavy() -> None:
     modules = [
         name_of(path)
-        for layer in (*LAYERS, "dataprep", "environment", "console", "tracker", "scaler", "web")
+        for layer in (*LAYERS, "dataprep", "environment", "console", "tracker", "sandbox", "scaler", "web")
         for path in modules_of(layer)
         if path.name != "__init__.py" and (layer != "weights" or path.stem in LIGHT_WEIGHTS)
     ]
     assert loaded_heavy("import importlib; [importlib.import_module(name) for name in " + repr(modules) + "]") == ""
 
 
-@pytest.mark.parametrize("service", ["generator", "dataprep", "trainer", "console", "tracker", "scaler", "web"])
+@pytest.mark.parametrize("service", ["generator", "dataprep", "trainer", "console", "tracker", "sandbox", "scaler", "web"])
 def test_entry_points_import_nothing_heavy(service: str) -> None:
     assert loaded_heavy(f"import services.{service}.__main__") == ""
 

@@ -8,6 +8,7 @@ cannot fix exits with a code and one line (EXIT_* below). The first connection t
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import secrets
@@ -19,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import structlog
 
@@ -79,13 +81,21 @@ def unloaded(after_s: float) -> str:
     )
 
 
-def ending(code: int) -> int:
-    """Return the exit code of a process whose work is done, which a late SIGTERM does not change any more.
+def end_process(code: int) -> NoReturn:
+    """End this process, whose work is done, with an exit code that a late SIGTERM does not change any more.
 
-    With its engine's libraries loaded, the interpreter takes seconds to end, and a cluster sends SIGTERM when the drain is over.
+    Threads and what is registered for the end run as usual, but the interpreter does not free its modules: with an engine's
+    libraries loaded that takes seconds, in which devices are held and a cluster sends SIGTERM, because the drain is over.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return code
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code)
 
 
 async def connect(kind: str, config: RunConfig) -> Store:
@@ -186,12 +196,22 @@ async def rest(kind: str, given: Arguments) -> bool:
         return service.stopping.is_set()
 
 
-def main(kind: str, work: Callable[[Arguments], Awaitable[None]], argv: list[str] | None = None) -> int:
-    """Run a service process: set up logs, run `work`, turn errors into one line and an exit code."""
+def main(
+    kind: str,
+    work: Callable[[Arguments], Awaitable[None]],
+    argv: list[str] | None = None,
+    before: Callable[[Arguments], None] | None = None,
+) -> int:
+    """Run a service process: set up logs, run `work`, turn errors into one line and an exit code.
+
+    `before`: what has to happen while the process has no event loop, threads and connections yet.
+    """
     try:
         with leaving_at_once():
             given = arguments(kind, argv)
             logs.configure(given.config.run.name, given.name)
+            if before is not None:
+                before(given)
             asyncio.run(_live(kind, given, work))
     except KeyboardInterrupt:
         return EXIT_OK

@@ -25,7 +25,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "tools"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that was taught for a moment."""
     made = tmp_path_factory.mktemp("model") / "tools"
-    assert warm_start(["--out", str(made), "--steps", "2", "--conversations", "200"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("examples.tools.teaching.HELD_OUT", 4)
+        assert warm_start(["--out", str(made), "--steps", "2", "--conversations", "200"]) == 0
     return made
 
 

@@ -22,6 +22,7 @@ from tests.faults.kinds import Shape, chosen, sequence
 from tests.faults.mutants import MUTANTS, ROOT, copy_code
 from tests.faults.report import result, table
 from tests.faults.run_under_test import PROFILES, Setting
+from tests.support.preloading import starter
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--in-place", action="store_true", help="run the tree itself and no copy of it: nobody may change it meanwhile"
     )
+    parser.add_argument(
+        "--preloaded", action="store_true", help="fork the run's processes with their libraries imported; needs --in-place"
+    )
     parser.add_argument("--steps", type=int, default=150, help="of each run; faults that are left go to the next")
     parser.add_argument("--generators", type=int, default=3)
     parser.add_argument("--token-s", type=float, default=0.06, help="seconds the scripted engine takes for a token")
@@ -51,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.in_place and options.mutant:
         parser.error("--mutant changes the code, and --in-place runs the tree itself")
+    if options.preloaded and not options.in_place:
+        parser.error("--preloaded forks what has imported the tree itself: add --in-place")
 
     folder = options.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     code = ROOT if options.in_place else folder / "code"
@@ -72,12 +78,17 @@ def main(argv: list[str] | None = None) -> int:
     def tell(text: str) -> None:
         print(f"{time.monotonic() - started:7.1f} {text}", file=sys.stderr, flush=True)
 
+    if options.preloaded:
+        starter.start("heavy")
     outcome, faults = Outcome(), sequence(options.seed, options.faults, kinds, shape)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # either way nothing is left running
     try:
         asyncio.run(campaign(setting, faults, tell, outcome, 60 * options.minutes))
     except KeyboardInterrupt:
         outcome.violations.append("interrupted: the last run is not judged")
+    finally:
+        if options.preloaded:
+            starter.stop()
     facts = {name: getattr(options, name) for name in ("seed", "profile", "engine", "appendfsync", "mutant")}
     found = result(outcome, **facts, kinds=list(kinds))
     print(json.dumps(found, indent=2) if options.json else table(found), flush=True)

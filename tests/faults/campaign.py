@@ -191,9 +191,12 @@ class _Attack:
         return None
 
     async def _end(self) -> None:
-        """The run comes to its end by itself, and the command with it."""
-        deadline = time.monotonic() + END_LIMIT_S[self.run.setting.engine]
+        """Wait for the run and the command to end by themselves. The limit counts from each step, however slow they are."""
+        limit_s, committed = END_LIMIT_S[self.run.setting.engine], -1
+        deadline = time.monotonic() + limit_s
         while self.run.ended is None and time.monotonic() < deadline and not self.watcher.violations:
             await asyncio.sleep(POLL_S)
+            if self.watcher.last.committed > committed:
+                committed, deadline = self.watcher.last.committed, time.monotonic() + limit_s
         if not self.watcher.violations and self.run.ended != EXIT_OK:
             self.watcher.violation(f"grpo run did not end well, exit code {self.run.ended}: {self.run.last_line}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,8 @@ from services.trainer.losses import objective
 from services.trainer.losses.tokens import Tokens
 from services.trainer.model.attention import Packing
 from services.trainer.model.attention import packed_attention as attend
+from services.trainer.model.attention.explicit import ScoreRule
+from services.trainer.model.attention.flexible import flexible as by_flex
 from services.trainer.model.logprobs import token_logprobs
 from tests.gpu.bench import Bench, Figures, difference
 
@@ -103,16 +104,17 @@ def _dense(states: list[torch.Tensor], packing: Packing) -> torch.Tensor:
     """The attention of a row by a mask, in float64 on the CPU, [T, heads, D]."""
     query, key, value = (each.detach().double().cpu()[0] for each in states)
     key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=_mask(packing)).transpose(0, 1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=row_mask(packing)).transpose(0, 1)
 
 
-def _mask(packing: Packing) -> torch.Tensor:
-    """Which tokens a token of the row attends to, [T, T] bool."""
+def row_mask(packing: Packing, window: int | None = None) -> torch.Tensor:
+    """Which tokens a token of the row attends to, [T, T] bool, sequence by sequence."""
     tokens, bounds = int(packing.own[-1]), packing.whole.tolist()
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for begin, end in itertools.pairwise(bounds):
-        places = packing.sequences[begin:end]
-        mask[places[:, None], places[None]] |= torch.ones(len(places), len(places), dtype=torch.bool).tril()
+        places, size = packing.sequences[begin:end], end - begin
+        seen = torch.ones(size, size, dtype=torch.bool).tril()
+        mask[places[:, None], places[None]] |= seen if window is None else seen.triu(1 - window)
     return mask
 
 
@@ -146,28 +148,25 @@ def packed_attention(bench: Bench) -> Figures:
 
 
 def flex_attention(bench: Bench) -> Figures:
-    """Compare FlexAttention with a block mask for shared prompts against packed attention: its error, and its speed."""
-    from torch.nn.attention.flex_attention import create_block_mask
-    from torch.nn.attention.flex_attention import flex_attention as flex
-
+    """Compare FlexAttention as the trainer uses it (`trainer.attention`) with packed attention: its error, and its speed."""
     packing, _, tokens = _row(bench)
-    mask = _mask(packing).to(bench.device)
-    blocks = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, tokens, tokens, device=str(bench.device))
-    run: Any = flex if bench.dry else torch.compile(flex)
-    states = _states(bench, tokens, bench.dtype)
-    out = run(*(each.detach() for each in states), block_mask=blocks, enable_gqa=True)
     placed = packing.to(bench.device)
+    states = _states(bench, tokens, bench.dtype)
+
+    def flexible(given: list[torch.Tensor]) -> torch.Tensor:
+        q, k, v = (each[0].transpose(0, 1) for each in given)
+        return by_flex(q, k, v, placed, ScoreRule(q.shape[-1] ** -0.5))
 
     def packed() -> None:
         _attended(states, placed).float().sum().backward()
 
-    def flexible() -> None:
-        run(*states, block_mask=blocks, enable_gqa=True).float().sum().backward()
+    def flexed() -> None:
+        flexible(states).float().sum().backward()
 
-    error = difference(out[0].transpose(0, 1), _dense(states, packing))
+    error = difference(flexible([each.detach() for each in states]), _dense(states, packing))
     figures: Figures = {"worst_error": error, "tokens": tokens}
     if not bench.dry:  # without compilation only the forward pass exists, and its speed says nothing
-        figures["speed_ratio"] = bench.timed(packed) / bench.timed(flexible)
+        figures["speed_ratio"] = bench.timed(packed) / bench.timed(flexed)
     return figures
 
 

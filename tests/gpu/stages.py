@@ -26,6 +26,7 @@ STAGES = (
     Stage("checkpoint", "tests.gpu.training:checkpoint", 120),
     Stage("step_17b_16k", "tests.gpu.training:step_17b_16k", 180),
     Stage("deltas", "tests.gpu.transfer:deltas", 90),
+    Stage("patches", "tests.gpu.transfer:patches", 60),
     Stage("collective", "tests.gpu.transfer:collective", 90),
     Stage("shared_memory", "tests.gpu.transfer:shared_memory", 60),
     Stage("flex_attention", "tests.gpu.numerics:flex_attention", 120),

@@ -32,6 +32,7 @@ def test_a_stage_has_figures(name: str, tmp_path: Path) -> None:
     assert json.loads(json.dumps(figures)) == figures
     errors = [figures.get("worst_error", 0.0), figures.get("errors", {}).get("torch.float32", 0.0)]
     assert max(errors) < 1e-5
+    assert figures.get("bit_equal", True)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from services.config import RunConfig
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 from services.trainer.ranks import World
 from services.trainer.step import batches
 from services.trainer.step.policy import Policy, Trained

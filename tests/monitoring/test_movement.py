@@ -61,7 +61,7 @@ async def a_header_that_lies(folder: Path, server: RedisServer, seen: Seen) -> N
 
 
 async def a_late_ticket(folder: Path, server: RedisServer, seen: Seen) -> None:
-    await _led(folder, server, seen, partial(submit, skip=1), "admission.overtake=drop")
+    await _led(folder, server, seen, partial(submit, skip=1), "admission.overtake_deadline_s=0")
 
 
 async def groups_that_wait_too_long(folder: Path, server: RedisServer, seen: Seen) -> None:
@@ -118,13 +118,21 @@ DATAPREP: list[tuple[Any, dict[str, dict[str, str]]]] = [
 
 
 async def moved(metrics: dict[str, dict[str, str]], value: Value) -> None:
-    """Wait until all of them have."""
+    """Wait until all of them have moved; `wait_until` raises after 30 s."""
     await wait_until(lambda: all(value(name, **labels) for name, labels in metrics.items()), 30)
 
 
 @pytest.mark.parametrize(("trouble", "metrics"), DATAPREP, ids=lambda given: getattr(given, "__name__", ""))
 async def test_trouble_of_data(trouble: Any, metrics: dict[str, dict[str, str]], tmp_path: Path, server: RedisServer) -> None:
-    await trouble(tmp_path, server, partial(moved, metrics))
+    found: list[float | None] = []
+
+    async def seen(value: Value) -> None:
+        await moved(metrics, value)
+        found.extend(value(name, **labels) for name, labels in metrics.items())
+
+    await trouble(tmp_path, server, seen)
+    assert len(found) == len(metrics)
+    assert all(found)
 
 
 async def test_trouble_of_any_pod(store: Store, tmp_path: Path, server: RedisServer) -> None:
@@ -143,6 +151,8 @@ async def test_trouble_of_any_pod(store: Store, tmp_path: Path, server: RedisSer
         await moved(metrics, partial(_shown, service))
     finally:
         await end_tasks([running])
+    assert _shown(service, "grpo_pod_loop_failures_total", loop="trouble") == 1
+    assert _shown(service, "grpo_pod_spans_total", outcome="dropped") == 3
 
 
 def _shown(service: Service, name: str, **labels: str) -> float | None:
@@ -162,6 +172,7 @@ async def test_trouble_of_a_tracker(store: Store, tmp_path: Path, recorder: trac
     finally:
         stopping.set()
         await following
+    assert registry.get_sample_value("grpo_tracker_failures_total", {"tracker": "wandb"}) == 1
 
 
 def test_trouble_of_a_sync(tmp_path: Path, server: RedisServer) -> None:

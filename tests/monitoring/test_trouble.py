@@ -33,7 +33,8 @@ def pod(kind: str, store: Store, server: RedisServer, folder: Path) -> Service:
 
 
 async def test_a_lost_lease_and_a_late_submission_are_counted(tmp_path: Path, server: RedisServer) -> None:
-    async with generator(tmp_path, server, "generator.engine_options.token_s=0.05") as (service, loop, _):
+    # The groups end after the renewal that finds the leases gone, one second, and before others may claim their tickets, three.
+    async with generator(tmp_path, server, "generator.engine_options.token_s=0.15") as (service, loop, _):
         value = service.registry.get_sample_value
         await issue(service.store, *[ticket(i) for i in range(2)])
         running = asyncio.create_task(service.run(loop.work))

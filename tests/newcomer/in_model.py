@@ -45,7 +45,7 @@ MISTAKES = [
     Mistake(
         "weights_of_lfs",
         "model.path",
-        "no whole header",
+        "no complete header",
         "copy or download the file again",
         [put(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n")],
     ),

@@ -36,14 +36,15 @@ def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: 
     finish(start(write(folder, "turns")))
     check_whole(folder, "turns", STEPS)
     calm = evaluated(folder, "turns")
-    assert sorted(calm) == [0, 2, 4, STEPS]
+    assert {0, STEPS} <= calm.keys() <= {0, 2, 4, STEPS}, "a round that a newer version overtakes is not begun"
     process = start(write(folder, "killed-turns"))
     wait_for(lambda: steps_done(folder, "killed-turns") >= 1, process)
-    kill(folder, "killed-turns", "environment-0")
-    kill(folder, "killed-turns", "generator-0")
+    kill(folder, "killed-turns", "environment-0", process)
+    kill(folder, "killed-turns", "generator-0", process)
     finish(process)
     check_whole(folder, "killed-turns", STEPS)
     assert weights(folder, "turns") == weights(folder, "killed-turns")
     found = evaluated(folder, "killed-turns")
-    assert STEPS in found
-    assert found == {version: calm[version] for version in found}, "a policy version is worth what it was"
+    both = found.keys() & calm.keys()
+    assert STEPS in both
+    assert [found[version] for version in both] == [calm[version] for version in both], "a policy version is worth what it was"

@@ -235,7 +235,7 @@ def test_a_round_whose_volunteers_are_gone_is_not_reported_and_training_goes_on(
         assert lead.ledger("evaluations_abandoned") == lead.shown("rounds_total", outcome="abandoned") == 1
         assert [span[2]["outcome"] for span in lead.tracing.spans] == ["abandoned"]
         seen = world.portal.call(world.store.evaluation.state(60))
-        assert seen.abandoned == "version 0: no generator holds version 0 any longer"
+        assert seen.abandoned == "version 0: no generator has version 0 anymore"
         lead.check_no_key_left()
         world.train(2)
 
@@ -360,7 +360,7 @@ def _state(published: int, stopping: str = "") -> RunState:
         (_round(), _state(2), 0, 0.0, ""),
         (_round(volunteers=1), _state(5), 0, 0.0, ""),
         (_round(), _state(3), 1, 0.0, ""),
-        (_round(), _state(3), 0, 0.0, "no generator holds version 2 any longer"),
+        (_round(), _state(3), 0, 0.0, "no generator has version 2 anymore"),
         (_round(started=False), _state(3), 0, 0.0, "no generator stayed on version 2 before version 3 was published"),
         (_round(fault="ticket easy:0: broke", volunteers=1), _state(2), 0, 0.0, "ticket easy:0: broke"),
         (_round(volunteers=1), _state(2, "a test"), 0, 0.0, "the run is ending: a test"),

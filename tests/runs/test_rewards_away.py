@@ -16,6 +16,7 @@ from tests.runs.test_run import (
     finish,
     folder,  # noqa: F401
     kill,
+    pids_of,
     start,
     steps_done,
     undisturbed,  # noqa: F401
@@ -52,8 +53,10 @@ def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(f
         assert ready.status_code == 503
         assert "waiting for verifier 'http'" in ready.text
         done = steps_done(folder, NAME)
-        kill(folder, NAME, "generator-0")
-        wait_for(lambda: all(pod["waiting"] for pod in generators(folder)), process)
+        before = pids_of(folder, NAME, "generator-0")
+        kill(folder, NAME, "generator-0", process)
+        wait_for(lambda: bool({*pids_of(folder, NAME, "generator-0")} - {*before}), process)
+        wait_for(lambda: any(pod["waiting"] for pod in generators(folder)), process)  # the other may have all tickets by now
         assert steps_done(folder, NAME) <= done + 2, "what was scored before is all that can be trained"
         service.start()
         finish(process)

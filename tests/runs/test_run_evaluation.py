@@ -138,7 +138,7 @@ def test_a_generator_killed_in_a_round_costs_no_step_and_mixes_nothing(tmp_path:
         return [path.stem for path in logs.glob("generator-*.log") if '"evaluating"' in path.read_text()]
 
     wait_for(lambda: bool(evaluates()), process)
-    kill(tmp_path, "killed", evaluates()[0])
+    kill(tmp_path, "killed", evaluates()[0], process)
     finish(process)
     check_whole(tmp_path, "killed")
     assert {STEPS} <= set(reported(tmp_path, "killed")) <= {0, EVERY, STEPS}, "a version may pass while the dead one still counts"

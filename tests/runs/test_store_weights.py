@@ -25,7 +25,7 @@ def test_a_run_by_a_store_survives_kills_and_ends_in_the_same_weights(folder: Pa
     process = start(write_run(folder, "stored", "sync.backend=store"))
     for done, victim in ((2, "generator-0"), (4, "trainer-0")):
         wait_for(lambda done=done: steps_done(folder, "stored") >= done, process)
-        kill(folder, "stored", victim)
+        kill(folder, "stored", victim, process)
     finish(process)
     finish(start(write_run(folder, "calm", "generator.engine_options.token_s=0.0")))
     assert weights(folder, "stored") == weights(folder, "calm")

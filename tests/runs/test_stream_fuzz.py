@@ -17,7 +17,8 @@ from services.console.local.redis_server import RedisServer
 from services.dataprep.replay.settling import settle
 from services.protocol import codec
 from services.protocol.errors import Damaged
-from services.protocol.messages import Header, Payload, RankPlan, Sample, Ticket
+from services.protocol.messages import Header, RankPlan, Sample, Ticket
+from services.protocol.payloads import Payload
 from services.rollouts.records import unpack_partial
 from services.store import Store
 from services.trainer.step import batches

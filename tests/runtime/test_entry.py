@@ -67,8 +67,9 @@ import atexit, os, signal, sys
 from services.runtime import entry
 async def work(_):
     pass
+atexit.register(print, "over")
 atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # as a cluster does once the drain is over
-sys.exit(entry.ending(entry.main("web", work)))
+entry.end_process(entry.main("web", work))
 """
 
 
@@ -79,6 +80,7 @@ def test_a_signal_after_the_work_is_done_does_not_change_the_exit_code(tmp_path:
         [sys.executable, "-c", FINALIZING], env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "over", "what is registered for the end has run, and what it printed is there"
 
 
 async def test_a_redis_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,10 @@ from unittest.mock import patch
 
 from services.console.commands.audit import assess
 from services.verifiers.sandbox import scratch
+from tests.kubernetes.pod_cluster import PodCluster
 from tests.storm.world import POLL_S, Pod, World, world
 
-PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0}
+PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0, "sandbox": 3.0, "node": 1.0}
 """Longest time from when a pod is ready until it is killed. A new leader waits for the lease of the one before."""
 END_LIMIT_S = 30.0
 
@@ -46,11 +47,19 @@ class Storm:
         return {name: getattr(self, name) for name in ("lost", "doubled", "tools_twice", "resampled_turns", "leaked")}
 
 
-async def storm(folder: Path, kills: int, seed: int = 0, environments: int = 2, generators: int = 2) -> Storm:
-    """Kill at least so many pods of a run, one after the other and several at a time; let it settle, and count."""
+async def storm(
+    folder: Path, kills: int, seed: int = 0, environments: int = 2, generators: int = 2, sandboxes: bool = False
+) -> Storm:
+    """Kill at least so many pods of a run, one after the other and several at a time; let it settle, and count.
+
+    `sandboxes`: the tool is code that runs in pods, which are killed, too, as are the connections to them.
+    """
     found, began = Storm(), time.monotonic()
-    async with world(folder, environments, generators) as place:
-        await asyncio.gather(*(_kill_again_and_again(place, pod, kills, seed, found) for pod in place.pods))
+    async with world(folder, environments, generators, sandboxes) as place:
+        storms = [_kill_again_and_again(place, pod, kills, seed, found) for pod in place.pods]
+        if place.cluster is not None:
+            storms.append(_lose_nodes(place.cluster, kills, seed, found))
+        await asyncio.gather(*storms)
         await _progress(place)  # what was in progress is taken up
         await _ended(place)
         await _counted(place, found)
@@ -72,6 +81,20 @@ async def _kill_again_and_again(place: World, pod: Pod, kills: int, seed: int, f
         await place.ready(pod)
 
 
+async def _lose_nodes(cluster: PodCluster, kills: int, seed: int, found: Storm) -> None:
+    """Lose sandboxes with their nodes, or the connections to all of them."""
+    dice = random.Random(f"{seed} node")
+    while found.kills.total() < kills:
+        await asyncio.sleep(dice.uniform(0.0, PAUSES_S["node"]))
+        held = await asyncio.to_thread(cluster.held)
+        if held and found.kills.total() < kills:
+            try:
+                await asyncio.to_thread(*dice.choice([(cluster.lose, dice.choice(held)), (cluster.cut,)]))
+                found.kills["node"] += 1
+            except KeyError:  # it has gone meanwhile
+                continue
+
+
 async def _progress(place: World, steps: int = 2) -> None:
     """Wait until so many more steps were trained."""
     state = await place.store.run.state()
@@ -84,7 +107,11 @@ async def _progress(place: World, steps: int = 2) -> None:
 
 async def _ended(place: World) -> None:
     """Tell environments to end, then the others, and wait for them."""
-    for kind in ("environment", "generator", "dataprep"):
+    for kind in ("environment", "generator", "dataprep", "sandbox"):
+        if kind == "sandbox" and place.cluster is not None:
+            deadline = time.monotonic() + END_LIMIT_S
+            while await asyncio.to_thread(place.cluster.held) and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_S)
         pods = [pod for pod in place.pods if pod.kind == kind]
         for pod in pods:
             place.end(pod, signal.SIGTERM)
@@ -126,7 +153,10 @@ def _left(place: World) -> list[str]:
     deadline = time.monotonic() + END_LIMIT_S
     while (processes := place.processes()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
+    pods: list[str] = []
+    if place.cluster is not None:  # those that are ready, with a process each, belong there
+        pods = place.cluster.held() + [f"process {pid} in a pod" for pid in place.cluster.processes()[len(place.cluster.pods) :]]
     folders = place.folder / "scratch"
     with patch.object(scratch, "YOUNG_S", 0.0), patch.object(scratch.tempfile, "gettempdir", lambda: str(folders)):
         scratch.sweep()
-    return [f"process {pid}" for pid in processes] + [str(path) for path in folders.iterdir()]
+    return [*pods, *(f"process {pid}" for pid in processes)] + [str(path) for path in folders.iterdir()]

@@ -15,10 +15,15 @@ from pathlib import Path
 
 from services.config import RunConfig, to_toml
 from services.console.local.redis_server import RedisServer
+from services.protocol.sandboxes import URL_ENV
 from services.runtime.loops import end_tasks
-from services.runtime.process_tools import die_with_parent
+from services.runtime.process_tools import die_with_parent, free_port
+from services.sandbox.settings import RELEASE_ENV, TEMPLATE_ENV, WARM_ENV
 from services.store import Store
 from tests.environment.templates import FAMILIES, save_family
+from tests.kubernetes.pod_cluster import PodCluster
+from tests.sandbox.worlds import TEMPLATE
+from tests.storm.programs import LOOK, looking
 from tests.support.harness import small_config
 
 ENDLESS = 100_000  # steps
@@ -49,6 +54,10 @@ class World:
     config: RunConfig
     store: Store
     pods: list[Pod] = field(default_factory=list[Pod])
+    environ: dict[str, str] = field(default_factory=dict[str, str])
+    """Further variables of the pods."""
+    cluster: PodCluster | None = None
+    """Where sandboxes are, if code of the policy runs in some."""
 
     @property
     def log(self) -> Path:
@@ -57,7 +66,7 @@ class World:
 
     def start(self, pod: Pod) -> None:
         """Start a pod. Its scratch folders are in the storm's folder."""
-        environ = {**os.environ, MARK: str(self.folder), "TMPDIR": str(self.folder / "scratch")}
+        environ = {**os.environ, **self.environ, MARK: str(self.folder), "TMPDIR": str(self.folder / "scratch")}
         with (self.folder / f"{pod.name}.log").open("ab") as out:
             pod.process = subprocess.Popen(
                 [sys.executable, "-m", *pod.command], env=environ, stdout=out, stderr=out, preexec_fn=die_with_parent,
@@ -107,23 +116,39 @@ class World:
         return found
 
 
+def _sandboxed(place: World, path: Path) -> None:
+    """Add a cluster with sandboxes, and the service that keeps them."""
+    cluster = place.cluster = PodCluster(place.folder / "cluster", TEMPLATE)
+    port = free_port()
+    own = path.with_name("sandbox.toml")
+    own.write_text(to_toml(place.config.model_copy(update={"api": place.config.api.model_copy(update={"port": port})})))
+    place.environ = {
+        **cluster.environ, URL_ENV: f"http://127.0.0.1:{port}", TEMPLATE_ENV: "demo-sandbox", RELEASE_ENV: "demo", WARM_ENV: "3",
+    }  # fmt: skip
+    (place.folder / LOOK).write_text(looking(str(place.log)))
+    place.pods.insert(0, Pod("sandbox-0", ("tests.storm.sandbox", str(own), "sandbox-0", str(cluster.account))))
+
+
 @asynccontextmanager
-async def world(folder: Path, environments: int, generators: int) -> AsyncIterator[World]:
-    """Give a run whose pods are ready; nothing of it is left afterwards."""
+async def world(folder: Path, environments: int, generators: int, sandboxes: bool = False) -> AsyncIterator[World]:
+    """Give a run whose pods are ready; nothing of it is left afterwards. `sandboxes`: its tool is code that runs in some."""
     (folder / "scratch").mkdir(parents=True)
     (folder / "model").mkdir()
     save_family(FAMILIES[0], folder / "model")
     server = RedisServer(folder, appendfsync="no")
     await asyncio.to_thread(server.start)
+    few = ["sampling.group_size=2", "generator.max_num_seqs=4"] if sandboxes else []  # each open rollout has a pod
+    tools = ["python"] if sandboxes else []
     program = f"{Path(__file__).parent / 'programs.py'}:Noted"
     config = small_config(
-        folder, server, f"run.steps={ENDLESS}", "data.chat_template=true", "data.max_prompt_tokens=1024", "model.max_tokens=4096",
-        "trainer.row_tokens=4096", "sampling.max_tokens=200", "sampling.group_size=4", "admission.prompts_per_step=8",
+        folder, server, f"run.steps={ENDLESS}", "data.chat_template=true", "data.max_prompt_tokens=1024", "model.max_tokens=8192",
+        "trainer.row_tokens=8192", "sampling.max_tokens=400", "sampling.group_size=4", "admission.prompts_per_step=8",
         "generator.lease_s=1.5", "generator.drain_s=5", "fleet.ttl_s=2", "generator.engine_options.token_s=0.001",
         f'data.sources=[{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "noted"}}]', "verifiers=[]",
         f'environments=[{{name = "noted", kind = "python", function = "{program}", max_turns = 12, '
+        f"tools = {tools}, "
         f'options = {{log = "{folder / "notes"}"}}}}]',
-        prompts=500,
+        *few, prompts=500,
     )  # fmt: skip
     path = folder / "storm.toml"
     path.write_text(to_toml(config))
@@ -137,6 +162,8 @@ async def world(folder: Path, environments: int, generators: int) -> AsyncIterat
         else Pod(name, (f"services.{name.partition('-')[0]}", "--config", str(path), "--name", name))
         for name in names
     ]
+    if sandboxes:
+        _sandboxed(place, path)
     training = asyncio.create_task(place.train())
     try:
         for pod in place.pods:
@@ -154,3 +181,5 @@ async def world(folder: Path, environments: int, generators: int) -> AsyncIterat
         await end_tasks([training])
         await store.close()
         await asyncio.to_thread(server.stop)
+        if place.cluster is not None:
+            await asyncio.to_thread(place.cluster.close)

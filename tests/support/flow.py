@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from services.protocol import codec
-from services.protocol.messages import Header, Payload, RankPlan, Sample, StepPlan
+from services.protocol.messages import Header, RankPlan, Sample, StepPlan
+from services.protocol.payloads import Payload
 from services.store import BufferedGroup, Claim, Settlement, Store
 from services.store.calls.tickets import TurnPlace
 from services.store.records import TableRules

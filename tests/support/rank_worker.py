@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from services.protocol.messages import Payload
+from services.protocol.payloads import Payload
 from services.store import Store
 from services.store.connection.base import Connection
 
@@ -113,12 +113,14 @@ def _policy(model: Path, sections: dict[str, Any]) -> Any:
 
 
 def _train(policy: Any, payloads: Any, samples: Any, layout: Any, step: int, drop: int = 0) -> Any:
-    from services.trainer.step import batches
+    from services.trainer.step import batches, logprob_gaps
     from tests.support.tiny_model import VOCABULARY, plan_of
 
     plan, ranks = plan_of(layout, samples, step, policy.config.loss)
     rows = batches.build(ranks[policy.data_rank], payloads, vocabulary=VOCABULARY, row_tokens=policy.config.trainer.row_tokens)
-    return policy.train(rows[drop:], plan)
+    trained = policy.train(rows[drop:], plan)
+    policy.gaps = {} if trained.gaps is None else logprob_gaps.message(rows, trained.gaps, 1.0, 1 << 20).by_segment()
+    return trained
 
 
 def polyak(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any) -> dict[str, Any]:
@@ -233,7 +235,9 @@ def whole_weights(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any) -> dict[str, Any]:
-    """Train one step per layout; returns gradients, metrics and priorities of each step, and the weights at the end."""
+    """Train one step per layout; returns gradients, metrics and priorities of each step, the weights at the end, and the logprob
+    gaps of the last step.
+    """
     policy = _policy(model, sections)
     trained = [_train(policy, payloads, samples, layout, step) for step, layout in enumerate(layouts)]
     return {
@@ -241,6 +245,7 @@ def train(model: Path, sections: Any, payloads: Any, samples: Any, layouts: Any)
         "metrics": [one.metrics for one in trained],
         "priorities": [one.priorities for one in trained],
         "weights": whole_weights(policy),
+        "gaps": policy.gaps,
     }
 
 
@@ -382,9 +387,12 @@ def through_worker(model: Path, url: str, password: str, run: str, steps: int, d
     except Broken as error:
         problem = str(error)
     worker.close()
+    gaps = [portal.call(store.samples.gaps(step, policy.world.size)) for step in range(steps)]
     portal.call(store.close())
     portal.close()
-    return {"metrics": metrics, "problem": problem, "damaged": damaged, "weights": weights, "at_once": at_once}
+    return {
+        "metrics": metrics, "problem": problem, "damaged": damaged, "weights": weights, "at_once": at_once, "gaps": gaps,
+    }  # fmt: skip
 
 
 def non_finite(model: Path, payloads: Any, samples: Any) -> list[str]:

@@ -13,9 +13,8 @@ from redis.crc import key_slot
 
 from services.console.local.redis_server import RedisServer
 from services.console.local.secrets import kept_secret, user_passwords, write_secret
-from services.protocol.keys import Keys
+from services.protocol.keys import Keys, user_name
 from services.runtime.process_tools import free_port
-from services.store.acl import user_name
 from services.store.connection.client import Login
 from tests.support.certificates import Certificates
 

@@ -21,7 +21,7 @@ from services.runtime.notifications import Notifications
 from services.runtime.portal import Portal
 from services.runtime.service import Service
 from services.store import Store
-from services.trainer.weight_sender import make_sender, make_weight_sender
+from services.trainer.weight_sender import make_sender
 from services.verifiers.base import Job, Scores
 from services.weights.collective import BUCKET_BYTES
 from services.weights.leader import SyncReport, SyncRounds
@@ -95,6 +95,14 @@ class World:
 
         self.portal.call(end())
 
+    def hold(self, name: str, version: int) -> None:
+        """Let a member evaluate a version until `release`: it has no room for tickets, and so never finds that none is left."""
+        self.lanes[name]._most, self.lanes[name].version = 0, version
+
+    def release(self, name: str) -> None:
+        """Return a member to training."""
+        self.lanes[name].version = None
+
     def train(self, version: int) -> SyncReport:
         """Bring `version` to the fleet and publish it, as the trainer does after a step."""
 
@@ -129,8 +137,7 @@ def open_world(
     fence = portal.call(store.run.attach_trainer())
     notifications = Notifications()
     model = model or torch.nn.Linear(8, 4)
-    stores = config.sync.backend == "store"
-    sender = make_sender(config, model, 0, 1, lambda v: [v]) if stores else make_weight_sender(config, model, 0, bucket_bytes)
+    sender = make_sender(config, model, 0, 1, lambda v: [v], bucket_bytes)
     listening = portal.start(notifications.listen(store))
     rounds = SyncRounds(config, store, notifications, portal, fence, sender, sender.send, lambda: None)
     world = World(config, portal, store, fence, sender, rounds, model)

@@ -69,7 +69,7 @@ class ScriptedEngine:
         self.weights: dict[str, Any] = {}  # as applied last, by name
         self._buffers: dict[int, Any] = {}  # that weights are received into
         self._staged: dict[str, Any] | None = None
-        self._mirror: Any = None  # of a store's versions
+        self._mirror: Any = None  # what deltas are applied to
 
     async def start(self, config: RunConfig) -> None:
         options = config.generator.engine_options
@@ -147,7 +147,7 @@ class ScriptedEngine:
                 return None, shared_folder.Inbox(self._config.weights_folder / round.host)
             store = collective.join_store(round.host, round.port, limit_s)
             group = collective.make_group(store, first_rank, round.world_size, round.host, round.port, limit_s)
-            self._buffers.clear()
+            self._buffers = {}  # those of the last group may be the mirror's
             return group, collective.read_manifest(store)
 
         try:
@@ -158,6 +158,7 @@ class ScriptedEngine:
     async def stage(self, version: int, limit_s: float | None = None) -> None:
         self._staged = None
         from services.weights import checksums, collective
+        from services.weights.versions import broadcast
 
         if self._connection is None:
             raise TransferFailed("no group")
@@ -169,9 +170,11 @@ class ScriptedEngine:
                 self._staged = dict(await asyncio.to_thread(manifest.take, deadline, version))
                 self.fetched_bytes = manifest.fetched.nbytes
             elif group is None:
-                self._staged = dict(await asyncio.to_thread(manifest.take, deadline))
+                self._staged = dict(await asyncio.to_thread(manifest.take, deadline, self._mirror))
             else:
-                self._staged = dict(await asyncio.to_thread(collective.receive, group, manifest, deadline, self._buffers))
+                self._staged = dict(
+                    await asyncio.to_thread(broadcast.receive, group, manifest, deadline, self._buffers, self._mirror)
+                )
         except checksums.WeightChanged as error:
             raise WeightsChanged(error.tensor) from None
         except (RuntimeError, TimeoutError) as error:

@@ -12,7 +12,8 @@ import torch
 from services.config import RunConfig
 from services.config.load import validate
 from services.config.loss import Loss
-from services.protocol.messages import Payload, RankPlan, Sample, StepPlan
+from services.protocol.messages import RankPlan, Sample, StepPlan
+from services.protocol.payloads import Payload
 
 VOCABULARY = 96
 

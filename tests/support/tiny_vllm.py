@@ -83,11 +83,12 @@ def assert_greedy(model: Any, prompt: list[int], tokens: np.ndarray, slack: floa
     assert (logits.max(dim=1).values - chosen).max() <= slack
 
 
-def perturb(model: Any, seed: int) -> None:
-    """Make every weight another one, of the same size."""
+def perturb(model: Any, seed: int, share: float = 1.0) -> None:
+    """Make every weight, or a share of them, another one of the same size."""
     import torch
 
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.05)
+            change = torch.randn_like(weight) * 0.05
+            weight.add_(change if share == 1.0 else change * (torch.rand_like(weight) < share))

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import httpx
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from services.operations.inspection.buffer import Buffer
 from services.operations.inspection.checkpoints import AskedCheckpoint, AskedRestore, CheckpointList
@@ -171,7 +171,7 @@ class Client:
         try:
             return TypeAdapter(kind).validate_json(answer.content)
         except ValidationError:
-            kind_of = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) and issubclass(kind, BaseModel) else "answer"
+            kind_of = kind.__name__ if isinstance(kind, type) else "answer"
             raise ApiError(
                 f"{self.url}{path} did not return a {kind_of}: check that it is a service of a run, at this version",
                 answer.status_code,

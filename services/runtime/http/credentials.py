@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from services.config import ConfigError, RunConfig
-from services.store.acl import user_name
-from services.store.connection.client import Login
+from services.protocol.keys import user_name
+from services.store.connection.login import Login
+
+if TYPE_CHECKING:
+    from services.config import ConfigError, RunConfig
 
 API_TOKEN_ENV = "GRPO_API_TOKEN"
 API_READ_TOKEN_ENV = "GRPO_API_READ_TOKEN"
@@ -28,36 +31,46 @@ def api_tokens(config: RunConfig) -> ApiTokens:
     """Return the bearer tokens. Raise `ConfigError` if there is no operate token, or if both scopes share one."""
     operate = _read("api.token_file", config.api.token_file, API_TOKEN_ENV)
     if not operate:
-        raise ConfigError(f"no API token: set api.token_file or the environment variable {API_TOKEN_ENV}")
+        raise _error(f"no API token: set api.token_file or the environment variable {API_TOKEN_ENV}")
     read = _read("api.read_token_file", config.api.read_token_file, API_READ_TOKEN_ENV)
     if config.api.read_token_file and not read:
-        raise ConfigError(
+        raise _error(
             f"api.read_token_file = {config.api.read_token_file!r} is empty: write a token into it, or remove the key to "
             "allow reading without a token"
         )
     if read == operate:
-        raise ConfigError(
-            "api.read_token_file and api.token_file hold the same token, so every reader could operate the run: change one"
+        raise _error(
+            "api.read_token_file and api.token_file contain the same token, so every reader could operate the run: change one"
         )
     return ApiTokens(operate, read)
 
 
 def redis_login(config: RunConfig, kind: str) -> Login:
     """Return the Redis login of this kind of service: its own user if redis.users_dir is set."""
-    if not config.redis.users_dir:
-        return Login(redis_password(config) or "", ca_file=config.redis.ca_file)
-    path = Path(config.redis.users_dir) / kind
-    password = _read(f"redis.users_dir = {config.redis.users_dir!r}: its file {kind}", str(path), "")
+    redis = config.redis
+    return login_of(config.run.name, kind, redis.users_dir, redis.password_file, redis.ca_file)
+
+
+def login_of(run: str, kind: str, users_dir: str, password_file: str, ca_file: str) -> Login:
+    """Do the same as `redis_login`, given the keys that it reads."""
+    if not users_dir:
+        return Login(_read("redis.password_file", password_file, REDIS_PASSWORD_ENV), ca_file=ca_file)
+    path = Path(users_dir) / kind
+    password = _read(f"redis.users_dir = {users_dir!r}: its file {kind}", str(path), "")
     if not password:
-        raise ConfigError(
-            f"redis.users_dir: {path} is empty: write into it the password of the user {user_name(config.run.name, kind)}"
-        )
-    return Login(password, user_name(config.run.name, kind), config.redis.ca_file)
+        raise _error(f"redis.users_dir: {path} is empty: write into it the password of the user {user_name(run, kind)}")
+    return Login(password, user_name(run, kind), ca_file)
 
 
 def redis_password(config: RunConfig) -> str | None:
     """Return the Redis password, or None."""
     return _read("redis.password_file", config.redis.password_file, REDIS_PASSWORD_ENV) or None
+
+
+def _error(message: str) -> ConfigError:
+    from services.config import ConfigError  # takes longer to import than most commands run
+
+    return ConfigError(message)
 
 
 def _read(key: str, path: str, variable: str) -> str:
@@ -67,4 +80,4 @@ def _read(key: str, path: str, variable: str) -> str:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         where = key if "=" in key else f"{key} = {path!r}"
-        raise ConfigError(f"{where} cannot be read: {error}") from None
+        raise _error(f"{where} cannot be read: {error}") from None

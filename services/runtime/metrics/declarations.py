@@ -21,7 +21,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 Unit = Literal["", "bytes", "groups", "ratio", "seconds", "spans", "steps", "tickets", "tokens"]
 
-disable_created_metrics()  # a second series for each, which nobody reads
+disable_created_metrics()  # a second series for each metric, which nothing reads
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,12 @@ class Activity:
         return {DEVICES: float(self.devices)} | {f"{PREFIX}{name}": seconds for name, seconds in self.spent().items() if seconds}
 
 
-def process_age_s() -> float:
-    """Return how long ago this process was started; 0 where the kernel does not say."""
+def process_age_s(pid: int | None = None) -> float:
+    """Return how long ago a process was started, by default this one; 0 if it has ended or the kernel does not say."""
     try:
-        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])  # field 22, `starttime`, of proc(5)
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        with open(f"/proc/{pid or 'self'}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # `starttime` of proc(5)
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
-    return max(0.0, age_s)
+    return 0.0 if fields[0] in "ZX" else max(0.0, age_s)

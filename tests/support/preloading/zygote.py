@@ -34,9 +34,10 @@ LIGHT = (
     "typer", "services.console.commands.inspecting", "services.console.commands.running",
     "services.console.commands.steering", "services.console.commands.watching", "services.console.local.run",
     "services.console.local.report", "services.dataprep.loop", "services.environment.pod",
-    "services.environment.programs.worker", "services.generator.pod",
+    "services.environment.programs.mcp_transport", "services.environment.programs.worker", "services.generator.pod",
     "services.verifiers.builtin.math", "services.verifiers.sandbox.loaded", "services.operations.observe",
-    "services.runtime.entry", "services.runtime.portal", "services.web.serving", "tokenizers", "uvicorn",
+    "services.runtime.entry", "services.runtime.portal", "services.scaler.workload", "services.web.serving", "tokenizers",
+    "uvicorn",
 )  # fmt: skip
 HEAVY = (
     "torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto", "deepspeed", "peft",

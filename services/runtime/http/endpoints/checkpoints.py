@@ -18,19 +18,19 @@ from services.runtime.service import Service
 def add_routes(service: Service) -> None:
     """Add the endpoints to the service's app."""
     router = APIRouter(prefix="/v1", tags=["checkpoints"])
-    root = service.folder / "checkpoints"
+    root, run, kept = service.folder / "checkpoints", service.config.run, service.config.checkpoint
     control = run_control(service)
 
     @router.get("/checkpoints", dependencies=[service.app.state.reader])
     async def checkpoints() -> CheckpointList:
         """List the checkpoints in the run's folder. `grpo checkpoints --verify` also finds damaged files."""
-        return await asyncio.to_thread(inspect_checkpoints, service.config, root)
+        return await asyncio.to_thread(inspect_checkpoints, root, run.steps, kept.every_steps, kept.keep)
 
     @router.post("/checkpoint", dependencies=[service.app.state.guard], responses=problems(404))
     async def checkpoint(reason: Reason | None = None, wait_s: WaitS = 0.0) -> AskedCheckpoint:
         """Write a checkpoint as soon as no step is in training. Repeated requests before then result in one checkpoint.
 
-        With `wait_s`, the response is sent when the checkpoint is written, has failed, or the time is over; see `saved`.
+        With `wait_s`, the response is sent when the checkpoint is written, has failed, or the time is up; see `saved`.
         """
         reason = reason or Reason()
         return await control.checkpoint(reason.why, reason.who, wait_s)

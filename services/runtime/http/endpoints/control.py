@@ -55,7 +55,7 @@ def control_router(service: Service, guard: Any, reader: Any) -> APIRouter:
 
     @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
     async def scale(wish: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
-        """Set the number of generators. 409: there is no room for them, or an autoscaler decides."""
+        """Set the number of generators. 409: they do not fit, or an autoscaler decides."""
         left = await control.scale(wish.replicas, wish.why, wish.who, wait_s)
         return Scaled(replicas=wish.replicas, why=reason(wish.why, wish.who), waiting_for=left)
 

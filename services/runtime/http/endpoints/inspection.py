@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
-from services.operations.inspection import MAX_PAGE
+from services.operations.inspection.answer import MAX_PAGE
 from services.operations.inspection.buffer import Buffer, inspect_buffer
 from services.operations.inspection.completions import MAX_COMPLETIONS
 from services.operations.inspection.deadletters import (
@@ -62,7 +62,7 @@ def inspection_router(service: Service) -> APIRouter:
         return await inspect_dead_letter(store, id)
 
     @router.post("/deadletters/requeue", dependencies=[service.app.state.guard], responses=problems(404, 409))
-    async def put_back(which: RequeueRequest) -> RequeueAnswer:
+    async def requeue(which: RequeueRequest) -> RequeueAnswer:
         """Requeue the tickets of dead letters."""
         return await control.requeue(None if which.all else which.ids)
 

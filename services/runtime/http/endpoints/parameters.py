@@ -13,6 +13,6 @@ WaitS = Annotated[
     Query(
         ge=0,
         le=LONGEST_WAIT_S,
-        description="Seconds to wait for completion; the response's `waiting_for` names those that have not complied.",
+        description="Seconds to wait for completion; the response's `waiting_for` names those that have not complied yet.",
     ),
 ]

@@ -25,7 +25,7 @@ def add_routes(service: Service) -> None:
         """Count the tickets in each place and with each outcome, at one instant."""
         return await store.run.audit()
 
-    @router.get("/audit", dependencies=[service.app.state.reader], responses=problems(503))
+    @router.get("/audit", summary="Audit", dependencies=[service.app.state.reader], responses=problems(503))
     async def audited() -> AuditReport:
         """Audit the ledger for lost or duplicated tickets and leaked slots. 503: the run does not exist yet."""
         return await audit(store)

@@ -6,8 +6,9 @@ One thread sends, however long the collector takes, and `close` abandons it afte
 Waits for: nothing; the sending thread waits for spans and for the collector.
 
 A group's trace begins with the span `issue`, the parent of all others: `claim`, `generate`, `verify`, `submit` (generator),
-`settle`, `plan` (dataprep), `train` (trainer). A group that is generated or trained again has several of them. An evaluation
-round is one trace too: `issue`, then the spans of its tickets, and `evaluate` from its opening to its end.
+`settle`, `plan` (dataprep), `train` (trainer); in an environment also `turn`, `environment`, `rollout`. A group that is sampled
+or trained again has several of them. An evaluation round is one trace too: `issue`, then the spans of its tickets, and `evaluate`
+from its opening to its end.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from services.config import ConfigError, RunConfig
+from services.runtime.tracing.gen_ai import Attribute
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+CLIENT = frozenset({"turn"})
+"""Spans that wait for another process."""
+NOTHING: Mapping[str, Attribute] = {}
 OUTCOMES = ("sent", "failed", "dropped")
 QUEUED = 4096  # spans that may be queued, some MB; a step of 256 groups makes about 2,000
 BATCH = 512  # spans in one request
@@ -60,9 +65,13 @@ class TraceRecorder:
         """End the spans `issue` of traces that were begun, or drop them if their tickets were not issued."""
 
     def record(
-        self, name: str, context: str, started: float, ended: float | None = None, **attributes: str | int | float
-    ) -> None:
-        """Record a span of a group's trace, from `started` to `ended` (now), in seconds of `time.monotonic`."""
+        self, name: str, context: str, started: float, ended: float | None = None,
+        gen_ai: Mapping[str, Attribute] = NOTHING, **attributes: str | int | float,
+    ) -> None:  # fmt: skip
+        """Record a span of a group's trace, from `started` to `ended` (now), in seconds of `time.monotonic`.
+
+        `gen_ai` has attributes under the names of OpenTelemetry's conventions; `attributes` are the project's own, `grpo.…`.
+        """
 
     def close(self) -> None:
         """Send queued spans, within `CLOSE_S`."""
@@ -100,6 +109,7 @@ class OtlpTracing(TraceRecorder):
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log every failed request; we log the first
         self._share, self._random = config.tracing.share, random.Random()  # not the process's own, which may be seeded
         self._begun: dict[str, Span] = {}
+        self._model = config.model.path
         self._queue: queue.Queue[ReadableSpan] = queue.Queue(QUEUED)
         self._closing = threading.Event()
         self._provider = _provider(config.run.name, kind, pod, self._random, self._take)
@@ -126,20 +136,24 @@ class OtlpTracing(TraceRecorder):
                 span.end()
 
     def record(
-        self, name: str, context: str, started: float, ended: float | None = None, **attributes: str | int | float
-    ) -> None:
+        self, name: str, context: str, started: float, ended: float | None = None,
+        gen_ai: Mapping[str, Attribute] = NOTHING, **attributes: str | int | float,
+    ) -> None:  # fmt: skip
         if not (context and (ids := _CONTEXT.fullmatch(context))):
             return
         from opentelemetry.context import Context
-        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+        from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
 
         parent = SpanContext(int(ids[1], 16), int(ids[2], 16), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
         if not parent.is_valid:
             return
         offset = time.time() - time.monotonic()
         around = set_span_in_context(NonRecordingSpan(parent), Context())
-        given = {f"grpo.{key}": value for key, value in attributes.items()}
-        span = self._tracer.start_span(name, around, attributes=given, start_time=_nanoseconds(started + offset))
+        given: dict[str, Attribute] = {**gen_ai, **{f"grpo.{key}": value for key, value in attributes.items()}}
+        if "gen_ai.usage.output_tokens" in gen_ai:
+            given["gen_ai.request.model"] = self._model
+        kind = SpanKind.CLIENT if name in CLIENT else SpanKind.INTERNAL
+        span = self._tracer.start_span(name, around, kind, given, start_time=_nanoseconds(started + offset))
         span.end(_nanoseconds((time.monotonic() if ended is None else ended) + offset))
 
     def close(self) -> None:

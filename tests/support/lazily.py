@@ -1,0 +1,20 @@
+"""A module that is imported when something of it is used: pytest-xdist's workers all collect what only one of them runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Lazily:
+    """Stands for the classes of a module: pytest and its plugins ask every name in a test file for other attributes."""
+
+    def __init__(self, name: str) -> None:
+        """Name the module."""
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Import the module, unless it has been, and return its class of that name."""
+        if not attribute[0].isupper():
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
