@@ -28,7 +28,7 @@ demo-tools: $(INSTALLED)  ## warm-start a tiny model that knows how tools are ca
 
 # Hundreds of tests kill, stop and time real processes; those wait more than they compute, so there are more workers than cores.
 # `make test-fast`, about a minute, leaves out what needs vLLM, DeepSpeed's ranks or a whole run.
-WORKERS ?= 4
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
 test: $(INSTALLED) debian  ## all tests; their time goes to build/suite_seconds.json
@@ -46,7 +46,7 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)  ## write the reference from the code, and build the documentation into site/
 	$(BIN)/python -m documentation
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: $(INSTALLED)  ## measure everything, write benchmarks/results/ and docs/benchmarks.md; wants a quiet machine
 	$(BIN)/python -m benchmarks.suite run

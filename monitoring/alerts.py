@@ -99,7 +99,7 @@ ALERTS = (
         f"{RUN} has trained no step in half an hour",
         "`grpo_trainer_phase_seconds_total` shows what the trainer does, `grpo_dataprep_wait_seconds_total` why no step is "
         "prepared: `groups` - generators are too slow or missing; `older_ticket` - one long completion delays a step "
-        "(admission.overtake); `min_size`, `rate_limiter` - the replay table's own keys; `ahead` - the trainer is the "
+        "(admission.overtake_deadline_s); `min_size`, `rate_limiter` - the replay table's own keys; `ahead` - the trainer is the "
         "bottleneck. If steps take longer than half an hour, raise the window of this rule.",
     ),
     Alert(
@@ -112,9 +112,9 @@ ALERTS = (
     Alert(
         "GrpoGeneratorBehind", "max by (run, pod) (grpo_generator_versions_behind unless grpo_generator_evaluating == 1) > 1",
         "10m", "warning", f"{POD} does not get the current weights",
-        "Meanwhile it claims nothing. Its log says why rounds fail there (`weight-sync round failed on this pod`): a port of the "
-        "trainer that it cannot reach, or a deadline that is too short (sync.join_deadline_s, sync.transfer_deadline_s). Delete "
-        "the pod to have it replaced.",
+        "Until it catches up, it claims no tickets. Its log says why rounds fail there (`weight-sync round failed on this pod`): "
+        "a port of the trainer that it cannot reach, or a deadline that is too short (sync.join_deadline_s, "
+        "sync.transfer_deadline_s). Delete the pod to have it replaced.",
     ),
     Alert(
         "GrpoSyncFails", "sum by (run) (increase(grpo_trainer_sync_failures_total[15m])) > 3", "0m", "warning",
@@ -131,14 +131,14 @@ ALERTS = (
     ),
     Alert(
         "GrpoTicketsDoubled", "max by (run) (grpo_run_doubled_tickets) > 0", "0m", "critical",
-        f"{RUN} trained a ticket twice as new",
+        f"{RUN} trained a ticket twice in one epoch",
         "This should be impossible: keep the run's Redis and its logs, run `grpo audit`, and report it.",
     ),
     Alert(
         "GrpoLagBeyondBound",
         f'{_step_metric("staleness/trained/max")} > max by (run) (grpo_dataprep_lag_bound_steps)', "0m", "critical",
         f"{RUN} trained a group older than admission.max_staleness",
-        "This should be impossible: do as for GrpoTicketsDoubled.",
+        "This should be impossible: proceed as for GrpoTicketsDoubled.",
     ),
     Alert(
         "GrpoStaleGroups",
@@ -146,14 +146,14 @@ ALERTS = (
         '+ sum by (run) (increase(grpo_dataprep_settled_groups_total{action="stale"}[30m])) > 0', "0m", "warning",
         "Groups of run {{ $labels.run }} are dropped as stale",
         "With a FIFO table and no overtaking this does not happen. Otherwise the causes are overtaken tickets "
-        "(admission.overtake), a table that holds more than steps use (replay.samples_per_insert, replay.min_size), or a long "
-        "standstill with full tables.",
+        "(admission.overtake_deadline_s), a table that holds more than steps use (replay.samples_per_insert, replay.min_size), "
+        "or a long standstill with full tables.",
     ),
     Alert(
         "GrpoTicketStuck", _while_it_works("max by (run) (grpo_run_oldest_ticket_seconds) > 3600"), "5m", "warning",
         "A ticket of run {{ $labels.run }} has been unsettled for more than an hour",
-        "`grpo inspect ledger` and `grpo inspect group` show who holds it. A prompt that kills its generator becomes a dead "
-        "letter after 16 expired leases; a verifier that hangs ends at its time limit.",
+        "`grpo inspect ledger` and `grpo inspect group` show which pod has claimed it. A prompt that kills its generator becomes "
+        "a dead letter after 16 expired leases; a verifier that hangs is stopped at its time limit.",
     ),
     Alert(
         "GrpoDeadLetters", "max by (run) (delta(grpo_run_dead_letters[30m])) > 0", "0m", "warning",
@@ -197,7 +197,7 @@ ALERTS = (
     Alert(
         "GrpoRedisNotPersisting", "min by (run) (grpo_redis_persists) == 0", "1m", "critical",
         "Redis of run {{ $labels.run }} cannot write its append-only file",
-        "Its disk is full or broken. Unwritten data is lost when the server ends; the run would return to its last checkpoint.",
+        "Its disk is full or broken. Unwritten data is lost when the server stops; the run would return to its last checkpoint.",
     ),
     Alert(
         "GrpoCheckpointFails", "max by (run) (grpo_trainer_failed_checkpoints) > 0", "0m", "critical",
@@ -214,13 +214,13 @@ ALERTS = (
     Alert(
         "GrpoPolicyGap", f"{_step_metric('logprob_gap/train/mean')} > 0.2", "15m", "warning",
         "Generators and trainer of run {{ $labels.run }} disagree on logprobs",
-        "With little off-policy data (`staleness/trained/off_policy_share`) this means that they hold different weights or "
+        "With little off-policy data (`staleness/trained/off_policy_share`) this means that they have different weights or "
         "compute differently: check model.dtype, model.fp32_head, sync.verify, generator.engine_options.",
     ),
     Alert(
         "GrpoLengthDrift", f"{_step_metric('length/drift')} < 0.8", "30m", "warning",
         "Run {{ $labels.run }} trains on shorter completions than it generates",
-        "Long groups are dropped by overtaking (admission.overtake = \"drop\"), filters or staleness; see docs/metrics.md.",
+        "Long groups are dropped by overtaking (admission.overtake_deadline_s), filters or staleness; see docs/metrics.md.",
     ),
     Alert(
         "GrpoTrackerBehind", "max by (run, tracker) (grpo_tracker_backlog_steps) > 20", "10m", "warning",

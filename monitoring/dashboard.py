@@ -14,7 +14,7 @@ SCOPE = 'run=~"$run"'
 UNITS = {"bytes": "bytes", "ratio": "percentunit", "seconds": "s"}
 WIDTH, HEIGHT, COLUMNS = 8, 7, 24
 TITLES = {
-    "run": "The run", "dataprep": "Dataprep", "generator": "Generators", "environment": "Environments",
+    "run": "The run", "dataprep": "Dataprep", "generator": "Generators", "environment": "Environments", "sandbox": "Sandboxes",
     "trainer": "Trainer", "tracker": "Trackers",
     "pod": "All pods",
 }  # fmt: skip
@@ -36,16 +36,17 @@ def _step(*names: str) -> tuple[tuple[str, str], ...]:
 
 OVERVIEW = (
     Panel("Steps", (
-        (f"max by (run, mark) (grpo_run_done_steps{{{SCOPE}}})", "{{mark}}"), (f"max by (run) (grpo_run_steps{{{SCOPE}}})", "of"),
+        (f"max by (run, mark) (grpo_run_done_steps{{{SCOPE}}})", "{{mark}}"),
+        (f"max by (run) (grpo_run_steps{{{SCOPE}}})", "length of the run"),
     ), "Progress of the run."),
-    Panel("Reward", _step("reward/gen/mean", "reward/train/mean"), "Mean reward of generated and of trained groups."),
+    Panel("Reward", _step("reward/gen/mean", "reward/train/mean"), "Mean reward of groups generated and of groups trained on."),
     Panel("Tokens", (
         (f"sum by (run) (rate(grpo_generator_sampled_tokens_total{{{SCOPE}}}[$__rate_interval]))", "sampled"),
         (f"sum by (run) (rate(grpo_trainer_tokens_total{{{SCOPE}}}[$__rate_interval]))", "trained"),
-    ), "Tokens per second: completions sampled, prompts and completions trained."),
+    ), "Tokens per second: of completions sampled, and of prompts and completions trained on."),
     Panel("Trainer phases", (
         (f"sum by (run, phase) (rate(grpo_trainer_phase_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{phase}}"),
-    ), "Share of its time.", "percentunit"),
+    ), "Share of the trainer's time.", "percentunit"),
     Panel("Why no step is prepared", (
         (f"sum by (run, why) (rate(grpo_dataprep_wait_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{why}}"),
     ), "Share of dataprep's time: `ahead` means that the run waits for the trainer, `groups` that it waits for generators.",
@@ -53,11 +54,11 @@ OVERVIEW = (
     Panel("Staleness", (
         *_step("staleness/trained/mean", "staleness/trained/max"),
         (f"max by (run) (grpo_dataprep_lag_bound_steps{{{SCOPE}}})", "bound"),
-    ), "Steps between the weights that sampled and the step that trains."),
+    ), "Lag between the weights that sampled a completion and the step that trains on it, in steps."),
     Panel("Tickets", ((f"max by (run, place) (grpo_run_tickets{{{SCOPE}}})", "{{place}}"),), "Number of tickets in each place."),
     Panel("Slots", (
         (f"max by (run) (grpo_run_used_slots{{{SCOPE}}})", "used"), (f"max by (run) (grpo_run_slots{{{SCOPE}}})", "slots"),
-    ), "Tickets that may be in progress."),
+    ), "Slots of the run, and those in use."),
     Panel("Fleet", (
         (f"max by (run, kind) (grpo_run_pods{{{SCOPE}}})", "{{kind}}"),
         (f"max by (run) (grpo_run_wanted_generators{{{SCOPE}}})", "generators desired"),
@@ -83,7 +84,9 @@ def panel_of(metric: Declared) -> Panel:
             own = f"run, {metric.label}, le" if metric.label else "run, le"
             rate = f"sum by ({own}) (rate({name}_bucket{{{SCOPE}}}[$__rate_interval]))"
             shown = f"{{{{{metric.label}}}}} " if metric.label else ""
-            targets = tuple((f"histogram_quantile({q}, {rate})", f"{shown}{text}") for q, text in ((0.5, "half"), (0.99, "99 %")))
+            targets = tuple(
+                (f"histogram_quantile({q}, {rate})", f"{shown}{text}") for q, text in ((0.5, "median"), (0.99, "p99"))
+            )
             return Panel(_title(name), targets, metric.help, unit)
 
 

@@ -10,6 +10,7 @@ from services.environment.metrics import EnvironmentMetrics
 from services.generator.metrics import GeneratorMetrics
 from services.runtime.metrics.declarations import Declared, Metrics, declarations
 from services.runtime.metrics.pod import PodMetrics
+from services.sandbox.metrics import SandboxMetrics
 from services.tracker.metrics import TrackerMetrics
 from services.trainer.metrics import TrainerMetrics
 
@@ -18,6 +19,7 @@ ROOMS: dict[str, tuple[type[Metrics], ...]] = {
     "dataprep": (DataprepMetrics, EvaluationMetrics),
     "generator": (GeneratorMetrics,),
     "environment": (EnvironmentMetrics,),
+    "sandbox": (SandboxMetrics,),
     "trainer": (TrainerMetrics,),
     "tracker": (TrackerMetrics,),
     "pod": (PodMetrics,),

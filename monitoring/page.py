@@ -9,7 +9,7 @@ from monitoring.alerts import ALERTS
 
 HEADINGS = {
     "run": "Run (exposed by every dataprep pod, leader or standby)", "dataprep": "Dataprep",
-    "generator": "Generator", "environment": "Environment",
+    "generator": "Generator", "environment": "Environment", "sandbox": "Sandbox service",
     "trainer": "Trainer (rank 0)", "tracker": "Tracker", "pod": "Every pod",
 }  # fmt: skip
 
@@ -31,8 +31,9 @@ def alerts() -> str:
     """Return one section per alert."""
     lines: list[str] = []
     for alert in ALERTS:
-        summary = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"<\1>", alert.summary)
-        lines += [f"#### {alert.name}", "", f"{summary} ({alert.severity}, lasting {alert.lasting}). {alert.runbook}", ""]
+        summary = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda label: label[1].upper(), alert.summary)
+        lasting = "" if alert.lasting == "0m" else f", after {alert.lasting}"
+        lines += [f"#### {alert.name}", "", f"{summary} ({alert.severity}{lasting}). {alert.runbook}", ""]
     return "\n".join(lines).rstrip()
 
 

@@ -3,6 +3,8 @@ from typing import Any
 
 from _typeshed import ReadableBuffer
 
+class ProtocolError(Exception): ...
+
 class Reader:
     def __init__(
         self,
