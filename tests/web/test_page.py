@@ -115,12 +115,13 @@ def test_pause_by_button_pauses_the_run_and_resume_lets_it_go_on(run: Shown, bro
         page.click("dialog button:has-text('Pause')")
         try:
             page.wait_for_selector("header .badge:has-text('paused')")
-            assert run.state().paused == dict.fromkeys(("generator", "dataprep", "trainer"), "looking at a <b>spike</b>")
+            everyone = dict.fromkeys(("generator", "dataprep", "trainer"), "looking at a <b>spike</b>")
+            run.wait_for(lambda: run.state().paused == everyone, "a pause of all roles")
             page.wait_for_selector("main :text('looking at a <b>spike</b>')")
         finally:
             page.click("header >> text=Resume")
         page.wait_for_selector("header .badge:has-text('running')")
-        assert run.state().paused == {}
+        run.wait_for(lambda: run.state().paused == {}, "all roles resumed")
         step = run.state().committed_step
         run.wait_for(lambda: run.state().committed_step > step, "another step after the pause")
 

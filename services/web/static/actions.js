@@ -28,10 +28,11 @@ export const pause = () =>
     },
   });
 
-export const resume = (roles) =>
+// All roles, not those that this page has heard of: another may have been paused since its last frame.
+export const resume = () =>
   perform(async () => {
-    for (const role of roles) await act(`v1/resume?role=${encodeURIComponent(role)}`);
-    return `Resumed: ${named(roles)}.`;
+    for (const role of ROLES) await act(`v1/resume?role=${role}`);
+    return `Resumed: ${named(ROLES)}.`;
   });
 
 export const scale = (there, most) =>

@@ -66,7 +66,7 @@ function Buttons({ frame }) {
   const off = over || Boolean(state.stopping);
   return html`<${Operator}>
     <div class="buttons" role="group" aria-label="Operate the run">
-      ${paused.length > 0 && html`<${Action} kind="primary" disabled=${over} onClick=${() => resume(paused)}>Resume<//>`}
+      ${paused.length > 0 && html`<${Action} kind="primary" disabled=${over} onClick=${resume}>Resume<//>`}
       ${paused.length < 3 && html`<${Action} disabled=${off} onClick=${pause}>Pause …<//>`}
       <${Action} disabled=${off} onClick=${() => scale(state.scale.wanted ?? generators(frame).there, state.scale.most)}>Scale …<//>
       <${Action} disabled=${over} onClick=${checkpoint}>Checkpoint<//>

@@ -86,7 +86,7 @@ def test_any_plan_trains_exactly_the_sampled_tokens(
 
 
 @given(groups)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_row_has_the_logprobs_and_the_gradient_of_its_segments_alone(tiny_model: Path, drawn: list[list[list[Drawn]]]) -> None:
     scorer, made = _scorer(tiny_model), _made(drawn)
     _, (rank,) = plan_step(0, [one.plan_group() for one in made], Layout(1, ROW_TOKENS))
