@@ -112,9 +112,9 @@ class Fleet(Section):
 
     ttl_s: float = Field(default=10.0, gt=0)
     """Seconds without a heartbeat after which a pod counts as gone. A pod sends ten in that time."""
-    scaling: Literal["wish", "kubectl", "hpa", "keda"] = "wish"
-    """Who sets the number of generators. `wish`: the number last requested, e.g. with `grpo scale`. On a cluster whose chart has
-    no scaler: `kubectl`, or the autoscaler (`hpa`, `keda`); a request for a number is then refused."""
+    scaling: Literal["request", "kubectl", "hpa", "keda"] = "request"
+    """Who sets the number of generators. `request`: the number last requested, e.g. with `grpo scale`. On a cluster whose chart
+    has no scaler: `kubectl`, or the autoscaler (`hpa`, `keda`); a request for a number is then refused."""
 
     @property
     def heartbeat_s(self) -> float:
@@ -124,7 +124,7 @@ class Fleet(Section):
     @property
     def refusal(self) -> str:
         """Return why a number of generators cannot be requested, and what to do; empty if it can."""
-        if self.scaling == "wish":
+        if self.scaling == "request":
             return ""
         if self.scaling == "kubectl":
             remedy = "use kubectl scale, or set scaler.enabled = true in the chart's values"

@@ -120,9 +120,9 @@ class ReleaseFollower:
         if decision.replicas is not None:
             await generators.scale(decision.replicas, seen)
             log.info("generators scaled", replicas=decision.replicas, why=scale.why)
-        if decision.wish is not None:
-            await run.scale_generators(decision.wish, "the Deployment was scaled")
-            log.info("the Deployment was scaled", replicas=decision.wish)
+        if decision.requested is not None:
+            await run.scale_generators(decision.requested, "the Deployment was scaled")
+            log.info("the Deployment was scaled", replicas=decision.requested)
         if decision.followed is not None:
             await run.followed_generators(decision.followed)
         if decision.object is not None:

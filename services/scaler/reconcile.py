@@ -23,7 +23,7 @@ class Decision:
     """What to set; None means leave unchanged."""
 
     replicas: int | None = None
-    wish: int | None = None
+    requested: int | None = None
     followed: int | None = None
     object: str | None = None
 
@@ -39,13 +39,13 @@ def decide(scale: Scale, replicas: int, object: str = "", initial: int = UNSET) 
         target = initial if scale.wanted is None else scale.wanted
         return Decision(replicas=target if target != replicas else None, followed=target, object=new)
     if new:
-        return Decision(wish=replicas if replicas != scale.wanted else None, followed=replicas, object=new)
+        return Decision(requested=replicas if replicas != scale.wanted else None, followed=replicas, object=new)
     if scale.wanted is not None and scale.wanted != scale.followed:
         return Decision(replicas=scale.wanted if scale.wanted != replicas else None, followed=scale.wanted)
     if scale.followed is None:
         return Decision(followed=replicas)
     if replicas != scale.followed:
-        return Decision(wish=replicas, followed=replicas)
+        return Decision(requested=replicas, followed=replicas)
     return Decision()
 
 

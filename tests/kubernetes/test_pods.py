@@ -166,18 +166,18 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     # The page of the web console, whose certificate bears a name and no address
     assert "<title>" in page(cluster)
 
-    # grpo scale: the wish reaches the Deployment
+    # grpo scale: the request reaches the Deployment
     grpo(cluster, "scale", "generators", "3", "--why", "a test")
     cluster.wait(
         lambda: len(cluster.of("generator")) == 3 and not cluster.ready("generator"), "there are no three generators", 400
     )
 
-    # kubectl scale: the Deployment's number becomes the wish, and the pods drain
+    # kubectl scale: the Deployment's number becomes the request, and the pods drain
     leaving = [pod.name for pod in cluster.of("generator")[1:]]
     cluster.api.scale(1)
     cluster.wait(lambda: set(leaving) <= cluster.gone.keys(), "two generators do not go", 200)
     assert {cluster.gone[name] for name in leaving} == {0}, "a drain ends by itself, within the grace period"
-    cluster.wait(known(cluster, lambda now: now.scale.wanted == 1), "the wish does not follow kubectl scale")
+    cluster.wait(known(cluster, lambda now: now.scale.wanted == 1), "the request does not follow kubectl scale")
     goes_on(cluster, "it does not go on after scaling")
 
     # What a trainer does before its pod ends: it asks Redis as the console, whose password it has beside its own

@@ -57,26 +57,26 @@ def test_the_last_change_is_followed() -> None:
         return Scale(wanted=wanted, followed=followed, object="it")
 
     assert decide(of(None, 2), 2, "it") == Decision()
-    assert decide(of(None, 2), 5, "it") == Decision(wish=5, followed=5)
+    assert decide(of(None, 2), 5, "it") == Decision(requested=5, followed=5)
     assert decide(of(4, 2), 2, "it") == Decision(replicas=4, followed=4)
     assert decide(of(4, 4), 4, "it") == Decision()
-    assert decide(of(4, 4), 0, "it") == Decision(wish=0, followed=0)
-    assert decide(of(4, 4), 1, "it") == Decision(wish=1, followed=1)
+    assert decide(of(4, 4), 0, "it") == Decision(requested=0, followed=0)
+    assert decide(of(4, 4), 1, "it") == Decision(requested=1, followed=1)
     assert decide(of(3, 4), 6, "it") == Decision(replicas=3, followed=3)
 
 
 def test_a_new_deployment_gets_the_first_number_or_the_one_last_asked_for() -> None:
     """1 is what a cluster makes of a manifest without a number. Whatever else is there, somebody has set."""
     assert decide(Scale(), 1, "new", 3) == Decision(replicas=3, followed=3, object="new")
-    assert decide(Scale(), 3, "new", 3) == Decision(wish=3, followed=3, object="new")
+    assert decide(Scale(), 3, "new", 3) == Decision(requested=3, followed=3, object="new")
     assert decide(Scale(wanted=6, followed=6, object="old"), 1, "new", 3) == Decision(replicas=6, followed=6, object="new")
-    assert decide(Scale(wanted=6, followed=6, object="old"), 4, "new", 3) == Decision(wish=4, followed=4, object="new")
+    assert decide(Scale(wanted=6, followed=6, object="old"), 4, "new", 3) == Decision(requested=4, followed=4, object="new")
     # of a version that named the number in the manifest, with a request that it had not followed yet
     assert decide(Scale(wanted=5, followed=3), 3, "new", 2) == Decision(replicas=5, followed=5, object="new")
     # emptied when the run finished, and resumed
     for mark in (EMPTYING, FINISHED):
         assert decide(Scale(wanted=6, followed=0, object=mark), 0, "it", 3) == Decision(replicas=6, followed=6, object="it")
-        assert decide(Scale(wanted=6, followed=0, object=mark), 2, "it", 3) == Decision(wish=2, followed=2, object="it")
+        assert decide(Scale(wanted=6, followed=0, object=mark), 2, "it", 3) == Decision(requested=2, followed=2, object="it")
 
 
 def test_the_trainer_has_all_its_nodes_or_none() -> None:
@@ -278,7 +278,7 @@ def test_an_environment_that_is_not_the_charts_is_refused(environ: dict[str, str
 
 
 @pytest.mark.parametrize(("scaling", "remedy"), [("keda", "generator.autoscaling.minReplicas"), ("kubectl", "use kubectl scale")])
-async def test_a_wish_that_nobody_would_follow_is_refused(
+async def test_a_request_that_nobody_would_follow_is_refused(
     scaling: str, remedy: str, store: Store, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

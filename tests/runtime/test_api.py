@@ -74,7 +74,7 @@ async def test_pause_and_resume_reach_redis(http: httpx.AsyncClient, store: Stor
     assert state.paused == {"trainer": "REST"}
 
 
-async def test_the_number_of_generators_is_a_wish_that_reaches_redis(http: httpx.AsyncClient, store: Store) -> None:
+async def test_the_number_of_generators_is_a_request_that_reaches_redis(http: httpx.AsyncClient, store: Store) -> None:
     assert is_problem(await http.post("/v1/fleet/generators", json={"replicas": 3}), 401)
     answer = await http.post("/v1/fleet/generators", headers=TOKEN, json={"replicas": 3})
     assert (answer.status_code, answer.json()) == (200, {"replicas": 3, "why": "REST", "waiting_for": ["3 more generators"]})

@@ -172,7 +172,7 @@ async def test_a_restore_writes_only_what_restores_write(any_store: Store, words
         await any_store.connection.call("restore_write", trainer, 0, 1, len(command), *command)
 
 
-async def test_a_newer_wish_to_restore_outlives_the_restore_of_an_older_one(any_store: Store) -> None:
+async def test_a_newer_request_to_restore_outlives_the_restore_of_an_older_one(any_store: Store) -> None:
     await start(any_store)
     await any_store.run.request_restore(0)
     trainer = await begin_restore(any_store)

@@ -72,7 +72,7 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
         async with attach(target.run, target.redis_url) as attached:
             name = f"run {attached.name}: "
             state = await existing(attached)
-            follows = attached.key("fleet.scaling") in (None, "wish")
+            follows = attached.key("fleet.scaling") in (None, "request")
             fleet = None if follows or attached.config is None else attached.config.fleet
             control = RunControl(attached.store, attached.ttl_s, fleet, attached.folder.checkpoints if attached.folder else None)
             yield Reached(control, name, later(attached), state, attached.live)

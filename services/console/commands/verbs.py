@@ -92,8 +92,8 @@ def _generators(state: RunState, members: list[Member], wanted: int | None) -> s
     pods = [member.status for member in members if member.status.kind == "generator"]
     draining = sum(pod.phase == "draining" for pod in pods)
     why = f" ({state.scale.why})" if state.scale.why else ""
-    wish = "" if wanted is None else f", {wanted} desired{why}"
-    return f"generators: {len(pods) - draining} running{f', {draining} draining' if draining else ''}{wish}"
+    desired = "" if wanted is None else f", {wanted} desired{why}"
+    return f"generators: {len(pods) - draining} running{f', {draining} draining' if draining else ''}{desired}"
 
 
 def _show_evaluation(evaluation: EvaluationState, last: Mapping[str, float]) -> None:

@@ -129,8 +129,8 @@ class SandboxTool(PythonTool):
         self._asked = True
         deadline, opened = time.monotonic() + self._open_limit_s, SandboxOpened(why_not="there was no time to wait")
         while (left := deadline - time.monotonic()) > 0:
-            wish = OpenSandbox(self._sandbox, min(OPEN_WAIT_S, left))
-            opened = await self._service.ask(OPEN, wish, SandboxOpened, left + OPEN_MARGIN_S)
+            request = OpenSandbox(self._sandbox, min(OPEN_WAIT_S, left))
+            opened = await self._service.ask(OPEN, request, SandboxOpened, left + OPEN_MARGIN_S)
             if opened.pod:
                 return opened.pod
             await asyncio.sleep(PAUSES_S[0])

@@ -11,7 +11,7 @@ from services.environment.door.rollouts import Question, TurnReply
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("n", (1,)),
     ("top_logprobs", (0,)),
-    ("tool_choice", ("auto", "none", "required")),  # the last one as a wish: what the policy says is its own
+    ("tool_choice", ("auto", "none", "required")),  # the last one as a hint: what the policy says is its own
     ("response_format", ({"type": "text"},)),
     ("functions", ([],)),
     ("function_call", ("none",)),

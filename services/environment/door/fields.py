@@ -77,7 +77,7 @@ def refuse_unsupported(body: Mapping[str, Any], *supported: tuple[str, tuple[obj
 
 
 def overruled(body: Mapping[str, Any], sampling: SamplingParameters) -> str:
-    """Return which wishes of a body about sampling are not met, and what is used instead; empty: none."""
+    """Return which sampling fields of a body are not honoured, and what is used instead; empty: none."""
     theirs = {name: body[name] for name in SAMPLING if isinstance(body.get(name), int | float)}
     ours = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     noted = [f"{name}={ours[name]}" for name, value in theirs.items() if value != ours[name]]

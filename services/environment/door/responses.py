@@ -13,7 +13,7 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("previous_response_id", ("",)),
     ("conversation", ("",)),
     ("background", (False,)),
-    ("tool_choice", ("auto", "none", "required")),  # the last one as a wish: what the policy says is its own
+    ("tool_choice", ("auto", "none", "required")),  # the last one as a hint: what the policy says is its own
     ("prompt", ()),
 )
 ECHOED = ("instructions", "metadata", "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p")

@@ -92,8 +92,8 @@ class Client:
 
     def scale(self, replicas: int, why: str = "", who: str = "", wait_s: float = 0.0) -> Scaled:
         """Set the number of generators."""
-        wish = ScaleRequest(replicas=replicas, why=why, who=who)
-        return self._ask("POST", "/v1/fleet/generators", Scaled, wish.model_dump(), {"wait_s": wait_s})
+        request = ScaleRequest(replicas=replicas, why=why, who=who)
+        return self._ask("POST", "/v1/fleet/generators", Scaled, request.model_dump(), {"wait_s": wait_s})
 
     def pause_run(self, mode: PauseMode = "keep", why: str = "", who: str = "", wait_s: float = 0.0) -> RunDesire:
         """Pause every role. Served by dataprep."""

@@ -48,8 +48,8 @@ export const scale = (there, most) =>
     ],
     submit: "Scale",
     run: async ({ replicas, why }) => {
-      const wish = await act("v1/fleet/generators", { replicas: Number(replicas), why: because(why) });
-      return `Desired generators set to ${wish.replicas}.`;
+      const set = await act("v1/fleet/generators", { replicas: Number(replicas), why: because(why) });
+      return `Desired generators set to ${set.replicas}.`;
     },
   });
 

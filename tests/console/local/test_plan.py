@@ -85,13 +85,13 @@ def test_a_run_grows_by_its_last_generators_and_as_far_as_there_are_gpus(tmp_pat
     assert most_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # already shared
 
 
-def test_the_wish_counts_and_else_the_configuration(tmp_path: Path) -> None:
-    wish = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c", scale=Scale(5, "more"))
+def test_the_request_counts_and_else_the_configuration(tmp_path: Path) -> None:
+    request = RunState(4, 8, 0, 0, -1, -1, -1, -1, "", {}, "", "", "d", "c", scale=Scale(5, "more"))
     assert wanted_generators(None, 2, None) == (2, "")
-    assert wanted_generators(replace(wish, scale=Scale()), 2, None) == (2, "")
-    assert wanted_generators(wish, 2, None) == (5, "")
-    assert wanted_generators(wish, 2, 3) == (3, "5 generators desired, but there are GPUs for only 3")
-    assert wanted_generators(replace(wish, scale=Scale(0)), 2, 3) == (0, "")
+    assert wanted_generators(replace(request, scale=Scale()), 2, None) == (2, "")
+    assert wanted_generators(request, 2, None) == (5, "")
+    assert wanted_generators(request, 2, 3) == (3, "5 generators desired, but there are GPUs for only 3")
+    assert wanted_generators(replace(request, scale=Scale(0)), 2, 3) == (0, "")
 
 
 def test_more_than_there_is_room_for_is_refused_with_the_remedy() -> None:

@@ -87,7 +87,7 @@ async def test_a_step_whose_plan_is_gone_or_another_sends_the_trainer_back(store
         await trainer.stay_in_step(1)
 
 
-async def test_another_trainer_or_a_wish_to_go_back_ends_this_one(store: Store, tmp_path: Path) -> None:
+async def test_another_trainer_or_a_request_to_go_back_ends_this_one(store: Store, tmp_path: Path) -> None:
     trainer, _ = await trained(store, tmp_path, 1)
     await trainer.stay_in_step(0)
     await store.run.request_restore(0)
@@ -102,7 +102,7 @@ async def test_another_trainer_or_a_wish_to_go_back_ends_this_one(store: Store, 
         await trainer.stay_in_step(0)
 
 
-async def test_a_superseded_trainer_leaves_checkpoints_and_wishes_to_its_successor(store: Store, tmp_path: Path) -> None:
+async def test_a_superseded_trainer_leaves_checkpoints_and_requests_to_its_successor(store: Store, tmp_path: Path) -> None:
     trainer, team = await trained(store, tmp_path, 1)
     owner = trainer.checkpoints.owner
     assert owner.fence == team.trainer

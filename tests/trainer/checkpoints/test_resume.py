@@ -71,7 +71,7 @@ def test_a_volume_that_is_not_mounted_starts_no_run_anew(config: RunConfig) -> N
             choose(given, -1, [], config)
 
 
-def test_a_new_wish_comes_before_an_unfinished_restore_whose_checkpoint_may_be_gone() -> None:
+def test_a_new_request_comes_before_an_unfinished_restore_whose_checkpoint_may_be_gone() -> None:
     assert wanted(state(9, restoring=3, restore=5)) == 5
     assert wanted(state(9, restore=5)) == 5
     assert wanted(state(9)) == -1

@@ -51,13 +51,13 @@ def test_one_that_fails_is_told_and_kills_only_what_has_no_later_chance(tmp_path
     assert noted.did[4:] == ["save 4", "covered", "whole 4"]
 
 
-def test_a_wish_is_seen_to_once_and_ended_by_what_is_saved(tmp_path: Path) -> None:
-    noted, wish = Noted(tmp_path, "disk full"), SimpleNamespace(checkpoint="17 by hand")
+def test_a_request_is_seen_to_once_and_ended_by_what_is_saved(tmp_path: Path) -> None:
+    noted, request = Noted(tmp_path, "disk full"), SimpleNamespace(checkpoint="17 by hand")
     heed: Any = noted.saving.heed
     heed(SimpleNamespace(checkpoint=""), 4)
     assert noted.did == []
     for _ in range(3):
-        heed(wish, 4)
+        heed(request, 4)
     assert noted.did == ["save 4", "step 4, attempt 1: disk full"]
     noted.problem = ""
     heed(SimpleNamespace(checkpoint="18 again"), 4)

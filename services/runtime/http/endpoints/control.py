@@ -41,11 +41,11 @@ def control_router(service: Service, guard: Any, reader: Any) -> APIRouter:
         return State(run=service.config.run.name, pod=pod, state=run)
 
     @router.post("/pause", dependencies=[guard])
-    async def pause(wish: Pause | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
+    async def pause(request: Pause | None = None, role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
         """Pause a role, by default this service's, until it is resumed. Pods that start later are paused too."""
-        one, wish = selected(role), wish or Pause()
-        left = await control.pause([one], wish.mode, wish.why, wish.who, wait_s)
-        return Desired(role=one, paused=True, mode=wish.mode, why=reason(wish.why, wish.who), waiting_for=left)
+        one, request = selected(role), request or Pause()
+        left = await control.pause([one], request.mode, request.why, request.who, wait_s)
+        return Desired(role=one, paused=True, mode=request.mode, why=reason(request.why, request.who), waiting_for=left)
 
     @router.post("/resume", dependencies=[guard])
     async def resume(role: Role | None = None, wait_s: WaitS = 0.0) -> Desired:
@@ -54,9 +54,9 @@ def control_router(service: Service, guard: Any, reader: Any) -> APIRouter:
         return Desired(role=one, paused=False, mode=None, why="", waiting_for=await control.resume([one], wait_s))
 
     @router.post("/fleet/generators", dependencies=[guard], responses=problems(409))
-    async def scale(wish: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
+    async def scale(request: ScaleRequest, wait_s: WaitS = 0.0) -> Scaled:
         """Set the number of generators. 409: they do not fit, or an autoscaler decides."""
-        left = await control.scale(wish.replicas, wish.why, wish.who, wait_s)
-        return Scaled(replicas=wish.replicas, why=reason(wish.why, wish.who), waiting_for=left)
+        left = await control.scale(request.replicas, request.why, request.who, wait_s)
+        return Scaled(replicas=request.replicas, why=reason(request.why, request.who), waiting_for=left)
 
     return router

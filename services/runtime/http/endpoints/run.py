@@ -31,10 +31,10 @@ def add_routes(service: Service) -> None:
         return await audit(store)
 
     @router.post("/run/pause", dependencies=guard)
-    async def pause(wish: Pause | None = None, wait_s: WaitS = 0.0) -> RunDesire:
+    async def pause(request: Pause | None = None, wait_s: WaitS = 0.0) -> RunDesire:
         """Pause every role: generators in the given mode, the others between two steps."""
-        wish = wish or Pause()
-        left = await control.pause(ROLES, wish.mode, wish.why, wish.who, wait_s)
+        request = request or Pause()
+        left = await control.pause(ROLES, request.mode, request.why, request.who, wait_s)
         return RunDesire(run=run, desired="paused", waiting_for=left)
 
     @router.post("/run/resume", dependencies=guard)

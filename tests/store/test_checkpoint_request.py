@@ -1,4 +1,4 @@
-"""A wish for a checkpoint lives in Redis until one is whole."""
+"""A request for a checkpoint lives in Redis until one is whole."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ async def test_asked_for_written_and_asked_again(any_store: Store) -> None:
     await store.run.create("config", "dataset", steps=9, slots=8)
     first = await request_checkpoint_of(store, "by hand")
     assert (first.step, first.saved) == (0, False)
-    wish = (await _state(store)).checkpoint
-    assert wish.endswith(" by hand")
+    request = (await _state(store)).checkpoint
+    assert request.endswith(" by hand")
     assert await request_checkpoint_of(store, "REST") == first
-    assert (await _state(store)).checkpoint == wish
+    assert (await _state(store)).checkpoint == request
     await store.run.checkpoint_failed("disk full")
     state = await _state(store)
-    assert (state.checkpoint, state.checkpoint_failed) == (wish, "disk full")
+    assert (state.checkpoint, state.checkpoint_failed) == (request, "disk full")
     assert await request_checkpoint_of(store, "once more") == first
     assert (await _state(store)).checkpoint.endswith(" once more")
     await store.steps.checkpointed(await store.run.attach_trainer(), 0)
