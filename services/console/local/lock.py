@@ -65,9 +65,7 @@ class FolderLock:
             if found.readers and not self._readers and not told:
                 _ask_to_end(found)
             if waited_s > limit_s and self._patience_s and not killed and not found.lives and not found.readers:
-                self._say(f"killing {users(self.folder, found)}: still there after {limit_s:g} s")
-                _kill(_holders(self.path))
-                started, killed = time.monotonic(), True
+                started, killed = time.monotonic(), self._kill_left(found, limit_s)
                 continue
             if waited_s > limit_s:
                 os.close(self.fd)
@@ -93,6 +91,16 @@ class FolderLock:
         if found.readers:
             return GLANCE_S if self._readers else YIELD_S
         return GLANCE_S if found.lives else self._patience_s
+
+    def _kill_left(self, found: LockHolder, waited_s: float) -> bool:
+        """Kill what a dead console left behind. Returns False if the lock has changed hands meanwhile."""
+        left = _holders(self.path)
+        time.sleep(POLL_S)  # whoever takes the lock now says so within that time
+        if holder(self.folder) != found:
+            return False
+        self._say(f"killing {users(self.folder, found)}: still there after {waited_s:g} s")
+        _kill(left)
+        return True
 
     def _take(self) -> bool:
         try:
@@ -147,15 +155,19 @@ def users(folder: Path, found: LockHolder) -> str:
 
 
 def _holders(path: Path) -> list[int]:
-    """Return the other processes that have the file open. Empty where /proc is not available."""
-    found = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has_open(int(entry.name), path)]
+    """Return the other processes that share the lock, and none that wait for it. Empty where /proc is not available."""
+    found = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _has_open(int(entry.name), path, locked=True)]
     return sorted(pid for pid in found if pid != os.getpid())
 
 
-def _has_open(pid: int, path: Path) -> bool:
-    """Return whether a process has the file open. False if it has exited, or belongs to another user."""
-    wanted = os.path.realpath(path)
+def _has_open(pid: int, path: Path, locked: bool = False) -> bool:
+    """Return whether a process has the file open and, with `locked`, by a descriptor that has the lock.
+
+    False if it has exited, or belongs to another user.
+    """
+    wanted, proc = os.path.realpath(path), Path(f"/proc/{pid}")
     try:
-        return any(os.readlink(link) == wanted for link in Path(f"/proc/{pid}/fd").iterdir())
+        links = [link for link in (proc / "fd").iterdir() if os.readlink(link) == wanted]
+        return any(not locked or "\nlock:" in (proc / "fdinfo" / link.name).read_text() for link in links)
     except OSError:
         return False

@@ -15,6 +15,7 @@ import pytest
 
 from services.config import digest, load_resolved
 from services.console.errors import ConsoleError
+from services.console.local import lock as locks
 from services.console.local.folder import RunFolder, check_redis, resolve
 from services.console.local.lock import FolderLock, InUse
 from services.console.local.redis_server import RedisServer
@@ -111,9 +112,31 @@ def test_a_folder_has_one_holder_and_a_child_holds_it_too(tmp_path: Path) -> Non
     ):
         pass
     said: list[str] = []
-    with FolderLock(tmp_path, 0.2, say=said.append):
-        assert child.wait(10) == -signal.SIGKILL
+    with (tmp_path / "lock").open() as waits, subprocess.Popen(["sleep", "60"], pass_fds=(waits.fileno(),)) as other:
+        with FolderLock(tmp_path, 0.2, say=said.append):
+            assert child.wait(10) == -signal.SIGKILL
+        assert other.poll() is None, "it has the file open, and not the lock"
+        other.kill()
     assert said == [f"killing process {child.pid} (left behind when process 99999999 died): still there after 0.2 s"]
+
+
+def test_nobody_is_killed_once_the_lock_has_changed_hands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FolderLock(tmp_path) as dead:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(dead.fd,))
+        (tmp_path / "lock").write_text("99999999\n")
+    listed = locks._holders
+
+    def taken(path: Path) -> list[int]:
+        left = listed(path)
+        (tmp_path / "lock").write_text(f"{child.pid}\n")  # it is a console that has the lock now
+        return left
+
+    monkeypatch.setattr(locks, "_holders", taken)
+    with pytest.raises(InUse, match=f"in use by process {child.pid}$"), FolderLock(tmp_path, 0.2):
+        pass
+    assert child.poll() is None
+    child.kill()
+    child.wait()
 
 
 def test_shards_are_refused_before_a_run_begins_on_a_server_alone(tmp_path: Path, server: RedisServer) -> None:
