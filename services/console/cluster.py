@@ -48,12 +48,13 @@ class Remote:
 
 def asked(argv: Sequence[str]) -> Remote:
     """Return what is asked of a cluster by arguments with `--kube-context`. Raises `ConsoleError`."""
-    rest, found = list[str](), {"context": "", "namespace": ""}
+    rest, verb, found = list[str](), "", {"context": "", "namespace": ""}
     words = iter(argv)
     for word in words:
         name, given, value = word.partition("=")
-        if name not in (KUBE_CONTEXT, *NAMESPACES):
+        if name not in (KUBE_CONTEXT, *NAMESPACES) or (word, verb) == ("-n", "logs"):  # there it is a number of lines
             rest.append(word)
+            verb = verb or ("" if word.startswith("-") else word)
             continue
         value = value if given else next(words, "")
         if not value or value.startswith("-"):
@@ -172,9 +173,10 @@ async def _executed(configuration: Any, path: str, container: str, words: Sequen
     """Run `grpo` with `words` in a container, and return its exit code."""
     from kubernetes.aio.stream import WsApiClient
 
-    columns, place = shutil.get_terminal_size((NARROWEST, 24)).columns, f"{configuration.host}{path}"
+    place = f"{configuration.host}{path}"
+    columns = [f"COLUMNS={shutil.get_terminal_size((NARROWEST, 24)).columns}"] if sys.stdout.isatty() else []
     query = [("container", container), ("stdout", "true"), ("stderr", "true")]
-    query += [("command", word) for word in ("env", f"COLUMNS={columns}", f"LOGNAME={who()}", "grpo", *words)]
+    query += [("command", word) for word in ("env", *columns, f"LOGNAME={who()}", "grpo", *words)]
     async with WsApiClient(configuration) as client:  # its generated method waits for the end, and loses the exit code
         headers: dict[str, str] = {}
         await client.update_params_for_auth(headers, [], ["BearerToken"], place, "GET", None)

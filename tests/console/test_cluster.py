@@ -119,13 +119,12 @@ class Cluster:
         await socket.prepare(request)
         command = request.query.getall("command")
         assert command[:1] == ["env"]
-        assert command[1].startswith("COLUMNS=")
-        assert command[2].startswith("LOGNAME=")
-        assert command[3] == "grpo"
-        self.executed.append((request.match_info["name"], request.query["container"], command[4:]))
+        at = command.index("grpo")
+        self.variables = dict(word.split("=") for word in command[1:at])
+        self.executed.append((request.match_info["name"], request.query["container"], command[at + 1 :]))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.console", *command[4:], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | self.environ | dict(word.split("=") for word in command[1:3]),
+            sys.executable, "-m", "services.console", *command[at + 1 :], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | self.environ | self.variables,
         )  # fmt: skip
         out, err = await process.communicate()
         for channel, data in ((1, out), (2, err)):
@@ -168,6 +167,12 @@ async def test_verbs_run_in_the_pod_that_has_what_they_need(
 
     code, out, _ = await grpo("status", "--kube-context", "west", "demo", "--json")
     assert (code, json.loads(out)["state"]["steps"]) == (0, 4)
+    assert cluster.variables == {"LOGNAME": "me"}, "COLUMNS would have tables drawn as on a terminal"
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stdout, "isatty", lambda: True)
+        terminal.setenv("COLUMNS", "99")
+        await grpo("status", "demo", "--kube-context", "west")
+    assert (cluster.variables, cluster.executed.pop()[2]) == ({"LOGNAME": "me", "COLUMNS": "99"}, ["status"])
     code, out, _ = await grpo("pause", "demo", "--why", "demo", "--kube-context=west", "-n", "ml")
     assert code == 0
     state = await store.run.state()
@@ -185,6 +190,8 @@ async def test_verbs_run_in_the_pod_that_has_what_they_need(
     ]
     code, out, err = await grpo("replay", "requeue", "demo", "1790000000000-0", "--kube-context", "west")
     assert (code, cluster.executed.pop()[2]) == (1, ["replay", "requeue", "1790000000000-0"]), err
+    code, out, err = await grpo("logs", "-n", "5", "--kube-context", "west", "demo")
+    assert cluster.executed.pop()[2] == ["logs", "-n", "5"], "lines, not a namespace"
     cluster.breaks = True
     code, _, err = await grpo("audit", "demo", "--kube-context", "west")
     assert (code, "ended before the command did" in err) == (1, True)
