@@ -45,6 +45,11 @@ COMMAND = ("python3", "-I", "-B", "-c", BOOT)
 class NotExecuted(Exception):
     """The connection ended without a result, or could not be opened: it is unknown whether the code has run."""
 
+    def __init__(self, message: str, suspected: bool = False) -> None:
+        """`suspected`: the code may be why."""
+        super().__init__(message)
+        self.suspected = suspected
+
 
 class Garbled(Exception):
     """What came is no result: the code has taken the place of what should send it."""
@@ -99,7 +104,8 @@ async def _received(socket: aiohttp.ClientWebSocketResponse) -> bytes:
         elif channel == bytes([STATUS]):
             if _succeeded(body):
                 return bytes(output)
-            raise NotExecuted(f"{body[:300].decode(errors='replace')} {errors.decode(errors='replace')}")
+            why = f"{body[:300].decode(errors='replace')} {errors.decode(errors='replace')}"
+            raise NotExecuted(why, suspected=b"NonZeroExitCode" in body)  # what ran there found the pod unusable
     raise NotExecuted("the connection ended before the command did")
 
 
@@ -119,7 +125,8 @@ def _read(output: bytes) -> CodeDone:
     files = found.files
     if files is not None and (sum(map(len, files.values())) > 2 * folder.KEPT_BYTES or not all(map(folder.inside, files))):
         files = None
-    return CodeDone(found.output[: script.KEPT_BYTES], found.fault[:100], files, found.ended[:600], found.lost[:200])
+    kept = found.output[: script.KEPT_BYTES], found.fault[:100], files, found.ended[:600], found.lost[:200]
+    return CodeDone(*kept, suspected=bool(found.lost))  # the code may have written that it was lost
 
 
 def _input(call: RunCode) -> bytes:

@@ -9,9 +9,11 @@ these processes and files, it does to its own rollout alone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import io
 import json
 import os
@@ -19,6 +21,7 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -71,11 +74,16 @@ def _detach(held: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
+    _close_all_but(0, 1, 2, held)
+    ctypes.CDLL(None).prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _close_all_but(*kept: int) -> None:
+    """Close descriptors. The limit of their number may be a billion, which `os.closerange` would count up to."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != held:
+        if int(name) not in kept:
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    ctypes.CDLL(None).prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _supervise(task: dict[str, Any], home: Path, result: Path, held: int) -> None:
@@ -119,7 +127,7 @@ def _become(task: dict[str, Any], work: Path, writing: int) -> None:
     try:
         for stream in (1, 2):
             os.dup2(writing, stream)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        _close_all_but(0, 1, 2)
         os.chdir(work)
         os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}, TMPDIR=str(work), LANG="C.UTF-8")
         memory = task["memory_mib"] << 20
@@ -133,9 +141,9 @@ def _become(task: dict[str, Any], work: Path, writing: int) -> None:
         if ending.code is not None and not isinstance(ending.code, int):
             print(ending.code, file=sys.stderr)
     finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for step in (threading._shutdown, atexit._run_exitfuncs, gc.collect, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+            with contextlib.suppress(BaseException):  # as an interpreter ends: files that the code left open are written
+                step()
         os._exit(0)  # what it was is not told
 
 

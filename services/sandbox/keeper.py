@@ -76,22 +76,26 @@ class SandboxKeeper:
         if fate := await self._not_its_own(call):
             return self._counted(fate, began)
         deadline = began + call.limit_s + CALL_MARGIN_S
+        last, suspected = "", False
         while (left := deadline - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left):
                     return self._counted(await execute(self._pods, call), began)
             except Garbled as error:
                 return self._counted(CodeDone(ended=f"it sent no result: {error}"), began)
-            except TimeoutError:
+            except TimeoutError:  # the connection is alive, and nothing comes
+                last, suspected = "", True
                 break
             except NotExecuted as error:
+                last, suspected = f": {error}"[:300], error.suspected
                 log.info("a call was cut off", pod=call.pod, call=call.call, error=str(error))
             fate = _fate(await self._pods.get(call.pod))
             if fate is not None:
                 return self._counted(fate, began)
             await asyncio.sleep(LOOK_S[min(looks, len(LOOK_S) - 1)])
             looks += 1
-        return self._counted(CodeDone(lost=f"no result after {call.limit_s + CALL_MARGIN_S:g} s", suspected=True), began)
+        lost = f"no result after {call.limit_s + CALL_MARGIN_S:g} s{last}"
+        return self._counted(CodeDone(lost=lost, suspected=suspected), began)
 
     async def close(self, name: SandboxName) -> None:
         """Delete a rollout's sandbox, if it has one. Raises `ClusterError` and ValueError."""

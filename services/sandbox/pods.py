@@ -23,6 +23,7 @@ from services.runtime.cluster.account import CALL_LIMIT_S, FAILURES, ClusterErro
 
 MERGE = "application/merge-patch+json"
 PAGE = 500  # pods of a list in one reply
+HEARTBEAT_S = 10.0  # a connection to a pod that does not answer a ping within half of it is cut off, and made again
 STATE, ROLLOUT, TICKET, TEMPLATE = "grpo/state", "grpo/rollout", "grpo/ticket", "grpo/template"
 """Labels: whether a rollout has it, which one (`FENCE.SAMPLE`), of which ticket, and the digest of what it was made from."""
 NAME = "grpo/name"
@@ -182,7 +183,7 @@ class PodsApi:
 
     def __init__(self, configuration: Configuration, namespace: str) -> None:
         configuration.connection_pool_maxsize = 0  # each call of code keeps a connection
-        self.client: Any = WsApiClient(configuration)
+        self.client: Any = WsApiClient(configuration, heartbeat=HEARTBEAT_S)
         self._root = f"{configuration.host}/api/v1/namespaces/{namespace}"
 
     async def close(self) -> None:

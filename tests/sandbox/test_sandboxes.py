@@ -34,6 +34,10 @@ async def test_code_prints_and_leaves_files_but_no_variables(place: SandboxWorld
     assert (await run("x")).endswith("NameError: name 'x' is not defined")
     assert await run("import os\nos.mkdir('d')\nopen('d/a', 'w').write('kept')") == "4"
     assert await run("open('d/a').read()") == "'kept'"
+    assert await run("f = open('d/b', 'w')\ng = f.write('written')\ndef h(): return f") == ""
+    last = "import atexit, threading\natexit.register(print, 'over')\nthreading.Timer(0.1, print, ['ran']).start()"
+    assert await run(last) == "ran\nover"
+    assert await run("open('d/b').read()") == "'written'"
     assert (await run("1 / 0")).endswith("ZeroDivisionError: division by zero")
     assert await tool.call({"code": 1}) == "Error: code: Input should be a valid string"
     assert await run("import subprocess; subprocess.run(['echo', 'hello']).returncode") == "hello\n0"
@@ -146,6 +150,11 @@ async def test_code_that_ends_its_sandbox_or_speaks_for_it_harms_its_own_rollout
         f"try: os.write(os.open(f'/proc/{{p}}/fd/1', os.O_WRONLY), {forged.encode()!r} + b'x' * 10)\n      except OSError: pass"
     )
     assert "sent no result" in await tool.call({"code": alone + mine.rstrip() + "\n      " + speak})
+    lost = json.dumps({"lost": "x"})
+    place_of = "os.path.join(os.environ['HOME'], 'calls', '1.json')"
+    with pytest.raises(SandboxLost) as raised:
+        await tool.call({"code": f"import os, time\nopen({place_of}, 'w').write({lost!r})\ntime.sleep(1)"})
+    assert raised.value.suspected, "a rollout cannot have itself repeated without blame"
     assert await other.call({"code": "3"}) == "3"
 
 

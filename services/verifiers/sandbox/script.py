@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import linecache
 import sys
 import traceback
@@ -21,6 +22,7 @@ def run(code: str) -> None:
     """
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
     names = {"__name__": "__main__", "__builtins__": __builtins__}
+    atexit.register(names.clear)  # as of a main module, so that files which it left open are written: garbage in a cycle is not
     try:
         tree = ast.parse(code, NAME)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
