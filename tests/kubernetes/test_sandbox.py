@@ -69,6 +69,8 @@ def test_a_sandbox_has_no_rights_and_no_network() -> None:
     assert [policy["metadata"]["name"] for policy in policies] == ["demo-sandboxes"]
     assert policies[0]["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert not {"ingress", "egress"} & policies[0]["spec"].keys()
+    open_network = chart.render(chart.changed(SANDBOXED, "networkPolicy.enabled", False))
+    assert chart.of_kind(open_network, "NetworkPolicy") == policies, "what the policy wrote never has a network"
 
 
 def test_environments_reach_the_service_and_the_service_the_cluster() -> None:
