@@ -13,7 +13,7 @@ import structlog
 
 from services.protocol.messages import PodStatus
 from services.runtime.cluster.account import ClusterError
-from services.scaler.workload import KubernetesApi
+from services.scaler.workload import KubernetesApi, Missing
 
 log = structlog.get_logger()
 
@@ -31,6 +31,7 @@ class DeletionCosts:
 
     def __init__(self, cluster: KubernetesApi) -> None:
         self._cluster, self._marked = cluster, dict[str, int]()
+        self._elsewhere = set[str]()  # members whose pods are on another cluster of the run
         self.due = 0.0  # monotonic time of the next marks
 
     async def follow(self, pods: Iterable[PodStatus]) -> None:
@@ -39,11 +40,16 @@ class DeletionCosts:
             return
         self.due = time.monotonic() + EVERY_S
         now = {pod.member: (pod.name, cost(pod.gauges)) for pod in pods if pod.kind == "generator"}
+        self._elsewhere &= now.keys()
         for member, (name, worth) in now.items():
+            if member in self._elsewhere:
+                continue
             if member in self._marked and self._marked[member].bit_length() == worth.bit_length():
                 continue
             try:
                 await self._cluster.mark(name, worth)
+            except Missing:
+                self._elsewhere.add(member)
             except ClusterError as error:
                 log.warning("pod not marked with its deletion cost", pod=name, error=str(error))
             else:

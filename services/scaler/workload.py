@@ -48,6 +48,10 @@ class WorkloadChanged(ClusterError):
     """Another client changed the object since it was read."""
 
 
+class Missing(ClusterError):
+    """The cluster has no such object."""
+
+
 @dataclass(frozen=True)
 class Replicas:
     """The number of replicas that one version of an object specifies."""
@@ -118,6 +122,7 @@ async def called(what: str, method: Any, *arguments: Any, **options: Any) -> Any
     except ApiException as error:
         refused: Any = error
         said = f"{what}: {refused.status} {str(refused.body or refused.reason)[:300]}"
-        raise (WorkloadChanged if refused.status == HTTPStatus.CONFLICT else ClusterError)(said) from None
+        kinds = {HTTPStatus.CONFLICT: WorkloadChanged, HTTPStatus.NOT_FOUND: Missing}
+        raise kinds.get(refused.status, ClusterError)(said) from None
     except FAILURES as error:
         raise ClusterError(f"{what}: {str(error) or type(error).__name__}") from None

@@ -49,6 +49,7 @@ class ApiServer:
         """`folder` becomes what is mounted for a service account; `kind` is the trainer's."""
         self.annotations = dict[str, dict[str, str]]()
         self.forbidden = False
+        self.missing, self.missed = set[str](), list[str]()  # names of pods that are not there, and calls for them
         self.calls, self.lock = set[tuple[str, str]](), threading.Lock()
         root = f"/apis/apps/v1/namespaces/{namespace}"
         self.generators = ScaledObject(f"{root}/deployments/{deployment}/scale", replicas)
@@ -89,6 +90,9 @@ class ApiServer:
         path, _, query = path.partition("?")
         if method == "PATCH" and path.startswith(self.pods) and not self.forbidden:
             name = path.removeprefix(self.pods)
+            if name in self.missing:
+                self.missed.append(name)
+                return 404, {"message": f"pods {name} not found"}
             self.annotations.setdefault(name, {}).update(body["metadata"]["annotations"])  # type: ignore[index]
             return 200, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": name}}
         found = next((each for each in (self.generators, self.trainer) if each.path == path), None)

@@ -242,6 +242,10 @@ async def test_pods_are_marked_with_what_their_removal_costs(cluster: tuple[ApiS
     api.forbidden = False
     await mark(idle=0.9, busy=0.9)
     assert api.annotations["busy"] == {DELETION_COST: "912"}
+    api.missing.add("busy")  # it is on another cluster of the run
+    for load in (0.1, 0.9, 0.1):
+        await mark(idle=0.9, busy=load)
+    assert api.missed == ["busy"], "it is looked for once"
 
 
 async def test_a_change_of_somebody_else_is_not_overwritten(cluster: tuple[ApiServer, KubernetesApi]) -> None:
