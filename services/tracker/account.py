@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import structlog
@@ -39,7 +39,8 @@ class Neighbours:
     """The pods' processes on this machine, which are seen to end."""
 
     def __init__(self) -> None:
-        self._host, self._pids = socket.gethostname(), dict[tuple[str, str], int]()
+        self._host = socket.gethostname()
+        self._there: dict[tuple[str, str], tuple[int, float]] = {}  # ID of each one's process, and when that started
 
     def meet(self, heard: Iterable[tuple[PodStatus, float]]) -> None:
         """Note which of the pods that are there have processes on this machine."""
@@ -49,12 +50,18 @@ class Neighbours:
             spent_s = sum(seconds for name, seconds in status.gauges.items() if name.startswith(PREFIX))
             there_s = process_age_s(status.pid)
             if there_s and abs(there_s - spent_s - age_s) < SAME_S:
-                self._pids[status.name, status.boot] = status.pid
+                self._there[status.name, status.boot] = status.pid, time.clock_gettime(time.CLOCK_BOOTTIME) - there_s
 
     def left(self) -> list[tuple[str, str]]:
         """Return the pods, with the names of their processes, that have not ended."""
-        self._pids = {key: pid for key, pid in self._pids.items() if process_age_s(pid)}
-        return list(self._pids)
+        self._there = {key: (pid, began_s) for key, (pid, began_s) in self._there.items() if _lives(pid, began_s)}
+        return list(self._there)
+
+
+def _lives(pid: int, began_s: float) -> bool:
+    """Return whether the process that started then lives; another one may have its ID by now."""
+    age_s = process_age_s(pid)
+    return bool(age_s) and abs(time.clock_gettime(time.CLOCK_BOOTTIME) - age_s - began_s) < SAME_S
 
 
 class Accountant:
@@ -77,7 +84,8 @@ class Accountant:
                 heard = await self._store.fleet.heard(fleet.ttl_s)
                 found.observe(heard, time.time(), fleet.heartbeat_s)
                 self._neighbours.meet(heard)
-                there = any(DEVICES in status.gauges for status, _ in heard) or self._see_off(found)
+                ending = self._see_off(found, {(status.name, status.boot) for status, _ in heard})
+                there = ending or any(DEVICES in status.gauges for status, _ in heard)
                 last = last or (self._stopping.is_set() and not there)
             except StoreError:
                 if not self._stopping.is_set():
@@ -97,9 +105,9 @@ class Accountant:
                     await self._stopping.wait()
         self.done.set()
 
-    def _see_off(self, found: account.Account) -> bool:
-        """Account for processes that left the fleet and still end. Return whether any process is there."""
-        left = self._neighbours.left()
+    def _see_off(self, found: account.Account, heard: Collection[tuple[str, str]]) -> bool:
+        """Account for processes that left the fleet and still end. Return whether there is any."""
+        left = [key for key in self._neighbours.left() if key not in heard]
         for name, boot in left:
             found.lives_on(name, boot, time.time())
         return bool(left)

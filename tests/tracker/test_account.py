@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import msgspec
+import pytest
 
 from services.protocol.messages import PodStatus
 from services.runtime.processes.activity import process_age_s
@@ -31,6 +32,14 @@ def test_a_process_is_there_until_it_has_ended() -> None:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert neighbours.left() == [], "nobody has waited for it, but it has ended"
+
+
+def test_another_process_with_the_number_of_one_that_has_ended_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbours, parent = Neighbours(), os.getppid()
+    neighbours.meet([(status(parent, process_age_s(parent)), 0.0)])
+    assert neighbours.left() == [("generator-0", "a")]
+    monkeypatch.setattr("services.tracker.account.process_age_s", lambda pid: process_age_s(pid) / 2)
+    assert neighbours.left() == []
 
 
 def test_other_processes_are_not_looked_at() -> None:
