@@ -17,6 +17,8 @@ def load_environment(rows: int = 4) -> Any:
         said = str(completion[-1])
         if "judge" in said:
             raise RuntimeError("no judgement") from ConnectionRefusedError("the judge does not answer")
+        if "slow" in said:
+            raise RuntimeError("no judgement") from TimeoutError
         if "word" in said:
             raise ValueError("not a number")
         return sum(digit in said for digit in "0123") / 4

@@ -11,8 +11,10 @@ import hashlib
 import importlib
 import inspect
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any, cast
 
 from services.environment.programs.frames import ProgramSetup
@@ -118,7 +120,10 @@ def _of_a_service(error: BaseException | None) -> bool:
     httpx, openai = (cast("Any", importlib.import_module(name)) for name in ("httpx", "openai"))
     library = importlib.import_module("verifiers.legacy.errors").Error
     while error is not None:
-        if isinstance(error, ConnectionError | httpx.TransportError | openai.APIError | library):
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | httpx.TransportError | openai.APIError | library):
+            return True
+        status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
+        if isinstance(status, int) and (status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR):
             return True
         error = error.__cause__ or error.__context__
     return False
