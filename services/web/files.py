@@ -6,6 +6,8 @@ Guarantees: files are read on a thread; another run is one of the folders beside
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit, urlunsplit
@@ -16,12 +18,13 @@ from pydantic import BaseModel, ConfigDict
 
 from services.config import RunConfig
 from services.config.explain import keys
-from services.operations.cost import cost_of
+from services.operations.cost import Cost, cost_of
 from services.operations.history import STEP, history_of
 from services.runtime.service import Service
 from services.web import series
 
 METRICS = "metrics.jsonl"
+ACCOUNT_S = 15.0
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
 NO_ACCOUNT = (
     "This run has no account yet. The tracker writes it; the tracker runs unless samples.keep is 0 and no tracker is configured."
@@ -75,15 +78,32 @@ class ConfigurationReport(BaseModel):
     keys: list[ConfigurationKey]
 
 
+class Accounts:
+    """The account of a run, which takes reading all of its log: once in `ACCOUNT_S`, however many look at it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock = folder, asyncio.Lock()
+        self._found: Cost | None = None
+        self._read_s = -math.inf
+
+    async def current(self) -> Cost | None:
+        """Return the account, at most `ACCOUNT_S` old; None: there is none yet."""
+        async with self._lock:
+            if self._found is None or time.monotonic() - self._read_s > ACCOUNT_S:
+                self._found = await asyncio.to_thread(cost_of, self._folder)
+                self._read_s = time.monotonic()
+            return self._found
+
+
 def files_router(service: Service) -> APIRouter:
     """Return the router of these endpoints."""
     router = APIRouter(prefix="/v1/console", tags=["console"], dependencies=[service.app.state.reader])
-    folder = service.folder
+    folder, accounts = service.folder, Accounts(service.folder)
 
     @router.get("/account")
     async def account() -> CostReport:
         """Return the run's account by outcome."""
-        found = await asyncio.to_thread(cost_of, folder)
+        found = await accounts.current()
         if found is None:
             return CostReport(spent={}, trainer={}, generator={}, yields={}, divided=False, missing=NO_ACCOUNT)
         return CostReport(
