@@ -6,6 +6,7 @@ after `TRY_AGAIN` rounds. Only rounds that could have been either count, since a
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 TRY_AGAIN = 32
@@ -28,6 +29,12 @@ class EncodingChoice:
             return True not in self._took
         faster = self._took[True] <= self._took[False]
         return faster != (self._since >= TRY_AGAIN)
+
+    def failed(self, delta: bool | None) -> None:
+        """Count a failed delta as the slower, since its encoding may be what takes longer than a round may. None: neither could
+        have been chosen."""
+        if delta:
+            self._took[True], self._since = math.inf, 0
 
     def took(self, delta: bool, seconds: float) -> None:
         """Take the seconds of a round that could have been either."""

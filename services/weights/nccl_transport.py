@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,23 +62,25 @@ class NcclTransport(Meeting):
                 torch.cuda.synchronize()
 
     def send_delta(self, delta: EncodedDelta, deadline: Deadline) -> None:
-        """Broadcast heading and payload, both from the GPU."""
+        """Broadcast heading and payload, in chunks, through the GPU."""
         group = self.group
-        with self._within(deadline):
-            for tensor in (delta.heading.encoded(), delta.payload):
+        with self._within(deadline) as check:
+            for tensor in (delta.heading.encoded(), *delta.payload.split(BUCKET_BYTES)):
                 group.broadcast(tensor.to(group.device), src=0)
                 torch.cuda.synchronize()
+                check()
 
     def send_patch(self, patch: Patch, parts: Iterator[torch.Tensor], heading: Heading, deadline: Deadline) -> None:
         """Broadcast heading, table and chunks. A rank's part is requested when the one before has been sent."""
         group = self.group
-        with self._within(deadline):
+        with self._within(deadline) as check:
             for tensor in (heading.encoded(), patch.encoded(heading.fence, heading.version)):
                 group.broadcast(tensor.to(group.device), src=0)
             part, end = torch.empty(0, dtype=torch.uint8), 0
             for _, nbytes in patch.chunks():
                 if end == part.numel():
                     torch.cuda.synchronize()
+                    check()
                     part, end = next(parts).to(group.device), 0
                 group.broadcast(part[end : end + nbytes], src=0)
                 end += nbytes
@@ -89,12 +91,16 @@ class NcclTransport(Meeting):
         return unpatchable(self._store, range(1, self._world_size))
 
     @contextlib.contextmanager
-    def _within(self, deadline: Deadline) -> Iterator[None]:
-        """Abort the communicator at the deadline, and raise `TimeoutError`."""
-        with Abort(deadline.left.total_seconds(), self.group.destroy) as abort:
-            yield
+    def _within(self, deadline: Deadline) -> Iterator[Callable[[], None]]:
+        """Abort the communicator at the deadline, and raise `TimeoutError` at the end. Yields what raises it earlier."""
+
+        def check() -> None:
             if abort.passed:
                 raise TimeoutError(f"the broadcast took longer than sync.transfer_deadline_s = {deadline.seconds:g}")
+
+        with Abort(deadline.left.total_seconds(), self.group.destroy) as abort:
+            yield check
+            check()
 
     def close(self) -> None:
         """Abort the communicator."""

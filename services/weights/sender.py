@@ -209,6 +209,7 @@ class WeightSender:
                 self._send(gathered, Deadline(self._sync.transfer_deadline_s))
         except FAILURES as error:
             let_go(error)
+            self._choice.failed(self._chosen)
             self.close_group()
             raise SendFailed(f"failed to send weights: {error}") from error
         finally:
@@ -224,6 +225,7 @@ class WeightSender:
         self._sent = self._members_hold = self._chosen = None  # until all of it is sent
         possible = base is not None and base < version and sent == (fence, base)
         delta = possible and self._choice.delta()
+        self._chosen = delta if possible else None
         if delta:
             assert base is not None
             encoded = self._encoder.encode(gathered, base, fence, version)
@@ -232,7 +234,7 @@ class WeightSender:
         else:
             self._transport.send(self._encoder.remember(gathered), self.manifest, deadline, Heading(fence, version))
             nbytes, changed = self.manifest.nbytes, 1.0
-        self._sent, self._chosen = (fence, version), delta if possible else None
+        self._sent = (fence, version)
         share = nbytes / max(1, self.manifest.nbytes)
         self._last = {"bytes": float(nbytes), "share": share, "changed": changed, "delta": float(delta)}
 

@@ -232,15 +232,18 @@ class VllmEngine:
                 changed = [name for name in await self._llm.collective_rpc("weights_changed") if name]
                 loaded = await self._llm.collective_rpc("weights_loaded")
                 wrong = [name for name, _, _ in loaded if name]
-                await self._llm.finish_weight_update(None if changed or wrong else str(version))
+                refused = [why for why in await self._llm.collective_rpc("weights_refused") if why]
+                await self._llm.finish_weight_update(None if changed or wrong or refused else str(version))
             except Exception as error:  # vLLM has no exception type for failures in a worker
                 if self._llm.errored or self.world > 1:  # with several workers, late replies would answer the next call
                     raise EngineDead(f"weight transfer of version {version} failed: {error}") from error
                 self.whole = all(await self._llm.collective_rpc("weights_whole"))
                 raise TransferFailed(f"weight transfer of version {version} failed: {error}") from error
-            if changed:  # one worker may have applied weights that another has not
+            if changed or refused:  # one worker may have applied weights that another has not
                 self.whole = self.world == 1 and all(await self._llm.collective_rpc("weights_whole"))
-                raise WeightsChanged(changed[0])
+                if changed:
+                    raise WeightsChanged(changed[0])
+                raise TransferFailed(f"version {version} was not applied: {refused[0]}")
             if wrong:
                 self.whole = False
                 raise WeightsMisloaded(wrong[0])
@@ -250,7 +253,7 @@ class VllmEngine:
         self._loads += 1
 
     def gauges(self) -> Gauges:
-        """Count the load here, since vLLM's own statistics cost some percent of throughput.
+        """Count the load here: vLLM's own statistics are of its last iteration, not of this moment.
 
         `kv_usage` is what the running completions need, in blocks; at 1 some were preempted. Completions with the same prompt
         share its full blocks (a continued completion has its own prompt).

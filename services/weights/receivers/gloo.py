@@ -75,6 +75,8 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
         """What arrived last, in host memory, to which deltas are applied. It outlives the group."""
         self.changed = ""
         """Name of the first weight of the last update that differs from what was sent; empty if none."""
+        self.refused = ""
+        """Why the last update was not applied, although it arrived whole; empty if it was."""
         self.verdict = LoadedWeights("", 0, 0)
         """What the comparison of the last update with the model found, if one was asked for."""
         self._joining: Future[Any] | None = None
@@ -277,6 +279,10 @@ class WorkerExtension:
     def weights_changed(self) -> str:
         """Return `JoiningEngine.changed` of this worker."""
         return self.weight_transfer_engine.changed
+
+    def weights_refused(self) -> str:
+        """Return `JoiningEngine.refused` of this worker."""
+        return self.weight_transfer_engine.refused
 
 
 def _die_with_owner(owner: int) -> None:

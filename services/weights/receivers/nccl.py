@@ -19,6 +19,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from services.weights.checksums import WeightChanged, check, checksums
 from services.weights.collective import (
+    BUCKET_BYTES,
     NCCL_ID,
     Abort,
     WeightManifest,
@@ -33,6 +34,7 @@ from services.weights.sparse.consent import declare_patchable
 from services.weights.sparse.patch import decode
 from services.weights.versions.broadcast import Heading, adopt, apply
 from services.weights.versions.mirror import NOTHING
+from services.weights.versions.positions import InvalidVersion
 
 
 class NcclWeightTransferEngine(JoiningEngine):
@@ -60,17 +62,15 @@ class NcclWeightTransferEngine(JoiningEngine):
     def receive_weights(self, update_info: ReceiveInfo) -> None:
         """Receive packed buckets and load each into the model as it arrives; or a delta, applied in host memory, then loaded."""
         communicator, manifest, _, declare = self.connection
-        self.changed = ""
+        self.changed = self.refused = ""
         try:
             with Abort(update_info.timeout_s, communicator.destroy) as abort:
-                heading = self._heading(communicator, manifest) if manifest.deltas else None
+                heading = self._heading(update_info, abort) if manifest.deltas else None
                 if heading is not None and heading.is_delta and manifest.sparse:
                     self._patch(heading, update_info, abort)
                     return
                 if heading is not None and heading.is_delta:
-                    payload = self._broadcast(communicator, torch.empty(heading.nbytes, dtype=torch.uint8, device=self.device))
-                    _raise_if(abort, update_info)
-                    weights = apply(self.mirror, heading, payload.cpu())  # what fails here leaves the model as it was
+                    weights = apply(self.mirror, heading, self._payload(heading.nbytes, update_info, abort))
                     with self.reloading():
                         self.load(weights)
                     self.verify(weights, update_info)
@@ -126,7 +126,8 @@ class NcclWeightTransferEngine(JoiningEngine):
     def _patch(self, heading: Heading, update_info: ReceiveInfo, abort: Abort) -> None:
         """Receive what changed, compare what it replaces, and write it into the model.
 
-        Raises like `receive_weights`; the model is then as it was. If it does not have what was written, `verdict` says so.
+        Raises like `receive_weights`; the model is then as it was, as it is if `refused` says why. If it does not have what was
+        written, `verdict` says so.
         """
         communicator, manifest, _, _ = self.connection
         table = self._broadcast(communicator, torch.empty(heading.manifest_nbytes, dtype=torch.uint8, device=self.device))
@@ -144,9 +145,13 @@ class NcclWeightTransferEngine(JoiningEngine):
         except WeightChanged:
             self.whole = self.whole and self.patcher.held != NOTHING  # the model itself may be what differs
             raise
-        except torch.OutOfMemoryError:
+        except InvalidVersion as error:
+            self.refused = str(error)
+            return
+        except torch.OutOfMemoryError as error:
             self.patcher.distrust("it has no memory for a patch; lower gpu_memory_utilization in generator.engine_options")
-            raise
+            self.refused = str(error)
+            return
         self.whole = False
         self.whole = self.patcher.write(found, heading)
         self.verdict = LoadedWeights("" if self.whole else "a patch", 0, 0)
@@ -155,9 +160,19 @@ class NcclWeightTransferEngine(JoiningEngine):
         with contextlib.suppress(RuntimeError):  # the sender is gone: its next group asks again
             declare_patchable(store, rank, self.patcher.able)
 
-    def _heading(self, communicator: PyNcclCommunicator, manifest: WeightManifest) -> Heading:
+    def _heading(self, update_info: ReceiveInfo, abort: Abort) -> Heading:
+        communicator, manifest, _, _ = self.connection
         encoded = self._broadcast(communicator, torch.empty(4, dtype=torch.int64, device=self.device))
+        _raise_if(abort, update_info)  # before anything is forgotten: what an aborted broadcast leaves is no heading
         return Heading.decoded(encoded.cpu(), manifest)
+
+    def _payload(self, nbytes: int, update_info: ReceiveInfo, abort: Abort) -> torch.Tensor:
+        """Receive a delta into host memory, a chunk at a time, since it may be nearly as long as the weights."""
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        for chunk in payload.split(BUCKET_BYTES):
+            chunk.copy_(self._broadcast(self.connection[0], torch.empty(len(chunk), dtype=torch.uint8, device=self.device)))
+            _raise_if(abort, update_info)
+        return payload
 
     def _broadcast(self, communicator: PyNcclCommunicator, tensor: torch.Tensor) -> torch.Tensor:
         communicator.broadcast(tensor, src=0)

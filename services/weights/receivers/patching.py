@@ -72,8 +72,8 @@ class Patcher:
         """Return the elements that `patch`, of the trainer with `fence`, changes in this model. Takes all of `chunks`, whatever
         is wrong, because other members wait for this one.
 
-        Raises `InvalidVersion` if another version is held, and `WeightChanged` for the first tensor that arrived changed, or that
-        the model does not have as it should be, after which nothing is held. The model is as it was.
+        Raises `InvalidVersion` if another version is held, `OutOfMemoryError`, and `WeightChanged` for the first tensor that
+        arrived changed, or that the model does not have as it should be, after which nothing is held. The model is as it was.
         """
         found: list[Landing] = []
         problem: Exception | None = None
@@ -84,8 +84,9 @@ class Patcher:
             if problem is None:
                 try:
                     found += self._of_chunk(patch, [patch.rows[i] for i in rows], data, manifest)
-                except (InvalidVersion, WeightChanged) as error:
+                except (InvalidVersion, WeightChanged, torch.OutOfMemoryError) as error:
                     problem = error
+                    found.clear()  # the chunks that follow need memory, too
         if problem is not None:
             raise problem
         return found

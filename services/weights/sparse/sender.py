@@ -69,7 +69,8 @@ class SparseWeightSender(WeightSender):
         shards = partition_shards(sent, rank) if self._partitioned else whole_shards(sent, rank, ranks)
         self._changes = ChangeEncoder(shards, rank)
         self._elements = sum(weight.numel() if not self._partitioned else int(weight.ds_numel) for weight in sent.values())  # type: ignore[attr-defined]
-        self._patches = 0  # since all weights were sent
+        self._patches = 0  # since all weights were sent to members that take patches
+        self._to_holders = False  # whether the members of this transfer all hold what was sent last
         self._refusing: list[int] = []  # ranks of the last group that took no patches
 
     def send(self) -> None:
@@ -85,6 +86,7 @@ class SparseWeightSender(WeightSender):
         """Rank 0: a patch goes to members that all hold what was sent last and can write into their models."""
         (fence, version), base, sent = self._label, self._members_hold, self._sent
         self._sent = self._members_hold = None  # until all of it is sent
+        self._to_holders = base is not None  # and no newcomers, which are sent all weights alone
         possible = base is not None and base < version and sent == (fence, base) and self._patches < WHOLE_EVERY - 1
         try:
             refusing = self._transport.unpatchable() if possible else self._refusing
@@ -136,7 +138,8 @@ class SparseWeightSender(WeightSender):
                 pass
         if problems and self._sender:
             log.warning("failed to copy the weights that later patches start from", errors=problems)
-        self._sent, self._patches = None if problems else (order.fence, order.version), 0
+        self._sent = None if problems else (order.fence, order.version)
+        self._patches = 0 if self._to_holders else self._patches
         self._say(self.manifest.nbytes, 1.0, delta=False)
 
     def _fail(self, error: BaseException) -> None:

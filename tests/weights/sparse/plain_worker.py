@@ -56,6 +56,19 @@ class PlainExtension(WiredExtension):
         """Let the worker take patches again."""
         self.patcher()._distrusted = ""
 
+    def lack_memory(self, lack: bool) -> None:
+        """Fail to look for where a patch goes, in the first chunk."""
+        from services.weights.sparse.placement import Placement
+
+        if lack:
+
+            def fail(*_: object) -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+            self.find, Placement.find = Placement.find, fail  # type: ignore[method-assign, assignment]
+        else:
+            Placement.find = self.find  # type: ignore[method-assign]
+
     def lose_writes(self, lose: bool) -> None:
         """Write nothing of the next patches."""
         from services.weights.sparse.placement import Landing

@@ -205,10 +205,39 @@ async def test_a_sender_that_stops_in_mid_patch_leaves_the_model_as_it_was(
     await pair.assert_equal()
 
 
-@pytest.mark.parametrize(("fence", "of_another_version"), [(1, 1), (2, 0)])
-async def test_a_patch_for_other_weights_is_refused(pair: SparsePair, fence: int, of_another_version: int) -> None:
+async def test_a_worker_without_memory_for_a_patch_holds_nobody_up_and_gets_all_weights(pair: SparsePair) -> None:
+    await pair.whole()
+    before, version = await pair.ask("digests"), pair.engine.version
+    await pair.ask("lack_memory", True)
+    with pytest.raises(TransferFailed, match="was not applied: CUDA out of memory"):
+        await pair.step(465)
+    await pair.ask("lack_memory", False)
+    assert await pair.ask("digests") == before
+    assert (pair.engine.version, pair.engine.whole) == (version, pair.engine.world == 1)
+    await pair.whole()
+    assert await pair.ask("takes_patches") == [False] * pair.engine.world
+    assert not await pair.step(466)
+    await pair.assert_equal()
+    await pair.ask("trust")
+
+
+async def test_a_transfer_that_never_begins_leaves_the_model_as_it_was(pair: SparsePair, monkeypatch: pytest.MonkeyPatch) -> None:
     if pair.engine.world > 1:
         pytest.skip("an engine of several workers ends when a transfer fails")
+    await pair.whole()
+    before, version = await pair.ask("digests"), pair.engine.version
+    await pair.engine.pause()
+    with pair.limited(1.0), pytest.raises(TransferFailed):
+        await pair.engine.receive(version + 1)
+    assert (pair.engine.version, pair.engine.whole) == (version, True)
+    assert await pair.ask("digests") == before
+    await pair.engine.resume()
+    await pair.whole()
+    await pair.assert_equal()
+
+
+@pytest.mark.parametrize(("fence", "of_another_version"), [(1, 1), (2, 0)])
+async def test_a_patch_for_other_weights_is_refused(pair: SparsePair, fence: int, of_another_version: int) -> None:
     await pair.whole()
     before, version = await pair.ask("digests"), pair.engine.version
     base = version + of_another_version
@@ -222,7 +251,7 @@ async def test_a_patch_for_other_weights_is_refused(pair: SparsePair, fence: int
         asyncio.to_thread(pair.sender.send), pair.engine.receive(pair.version), return_exceptions=True
     )
     assert f"changes version {base} of trainer {fence}, but this worker holds version {version} of trainer 1" in str(received)
-    assert (pair.engine.version, pair.engine.whole) == (version, True)
+    assert (pair.engine.version, pair.engine.whole) == (version, pair.engine.world == 1)
     assert await pair.ask("digests") == before
     await pair.whole()
     await pair.assert_equal()

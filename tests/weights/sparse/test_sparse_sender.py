@@ -103,13 +103,13 @@ class Trainer:
             for weights in self.weights:
                 weights[name].data.add_(change)
 
-    def send(self, held: int | None = None, share: float = 0.02) -> str:
-        """Train and send; return what went."""
+    def send(self, held: int | None = None, share: float = 0.02, newcomers: bool = False) -> str:
+        """Train and send, to members that hold `held` or the last version, or to newcomers alone; return what went."""
         self.version += 1
         self.train(share)
         lead = self.senders[0]
         lead.label(self.version, 9)
-        lead.members_hold(self.version - 1 if held is None else held)
+        lead.members_hold(None if newcomers else self.version - 1 if held is None else held)
         with ThreadPoolExecutor(RANKS) as pool:
             done = [pool.submit(each.send) for each in self.senders]
         for each in done[1:]:
@@ -183,6 +183,17 @@ def test_a_rank_without_memory_costs_transfers_of_all_weights(
 def test_all_weights_go_every_so_often(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(senders, "WHOLE_EVERY", 4)
     assert [trainer.send() for _ in range(9)] == ["whole", *["patch"] * 3, "whole", *["patch"] * 3, "whole"]
+
+
+def test_newcomers_do_not_put_off_the_transfer_of_all_weights_to_the_others(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(senders, "WHOLE_EVERY", 4)
+    assert trainer.send() == "whole"
+    for _ in range(3):
+        assert trainer.send() == "patch"
+        assert trainer.send(newcomers=True) == "whole"
+    assert [trainer.send(), trainer.send()] == ["whole", "patch"]
 
 
 def test_adapters_are_refused(tmp_path: Path) -> None:
