@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from services.config.environments import check_environments
@@ -100,9 +101,10 @@ def _training(config: RunConfig) -> Iterator[str]:
     for key, wrong in (
         ("deterministic", trainer.deterministic), ("zero_stage", trainer.zero_stage == 3),
         ("sequence_parallel", trainer.sequence_parallel > 1),
+        ("gradient_checkpointing", trainer.gradient_checkpointing == "selective"),  # compiled products write into buffers
     ):  # fmt: skip
         if trainer.compile and wrong:
-            value = str(getattr(trainer, key)).lower()
+            value = json.dumps(getattr(trainer, key))
             yield f"trainer.compile = true and trainer.{key} = {value} are incompatible: set trainer.compile = false"
     if trainer.ranks % trainer.sequence_parallel:
         yield (

@@ -257,6 +257,10 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
             'source "main" is "jsonl": use another kind, or leave the source out of verifiers.0.sources',
         ),
         (
+            ["trainer.compile=true", "trainer.gradient_checkpointing=selective"],
+            'trainer.compile = true and trainer.gradient_checkpointing = "selective" are incompatible: set trainer.compile',
+        ),
+        (
             ["sync.encoding=sparse"],
             'sync.encoding = "sparse" and sync.backend = "auto" are incompatible: it writes into the memory',
         ),
