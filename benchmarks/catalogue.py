@@ -454,7 +454,8 @@ SUITE = (
             Figure("us_a_completion", "CPU of the tracker for a completion, µs", None, "lower", ratio=False),
             Figure("bytes_a_completion", "of the files, of 48 tokens in some 170 characters", None, "lower", ratio=False),
         ),
-        gap="Sorting whole columns; a dictionary for names would make equality cheaper.",
+        gap="The example's steps take a second and bring 256 completions, at some 160 µs each, of which the log itself is half. "
+        "Steps of more than 4 s meet the goal.",
     ),
     Benchmark(
         "browsing",
