@@ -36,12 +36,12 @@ OURS = ("generator.count=1", "generator.max_num_seqs=512", "generator.cpu_kv_cac
 TRL: dict[str, dict[str, Any]] = {
     "trl": {"kind": "generate", "threads": 2, "micro_batch": 256},
     "trl_vllm": {"kind": "colocated", "threads": 2, "micro_batch": 256},
-    "trl_async": {"kind": "async", "threads": 1, "server_threads": 1, "micro_batch": 256, "in_flight": 512},
+    "trl_async": {"kind": "async", "threads": 1, "server_threads": 1, "micro_batch": 256, "in_flight": 512, "staleness": 1},
 }
 TRIED: dict[str, list[dict[str, Any]]] = {
     "trl": [{}, {"threads": 1}, {"micro_batch": 64}, {"micro_batch": 64, "threads": 1}, {"cache": "static"}],
     "trl_vllm": [{}, {"threads": 1}, {"micro_batch": 64}],
-    "trl_async": [{}, {"threads": 2}, {"server_threads": 2}, {"in_flight": 768}],
+    "trl_async": [{}, {"threads": 2}, {"server_threads": 2}, {"in_flight": 768}, {"staleness": 2}],
 }
 """Changes of `TRL` that are tried. The asynchronous trainer's loss is the same as ours with one micro-batch alone."""
 POLL_S = 0.5

@@ -1,7 +1,7 @@
 """`AsyncGRPOTrainer` of `trl.experimental` on a CPU, for benchmarks/trl_run.py.
 
 TRL's own parts: the trainer, its loss (a clipped ratio to the policy that sampled, as in `grpo run`), its rollout worker in a
-process of its own, its queue and its rule of staleness, with the example's bound. They meet vLLM's own server.
+process of its own, its queue and its rule of staleness. They meet vLLM's own server.
 Three parts exist for GPUs alone, and are replaced through what TRL offers for that, or by what computes the same:
 
 - weights: `weight_transfer`, TRL's protocol, by a file in memory and `reload_weights` instead of NCCL;
@@ -172,7 +172,7 @@ def asynchronous(job: dict[str, Any], example: Example, said: Said) -> None:
         tokenizer.response_template = RESPONSE
         arguments = AsyncGRPOConfig(
             **example.settings(job), dtype=config.model.dtype, vllm_server_base_url=url, vllm_server_timeout=READY_S,
-            token_budget=0, max_staleness=config.admission.max_staleness, max_inflight_tasks=tried["in_flight"],
+            token_budget=0, max_staleness=tried["staleness"], max_inflight_tasks=tried["in_flight"],
         )  # fmt: skip
         Told(
             model=config.model.path, reward_funcs=example.reward, args=arguments,
