@@ -7,7 +7,8 @@ Same model, warm start, prompts, reward, batch, sampling, clipping, loss, steps 
 whose steps trained another number of completions or at another rate fails. Four sides (benchmarks/sides.py), each a process of
 its own: `ours`, a whole `grpo run`; `trl`, `GRPOTrainer` with transformers' `generate`;
 `trl_vllm`, the same with vLLM in its process; `trl_async`, `AsyncGRPOTrainer` with a vLLM server. TRL (PyPI) has an environment
-of its own. Threads, micro-batches, KV cache, requests in flight and bound of staleness of TRL's are tried first, in runs of `TUNED_STEPS` steps: `tried` has the steps a second of each, and the fastest is compared with ours, whose are given.
+of its own. Threads, micro-batches, KV cache, requests in flight and bound of staleness of TRL's are tried first, in runs of
+`TUNED_STEPS` steps: `tried` has the steps a second of each, and the fastest is compared with ours, whose are given.
 
 A side's clock starts when it begins to sample its first completion; with `from_command` it starts with its command, loading
 included. Per seed, `ratio_05` to `ratio_08` are the seconds of `trl` over ours until the curve (benchmarks/curves.py) is at that
