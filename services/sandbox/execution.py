@@ -63,22 +63,27 @@ class _Result(msgspec.Struct):
     lost: str = ""
 
 
-async def execute(pods: PodsApi, call: RunCode) -> CodeDone:
-    """Begin a call in its pod, or attach to it, and return its result. Raises `NotExecuted` and `Garbled`."""
+async def execute(pods: PodsApi, call: RunCode, limit_s: float) -> CodeDone:
+    """Begin a call in its pod, or attach to it, and return its result within `limit_s`. Raises `NotExecuted` and `Garbled`."""
+    attached = False
     place = pods.place(call.pod)
     query = [("container", CONTAINER), ("stdin", "true"), ("stdout", "true"), ("stderr", "true")]
     query += [("command", word) for word in COMMAND]
     try:
-        opened: Any = await pods.client.request(
-            "GET", place, query_params=query, headers=await pods.credentials(place), _preload_content=False
-        )
-        async with opened as socket:
-            sending = asyncio.ensure_future(_send(socket, _input(call)))
-            try:
-                output = await _received(socket)
-            finally:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
+        async with asyncio.timeout(limit_s):
+            opened: Any = await pods.client.request(
+                "GET", place, query_params=query, headers=await pods.credentials(place), _preload_content=False
+            )
+            async with opened as socket:
+                attached = True
+                sending = asyncio.ensure_future(_send(socket, _input(call)))
+                try:
+                    output = await _received(socket)
+                finally:
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
+    except TimeoutError:  # the node may be gone, or the code has stopped what would send its result
+        raise NotExecuted("nothing came" if attached else "no connection", suspected=attached) from None
     except (*FAILURES, ApiException) as error:
         raise NotExecuted(f"{type(error).__name__}: {error}"[:300]) from None
     return _read(output)

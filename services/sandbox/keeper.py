@@ -79,15 +79,11 @@ class SandboxKeeper:
         last, suspected = "", False
         while (left := deadline - time.monotonic()) > 0:
             try:
-                async with asyncio.timeout(left):
-                    return self._counted(await execute(self._pods, call), began)
+                return self._counted(await execute(self._pods, call, left), began)
             except Garbled as error:
                 return self._counted(CodeDone(ended=f"it sent no result: {error}"), began)
-            except TimeoutError:  # the connection is alive, and nothing comes
-                last, suspected = "", True
-                break
             except NotExecuted as error:
-                last, suspected = f": {error}"[:300], error.suspected
+                last, suspected = f": {error}"[:300], suspected or error.suspected
                 log.info("a call was cut off", pod=call.pod, call=call.call, error=str(error))
             fate = _fate(await self._pods.get(call.pod))
             if fate is not None:

@@ -30,11 +30,9 @@ class EncodingChoice:
         faster = self._took[True] <= self._took[False]
         return faster != (self._since >= TRY_AGAIN)
 
-    def failed(self, delta: bool | None) -> None:
-        """Count a failed delta as the slower, since its encoding may be what takes longer than a round may. None: neither could
-        have been chosen."""
-        if delta:
-            self._took[True], self._since = math.inf, 0
+    def too_slow(self) -> None:
+        """Count a delta that took longer than a round may as the slower."""
+        self._took[True], self._since = math.inf, 0
 
     def took(self, delta: bool, seconds: float) -> None:
         """Take the seconds of a round that could have been either."""

@@ -11,6 +11,7 @@ For the transports, see services/weights/transports.py. Buffers of the model are
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -203,13 +204,14 @@ class WeightSender:
 
         Raises `SendFailed`, on rank 0 only, after `sync.transfer_deadline_s` or when a member breaks.
         """
-        gathered = self._gathered()
+        gathered, began = self._gathered(), time.monotonic()
         try:
             if self._sender:
                 self._send(gathered, Deadline(self._sync.transfer_deadline_s))
         except FAILURES as error:
             let_go(error)
-            self._choice.failed(self._chosen)
+            if self._chosen and time.monotonic() - began >= self._sync.transfer_deadline_s:
+                self._choice.too_slow()
             self.close_group()
             raise SendFailed(f"failed to send weights: {error}") from error
         finally:

@@ -75,12 +75,17 @@ async def test_a_classic_environment_runs_its_own_rows(older: Path, rollout: Scr
         assert [(row["row"], row["answer"]) for row in rows] == [(0, "1"), (1, "2"), (2, "3")]
         assert rows[1]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
         [held] = (await one.do("rows", "rows", ROWS | {"evaluation": True})).value
-        rollout.said += ["It is 12.", "A word.", "A judge.", "A slow one."]
+        rollout.said += ["It is 12.", "A word.", "A loop.", "A judge.", "A slow one.", "A busy one."]
         assert await run("a", held) == {"digits": 0.5, "num_turns": 1.0, "score": 0.5}
         assert "What is 8 + 1?" in rollout.chat.decode(rollout.policy.asked[0].given)
-        assert (await run("b", rows[0]))["score"] == 0.0  # as the library has it
-        for name in ("c", "c2"):
-            with pytest.raises(ProgramFailed, match="could not score the rollout: digits: RuntimeError: no judgement"):
+        for name in ("b", "b2"):
+            assert (await run(name, rows[0]))["score"] == 0.0  # as the library has it
+        for name, raised in (
+            ("c", "RuntimeError: no judgement"),
+            ("c2", "TimeoutError: "),
+            ("c3", "HTTPStatusError: Server error"),
+        ):
+            with pytest.raises(ProgramFailed, match=f"could not score the rollout: digits: {raised}"):
                 await run(name, rows[0])
         rollout.broken = True
         with pytest.raises(ProgramFailed, match="could not run the rollout"):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,7 @@ import pytest_asyncio
 pytest.importorskip("kubernetes", reason="pip install 'grpo[cluster]'")
 
 from services.environment.code_tool.sandboxed import SandboxLost
+from services.sandbox import keeper
 from tests.kubernetes.pod_cluster import PodCluster, processes
 from tests.sandbox.worlds import SandboxWorld, kept, sandboxes
 from tests.support.harness import wait_until
@@ -190,3 +192,26 @@ async def test_a_service_that_is_away_costs_a_delay_and_one_that_stays_away_is_u
     gone._service._url = "http://127.0.0.1:1"
     with pytest.raises(SandboxLost, match="did not reply within"):
         await gone.call({"code": "1"})
+
+
+async def test_a_result_that_does_not_come_is_blamed_on_code_that_was_reached_alone(
+    place: SandboxWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "CALL_MARGIN_S", 0.0)
+    tool, client = place.tool(limit_s=2.0), place.kept._pods.client
+    assert await tool.call({"code": "1"}) == "1"
+    honest = client.request
+
+    async def hang(method: str, url: str, *given: Any, **named: Any) -> Any:
+        await asyncio.sleep(60.0 if url.endswith("/exec") else 0.0)  # as with a node that is gone
+        return await honest(method, url, *given, **named)
+
+    with monkeypatch.context() as gone:
+        gone.setattr(client, "request", hang)
+        with pytest.raises(SandboxLost, match=r"no result after 2 s: no connection") as raised:
+            await tool.call({"code": "2"})
+    assert not raised.value.suspected
+    stopping = place.tool("0-0.7.1.0", limit_s=2.0)
+    with pytest.raises(SandboxLost, match=r"no result after 2 s: nothing came") as raised:
+        await stopping.call({"code": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"})
+    assert raised.value.suspected

@@ -38,7 +38,7 @@ def test_another_process_with_the_number_of_one_that_has_ended_is_not_taken_for_
     neighbours, parent = Neighbours(), os.getppid()
     neighbours.meet([(status(parent, process_age_s(parent)), 0.0)])
     assert neighbours.left() == [("generator-0", "a")]
-    monkeypatch.setattr("services.tracker.account.process_age_s", lambda pid: process_age_s(pid) / 2)
+    monkeypatch.setattr("services.tracker.account.process_age_s", lambda pid: process_age_s(pid) + 5.0)
     assert neighbours.left() == []
 
 

@@ -142,6 +142,9 @@ async def test_account_configuration_and_the_runs_beside_it_are_answered_from_fi
         assert "The tracker writes it" in (await http.get("/account")).json()["missing"]
         write_account(folder)
         found = (await http.get("/account")).json()
+        (folder / account.FILE).unlink()
+        assert (await http.get("/account")).json() == found, "not read again for everyone who looks"
+        write_account(folder)
         assert sum(found["spent"].values()) == pytest.approx(1200.0)
         assert found["divided"]
         assert found["trainer"]["training"] == 400.0

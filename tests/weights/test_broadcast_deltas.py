@@ -220,19 +220,16 @@ def test_the_choice_is_the_faster_one_and_the_other_now_and_then() -> None:
     assert [EncodingChoice("full").delta(), EncodingChoice("delta").delta()] == [False, True]
 
 
-def test_a_delta_that_fails_is_the_slower_one() -> None:
+def test_a_delta_that_exceeds_the_deadline_is_the_slower_one() -> None:
     choice, used = EncodingChoice("auto"), list[bool]()
     for _ in range(2 * TRY_AGAIN + 6):
         used.append(choice.delta())
         if used[-1]:
-            choice.failed(True)
+            choice.too_slow()
         else:
             choice.took(False, 10.0)
     assert used[:2] == [True, False]
     assert used.count(True) == 3
-    choice.failed(False)
-    choice.failed(None)
-    assert not choice.delta()
 
 
 def test_a_delta_that_describes_something_else_changes_nothing() -> None:

@@ -166,8 +166,9 @@ def _has_open(pid: int, path: Path, locked: bool = False) -> bool:
     False if it has exited, or belongs to another user.
     """
     wanted, proc = os.path.realpath(path), Path(f"/proc/{pid}")
-    try:
-        links = [link for link in (proc / "fd").iterdir() if os.readlink(link) == wanted]
-        return any(not locked or "\nlock:" in (proc / "fdinfo" / link.name).read_text() for link in links)
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        for link in (proc / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it has just been closed
+                if os.readlink(link) == wanted and (not locked or "\nlock:" in (proc / "fdinfo" / link.name).read_text()):
+                    return True
+    return False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
+import gc
+import io
 import linecache
 import sys
 import traceback
@@ -15,6 +18,16 @@ KEPT_BYTES = 40_000
 """Most of it that is kept: 10,000 characters, of up to four bytes each."""
 
 
+def _write_open_files() -> None:
+    """Write what is in the buffers of files that were left open. As garbage in a cycle, they may be closed in the wrong order."""
+    there = gc.get_objects()
+    for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+        for each in there:
+            if type(each) is kind:
+                with contextlib.suppress(OSError, ValueError):  # full, or closed
+                    each.flush()
+
+
 def run(code: str) -> None:
     """Run code as the main module; print the value of a last expression, as an interactive Python does.
 
@@ -22,7 +35,7 @@ def run(code: str) -> None:
     """
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
     names = {"__name__": "__main__", "__builtins__": __builtins__}
-    atexit.register(names.clear)  # as of a main module, so that files which it left open are written: garbage in a cycle is not
+    atexit.register(_write_open_files)
     try:
         tree = ast.parse(code, NAME)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

@@ -134,9 +134,12 @@ class NcclWeightTransferEngine(JoiningEngine):
         _raise_if(abort, update_info)
         patch = decode(table.cpu(), heading, manifest)
 
+        largest = max((nbytes for _, nbytes in patch.chunks()), default=0)
+        buffer = torch.empty(largest, dtype=torch.uint8, device=self.device)  # once, since receiving must not fail
+
         def chunks() -> Iterator[tuple[range, torch.Tensor]]:
             for rows, nbytes in patch.chunks():
-                data = self._broadcast(communicator, torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+                data = self._broadcast(communicator, buffer[:nbytes])
                 _raise_if(abort, update_info)
                 yield rows, data
 

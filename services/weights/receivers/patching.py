@@ -70,7 +70,7 @@ class Patcher:
         self, patch: Patch, fence: int, manifest: WeightManifest, chunks: Iterator[tuple[range, torch.Tensor]]
     ) -> list[Landing]:
         """Return the elements that `patch`, of the trainer with `fence`, changes in this model. Takes all of `chunks`, whatever
-        is wrong, because other members wait for this one.
+        is wrong, because other members wait for this one. Nothing of a chunk is kept when the next is taken.
 
         Raises `InvalidVersion` if another version is held, `OutOfMemoryError`, and `WeightChanged` for the first tensor that
         arrived changed, or that the model does not have as it should be, after which nothing is held. The model is as it was.
@@ -85,8 +85,8 @@ class Patcher:
                 try:
                     found += self._of_chunk(patch, [patch.rows[i] for i in rows], data, manifest)
                 except (InvalidVersion, WeightChanged, torch.OutOfMemoryError) as error:
-                    problem = error
-                    found.clear()  # the chunks that follow need memory, too
+                    problem = error.with_traceback(None)  # whose frames would keep what they had
+                    found.clear()
         if problem is not None:
             raise problem
         return found

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.request
 from typing import Any
 
+import httpx
 import verifiers as vf
 from datasets import Dataset
 
@@ -18,7 +21,12 @@ def load_environment(rows: int = 4) -> Any:
         if "judge" in said:
             raise RuntimeError("no judgement") from ConnectionRefusedError("the judge does not answer")
         if "slow" in said:
-            raise RuntimeError("no judgement") from TimeoutError
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                urllib.request.urlopen(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
+        if "busy" in said:
+            httpx.Response(503, request=httpx.Request("POST", "http://judge")).raise_for_status()
+        if "loop" in said:
+            raise TimeoutError("the answer takes too long to check")
         if "word" in said:
             raise ValueError("not a number")
         return sum(digit in said for digit in "0123") / 4

@@ -1,17 +1,19 @@
 """Environments of the classic API: `load_environment(id, **options)` and `run_rollout`, as version 0.3 of verifiers has them.
 
-Guarantees: a rollout that the library could not run is a failure. So is one whose reward function could not reach a service,
+Guarantees: a rollout that the library could not run is a failure. So is one whose reward function met a service that failed,
 which the library scores 0; a reward function that raises anything else gives 0, as the library has it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import importlib
 import inspect
 import json
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -21,6 +23,8 @@ from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.kinds import policy_client
 from services.runtime.own_code import Unusable
 
+CLIENTS = frozenset({"aiohttp", "http", "httpcore", "httpx", "requests", "socket", "ssl", "urllib", "urllib3"})
+"""Packages that speak to services."""
 _UNREACHED: ContextVar[list[str]] = ContextVar("unreached")
 """What reward functions of this rollout could not reach."""
 
@@ -120,10 +124,18 @@ def _of_a_service(error: BaseException | None) -> bool:
     httpx, openai = (cast("Any", importlib.import_module(name)) for name in ("httpx", "openai"))
     library = importlib.import_module("verifiers.legacy.errors").Error
     while error is not None:
-        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror | httpx.TransportError | openai.APIError | library):
+        if isinstance(error, ConnectionError | socket.gaierror | httpx.TransportError | openai.APIError | library):
+            return True
+        if isinstance(error, TimeoutError | asyncio.CancelledError) and _in_a_client(error):
             return True
         status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
         if isinstance(status, int) and (status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _in_a_client(error: BaseException) -> bool:
+    """Return whether an exception came from within a client of a service; a limit of the function's own work does not."""
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] in CLIENTS for name in frames)
