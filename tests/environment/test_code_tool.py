@@ -106,6 +106,7 @@ async def test_code_that_takes_too_much_is_ended(code: str, said: str, tmp_path:
     monkeypatch.chdir(tmp_path)
     tool = CodeTool("0-0.2.0", 1.0 if "longer" in said else 20.0, 512)
     assert said in await run(tool, code)
+    tool._limit_s = 20.0
     assert await run(tool, "import os; len(os.listdir('.'))") == "0"
     await tool.close()
 

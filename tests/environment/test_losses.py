@@ -66,7 +66,7 @@ async def test_a_rollout_whose_turns_are_damaged_starts_again(damage: str, tmp_p
         store = service.store
         async with environment(service.config):
             await issue(store, 0)
-            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") == N, 20.0)
+            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") >= N, 20.0)
         turns = store.keys.turns("0-0")
         turn = codec.decode((await store.client.hget(turns, "0:1") or b"")[1:], Turn)
         damaged = {

@@ -136,7 +136,7 @@ async def test_rollouts_go_on_where_they_were_when_their_pod_is_killed(tmp_path:
         engine._token_s = 0.01
         async with environment(service.config):
             await issue(service.store, 0)
-            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") == N, 20.0)
+            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") >= N, 20.0)
         async with environment(service.config, "environment-1"):
             [(header, _)] = await groups(service.store, 1)
         assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)

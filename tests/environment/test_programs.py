@@ -108,12 +108,14 @@ async def test_a_program_that_blocks_costs_its_process_and_the_next_one_works(
         "import time\nclass Slow:\n    def turn(self, message):\n        time.sleep(60)\n    def score(self):\n        return 1\n"
     )
     (tmp_path / "slow.py").write_text(code)
-    slow = PythonEnvironment(name="slow", kind="python", function=f"{tmp_path / 'slow.py'}:Slow", timeout_s=0.5)
+    slow = PythonEnvironment(name="slow", kind="python", function=f"{tmp_path / 'slow.py'}:Slow", timeout_s=20.0)
     async with process(slow) as one:
         first = one.pid
         await one.do("a", "start", {})
+        one._environment = slow.model_copy(update={"timeout_s": 0.5})
         with pytest.raises(ProgramFailed, match=r"turn took longer than timeout_s = 0\.5"):
             await one.do("a", "turn", {"content": "x"})
+        one._environment = slow
         await one.ensure()
         assert one.pid not in (None, first)
         await one.do("b", "start", {})

@@ -53,7 +53,9 @@ class Unprintable(Exception):
 
 async def solve(client, row):
     match row["do"]:
-        case "block": time.sleep(3600)
+        case "block":
+            open(row["begun"], "w").close()
+            time.sleep(3600)
         case "leave": sys.exit(3)
         case "leave in a task": await asyncio.gather(solve(client, {"do": "leave"}))
         case "hang": await asyncio.sleep(3600)
@@ -68,7 +70,7 @@ async def solve(client, row):
 @pytest.fixture
 def world(tmp_path: Path) -> PythonEnvironment:
     (tmp_path / "world.py").write_text(CODE)
-    return PythonEnvironment(name="w", kind="python", function=f"{tmp_path / 'world.py'}:World", timeout_s=1.0)
+    return PythonEnvironment(name="w", kind="python", function=f"{tmp_path / 'world.py'}:World", timeout_s=20.0)
 
 
 @pytest.fixture
@@ -110,8 +112,10 @@ async def test_a_step_that_hangs_costs_its_rollout_and_no_other(world: PythonEnv
         for rollout in "ab":
             await one.do(rollout, "start", {})
         assert await ask(one, "b") == "1"
+        one._environment = world.model_copy(update={"timeout_s": 1.0})
         with pytest.raises(ProgramFailed, match="turn took longer than timeout_s = 1"):
             await ask(one, "a", "hang")
+        one._environment = world
         assert await ask(one, "b") == "2"
 
 
@@ -125,7 +129,9 @@ async def test_what_a_step_does_wrong_costs_its_rollout_and_no_other(world: Pyth
         assert await ask(one, "b") == "1"
 
 
-async def test_what_an_agent_does_wrong_costs_itself(agent: AgentEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_an_agent_does_wrong_costs_itself(
+    agent: AgentEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.environment.programs.process.STOP_LIMIT_S", 1.0)
     async with process(agent) as one:
         given = {"url": "http://127.0.0.1:1/v1", "key": "k"}
@@ -144,8 +150,9 @@ async def test_what_an_agent_does_wrong_costs_itself(agent: AgentEnvironment, mo
         stubborn.cancel()
         assert (await one.do("d", "run", {**given, "row": {"do": "nothing"}})).value == {"score": 1.0}
         assert not hanging.done()
-        blocking = asyncio.ensure_future(one.do("e", "run", {**given, "row": {"do": "block"}}))
-        await asyncio.sleep(0.2)
+        begun = tmp_path / "begun"
+        blocking = asyncio.ensure_future(one.do("e", "run", {**given, "row": {"do": "block", "begun": str(begun)}}))
+        await wait_until(begun.exists)
         await one.stop("e", "run took too long")
         for lost in (hanging, blocking):
             with pytest.raises(ProcessLost, match="killed, since another rollout's run took too long") as found:
@@ -179,10 +186,10 @@ async def test_what_is_under_way_when_a_process_dies_is_suspected(world: PythonE
 
 
 async def test_the_calls_of_a_turn_have_limits_together(world: PythonEnvironment) -> None:
-    async with process(world) as one:
+    async with process(world.model_copy(update={"timeout_s": 6.0})) as one:
         await one.do("a", "start", {})
-        said = await call(one, "a", *[("nap", {"seconds": 0.3})] * 3)
-        assert said[:2] == ["rested", "rested"]
+        said = await call(one, "a", ("say", {"text": "x"}), ("nap", {"seconds": 3.2}), ("say", {"text": "x"}))
+        assert said[:2] == ["x", "rested"]
         assert said[2].startswith("Error: not called, since the calls before it took too long")
         said = await call(one, "a", *[("large", {})] * 3)
         assert sum(map(len, said[:2])) == TURN_CHARACTERS

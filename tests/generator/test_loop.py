@@ -202,7 +202,7 @@ async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: Re
 
 
 async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path, server: RedisServer) -> None:
-    slow = ("generator.engine_options.token_s=0.02", "generator.lease_s=0.3")
+    slow = ("generator.engine_options.token_s=0.02", "generator.lease_s=60")
     async with generator(tmp_path, server, *slow) as (service, loop, _):
         await issue(service.store, ticket(0))
         loop.renew = _never  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan
-from tests.runs.test_run import finish, start, write_run
+from tests.runs.test_run import SLOW, finish, start, write_run
 from tests.support.harness import save_model_folder
 from tests.support.once import once
 
@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         if new:
             save_model_folder(folder / "model")
             config = write_run(
-                folder, "seen", "run.steps=6", "checkpoint.every_steps=3", "trainer.ranks=2", "trainer.zero_stage=1",
+                folder, "seen", SLOW, "run.steps=6", "checkpoint.every_steps=3", "trainer.ranks=2", "trainer.zero_stage=1",
                 "trainer.deterministic=false", 'verifiers=[{kind="regex", pattern="[0-4]"}, {kind="length", soft_tokens=8}]',
             )  # fmt: skip
             process = start(config)

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_run import check_whole, finish, folder, kill, start, steps_done, wait_for, weights, write_run  # noqa: F401
+from tests.runs.test_run import SLOW, check_whole, finish, folder, kill, start, steps_done, wait_for, weights, write_run  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parents[1] / "environment" / "programs.py"
 STEPS = 5
 
 
-def write(folder: Path, name: str) -> Path:  # noqa: F811
+def write(folder: Path, name: str, *overrides: str) -> Path:  # noqa: F811
     source = f'kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "digits"'
     return write_run(
         folder, name, f"data.sources=[{{{source}}}]", "verifiers=[]", "filters.exclude_pass_rate=0", "data.chat_template=true",
         f'environments=[{{name = "digits", kind = "python", function = "{PROGRAMS}:Digits", solved_at = 0.5}}]',
         f"run.steps={STEPS}",
         "sampling.max_tokens=12", "evaluation.every_steps=2", "evaluation.samples=2", "evaluation.prompts=3",
-        "evaluation.min_training_generators=0", f'evaluation.sources=[{{{source}, name = "held_out"}}]',
+        "evaluation.min_training_generators=0", f'evaluation.sources=[{{{source}, name = "held_out"}}]', *overrides,
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: 
     check_whole(folder, "turns", STEPS)
     calm = evaluated(folder, "turns")
     assert {0, STEPS} <= calm.keys() <= {0, 2, 4, STEPS}, "a round that a newer version overtakes is not begun"
-    process = start(write(folder, "killed-turns"))
+    process = start(write(folder, "killed-turns", SLOW))
     wait_for(lambda: steps_done(folder, "killed-turns") >= 1, process)
     kill(folder, "killed-turns", "environment-0", process)
     kill(folder, "killed-turns", "generator-0", process)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.runs.test_run import (
+    SLOW,
     check_whole,
     finish,
     folder,  # noqa: F401
@@ -44,7 +45,7 @@ def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(f
     with FlakyServer() as service:
         service.behave("status:500", "hang", "close", "raw:{}", "retry:1", "endless", "status:503")
         verifier = f'{{kind="http", url="{service.url}/digits", range=[0, 1], timeout_s=1.0}}'
-        process = start(write_run(folder, NAME, f"verifiers=[{verifier}]"))
+        process = start(write_run(folder, NAME, SLOW, f"verifiers=[{verifier}]"))
         wait_for(lambda: steps_done(folder, NAME) >= 2, process)
         service.kill()
         wait_for(lambda: f"waiting for verifier 'http' at {service.url}/digits: connection refused" in status(folder), process)

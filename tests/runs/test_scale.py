@@ -66,7 +66,7 @@ def test_a_run_grows_and_shrinks_and_ends_in_the_same_weights(folder: Path, caps
         assert f"desired generators set to {count}" in capsys.readouterr().out
         wait_for(lambda count=count: ready(count), process)
         wait_for(lambda joined=joined: len(said(run, "first group submitted")) == joined, process)
-        assert sorted(look(run, opened)) == [f"generator-{i}" for i in range(count)]
+        wait_for(lambda count=count: sorted(look(run, opened)) == [f"generator-{i}" for i in range(count)], process)
     assert main(["status", str(run)]) == 0
     assert f"generators: 3 running, 3 desired ({getpass.getuser()}: a test)" in capsys.readouterr().out
     output = finish(process)

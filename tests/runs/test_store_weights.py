@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.weights.versions import catalogue
-from tests.runs.test_run import check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
+from tests.runs.test_run import SLOW, check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
 from tests.support.harness import save_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_by_a_store_survives_kills_and_ends_in_the_same_weights(folder: Path) -> None:
-    process = start(write_run(folder, "stored", "sync.backend=store"))
+    process = start(write_run(folder, "stored", SLOW, "sync.backend=store"))
     for done, victim in ((2, "generator-0"), (4, "trainer-0")):
         wait_for(lambda done=done: steps_done(folder, "stored") >= done, process)
         kill(folder, "stored", victim, process)

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -48,17 +49,28 @@ class Storm:
 
 
 async def storm(
-    folder: Path, kills: int, seed: int = 0, environments: int = 2, generators: int = 2, sandboxes: bool = False
+    folder: Path,
+    kills: int,
+    seed: int = 0,
+    environments: int = 2,
+    generators: int = 2,
+    sandboxes: bool = False,
+    of_each: Mapping[str, int] | None = None,
 ) -> Storm:
     """Kill at least so many pods of a run, one after the other and several at a time; let it settle, and count.
 
-    `sandboxes`: the tool is code that runs in pods, which are killed, too, as are the connections to them.
+    `of_each`: at least so many of a kind. `sandboxes`: the tool is code that runs in pods, which are killed, too, as are the
+    connections to them.
     """
     found, began = Storm(), time.monotonic()
+
+    def enough() -> bool:
+        return found.kills.total() >= kills and all(found.kills[kind] >= least for kind, least in (of_each or {}).items())
+
     async with world(folder, environments, generators, sandboxes) as place:
-        storms = [_kill_again_and_again(place, pod, kills, seed, found) for pod in place.pods]
+        storms = [_kill_again_and_again(place, pod, enough, seed, found) for pod in place.pods]
         if place.cluster is not None:
-            storms.append(_lose_nodes(place.cluster, kills, seed, found))
+            storms.append(_lose_nodes(place.cluster, enough, seed, found))
         await asyncio.gather(*storms)
         await _progress(place)  # what was in progress is taken up
         await _ended(place)
@@ -67,11 +79,11 @@ async def storm(
     return found
 
 
-async def _kill_again_and_again(place: World, pod: Pod, kills: int, seed: int, found: Storm) -> None:
+async def _kill_again_and_again(place: World, pod: Pod, enough: Callable[[], bool], seed: int, found: Storm) -> None:
     dice = random.Random(f"{seed} {pod.name}")
-    while found.kills.total() < kills:
+    while not enough():
         await asyncio.sleep(dice.uniform(0.0, PAUSES_S[pod.kind]))
-        if found.kills.total() >= kills:
+        if enough():
             return
         place.end(pod, signal.SIGKILL)
         found.kills[pod.kind] += 1
@@ -81,13 +93,13 @@ async def _kill_again_and_again(place: World, pod: Pod, kills: int, seed: int, f
         await place.ready(pod)
 
 
-async def _lose_nodes(cluster: PodCluster, kills: int, seed: int, found: Storm) -> None:
+async def _lose_nodes(cluster: PodCluster, enough: Callable[[], bool], seed: int, found: Storm) -> None:
     """Lose sandboxes with their nodes, or the connections to all of them."""
     dice = random.Random(f"{seed} node")
-    while found.kills.total() < kills:
+    while not enough():
         await asyncio.sleep(dice.uniform(0.0, PAUSES_S["node"]))
         held = await asyncio.to_thread(cluster.held)
-        if held and found.kills.total() < kills:
+        if held and not enough():
             try:
                 await asyncio.to_thread(*dice.choice([(cluster.lose, dice.choice(held)), (cluster.cut,)]))
                 found.kills["node"] += 1

@@ -286,7 +286,7 @@ async def test_a_sender_killed_in_mid_broadcast_leaves_the_old_weights_and_a_new
     started = time.monotonic()
     with pytest.raises(TransferFailed, match=f"version {pair.version + 1}"):
         await pair.engine.receive(pair.version + 1)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < pair.config.sync.transfer_deadline_s * 0.8
     await process.communicate()
     assert pair.engine.whole
     assert pair.engine.version == pair.version

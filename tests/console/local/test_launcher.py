@@ -78,7 +78,7 @@ def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     arguments = ("run", file, "--no-screen", "run.steps=60", "generator.count=1", "trainer.ranks=2")
     with launched(*arguments, FAKE_STEP_S="0.1", FAKE_CHILD="generator-0") as console:
-        wait_until(lambda: len(steps(run)) > 2, "the first steps")
+        wait_until(lambda: len(steps(run)) > 2 and "child " in log(run, "generator-0"), "the first steps")
         before = processes_of(run)
         assert set(before) == {"dataprep-0", "generator-0", "trainer-0", "trainer-1", "redis"}
         child = int(log(run, "generator-0").split("child ")[1].split()[0])
@@ -248,7 +248,7 @@ def test_a_service_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_restore_that_was_requested_is_no_failure(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
-    with launched("run", file, "--no-screen", "run.steps=40", FAKE_STEP_S="0.1") as console:
+    with launched("run", file, "--no-screen", "run.steps=120", FAKE_STEP_S="0.1") as console:
         wait_until(lambda: len(steps(run)) > 2, "the first steps")
 
         async def request() -> None:
