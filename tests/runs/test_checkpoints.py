@@ -52,7 +52,12 @@ def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def ask(folder: Path, path: str, token: str = "", post: bool = False) -> Any:
     """Return the trainer's response, from its address in the fleet."""
-    (pod,) = (pod for pod in json.loads(grpo("status", str(folder / NAME), "--json").stdout)["pods"] if pod["kind"] == "trainer")
+    pods: list[Any] = []
+    deadline = time.monotonic() + 60
+    while not pods and time.monotonic() < deadline:  # a heartbeat may be late
+        there = json.loads(grpo("status", str(folder / NAME), "--json").stdout)["pods"]
+        pods = [pod for pod in there if pod["kind"] == "trainer"]
+    (pod,) = pods
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(pod["url"] + path, headers=headers, method="POST" if post else "GET")
     with urllib.request.urlopen(request, timeout=30) as reply:
