@@ -51,6 +51,11 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     @property
+    def passed(self) -> bool:
+        """Return whether no time is left."""
+        return time.monotonic() >= self._end
+
+    @property
     def left(self) -> timedelta:
         """Return the time left. Raises `TimeoutError` if none is."""
         seconds = self._end - time.monotonic()

@@ -11,7 +11,6 @@ For the transports, see services/weights/transports.py. Buffers of the model are
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -204,13 +203,13 @@ class WeightSender:
 
         Raises `SendFailed`, on rank 0 only, after `sync.transfer_deadline_s` or when a member breaks.
         """
-        gathered, began = self._gathered(), time.monotonic()
+        gathered, deadline = self._gathered(), Deadline(self._sync.transfer_deadline_s)
         try:
             if self._sender:
-                self._send(gathered, Deadline(self._sync.transfer_deadline_s))
+                self._send(gathered, deadline)
         except FAILURES as error:
             let_go(error)
-            if self._chosen and time.monotonic() - began >= self._sync.transfer_deadline_s:
+            if self._chosen and deadline.passed:
                 self._choice.too_slow()
             self.close_group()
             raise SendFailed(f"failed to send weights: {error}") from error
