@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from services.protocol.messages import Round
 from services.rollouts.generated import SamplingParameters
 from services.weights.receiver import TransferFailed
 from tests.support.tiny_vllm import assert_greedy, make_config, make_model, perturb, reference_logprobs
+from tests.support.two_ranks import two_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -159,34 +158,13 @@ print("sent", flush=True)
 async def test_ranks_write_their_own_partitions(tmp_path: Path, stage: int) -> None:
     import torch
 
-    from services.runtime.process_tools import free_port
     from services.weights.collective import Deadline
     from services.weights.versions.mirror import WeightMirror
     from services.weights.versions.reader import VersionReader
     from tests.support.versions import assert_same_bits
 
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": ROOT}
-    ranks = [
-        await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(script),
-            str(tmp_path),
-            str(stage),
-            env=os.environ | master | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        async with asyncio.timeout(120):
-            outputs = [await process.communicate() for process in ranks]
-    finally:
-        for process in ranks:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    async with two_ranks(tmp_path, RANK, tmp_path, stage) as ranks, asyncio.timeout(120):
+        outputs = [await process.communicate() for process in ranks]
     assert all(b"sent" in output for output, _ in outputs)
     mirror = WeightMirror()
     reader = VersionReader(f"{tmp_path}/volume/4", mirror)

@@ -22,6 +22,7 @@ from services.protocol.messages import Round, Span
 from services.rollouts.generated import SamplingParameters
 from services.weights.receiver import TransferFailed, WeightsChanged
 from tests.support.tiny_vllm import BUCKET_BYTES, assert_greedy, make_config, make_model, perturb, reference_logprobs
+from tests.support.two_ranks import address, two_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -277,10 +278,8 @@ async def test_a_sender_killed_in_mid_broadcast_leaves_the_old_weights_and_a_new
     assert process.stdout is not None
     assert process.stdin is not None
     async with asyncio.timeout(60):
-        while not (line := await process.stdout.readline()).startswith(b"127.0.0.1 "):  # DeepSpeed logs to the same pipe
-            assert line, "the sender ended early"
-    host, port = line.split()
-    await pair.engine.join(pair.round(host.decode(), int(port)), 1)
+        host, port = await address(process)
+    await pair.engine.join(pair.round(host, port), 1)
     await pair.engine.pause()
     process.stdin.write(b"go\n")
     started = time.monotonic()
@@ -404,22 +403,7 @@ print("sent", flush=True)
 async def test_weights_partitioned_by_zero_3_arrive_whole(tmp_path: Path) -> None:
     import torch
 
-    from services.runtime.process_tools import free_port
     from services.weights import collective
-
-    script = tmp_path / "rank.py"
-    script.write_text(ZERO3_RANK)
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": ROOT}
-    ranks = [
-        await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(script),
-            str(tmp_path),
-            env=os.environ | master | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
 
     def receive(host: str, port: int) -> list[dict[str, torch.Tensor]]:
         store = collective.join_store(host, port, 20)
@@ -427,20 +411,9 @@ async def test_weights_partitioned_by_zero_3_arrive_whole(tmp_path: Path) -> Non
         manifest = collective.read_manifest(store)
         return [dict(collective.receive(group, manifest, collective.Deadline(20))) for _ in range(2)]
 
-    try:
-        async with asyncio.timeout(90):
-            stdout = ranks[0].stdout
-            assert stdout is not None
-            while not (line := await stdout.readline()).startswith(b"127.0.0.1 "):  # DeepSpeed logs to the same pipe
-                assert line, "rank 0 ended early"
-            host, port = line.split()
-            rounds = await asyncio.to_thread(receive, host.decode(), int(port))
-            outputs = [await process.communicate() for process in ranks]
-    finally:
-        for process in ranks:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    async with two_ranks(tmp_path, ZERO3_RANK, tmp_path) as ranks, asyncio.timeout(90):
+        rounds = await asyncio.to_thread(receive, *await address(ranks[0]))
+        outputs = [await process.communicate() for process in ranks]
     assert all(b"sent" in output for output, _ in outputs)
     expected = torch.load(tmp_path / "expected.pt")
     assert "lm_head.weight" in expected

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.runtime.process_tools import free_port
 from services.weights.sparse import patch as patches
 from services.weights.sparse.sender import SparseWeightSender
 from tests.support.tiny_vllm import make_config
+from tests.support.two_ranks import address, two_ranks
 from tests.support.versions import assert_same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # importing vLLM warns
@@ -87,19 +87,6 @@ async def test_every_rank_finds_what_changed_in_its_share(tmp_path: Path, stage:
     from tests.weights.nccl_wire import wired
     from tests.weights.sparse.plain_engine import PlainEngine
 
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": ROOT}
-    ranks = [
-        await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(script),
-            *(str(tmp_path), str(stage), str(VERSIONS)),
-            env=os.environ | master | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
     model = make_model(tmp_path / "here", tied=True).bfloat16()
     got: list[dict[str, torch.Tensor]] = []
 
@@ -112,21 +99,10 @@ async def test_every_rank_finds_what_changed_in_its_share(tmp_path: Path, stage:
             got.append({name: weight.clone() for name, weight in engine.held.items()})
         engine.shutdown()
 
-    try:
-        with wired():
-            async with asyncio.timeout(150):
-                stdout = ranks[0].stdout
-                assert stdout is not None
-                while not (line := await stdout.readline()).startswith(b"127.0.0.1 "):  # DeepSpeed logs to the same pipe
-                    assert line, "rank 0 ended early"
-                host, port = line.split()
-                await asyncio.to_thread(receive, host.decode(), int(port))
-                outputs = [await process.communicate() for process in ranks]
-    finally:
-        for process in ranks:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    with wired():
+        async with two_ranks(tmp_path, RANK, tmp_path, stage, VERSIONS) as ranks, asyncio.timeout(150):
+            await asyncio.to_thread(receive, *await address(ranks[0]))
+            outputs = [await process.communicate() for process in ranks]
     sent = [line.split() for line in outputs[0][0].decode().splitlines() if line.startswith("sent")]
     assert [delta for _, delta, _ in sent] == ["0.0"] + ["1.0"] * (VERSIONS - 1)
     assert all(0 < float(share) < 0.8 for _, _, share in sent[1:])
