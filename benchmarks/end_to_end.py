@@ -16,7 +16,7 @@ reward, `trl_vllm_ratio_…` and `trl_async_ratio_…` those of the others; the 
 a side does not get there, its name is in `unreached`: TRL's whole run then stands for it, which favours TRL; ours not getting
 there makes 0; with neither there the seed has no ratio. Reported are the median over seeds, the least and the largest.
 
-Every run is written to `--results` as it ends; the same command goes on from there, unless the code or the options changed. A
+Every run is written to `--results` when it ends; the same command resumes from there, unless the code or the options changed. A
 run that fails or takes longer than `--limit-s` is in `failed`, with what it said, and is tried again by the next command; the
 others go on. Sides take turns, in the opposite order for every other seed. The last line is one JSON object; `curves` has rewards
 over seconds.

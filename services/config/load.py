@@ -229,7 +229,7 @@ def _read_template(tree: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _refused(config: RunConfig, before: Before) -> list[str]:
-    """Return the keys that have no effect, but for those of the configuration that the run began with."""
+    """Return the keys that have no effect, except those of the configuration that the run began with."""
     if (found := list(unread(config))) and (begun := before(config)):
         known = set(unread(begun))
         found = [line for line in found if line not in known]

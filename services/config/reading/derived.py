@@ -1,4 +1,4 @@
-"""Defaults that depend on the model: a configuration that sets no lengths fits any model. Pure but for reading `config.json`.
+"""Defaults that depend on the model: a configuration that sets no lengths fits any model. Pure except for reading `config.json`.
 
 Guarantees: a key that is set keeps its value; a length is above its documented default only where others that are set need it;
 the same file and folder give the same values. A hub name is not looked up: its lengths are the documented defaults.

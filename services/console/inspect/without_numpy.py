@@ -12,7 +12,7 @@ from typing import Any, cast
 def without_numpy() -> Iterator[None]:
     """Let what is imported inside find no numpy, unless it is there. Use pyarrow inside: parts of it are imported on first use.
 
-    It works without numpy, but for conversions to and from arrays: none may follow in this process.
+    It works without numpy, except for conversions to and from arrays: none may follow in this process.
     """
     if "numpy" in sys.modules:
         yield

@@ -110,7 +110,7 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
 
 
 def _differences(held: RunConfig, config: RunConfig) -> dict[str, tuple[object, object]]:
-    """Return which keys differ, but for those that only say where the run is executed."""
+    """Return which keys differ, except those that only say where the run is executed."""
     carried = {name: keys for name, keys in NOT_DEFINING.items() if name in ("api", "web", "redis")}
     carried["run"] = {"dir"}
     before, now = (flat(each.model_dump(mode="json", exclude=carried)) for each in (held, config))

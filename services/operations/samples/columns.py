@@ -1,6 +1,6 @@
 """The columns of the sample log, one row per completion.
 
-Guarantees: all files of a log have these columns, in this order, but for later ones in files of earlier versions, which read as
+Guarantees: all files of a log have these columns, in this order, except later ones in files of earlier versions, which read as
 null; `payload`, `step`, `outcome` and `sample` identify a row.
 """
 
@@ -68,7 +68,7 @@ UNDONE = "undone"
 TEXTS = frozenset(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_string(kind))
 FLAGS = frozenset(name for name, (kind, _) in _COLUMNS.items() if pa.types.is_boolean(kind)) | {UNDONE}
 NAMES = (*(name for name, (kind, _) in _COLUMNS.items() if not pa.types.is_nested(kind)), UNDONE)
-"""Names in expressions, but for those of scores."""
+"""Names in expressions, except those of scores."""
 
 
 class ExpressionError(ValueError):
