@@ -52,6 +52,7 @@
 {{- if and (include "grpo.tracked" .) (eq (dig "env" "WANDB_MODE" "offline" $v.tracker) "online") (not $v.tracker.wandbSecret) }}
 {{- fail "tracker.env.WANDB_MODE = online needs an API key: set tracker.wandbSecret to a Secret with it" }}
 {{- end }}
+{{- include "grpo.labelChecks" . }}
 {{- include "grpo.modelChecks" . }}
 {{- include "grpo.numberChecks" . }}
 {{- include "grpo.schedulingChecks" . }}

@@ -22,6 +22,9 @@
 {{- if and (not (hasPrefix "/" $path)) (not (regexMatch "^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?$" $path)) }}
 {{- fail (printf "config.model.path = %q is neither a name on the hub, which is owner/name, nor a folder, which begins with /: correct it" $path) }}
 {{- end }}
+{{- if and $v.preload.enabled (not $v.preload.repository) }}
+{{- fail "preload.enabled = true needs preload.repository: set the model's name on the hub, e.g. Qwen/Qwen3-0.6B" }}
+{{- end }}
 {{- if and $v.preload.enabled (not $v.storage.models.enabled) }}
 {{- fail "preload.enabled = true needs a volume for the model: set storage.models.enabled = true" }}
 {{- end }}
@@ -60,6 +63,9 @@
 {{- end }}
 {{- if and (ne $v.trainer.gang "none") $v.kueue.queue }}
 {{- fail (printf "trainer.gang = %s has no effect with kueue.queue = %q, which admits the trainer as a whole: remove one" $v.trainer.gang $v.kueue.queue) }}
+{{- end }}
+{{- if and $v.kueue.queue (eq $v.trainer.kind "StatefulSet") (gt (int $v.trainer.nodes) 1) (include "grpo.scaled" .) }}
+{{- fail (printf "kueue.queue = %q would admit one pod of trainer.nodes = %d, since the scaler sets the number only after Kueue has seen the StatefulSet: set trainer.kind = LeaderWorkerSet, which Kueue admits as a whole" $v.kueue.queue (int $v.trainer.nodes)) }}
 {{- end }}
 {{- if and $v.kueue.priorityClass (not $v.kueue.queue) }}
 {{- fail (printf "kueue.priorityClass = %q has no effect without kueue.queue: name the LocalQueue, or remove it" $v.kueue.priorityClass) }}
@@ -171,10 +177,29 @@
 {{- if $v.tls.issuer.name }}{{ $_ := set $wanted "cert-manager.io/v1/Certificate" (printf "tls.issuer.name = %q needs cert-manager" $v.tls.issuer.name) }}{{ end }}
 {{- if eq $v.generator.autoscaling.kind "keda" }}{{ $_ := set $wanted "keda.sh/v1alpha1/ScaledObject" "generator.autoscaling.kind = keda needs KEDA" }}{{ end }}
 {{- if $v.web.route.enabled }}{{ $_ := set $wanted "gateway.networking.k8s.io/v1/HTTPRoute" "web.route.enabled = true needs the Gateway API" }}{{ end }}
-{{- if and $wanted (lookup "v1" "Namespace" "" .Release.Namespace) }}
+{{- /* The list is empty in a namespace that --create-namespace is about to create, and absent without a cluster. */}}
+{{- if and $wanted (lookup "v1" "ServiceAccount" .Release.Namespace "") }}
 {{- range $kind, $why := $wanted }}
 {{- if not ($.Capabilities.APIVersions.Has $kind) }}
 {{- fail (printf "%s, but this cluster has no kind %s: install it first, or remove the value" $why (base $kind)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The labels by which pods are selected are the chart's own. */}}
+{{- define "grpo.labelChecks" -}}
+{{- $own := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" }}
+{{- $labels := dict "commonLabels" .Values.commonLabels }}
+{{- range $section, $values := .Values }}
+{{- if kindIs "map" $values }}
+{{- $_ := set $labels (printf "%s.podLabels" $section) ($values.podLabels | default dict) }}
+{{- end }}
+{{- end }}
+{{- range $key, $given := $labels }}
+{{- range $label := $own }}
+{{- if hasKey $given $label }}
+{{- fail (printf "%s sets %s = %q, by which the chart selects its pods: use another label" $key $label (get $given $label)) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -176,7 +176,7 @@ http://{{ .Release.Name }}-judge.{{ include "grpo.domain" . }}:{{ .Values.judge.
 
 {{/*
 Image of a component. Environment pods score with the run's verifiers, which may need what only the generators' image has. Dataprep asks the
-environments for their tools, which may need what environment.image has.
+environments for their tools, and the check and the smoke test read their code, which may need what environment.image has.
 */}}
 {{- define "grpo.image" -}}
 {{- $values := .root.Values }}
@@ -187,7 +187,7 @@ environments for their tools, which may need what environment.image has.
 {{- $kind := ternary "generator" .kind (and (eq .component "environment") (has "math" $kinds)) -}}
 {{- if $settings.image -}}
 {{ $settings.image }}
-{{- else if and (eq .component "dataprep") $values.config.environments $values.environment.image -}}
+{{- else if and (has .component (list "dataprep" "check" "smoke")) $values.config.environments $values.environment.image -}}
 {{ $values.environment.image }}
 {{- else if and $scores $values.rewards.image -}}
 {{ $values.rewards.image }}

@@ -33,7 +33,8 @@ readinessProbe:
 {{- include "grpo.settle" . }}
 revisionHistoryLimit: {{ .settings.revisionHistoryLimit }}
 {{- if not .stateful }}
-progressDeadlineSeconds: {{ .settings.progressDeadlineSeconds | default (add .settings.startupSeconds 600) }}
+{{- $startup := mul (include "grpo.startupTries" .settings | int) (int .settings.probes.startup.periodSeconds) }}
+progressDeadlineSeconds: {{ .settings.progressDeadlineSeconds | default (add $startup 600) }}
 {{- end }}
 {{- with .settings.strategy | default .strategy }}
 {{ ternary "updateStrategy" "strategy" (eq $.stateful true) }}:

@@ -19,7 +19,7 @@ class LookupServer:
 
     def __init__(self, known: list[Object], objects: list[Object]) -> None:
         self.kinds: dict[str, dict[str, str]] = {}
-        for found in [*known, {"apiVersion": "v1", "kind": "Namespace"}]:
+        for found in [*known, *({"apiVersion": "v1", "kind": kind} for kind in ("Namespace", "ServiceAccount"))]:
             self.kinds.setdefault(found["apiVersion"], {})[found["kind"]] = plural(found["kind"])
         self.objects = {path_of(found, self.kinds): found for found in objects}
         self.asked: list[str] = []
@@ -51,8 +51,9 @@ class LookupServer:
             return 200, {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
         if path in self.objects:
             return 200, self.objects[path]
-        if path.endswith("/secrets"):
-            return 200, {"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": []}
+        for kind in ("Secret", "ServiceAccount"):
+            if path.endswith(f"/{plural(kind)}"):
+                return 200, {"kind": f"{kind}List", "apiVersion": "v1", "metadata": {}, "items": []}
         return 404, {
             "kind": "Status",
             "apiVersion": "v1",

@@ -248,23 +248,83 @@ def test_what_is_set_for_all_pods_is_on_each_and_a_section_may_differ() -> None:
     values = {
         "podDefaults": {
             "tolerations": [{"key": "gpu"}], "env": {"A": "1", "B": "1"}, "probes": {"readiness": {"failureThreshold": 5}},
+            "extraEnv": [{"name": "C", "value": "1"}], "extraEnvFrom": [{"secretRef": {"name": "keys"}}],
+            "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ca"}],
+            "initContainers": [{"name": "first", "image": "busybox"}],
+            "podLabels": {"team": "a"}, "podAnnotations": {"note": "b"},
         },
         "generator": {"env": {"B": "2"}, "probes": {"readiness": {"periodSeconds": 2}}},
         "web": {"enabled": True}, "judge": {"enabled": True, "model": "a/b"},
+        "preload": {"enabled": True, "repository": "a/b"}, "storage": {"models": {"enabled": True}},
+        "config": {
+            "model": {"path": "/srv/grpo/models/b"}, "samples": {"keep": 10},
+            "environments": [{"name": "e", "kind": "python", "function": "e:E"}],
+        },
+        "sandbox": {"enabled": True},
     }  # fmt: skip
-    for label, template in chart.pods(chart.render(values)):
-        assert {"key": "gpu"} in template["spec"]["tolerations"], label
-        (container,) = template["spec"]["containers"]
-        environ = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
+    found = list(chart.pods(chart.render(values)))
+    assert len(found) == 13
+    for label, template in found:
+        pod, meta = template["spec"], template["metadata"]
+        assert {"key": "gpu"} in pod["tolerations"], label
+        (container,) = pod["containers"]
+        environ = {entry["name"]: entry.get("value") for entry in container["env"]}
         generator = label == "Deployment/demo-generator"
-        if "check" not in label:
-            assert (environ["A"], environ["B"]) == ("1", "2" if generator else "1"), label
+        assert (environ["A"], environ["B"], environ["C"]) == ("1", "2" if generator else "1", "1"), label
+        assert {"secretRef": {"name": "keys"}} in container["envFrom"], label
+        assert {"name": "ca", "configMap": {"name": "ca"}} in pod["volumes"], label
+        assert {"name": "ca", "mountPath": "/etc/ca"} in container["volumeMounts"], label
+        assert "first" in [each["name"] for each in pod["initContainers"]], label
+        assert (meta["labels"]["team"], meta["annotations"]["note"]) == ("a", "b"), label
         if probe := container.get("readinessProbe"):
             assert (probe["failureThreshold"], probe["periodSeconds"]) == (5, 2 if generator else 5), label
 
 
+PRELOAD: chart.Object = {
+    "preload": {"enabled": True, "repository": "a/b"}, "storage": {"models": {"enabled": True}},
+    "config": {"model": {"path": "/srv/grpo/models/b"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("preload.revision", "main"), ("preload.resources", {"limits": {"memory": "8Gi"}}), ("preload.env", {"A": "1"}),
+        ("hub.tokenSecret", "hub"), ("security.user", None), ("commonLabels", {"team": "a"}), ("image.tag", "next"),
+        ("podDefaults.tolerations", [{"key": "gpu"}]), ("storage.models.existingClaim", "mine"),
+    ],
+)  # fmt: skip
+def test_a_preload_whose_pod_differs_is_another_job_since_the_pods_of_a_job_are_immutable(path: str, value: Any) -> None:
+    before, after = (preload(chart.render(values)) for values in (PRELOAD, chart.changed(PRELOAD, path, value)))
+    assert before["metadata"]["name"] != after["metadata"]["name"]
+    assert before["spec"]["template"] != after["spec"]["template"]
+
+
+def test_another_version_of_the_chart_alone_preloads_nothing_again() -> None:
+    labels = preload(chart.render(PRELOAD))["spec"]["template"]["metadata"]["labels"]
+    assert set(labels) == {f"app.kubernetes.io/{name}" for name in ("name", "instance", "component")}
+
+
+def preload(objects: list[chart.Object]) -> chart.Object:
+    """The Job that downloads the model."""
+    (job,) = (found for found in chart.of_kind(objects, "Job") if "preload" in found["metadata"]["name"])
+    return job
+
+
+def test_what_reads_the_code_of_environments_has_their_image() -> None:
+    objects = chart.render({
+        "config": {"environments": [{"name": "e", "kind": "python", "function": "/opt/env/e.py:E"}]},
+        "environment": {"image": "mine", "internet": True},
+    })  # fmt: skip
+    images = {label: template["spec"]["containers"][0]["image"] for label, template in chart.pods(objects)}
+    mine = ("Deployment/demo-dataprep", "Deployment/demo-environment", "Job/demo-check", "Pod/demo-smoke")
+    assert {label for label, image in images.items() if image == "mine"} == set(mine)
+
+
 def test_a_deployment_may_take_as_long_as_its_pods() -> None:
-    for found in chart.of_kind(chart.render({"web": {"enabled": True}}), "Deployment"):
+    values = {"web": {"enabled": True, "probes": {"startup": {"failureThreshold": 2000}}}}
+    for found in chart.of_kind(chart.render(values), "Deployment"):
         (container,) = found["spec"]["template"]["spec"]["containers"]
         probe = container["startupProbe"]
         assert found["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"], found["metadata"]

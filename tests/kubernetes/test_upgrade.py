@@ -80,7 +80,19 @@ def test_a_secret_of_somebody_else_is_not_made_again(server: LookupServer) -> No
     [
         ({"monitoring": {"podMonitor": True}}, "needs the Prometheus operator, but this cluster has no kind PodMonitor"),
         ({"tls": {"issuer": {"name": "ours"}}}, "needs cert-manager, but this cluster has no kind Certificate"),
+        ({"monitoring": {"rules": True}}, "needs the Prometheus operator, but this cluster has no kind PrometheusRule"),
         ({"generator": {"autoscaling": {"kind": "keda"}}}, "needs KEDA, but this cluster has no kind ScaledObject"),
+        ({"trainer": {"kind": "LeaderWorkerSet"}}, "but this cluster has no kind LeaderWorkerSet: install it first"),
+        ({"kueue": {"queue": "gpus"}}, "needs Kueue, but this cluster has no kind LocalQueue"),
+        ({"devices": {"kind": "claim"}}, "needs Kubernetes 1.34, but this cluster has no kind ResourceClaimTemplate"),
+        ({"trainer": {"gang": "kubernetes"}}, "needs its scheduler, but this cluster has no kind PodGroup"),
+        (
+            {
+                "web": {"enabled": True, "route": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+                "networkPolicy": {"apiFrom": [{"podSelector": {}}]},
+            },
+            "needs the Gateway API, but this cluster has no kind HTTPRoute",
+        ),
     ],
 )  # fmt: skip
 def test_a_kind_that_the_cluster_lacks_is_refused(server: LookupServer, values: dict[str, Any], said: str) -> None:

@@ -90,6 +90,13 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"config": {"model": {"path": "my model"}}}, "neither a name on the hub"),
     ({"generator": {"replicas": 3, "autoscaling": {"kind": "keda"}}}, "generator.replicas = 3 has no effect"),
     ({"generator": {"replicas": 3}, "scaler": {"enabled": False}}, "use kubectl scale after the install"),
+    ({"preload": {"enabled": True}, "storage": {"models": {"enabled": True}}}, "needs preload.repository"),
+    (
+        {"kueue": {"queue": "gpus"}, "trainer": {"nodes": 2}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}},
+        'kueue.queue = "gpus" would admit one pod of trainer.nodes = 2',
+    ),
+    ({"commonLabels": {"app.kubernetes.io/component": "x"}}, 'commonLabels sets app.kubernetes.io/component = "x"'),
+    ({"judge": {"podLabels": {"app.kubernetes.io/name": "x"}}}, 'judge.podLabels sets app.kubernetes.io/name = "x"'),
     ({"web": {"ingress": {"enabled": True}}}, "web.enabled = false"),
     ({"web": {"enabled": True, "ingress": {"enabled": True}}}, "networkPolicy.apiFrom"),
     (
