@@ -86,7 +86,7 @@ ALERTS = (
         _while_it_works('max by (run) (grpo_run_pods{kind="generator"}) < max by (run) (grpo_run_wanted_generators)'), "10m",
         "warning", f"{RUN} has fewer generators than desired",
         "The run continues with the ones it has. Look for pods that cannot be scheduled (GPUs), take long to load, or exit; "
-        "`grpo scale generators N` changes the desired number.",
+        "`grpo scale N` changes the desired number.",
     ),
     Alert(
         "GrpoPodNotReady", _while_it_works("max by (run, pod) (grpo_pod_ready) == 0"), "15m", "warning",
@@ -106,7 +106,7 @@ ALERTS = (
         "GrpoTrainerStarves",
         _while_it_works('sum by (run) (rate(grpo_trainer_phase_seconds_total{phase="waiting for data"}[15m])) > 0.5'), "30m",
         "info", "The trainer of run {{ $labels.run }} waits for data more than half of the time",
-        "To speed it up, add generators (`grpo scale generators`), shorten completions (sampling.max_tokens), or use groups more "
+        "To speed it up, add generators (`grpo scale`), shorten completions (sampling.max_tokens), or use groups more "
         "often (replay.max_uses). Nothing is wrong.",
     ),
     Alert(

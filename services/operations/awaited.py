@@ -39,7 +39,7 @@ def _trainer(pods: Sequence[PodStatus]) -> str:
 
 def _generators(pods: Sequence[PodStatus], wanted: int | None) -> str:
     if wanted == 0 and not pods:
-        return "a generator: 0 are desired (grpo scale generators N)"
+        return "a generator: 0 are desired (grpo scale N)"
     if not pods:
         return "the generators to start"
     if all(pod.phase in LOADING for pod in pods):

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
 from services.store.acl import GRANTS
 from tests.kubernetes import chart
-from tests.kubernetes.lookups import LookupServer
+from tests.kubernetes.cluster_api import ClusterApi
 
 pytest.importorskip("helm_python", reason="the extra `dev` has Helm: pip install helm-python-sdk")
 
@@ -24,7 +23,7 @@ USERS = {"generator": "that of the generators", "trainer": "that of the only tra
 
 
 @pytest.fixture
-def server() -> Iterator[LookupServer]:
+def server() -> Iterator[ClusterApi]:
     """A namespace with the Secrets of an earlier revision."""
     objects = chart.render()
     own = {"meta.helm.sh/release-name": "demo", "meta.helm.sh/release-namespace": "ml"}
@@ -35,31 +34,23 @@ def server() -> Iterator[LookupServer]:
         }
         for name, kept in (("demo-auth", KEPT), ("demo-redis-users", USERS))
     ]
-    live = [{**found, "metadata": {**found["metadata"], "annotations": own}} for found in secrets]
-    live.append({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}})
-    made = LookupServer(objects, live)
+    made = ClusterApi(objects)
+    for found in secrets:
+        made.place({**found, "metadata": {**found["metadata"], "annotations": own}})
     yield made
     made.close()
 
 
-def rendered(server: LookupServer, values: dict[str, Any]) -> list[chart.Object]:
+def rendered(server: ClusterApi, values: dict[str, Any]) -> list[chart.Object]:
     """What Helm would apply."""
     from helm_python.config import Config
 
-    cluster = yaml.safe_dump(
-        {
-            "apiVersion": "v1", "kind": "Config", "current-context": "here",
-            "clusters": [{"name": "here", "cluster": {"server": server.address}}],
-            "users": [{"name": "me", "user": {}}],
-            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "ml"}}],
-        }
-    )  # fmt: skip
-    with Config(kubeconfig_content=cluster, namespace="ml") as helm:
+    with Config(kubeconfig_content=server.kubeconfig(), namespace="ml") as helm:
         release = helm.install(str(chart.CHART), "demo", chart.completed(values), namespace="ml", dry_run="server")
     return chart.parse_all(release["manifest"])
 
 
-def test_the_secrets_are_kept(server: LookupServer) -> None:
+def test_the_secrets_are_kept(server: ClusterApi) -> None:
     objects = rendered(server, {})
     held = chart.named(objects, "Secret", "demo-auth")["data"]
     assert {key: base64.b64decode(value).decode() for key, value in held.items()} == KEPT
@@ -70,7 +61,7 @@ def test_the_secrets_are_kept(server: LookupServer) -> None:
     assert all(len(password) > 20 for password in found.values())
 
 
-def test_a_secret_of_somebody_else_is_not_made_again(server: LookupServer) -> None:
+def test_a_secret_of_somebody_else_is_not_made_again(server: ClusterApi) -> None:
     objects = rendered(server, {"auth": {"existingSecret": "mine"}, "redis": {"usersSecret": "theirs"}})
     assert not chart.of_kind(objects, "Secret")
 
@@ -95,7 +86,7 @@ def test_a_secret_of_somebody_else_is_not_made_again(server: LookupServer) -> No
         ),
     ],
 )  # fmt: skip
-def test_a_kind_that_the_cluster_lacks_is_refused(server: LookupServer, values: dict[str, Any], said: str) -> None:
+def test_a_kind_that_the_cluster_lacks_is_refused(server: ClusterApi, values: dict[str, Any], said: str) -> None:
     with pytest.raises(HelmError) as refusal:
         rendered(server, values)
     assert said in str(refusal.value)

@@ -71,4 +71,4 @@ def test_what_a_run_waits_for(state, pods, what) -> None:
 
 
 def test_a_run_scaled_to_nothing_waits_for_a_generator() -> None:
-    assert awaited(STATE, [LEADING, TRAINER], 0) == "a generator: 0 are desired (grpo scale generators N)"
+    assert awaited(STATE, [LEADING, TRAINER], 0) == "a generator: 0 are desired (grpo scale N)"
