@@ -1,8 +1,9 @@
 """Drain the generator of this pod and wait until it has exited: `python -m services.generator.drain`.
 
 A cluster runs it before it ends the pod (docs/kubernetes.md).
-Waits for: the generator. Unblocked by: its exit, at the latest `BEYOND_S` after `generator.drain_s`; a generator that does not
-answer is not waited for.
+Guarantees: it returns at once where there is nothing to drain: a generator that still loads, that idles since its run is over, or
+that does not answer.
+Waits for: the generator. Unblocked by: its exit, at the latest `BEYOND_S` after `generator.drain_s`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 import httpx
 
 from services.config import ConfigError, RunConfig
+from services.operations.awaited import LOADING
 from services.runtime.entry import EXIT_OK, arguments, report
 from services.runtime.http.credentials import api_tokens
 
@@ -22,12 +24,17 @@ BEYOND_S = 10.0  # after the drain: submitting finished groups, a sync round tha
 
 
 def drain(config: RunConfig, base_url: str) -> None:
-    """Request a drain, and wait until the generator no longer answers."""
+    """Request a drain, and wait until the generator no longer answers. Do neither if it has not begun to work."""
     deadline = time.monotonic() + config.generator.drain_s + BEYOND_S
     headers = {"Authorization": f"Bearer {api_tokens(config).operate}"}
     with httpx.Client(base_url=base_url, timeout=ANSWER_LIMIT_S, verify=False) as http:  # this pod, over loopback
         try:
-            http.post("/v1/drain", headers=headers).raise_for_status()
+            if http.get("/health/ready").json()["phase"] in LOADING:
+                return
+            asked = http.post("/v1/drain", headers=headers)
+            if asked.status_code == httpx.codes.NOT_FOUND:
+                return  # it idles, and has only the endpoints of every service
+            asked.raise_for_status()
             while time.monotonic() < deadline:
                 http.get("/health/live")
                 time.sleep(POLL_S)

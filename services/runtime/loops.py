@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -91,7 +92,7 @@ def after(ready: asyncio.Event, body: Callable[[Loop], Awaitable[None]]) -> Call
     return run
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they are done, repeating the cancellation.
 
     Before Python 3.12, `asyncio.wait_for` loses a cancellation that arrives together with its result, and redis-py sends with it.
