@@ -1,6 +1,17 @@
 from collections.abc import Sequence
 from os import PathLike
 
+class RepoSibling:
+    rfilename: str
+    size: int | None
+
+class ModelInfo:
+    sha: str | None
+    siblings: list[RepoSibling] | None
+
+class HfApi:
+    def model_info(self, repo_id: str, *, revision: str | None = ..., files_metadata: bool = ...) -> ModelInfo: ...
+
 def snapshot_download(
     repo_id: str,
     *,

@@ -1,0 +1,91 @@
+"""A hub of models for tests: one repository with its files, by the part of the hub's protocol that a download needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+
+class Hub:
+    """A server of the model `name`. `commit` is its newest, `cut_after` how much of a large file a connection gets to deliver."""
+
+    def __init__(self, name: str, files: dict[str, bytes]) -> None:
+        self.name, self.files, self.commit = name, files, "a" * 40
+        self.status = 200
+        """Status of every answer; another than 200: of an error."""
+        self.cut_after: int | None = None
+        self.hold = False
+        """Whether a connection that is cut stays open instead of ending."""
+        self.asked = list[str]()
+        """Method, path and range of every request."""
+        self._released = threading.Event()
+        hub = self
+
+        class Requests(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub._answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._released.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        path = urlsplit(request.path).path
+        self.asked.append(" ".join((request.command, path, request.headers.get("Range", ""))).strip())
+        api, resolve = f"/api/models/{self.name}", f"/{self.name}/resolve/{self.commit}/"
+        if self.status != 200:
+            self._send(request, b"", self.status)
+        elif path in (api, f"{api}/revision/main", f"{api}/revision/{self.commit}"):
+            files = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            self._send(request, json.dumps({"id": self.name, "sha": self.commit, "siblings": files}).encode())
+        elif path == f"{api}/tree/{self.commit}":
+            files = [{"type": "file", "path": name, "size": len(data), "oid": _tag(data)} for name, data in self.files.items()]
+            self._send(request, json.dumps(files).encode())
+        elif path.startswith(resolve) and path.removeprefix(resolve) in self.files:
+            self._send_file(request, self.files[path.removeprefix(resolve)])
+        else:
+            code = "RevisionNotFound" if path.startswith(f"{api}/") else "RepoNotFound"
+            self._send(request, b"", 404, {"X-Error-Code": code})
+
+    def _send(
+        self, request: BaseHTTPRequestHandler, body: bytes, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        request.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
+            request.send_header(key, value)
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(body)
+
+    def _send_file(self, request: BaseHTTPRequestHandler, data: bytes) -> None:
+        first = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        part = data[first:]
+        ranged = {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"} if first else {}
+        tags = {"ETag": f'"{_tag(data)}"', "X-Repo-Commit": self.commit, "Content-Length": str(len(part))}
+        if request.command == "HEAD" or self.cut_after is None or len(part) <= self.cut_after:
+            self._send(request, part, 206 if first else 200, tags | ranged)
+            return
+        self._send(request, part[: self.cut_after], 206 if first else 200, tags | ranged)
+        request.wfile.flush()
+        if self.hold:
+            self._released.wait()
+        request.close_connection = True
+
+
+def _tag(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
