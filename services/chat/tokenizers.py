@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from services.chat.errors import DataError
 from services.chat.templates import FOLDER
 from services.config import ConfigError
-from services.config.model_files import check_path
+from services.config.model_files import check_path, unusable
 
 FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", f"{FOLDER}/*"]
 
@@ -29,8 +29,7 @@ def tokenizer_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"model.path = {path!r} is neither a folder nor a model available on the hub: {reason}") from None
+        raise DataError(str(unusable(path, "is neither a folder nor a model available on the hub", error))) from None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

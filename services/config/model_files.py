@@ -15,6 +15,8 @@ from services.config import ConfigError, RunConfig
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """`owner/name`, or `name` for a few old models."""
+REASON_CHARACTERS = 150
+"""Length to which a library's reason is cut: the line that reports an error is cut too, and has to keep the remedy."""
 
 
 def check_model(config: RunConfig) -> None:
@@ -39,6 +41,17 @@ def check_path(path: str) -> None:
             f"model.path = {path!r} is not a folder (at {Path(path).absolute()}), and cannot be the name of a model on the"
             " hub, which is owner/name: correct the path"
         )
+
+
+def unusable(path: str, what: str, error: Exception) -> ConfigError:
+    """Return the error for a model that a library cannot load. `what`: how it is described, e.g. "has no usable tokenizer"."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if len(reason) > REASON_CHARACTERS:
+        reason = f"{reason[: REASON_CHARACTERS - 1]}…"
+    remedy = "save the whole model there, with its tokenizer"
+    if not Path(path).is_dir():
+        remedy = "correct the path to a folder, or the name; a private or gated model needs HF_TOKEN"
+    return ConfigError(f"model.path = {path!r} {what}: {reason}; {remedy}")
 
 
 def largest_token_id(folder: Path) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.config import ConfigError, RunConfig
+from services.config import RunConfig
+from services.config.model_files import check_path, unusable
 
 
 def load_tokenizer(config: RunConfig) -> Any:
     """Return the tokenizer as transformers loads it. Raises `ConfigError`."""
+    check_path(config.model.path)
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(config.model.path)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path = {config.model.path!r} has no usable tokenizer: {reason}") from None
+        raise unusable(config.model.path, "has no usable tokenizer", error) from None

@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from services.config import ConfigError
-from services.config.model_files import check_path
+from services.config.model_files import check_path, unusable
 from services.trainer.model.attention import UnsupportedModel
 from services.trainer.model.logprobs import LogitRule
 
@@ -34,8 +33,7 @@ def read(path: str, max_tokens: int) -> Any:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path = {path!r} is not a model that can be loaded: {reason}") from None
+        raise unusable(path, "is not a model that can be loaded", error) from None
     for part in _parts(config):
         for name in _noises(part):
             setattr(part, name, 0.0)
