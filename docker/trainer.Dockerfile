@@ -18,14 +18,14 @@ RUN mkdir services && touch services/__init__.py README.md
 
 FROM build AS build-cuda
 RUN --mount=type=bind,source=docker/constraints/cuda.txt,target=/constraints.txt \
-    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing]'
+    python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing,bucket]'
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # Only torch comes from its own index, whose other packages have different versions.
 RUN --mount=type=bind,source=docker/constraints/cpu.txt,target=/constraints.txt \
     python -m pip --python /opt/grpo/bin/python install --no-compile --no-deps torch==2.13.0 --index-url "${TORCH_INDEX}" \
-    && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing]'
+    && python -m pip --python /opt/grpo/bin/python install --no-compile --constraint /constraints.txt '.[trainer,tracing,bucket]'
 
 # hadolint ignore=DL3006
 FROM build-${VARIANT} AS built

@@ -32,7 +32,9 @@ MAY_IMPORT = {layer: {*LAYERS[:i], layer} for i, layer in enumerate(LAYERS)} | {
     service: {*layers, service} for service, layers in SERVICE_LAYERS.items()
 }
 LIGHT_WEIGHTS = ("catalogue", "catch_up", "member", "membership", "reaching", "receiver")  # the other modules move tensors
-HEAVY = ("torch", "vllm", "deepspeed", "transformers")
+HEAVY = ("torch", "vllm", "deepspeed", "transformers", "kubernetes")
+OF_CLUSTERS = ("services.scaler", "services.sandbox", "services.runtime.cluster")
+"""Packages whose modules may import a cluster's client, which takes half a second; others import it where they need it."""
 
 
 def layer_of(module: str) -> str:
@@ -50,14 +52,19 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def imported_layers(path: Path) -> set[str]:
+def imported(path: Path) -> list[str]:
+    """Return what a module imports, anywhere in it."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return {layer_of(name) for name in names if name.startswith("services.")}
+    return names
+
+
+def imported_layers(path: Path) -> set[str]:
+    return {layer_of(name) for name in imported(path) if name.startswith("services.")}
 
 
 @pytest.mark.parametrize("layer", sorted(MAY_IMPORT))
@@ -73,19 +80,40 @@ def loaded_heavy(statement: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_light_packages_import_nothing_heavy() -> None:
+@pytest.mark.parametrize(("of_clusters", "loaded"), [(False, ""), (True, "kubernetes")])
+def test_light_packages_import_nothing_heavy(of_clusters: bool, loaded: str) -> None:
     modules = [
         name_of(path)
         for layer in (*LAYERS, "dataprep", "environment", "console", "tracker", "sandbox", "scaler", "web")
         for path in modules_of(layer)
         if path.name != "__init__.py" and (layer != "weights" or path.stem in LIGHT_WEIGHTS)
     ]
-    assert loaded_heavy("import importlib; [importlib.import_module(name) for name in " + repr(modules) + "]") == ""
+    modules = [name for name in modules if name.startswith(OF_CLUSTERS) == of_clusters]
+    assert loaded_heavy("import importlib; [importlib.import_module(name) for name in " + repr(modules) + "]") == loaded
 
 
-@pytest.mark.parametrize("service", ["generator", "dataprep", "trainer", "console", "tracker", "sandbox", "scaler", "web"])
-def test_entry_points_import_nothing_heavy(service: str) -> None:
-    assert loaded_heavy(f"import services.{service}.__main__") == ""
+@pytest.mark.parametrize("layer", ["generator", "trainer", "weights"])
+def test_packages_with_heavy_modules_leave_clusters_alone(layer: str) -> None:
+    """They are not imported here, which takes long, but their own imports are read."""
+    for path in modules_of(layer):
+        names = {name for name in imported(path) if name.startswith(("kubernetes", *OF_CLUSTERS))}
+        assert not names, path
+
+
+@pytest.mark.parametrize(
+    ("service", "loaded"),
+    [
+        *((name, "") for name in ("generator", "environment", "dataprep", "trainer", "console", "tracker", "web")),
+        *((name, "kubernetes") for name in ("sandbox", "scaler")),
+    ],
+)
+def test_entry_points_import_nothing_heavy(service: str, loaded: str) -> None:
+    assert loaded_heavy(f"import services.{service}.__main__") == loaded
+
+
+@pytest.mark.parametrize("module", ["trainer.node", "trainer.save", "generator.drain", "dataprep.prompts.preload"])
+def test_other_programs_of_pods_import_nothing_heavy(module: str) -> None:
+    assert loaded_heavy(f"import services.{module}") == ""
 
 
 def test_every_configuration_key_is_read_somewhere() -> None:

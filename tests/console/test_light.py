@@ -30,7 +30,8 @@ from tests.support.console import ROOT
 from tests.support.harness import small_config
 
 HEAVY = (
-    "torch", "transformers", "fastapi", "httpx", "opentelemetry", "numpy", "pyarrow", "redis", "pydantic", "rich",
+    "torch", "transformers", "fastapi", "httpx", "opentelemetry", "numpy", "pyarrow", "redis", "pydantic", "rich", "kubernetes",
+    "aiohttp",
 )  # fmt: skip
 """What takes 50 ms of CPU or more to import."""
 VERBS: dict[str, set[str]] = {

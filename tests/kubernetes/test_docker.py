@@ -42,6 +42,16 @@ def hadolint() -> str | None:
     return shutil.which("hadolint", path=f"{sys.prefix}/bin") or shutil.which("hadolint")
 
 
+def in_stages(path: Path) -> dict[str, list[tuple[str, str]]]:
+    """Instructions by the name of their stage; the last stage is ""."""
+    stages, name = dict[str, list[tuple[str, str]]](), ""
+    for instruction, words in instructions(path):
+        if instruction == "FROM":
+            name = parts[2] if len(parts := words.split()) == 3 else ""
+        stages.setdefault(name, []).append((instruction, words))
+    return stages
+
+
 @each
 @pytest.mark.skipif(hadolint() is None, reason="no hadolint here")
 def test_hadolint_finds_nothing(path: Path) -> None:
@@ -86,6 +96,44 @@ def test_layers_with_dependencies_do_not_hang_on_the_code(path: Path) -> None:
     assert max(heavy) < code
     copied = {word for name, words in found[:code] if name == "COPY" for word in words.split()[:-1]}
     assert copied <= {"pyproject.toml", "docker/lean.py", "requirements"}, "what changes more often would have all installed anew"
+
+
+COMPILED = ("-m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/grpo/lib", "/opt/grpo/bin/python /tmp/bytecode.py ")
+"""Commands that compile an environment: as a whole, or what dataprep's image loads of it. Their files do not depend on times."""
+IGNORING = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONOPTIMIZE", "PYTHONHOME"}
+"""Variables with which Python writes no such files, or looks for others."""
+
+
+@each
+def test_every_image_carries_its_modules_compiled(path: Path) -> None:
+    stages = in_stages(path)
+    (source,) = {
+        re.sub(r".*--from=(\w+).*", r"\1", words)
+        for name, words in stages[""]
+        if name == "COPY" and words.endswith((" /opt/grpo /opt/grpo", " / /"))
+    }
+    built = [words for name, words in stages[source] if name in ("RUN", "COPY")]
+    compiled = [i for i, words in enumerate(built) if any(command in words for command in COMPILED)]
+    assert compiled, "a pod's root is read-only, so that every start would compile anew"
+    later = " ".join(built[compiled[-1] + 1 :])
+    assert "pip" not in later
+    assert "services" not in later, "what comes later is not compiled"
+    variables = {word.partition("=")[0] for name, words in instructions(path) if name == "ENV" for word in words.split()}
+    assert not variables & IGNORING
+
+
+@pytest.mark.parametrize("service", ["generator", "trainer"])
+def test_images_that_exchange_weights_reach_buckets(service: str) -> None:
+    """Each variant installs what `sync.folder = "s3://…"` needs."""
+    asked = [
+        extras.split(",")
+        for name, words in instructions(DOCKER / f"{service}.Dockerfile")
+        if name == "RUN"
+        for extras in re.findall(r"'\.\[([\w,]+)\]'", words)
+    ]
+    assert len(asked) == 2
+    for extras in asked:
+        assert set(extras) == {service, "tracing", "bucket"}
 
 
 @each

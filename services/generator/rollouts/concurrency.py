@@ -6,8 +6,8 @@ KV cache is full. A ticket is therefore claimed by a pod that runs it at once; a
 
 An engine runs at most `generator.max_num_seqs` completions. If completions queue while fewer are running, those running are all
 it can run; that number is used instead, until after `PROBE_LOOKS` polls more is tried, as it changes with the lengths of
-completions. vLLM reports preemptions only with its statistics enabled, which cost throughput. KV cache usage tells as much: at
-`KV_FULL` some completions are preempted or about to be.
+completions. vLLM's statistics count preemptions, but KV cache usage gives the same information for any engine: at `KV_FULL` some
+completions are preempted or about to be.
 """
 
 from __future__ import annotations
