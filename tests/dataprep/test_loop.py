@@ -166,13 +166,13 @@ async def _has(store: Store, name: str, count: int) -> bool:
 
 
 async def test_a_standby_takes_over_and_the_old_leader_is_refused(tmp_path: Path, server: RedisServer) -> None:
-    config = configured(tmp_path, server, "fleet.ttl_s=0.9")
+    config = configured(tmp_path, server, "fleet.ttl_s=3")
     async with dataprep(config) as (first, leader), dataprep(config, "dataprep-1") as (second, standby):
         leading = asyncio.create_task(first.run(leader.work))
         await wait_until(lambda: first.status.phase == "leading")
         standing_by = asyncio.create_task(second.run(standby.work))
         await wait_until(lambda: second.status.phase == "standby")
-        old_fence = await first.store.run.lead(first.status.member, 0.9)
+        old_fence = await first.store.run.lead(first.status.member, 3.0)
         leading.cancel()  # as if killed: no step-down reaches Redis in the way a kill -9 would leave it
         await asyncio.gather(leading, return_exceptions=True)
         await wait_until(lambda: second.status.phase == "leading")
@@ -197,7 +197,7 @@ async def test_a_pause_stops_issuing_until_resumed(tmp_path: Path, server: Redis
         await wait_until(lambda: service.status.phase == "leading")
         await asyncio.sleep(0.3)  # nothing may happen, so there is nothing to wait for
         assert (await service.store.run.audit()).get("ledger:issued", 0) == 0
-        assert loop.why_idle() == "paused: a test"
+        assert loop.why_unready() == "", "it serves the API by which the run is resumed"
         await service.store.run.resume("dataprep")
         await wait_until(lambda: _has(service.store, "ledger:issued", 16))
         service.stop()

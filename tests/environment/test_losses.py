@@ -46,10 +46,12 @@ async def test_rollouts_lose_no_turn_with_a_process_that_others_end(tmp_path: Pa
         engine._token_s = 0.01
         [process] = pod.rollouts._groups._pools["world"].processes
         await issue(service.store, 0)
+        ended: set[int | None] = set()  # whoever is killed may be alive for us for a while yet
         for turns in range(1, 5):
-            await wait_until(lambda turns=turns: log.exists() and log.read_text().count(f"turn {turns}\n") >= N, 20.0)
-            await wait_until(lambda: process.alive, 20.0)
+            await wait_until(lambda turns=turns: log.exists() and log.read_text().count(f"turn {turns}\n") >= N)
+            await wait_until(lambda: process.alive and process.pid not in ended)
             assert process.pid is not None
+            ended.add(process.pid)
             os.kill(worker_of(process.pid), signal.SIGKILL)
         [(header, _)] = await groups(service.store, 1)
         assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
@@ -66,7 +68,7 @@ async def test_a_rollout_whose_turns_are_damaged_starts_again(damage: str, tmp_p
         store = service.store
         async with environment(service.config):
             await issue(store, 0)
-            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") >= N, 20.0)
+            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") >= N)
         turns = store.keys.turns("0-0")
         turn = codec.decode((await store.client.hget(turns, "0:1") or b"")[1:], Turn)
         damaged = {

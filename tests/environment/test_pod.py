@@ -42,7 +42,7 @@ def overrides(folder: Path, kind: str, name: str, **keys: Any) -> list[str]:
     return [
         f'data.sources=[{{kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "world"}}]', "verifiers=[]",
         f"environments=[{{{shown}, options = {{{options}}}}}]", "data.chat_template=true", "model.max_tokens=4096",
-        "trainer.row_tokens=4096", "sampling.max_tokens=12", "generator.lease_s=0.5", "generator.drain_s=0",
+        "trainer.row_tokens=4096", "sampling.max_tokens=12", "generator.lease_s=3.0", "generator.drain_s=0",
     ]  # fmt: skip
 
 
@@ -110,7 +110,7 @@ async def groups(store: Store, count: int) -> list[tuple[Header, Payload]]:
     async def there() -> bool:
         return await store.client.xlen(store.keys.headers) == count
 
-    await wait_until(there, 20.0)
+    await wait_until(there)
     entries = await store.client.xrange(store.keys.headers)
     headers = [codec.decode(fields[b"body"], Header) for _, fields in entries]
     payloads = [codec.unseal(await store.client.get(store.keys.payload(header.payload)) or b"") for header in headers]
@@ -136,7 +136,7 @@ async def test_rollouts_go_on_where_they_were_when_their_pod_is_killed(tmp_path:
         engine._token_s = 0.01
         async with environment(service.config):
             await issue(service.store, 0)
-            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") >= N, 20.0)
+            await wait_until(lambda: log.exists() and log.read_text().count("turn 2") >= N)
         async with environment(service.config, "environment-1"):
             [(header, _)] = await groups(service.store, 1)
         assert (header.rewards, header.turns) == ([1.0] * N, [6] * N)
@@ -176,8 +176,8 @@ async def test_environments_evaluate_a_version_that_a_generator_is_kept_on(tmp_p
             found = (await store.evaluation.state(60)).round
             return found is not None and found.done == len(tickets)
 
-        await wait_until(answered, 20.0)
-        await wait_until(lambda: worker.version is None, 20.0)
+        await wait_until(answered)
+        await wait_until(lambda: worker.version is None)
         assert loop.service.status.phase == "ready"
         results = read_results(tickets, await store.evaluation.results(), {"held_out": loop.config.model.max_tokens})
         for result in results:  # one that ended by its length had fewer turns

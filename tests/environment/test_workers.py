@@ -132,7 +132,6 @@ async def test_what_a_step_does_wrong_costs_its_rollout_and_no_other(world: Pyth
 async def test_what_an_agent_does_wrong_costs_itself(
     agent: AgentEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.environment.programs.process.STOP_LIMIT_S", 1.0)
     async with process(agent) as one:
         given = {"url": "http://127.0.0.1:1/v1", "key": "k"}
         hanging = asyncio.ensure_future(one.do("b", "run", {**given, "row": {"do": "hang"}}))
@@ -153,6 +152,7 @@ async def test_what_an_agent_does_wrong_costs_itself(
         begun = tmp_path / "begun"
         blocking = asyncio.ensure_future(one.do("e", "run", {**given, "row": {"do": "block", "begun": str(begun)}}))
         await wait_until(begun.exists)
+        monkeypatch.setattr("services.environment.programs.process.STOP_LIMIT_S", 1.0)
         await one.stop("e", "run took too long")
         for lost in (hanging, blocking):
             with pytest.raises(ProcessLost, match="killed, since another rollout's run took too long") as found:

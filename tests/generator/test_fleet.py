@@ -144,7 +144,7 @@ async def test_pods_share_the_slots_and_take_what_the_others_leave(tmp_path: Pat
 
 @pytest.mark.parametrize("how", ["SIGTERM", "POST /v1/drain"])
 async def test_a_pod_that_goes_claims_no_more_and_hands_back_what_it_began(tmp_path: Path, server: RedisServer, how: str) -> None:
-    options = ("generator.max_concurrent_groups=2", "generator.engine_options.token_s=0.1", "generator.drain_s=0.3")
+    options = ("generator.max_concurrent_groups=2", "generator.engine_options.token_s=0.3", "generator.drain_s=0.3")
     config = small_config(tmp_path, server, *options)
     async with fleet(config, tickets=4, slots=4) as (pod,):
         store = pod.service.store

@@ -128,7 +128,7 @@ async def _headers(store: Store, count: int) -> bool:
 
 
 async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path: Path, server: RedisServer) -> None:
-    slow = ("generator.engine_options.token_s=0.1", "generator.drain_s=0.1")
+    slow = ("generator.engine_options.token_s=0.3", "generator.drain_s=0.1")
     async with generator(tmp_path, server, *slow) as (service, loop, engine):
         fence = await issue(service.store, *(ticket(i) for i in range(4)))
         running = asyncio.create_task(service.run(loop.work))
@@ -147,6 +147,7 @@ async def test_what_a_drain_cannot_finish_is_continued_by_the_next_pod(tmp_path:
 
         second = RolloutLoop(service, engine, PlainTokenizer(), CountingVerifier(), loop.metrics)  # type: ignore[arg-type]
         service.stopping.clear()
+        engine._token_s = 0.0
         made = engine.gauges().tokens
         running = asyncio.create_task(service.run(second.work))
         await wait_until(lambda: _headers(service.store, 4))
@@ -202,9 +203,9 @@ async def test_an_impossible_ticket_is_buried_at_once(tmp_path: Path, server: Re
 
 
 async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path, server: RedisServer) -> None:
-    slow = ("generator.engine_options.token_s=0.02", "generator.lease_s=60")
-    async with generator(tmp_path, server, *slow) as (service, loop, _):
+    async with generator(tmp_path, server, "generator.lease_s=60") as (service, loop, engine):
         await issue(service.store, ticket(0))
+        await engine.pause()  # its group is still under way when the other pod takes the ticket over
         loop.renew = _never  # type: ignore[method-assign]
         service.loops.clear()
         running = asyncio.create_task(service.run(loop.work))
@@ -215,6 +216,7 @@ async def test_a_zombie_cannot_submit_what_another_pod_took_over(tmp_path: Path,
             return bool(claims)
 
         await wait_until(took_over)
+        await engine.resume()
         await wait_until(lambda: not loop.rollouts)
         service.stop()
         await running

@@ -26,7 +26,7 @@ from tests.support.rounds_world import AnyVerifier
 from tests.support.scripted import ScriptedEngine, scripted_tokens
 
 TOKEN = {"Authorization": "Bearer test-token"}
-SLOW = ("generator.engine_options.token_s=0.05", "sampling.max_tokens=24", "generator.drain_s=0")
+SLOW = ("generator.engine_options.token_s=0.15", "sampling.max_tokens=24", "generator.drain_s=0")
 
 
 @dataclass

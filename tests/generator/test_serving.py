@@ -56,7 +56,7 @@ async def test_a_completion_whose_caller_is_gone_is_dropped(tmp_path: Path, serv
         headers = {"Authorization": f"Bearer {api_tokens(service.config).operate}"}
         async with httpx.AsyncClient(base_url=service.status.url, headers=headers) as http:
             with pytest.raises(httpx.ReadTimeout):
-                await http.post(GENERATE, content=asked(), timeout=0.2)
+                await http.post(GENERATE, content=asked(), timeout=httpx.Timeout(30.0, read=0.2))
         await wait_until(lambda: not loop.busy and not engine.snapshot())
 
 

@@ -25,9 +25,9 @@ from services.console.attach import attach
 from services.dataprep.metrics import EvaluationMetrics
 from services.protocol.messages import PodStatus
 from services.runtime.metrics.declarations import Declared, declarations
-from tests.runs.test_run import finish, pids_of, start, summary, write_run
 from tests.support.collector import Collector, Span, collecting
 from tests.support.harness import save_model_folder
+from tests.support.whole_runs import finish, pids_of, start, summary, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LIMIT_S = 400.0  # for all there is to see; it takes some twenty seconds on an idle machine

@@ -18,9 +18,9 @@ from services.operations.bundles import format as bundles
 from services.operations.bundles.format import Bundle
 from services.protocol import codec
 from services.protocol.messages import Header, RankPlan
-from tests.runs.test_run import SLOW, finish, start, write_run
 from tests.support.harness import save_model_folder
 from tests.support.once import once
+from tests.support.whole_runs import SLOW, finish, start, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FIRST, LAST = "first.bundle", "last.bundle"

@@ -11,16 +11,15 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.runtime.checkpoints import CheckpointFolder
-from tests.runs.test_run import finish, start, steps_done, wait_for, write_run
 from tests.support.console import ROOT
 from tests.support.harness import save_model_folder
+from tests.support.whole_runs import finish, start, steps_done, wait_for, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAME = "kept"
@@ -34,15 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+@pytest.fixture
+def process(folder: Path) -> subprocess.Popen[str]:
     """Write the file of a run that continues until it is stopped, with a checkpoint after every other step."""
     process = start(write_run(folder, NAME, "run.steps=1000", *KEPT))
     wait_for(lambda: steps_done(folder, NAME) >= 2, process)
-    yield process
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+    return process
 
 
 def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:

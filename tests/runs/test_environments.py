@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_run import SLOW, check_whole, finish, folder, kill, start, steps_done, wait_for, weights, write_run  # noqa: F401
+from tests.support.whole_runs import SLOW, check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parents[1] / "environment" / "programs.py"
 STEPS = 5
 
 
-def write(folder: Path, name: str, *overrides: str) -> Path:  # noqa: F811
+def write(folder: Path, name: str, *overrides: str) -> Path:
     source = f'kind = "jsonl", path = "{folder / "data.jsonl"}", environment = "digits"'
     return write_run(
         folder, name, f"data.sources=[{{{source}}}]", "verifiers=[]", "filters.exclude_pass_rate=0", "data.chat_template=true",
@@ -25,14 +25,14 @@ def write(folder: Path, name: str, *overrides: str) -> Path:  # noqa: F811
     )  # fmt: skip
 
 
-def evaluated(folder: Path, name: str) -> dict[float, dict[str, float]]:  # noqa: F811
+def evaluated(folder: Path, name: str) -> dict[float, dict[str, float]]:
     """What the rounds of a run found, by version."""
     lines = (folder / name / "evaluations.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["eval/version"]: {k: v for k, v in record.items() if k.startswith("eval/held_out/")} for record in records}
 
 
-def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: Path) -> None:  # noqa: F811
+def test_killing_environments_and_generators_in_mid_run_changes_nothing(folder: Path) -> None:
     finish(start(write(folder, "turns")))
     check_whole(folder, "turns", STEPS)
     calm = evaluated(folder, "turns")

@@ -137,7 +137,7 @@ def leading(folder: Path, server: RedisServer, *overrides: str) -> Iterator[tupl
     given = (
         "generator.count=3", "evaluation.every_steps=2", f"evaluation.sources=[{sources}]", "run.steps=6",
         f"evaluation.samples={SAMPLES}", "evaluation.ks=[1, 2]", "generator.engine_options.token_s=0.002",
-        "fleet.ttl_s=1.0", "generator.lease_s=1.0", *overrides,
+        "fleet.ttl_s=3.0", "generator.lease_s=3.0", *overrides,
     )  # fmt: skip
     with open_world(folder, server, *given) as world:
         lead = Lead(world)
@@ -211,9 +211,10 @@ def test_what_a_killed_volunteer_leaves_is_done_by_another(tmp_path: Path, serve
         members(world, "a", "b", "c")
         world.train(0)
         world.portal.call(wait_until(lambda: len(volunteers(world)) == 2))
-        lead.wait_for_results(1)
         victim, _ = volunteers(world)
-        assert world.lanes[victim].rollouts, "nothing is lost with it"
+        world.portal.call(world.engines[victim].pause())  # what it has begun it does not end
+        lead.wait_for_results(1)
+        world.portal.call(wait_until(lambda: world.lanes[victim].rollouts))
         world.kill(victim)
         world.train(1)
         lead.wait_for(0)
@@ -260,6 +261,7 @@ def test_training_waits_for_the_only_generator_where_the_user_says_so(tmp_path: 
         world.train(0)
         assert volunteers(world) == ["a"], "it stays on the version before the trainer hears that it holds it"
         world.train(1)
+        lead.wait_for(0)
         assert set(lead.reports()) == {0}, "the weights were replaced before the round was complete"
         assert all(versions == {0} for _, versions in engines["a"].sampled)
         assert world.versions() == {"a": 1}

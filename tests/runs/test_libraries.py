@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_run import check_whole, finish, folder, start, write_run  # noqa: F401
+from tests.support.whole_runs import check_whole, finish, start, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LIBRARIES = Path(__file__).parents[1] / "environment" / "libraries.py"
@@ -16,7 +16,7 @@ AGENTS = ("agents", "waiting", "claude")
 STEPS = 3
 
 
-def test_clients_and_servers_of_others_train(folder: Path) -> None:  # noqa: F811
+def test_clients_and_servers_of_others_train(folder: Path) -> None:
     sources = ", ".join(
         f'{{kind = "jsonl", path = "{folder / "data.jsonl"}", name = "{name}", environment = "{name}"}}'
         for name in (*AGENTS, "clock")

@@ -11,16 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.runs.test_run import (
+from tests.support.whole_runs import (
     SLOW,
     check_whole,
     finish,
-    folder,  # noqa: F401
     kill,
     pids_of,
     start,
     steps_done,
-    undisturbed,  # noqa: F401
     wait_for,
     weights,
     write_run,
@@ -31,16 +29,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAME = "rewarded"
 
 
-def status(folder: Path, *options: str) -> str:  # noqa: F811
+def status(folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "services.console", "status", str(folder / NAME), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
 
 
-def generators(folder: Path) -> list[dict[str, Any]]:  # noqa: F811
+def generators(folder: Path) -> list[dict[str, Any]]:
     return [pod for pod in json.loads(status(folder, "--json"))["pods"] if pod["kind"] == "generator"]
 
 
-def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:  # noqa: F811
+def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(folder: Path, undisturbed: str) -> None:
     """It gives the scores that the undisturbed run's own verifier gives, so the weights must be the same."""
     with FlakyServer() as service:
         service.behave("status:500", "hang", "close", "raw:{}", "retry:1", "endless", "status:503")
@@ -50,7 +48,7 @@ def test_a_service_that_is_killed_and_started_again_in_mid_run_changes_nothing(f
         service.kill()
         wait_for(lambda: f"waiting for verifier 'http' at {service.url}/digits: connection refused" in status(folder), process)
         waiting = next(pod for pod in generators(folder) if pod["waiting"])
-        ready = httpx.get(f"{waiting['url']}/health/ready")
+        ready = httpx.get(f"{waiting['url']}/health/ready", timeout=60)
         assert ready.status_code == 503
         assert "waiting for verifier 'http'" in ready.text
         done = steps_done(folder, NAME)

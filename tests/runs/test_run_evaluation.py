@@ -14,9 +14,9 @@ import pytest
 from services.config import load_resolved, to_toml
 from services.protocol import codec
 from services.store import Store
-from tests.runs.test_run import check_whole, finish, kill, start, steps_done, summary, wait_for
 from tests.support.harness import save_model_folder, small_config, wait_until
 from tests.support.held_loss import HELD
+from tests.support.whole_runs import check_whole, finish, kill, start, steps_done, summary, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EVERY, STEPS, PROMPTS = 4, 8, 12

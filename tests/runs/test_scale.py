@@ -15,8 +15,8 @@ import pytest
 from services.console.__main__ import main
 from services.console.attach import attach
 from services.protocol.messages import PodStatus
-from tests.runs.test_run import check_whole, finish, start, steps_done, summary, wait_for, weights, write_run
 from tests.support.harness import save_model_folder
+from tests.support.whole_runs import check_whole, finish, start, steps_done, summary, wait_for, weights, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 44

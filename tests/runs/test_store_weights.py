@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.weights.versions import catalogue
-from tests.runs.test_run import SLOW, check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
 from tests.support.harness import save_model_folder
+from tests.support.whole_runs import SLOW, check_whole, finish, kill, start, steps_done, wait_for, weights, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 8

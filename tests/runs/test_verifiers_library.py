@@ -1,4 +1,4 @@
-"""Whole runs with environments of the library verifiers, from PyPI, in virtual environments of their own."""
+"""A whole run with environments of the library verifiers, from PyPI: each version in a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from pathlib import Path
 import pytest
 
 from tests.environment.test_verifiers_library import made
-from tests.runs.test_run import check_whole, finish, folder, start, write_run  # noqa: F401
+from tests.support.whole_runs import check_whole, finish, start, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 3
 
 
-@pytest.mark.parametrize(("version", "names"), [("0.3.1", ("classic_single", "classic_tools")), ("0.4.0", ("v1_single",))])
-def test_environments_of_the_library_train(
-    version: str, names: tuple[str, ...], folder: Path, tmp_path_factory: pytest.TempPathFactory  # noqa: F811
-) -> None:  # fmt: skip
-    run = f"library-{version}"
+NAMES = {"classic_single": "0.3.1", "classic_tools": "0.3.1", "v1_single": "0.4.0"}
+"""Environments, and the version of the library that each is made for."""
+
+
+def test_environments_of_the_library_train(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     sources = ", ".join(
-        f'{{kind = "jsonl", path = "{folder}/{name}.jsonl", name = "{name}", environment = "{name}"}}' for name in names
+        f'{{kind = "jsonl", path = "{folder}/{name}.jsonl", name = "{name}", environment = "{name}"}}' for name in NAMES
     )
-    python = made(tmp_path_factory, version)
+    pythons = {version: made(tmp_path_factory, version) for version in set(NAMES.values())}
     environments = ", ".join(
-        f'{{name = "{name}", kind = "verifiers", interpreter = "{python}", max_turns = 4}}' for name in names
+        f'{{name = "{name}", kind = "verifiers", interpreter = "{pythons[version]}", max_turns = 4}}'
+        for name, version in NAMES.items()
     )
     path = write_run(
-        folder, run, f"data.sources=[{sources}]", f"environments=[{environments}]", f"run.steps={STEPS}", "verifiers=[]",
+        folder, "library", f"data.sources=[{sources}]", f"environments=[{environments}]", f"run.steps={STEPS}", "verifiers=[]",
         "filters.exclude_pass_rate=0", "data.chat_template=true", "sampling.max_tokens=12", "data.max_prompt_tokens=40",
-        "sampling.group_size=2", "admission.prompts_per_step=2", "admission.max_staleness=0",
+        "sampling.group_size=2", "admission.prompts_per_step=3", "admission.max_staleness=0",
     )  # fmt: skip
     subprocess.run([sys.executable, "-m", "services.console", "rows", str(path)], check=True)
     finish(start(path))
-    check_whole(folder, run, STEPS)
-    records = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-    of_sources = [f"{name}/" for name in names] if len(names) > 1 else [""]
-    expected = {f"reward/train/{of}{name}.digits" for of, name in zip(of_sources, names, strict=True)}
+    check_whole(folder, "library", STEPS)
+    records = [json.loads(line) for line in (folder / "library" / "metrics.jsonl").read_text().splitlines()]
+    expected = {f"reward/train/{name}/{name}.digits" for name in NAMES}
     assert expected <= {key for record in records for key in record}

@@ -189,8 +189,8 @@ async def test_a_service_that_is_away_costs_a_delay_and_one_that_stays_away_is_u
     cluster.away = False
     assert await call == "2"
     cluster.stuck = "0/3 nodes are available"
-    with pytest.raises(SandboxLost, match=r"no sandbox within 0.5 s: pod .* Unschedulable: 0/3 nodes"):
-        await place.tool("0-0.7.2.0", open_limit_s=0.5).call({"code": "1"})
+    with pytest.raises(SandboxLost, match=r"no sandbox within 3 s: pod .* Unschedulable: 0/3 nodes"):
+        await place.tool("0-0.7.2.0", open_limit_s=3.0).call({"code": "1"})
     gone = place.tool("0-0.7.3.0", open_limit_s=0.5)
     gone._service._url = "http://127.0.0.1:1"
     with pytest.raises(SandboxLost, match="did not reply within"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,24 @@ from services.protocol.messages import Ticket
 from services.store import Store
 
 
+def _put(path: Path, text: str) -> None:
+    """Write a file that another of pytest-xdist's workers may be reading: it is never there in part."""
+    if path.exists() and path.read_text() == text:
+        return
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
 def small_config(folder: Path, server: RedisServer | None = None, *overrides: str, prompts: int = 40) -> RunConfig:
     """A configuration of a run of the scripted engine: two-digit questions, `exact` verifier, eight groups a step."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     data, token, password, config = (folder / name for name in ("data.jsonl", "token", "password", "run.toml"))
-    data.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(prompts)))
-    token.write_text("test-token")
-    password.write_text(server.password if server else "")
-    config.write_text(
+    _put(data, "".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(prompts)))
+    _put(token, "test-token")
+    _put(password, server.password if server else "")
+    _put(
+        config,
         f"""
         [run]
         name = "small"
@@ -60,7 +71,7 @@ def small_config(folder: Path, server: RedisServer | None = None, *overrides: st
         ttl_s = 3.0
         [samples]
         keep = 0  # most tests do without a tracker
-        """
+        """,
     )
     return load(config, overrides, environ={})
 

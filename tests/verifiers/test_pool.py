@@ -236,7 +236,7 @@ from services.config.data import FileSource
 from tests.support.verifiers import scored, verifier
 
 async def main():
-    pool = VerifierPool(named([verifier("regex", pattern="^(a+)+$", timeout_s=1.0)]), 2, [FileSource(kind="jsonl", path="x")])
+    pool = VerifierPool(named([verifier("regex", pattern="^(a+)+$", timeout_s=60.0)]), 2, [FileSource(kind="jsonl", path="x")])
     await pool.start()
     busy = asyncio.create_task(scored(pool, ["a" * 40 + "!"], "", "main"))
     await asyncio.sleep(0.2)

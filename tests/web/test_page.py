@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 def places(run: Shown) -> dict[str, str]:
     """Return the path of every page, with a kept step, one of its groups and a dead letter."""
-    with httpx.Client(base_url=run.url, headers=bearer(run.read_token)) as http:
+    with httpx.Client(base_url=run.url, headers=bearer(run.read_token), timeout=60) as http:
         run.wait_for(lambda: run.kept_step is not None, "a step that is kept")
         step = run.kept_step
         group = http.get(f"/v1/steps/{step}").json()["plan"]["groups"][0]["group"]
@@ -177,7 +177,7 @@ def test_the_keyboard_reaches_everything_and_one_sees_where_it_is(run: Shown, br
 
 
 def test_completions_are_found_by_filter_and_coloured_by_token(run: Shown, browser: Any) -> None:
-    with httpx.Client(base_url=run.url, headers=bearer(run.read_token)) as http:
+    with httpx.Client(base_url=run.url, headers=bearer(run.read_token), timeout=60) as http:
         run.wait_for(lambda: a_sample(http), "a logged completion")
     with opened(browser, f"{run.url}/#/samples", token=run.read_token) as page:
         settle(page)
@@ -227,7 +227,7 @@ def test_grpo_web_shows_a_run_beside_its_own_page_until_it_is_told_to_end(run: S
         said = re.search(r"(http://127\.0\.0\.1:\d+)/#token=(\S+)", process.stdout.readline())
         assert said
         assert said[2] == run.token
-        with httpx.Client(base_url=said[1], headers=bearer(run.read_token)) as http:
+        with httpx.Client(base_url=said[1], headers=bearer(run.read_token), timeout=60) as http:
             assert http.get("/v1/console/about").json()["run"] == "shown"
             checkpoints = http.get("/v1/checkpoints").json()
             assert checkpoints["folder"] == str(run.folder / "checkpoints")

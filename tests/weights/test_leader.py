@@ -33,9 +33,9 @@ def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
 
 
 @pytest.fixture
-def patient(tmp_path: Path, server: RedisServer) -> Iterator[World]:
-    """A world in which nobody waits out the deadline by being slow."""
-    with open_world(tmp_path, server, "sync.join_deadline_s=20") as world:
+def hasty(tmp_path: Path, server: RedisServer) -> Iterator[World]:
+    """A world for tests that wait the deadline out."""
+    with open_world(tmp_path, server, "sync.join_deadline_s=2") as world:
         yield world
 
 
@@ -67,7 +67,8 @@ def test_only_those_behind_take_part_in_a_catch_up_round(world: World) -> None:
     assert world.rounds.catch_up(0) is None, "what a member acknowledged counts before its heartbeat says so"
 
 
-def test_a_member_that_never_answers_is_left_out_within_its_deadline(world: World) -> None:
+def test_a_member_that_never_answers_is_left_out_within_its_deadline(hasty: World) -> None:
+    world = hasty
     alive = world.member("a")
     world.member("stopped", follows=False)
     report = world.rounds.run(0)
@@ -75,8 +76,7 @@ def test_a_member_that_never_answers_is_left_out_within_its_deadline(world: Worl
     assert report.total_s < 2 * (2 + 3)
 
 
-def test_a_member_that_is_gone_is_not_awaited(patient: World) -> None:
-    world = patient
+def test_a_member_that_is_gone_is_not_awaited(world: World) -> None:
     alive, gone = world.member("a"), world.member("b", follows=False)
     world.portal.call(world.store.fleet.beat(PodStatus("generator", "b", "next-boot", "here", 2, "", "loading", -1, 0, {}), 60))
     report = world.rounds.run(0)
@@ -89,7 +89,8 @@ def status(name: str, unreached: str = "") -> PodStatus:
     return PodStatus("generator", name, "boot", "here", 1, "", "unsynced", -1, 1, {}, unreached=unreached)
 
 
-def test_a_member_that_cannot_reach_the_trainer_is_counted_on_again_when_it_says_that_it_can(world: World) -> None:
+def test_a_member_that_cannot_reach_the_trainer_is_counted_on_again_when_it_says_that_it_can(hasty: World) -> None:
+    world = hasty
     alive = world.member("a")
     cut = world.member("b", follows=False)
     world.portal.call(world.store.fleet.beat(status("b", unreached="here:1"), 60))
@@ -108,7 +109,8 @@ def test_when_nobody_can_reach_the_trainer_they_are_asked_again(world: World) ->
     assert world.rounds.run(0).members == (member,)
 
 
-def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(world: World) -> None:
+def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(hasty: World) -> None:
+    world = hasty
     member = world.member("a")
 
     def opened(phase: str, members: dict[str, int]) -> Round:
@@ -325,8 +327,7 @@ def test_a_volume_that_refuses_a_write_costs_an_attempt(files: World, tmp_path: 
     assert files.versions() == {"a": 1}
 
 
-def test_a_member_that_declines_costs_no_deadline(patient: World) -> None:
-    world = patient
+def test_a_member_that_declines_costs_no_deadline(world: World) -> None:
     trains = world.member("a")
     world.member("b")
     world.rounds.run(0)

@@ -24,11 +24,9 @@ SIZE = 128
 
 
 @pytest.fixture
-def world(tmp_path: Path, server: RedisServer, request: pytest.FixtureRequest) -> Iterator[World]:
-    """A world; its parameter, if any, is the deadline for joining."""
-    model, join_s = torch.nn.Linear(SIZE, SIZE, dtype=torch.bfloat16), getattr(request, "param", 2)
-    overrides = ("sync.backend=store", f"sync.folder={tmp_path}/volume", f"sync.join_deadline_s={join_s}")
-    with open_world(tmp_path, server, *overrides, model=model) as world:
+def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
+    model = torch.nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)
+    with open_world(tmp_path, server, "sync.backend=store", f"sync.folder={tmp_path}/volume", model=model) as world:
         yield world
 
 
@@ -106,7 +104,6 @@ def test_a_member_that_missed_rounds_fetches_what_it_lacks(world: World, monkeyp
     assert_equal(world)
 
 
-@pytest.mark.parametrize("world", [20], indirect=True)
 def test_a_member_that_fetches_declines_rounds_and_is_left_out_of_later_ones(world: World) -> None:
     class Slow(ScriptedEngine):
         async def stage(self, version: int, limit_s: float | None = None) -> None:

@@ -8,6 +8,7 @@ import getpass
 import json
 import os
 import pty
+import re
 import signal
 import stat
 import subprocess
@@ -138,8 +139,9 @@ def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
     file, run = config_file(tmp_path), tmp_path / "small"
     with launched("run", file, "--no-screen", "run.steps=2", FAKE_DEAF="generator-0") as console:
         assert console.stdout is not None
-        for word in ("waiting up to 25 s for generator-0 to exit", "still running after the end of the run: generator-0"):
-            assert any(word in line for line in console.stdout), word
+        others = r".*\bgenerator-0\b"  # which on a busy machine have not ended either
+        for said in (rf"waiting up to 25 s for {others}.* to exit", rf"still running after the end of the run: {others}"):
+            assert any(re.search(said, line) for line in console.stdout), said
             console.send_signal(signal.SIGINT)
         assert "finished: run small" in console.stdout.read()
         assert console.wait(20) == 0
@@ -207,7 +209,7 @@ def test_a_console_that_is_killed_takes_its_services_along(tmp_path: Path) -> No
         console.send_signal(signal.SIGTERM)
         wait_until(lambda: {"generator-0", "redis"} == set(processes_of(run)), "the others to end")
         console.send_signal(signal.SIGTERM)
-        console.communicate(timeout=10)
+        console.communicate(timeout=60)
     assert console.returncode == 130
     assert processes_of(run) == {}
     assert steps(run) == list(range(len(steps(run))))

@@ -18,7 +18,7 @@ from services.store import Store
 from services.store.connection import client
 from tests.conftest import SERVERS, skip_without
 from tests.support import flow
-from tests.support.harness import ticket
+from tests.support.harness import ticket, wait_until
 
 LIMIT_S = 10.0
 RUN = "errors"
@@ -207,12 +207,12 @@ async def test_work_goes_on_through_kills_of_the_server_and_nothing_is_lost(dura
     async with asyncio.TaskGroup() as tasks:
         for body in (issue_tickets(), generate("a"), generate("b")):
             tasks.create_task(body)
-        for _ in range(3):
-            await asyncio.sleep(0.3)
+        for kills in range(1, 4):
+            await wait_until(lambda enough=8 * kills: len(submitted) >= enough)
             durable.kill()
             await asyncio.sleep(0.1)
             await asyncio.to_thread(durable.start)
-        await asyncio.sleep(0.3)
+        await wait_until(lambda: len(submitted) > 32)
         busy = False
 
     report = await audit(store)
@@ -220,7 +220,7 @@ async def test_work_goes_on_through_kills_of_the_server_and_nothing_is_lost(dura
     items = [item.ticket for item in await store.replay.read_headers(team.leader, 100_000)]
     assert len(items) == len(set(items)), "no group was stored twice"
     assert sorted(submitted) == sorted(items), "what was acknowledged is there, and nothing else"
-    assert len(items) > 20
+    assert len(items) > 32
     for item in await store.replay.read_headers(team.leader, 100_000):
         assert (await store.steps.payloads([item.payload]))[item.payload].tokens.size > 0
     await store.close()

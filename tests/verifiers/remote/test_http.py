@@ -54,7 +54,7 @@ async def test_numbers_beside_the_score_are_parts_and_all_of_it_is_kept(service:
 )
 async def test_a_service_that_fails_is_asked_again(service: FlakyServer, first: tuple[str, ...]) -> None:
     service.behave(*first)
-    async with asking("http", service.url, timeout_s=1.0 if "hang" in first else 20.0) as pool:
+    async with asking("http", service.url, timeout_s=4.0 if "hang" in first else 20.0) as pool:
         assert (await pool.score(group(*TEXTS)))["http"].scores == SCORES
     assert len(service.requests) == len(first) + 1
 

@@ -1,0 +1,145 @@
+"""Whole runs through `grpo run`: their configuration, their processes, and what they leave in their folders.
+
+A plugin (tests/conftest.py), so that its fixtures are everywhere, and no run outlives the test that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.config import to_toml
+from tests.support.documented import undocumented
+from tests.support.harness import save_model_folder, small_config
+from tests.support.once import once
+from tests.support.preloading.starter import PLAIN
+
+STEPS = 8
+SLOW = "generator.engine_options.token_s=0.1"  # so that a busy machine does not notice a step only when the run has ended
+
+_started: list[subprocess.Popen[str]] = []
+
+
+def write_run(folder: Path, name: str, *overrides: str) -> Path:
+    """Write a configuration file for `grpo run`; the console adds server, password and token."""
+    config = small_config(
+        folder, None, f"run.name={name}", f"run.steps={STEPS}", "generator.count=2", "checkpoint.every_steps=2", "run.seed=3",
+        'api.token_file=""', 'redis.password_file=""', "generator.engine_options.token_s=0.03", "trainer.deterministic=true",
+        "optimizer.learning_rate=1e-3", "generator.lease_s=2.0", "sync.join_deadline_s=5",
+        'verifiers=[{kind="regex", pattern="[0-4]"}]', "filters.exclude_pass_rate=0.75",  # different rewards, and excluded rows
+        *overrides,
+    )  # fmt: skip
+    path = folder / f"{name}.toml"
+    path.write_text(to_toml(config))
+    return path
+
+
+def start(path: Path, *options: str, **environ: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environ)
+    _started.append(process)
+    return process
+
+
+def finish(process: subprocess.Popen[str], limit_s: float = 240) -> str:
+    output, _ = process.communicate(timeout=limit_s)
+    assert process.returncode == 0, output
+    return output
+
+
+def summary(folder: Path, name: str) -> dict[str, float]:
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+def weights(folder: Path, name: str) -> str:
+    return hashlib.sha256((folder / name / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def steps_done(folder: Path, name: str) -> int:
+    path = folder / name / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(true: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.05)
+
+
+def pids_of(folder: Path, name: str, pod: str) -> list[int]:
+    """Return the processes of a pod of this run, found by their command lines."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (proc / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if pod in words and any(str(folder / name) in word for word in words):
+            found.append(int(proc.name))
+    return found
+
+
+def kill(folder: Path, name: str, pod: str, process: subprocess.Popen[str]) -> None:
+    """Kill a pod's processes, once there are any; a pod that has ended may be about to start again."""
+    wait_for(lambda: bool(pids_of(folder, name, pod)), process)
+    for pid in pids_of(folder, name, pod):
+        with contextlib.suppress(ProcessLookupError):  # it was about to start another program, or went with its parent
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs here, those of other pytest-xdist workers, too."""
+    with once(tmp_path_factory, "run") as (folder, new):
+        if new:
+            save_model_folder(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the weights of an undisturbed run, whose processes start as a user's do."""
+    with once(tmp_path_factory, "calm") as (_, new):
+        if new:
+            output = finish(start(write_run(folder, "calm"), **{PLAIN: "1"}))
+            assert "0 tickets lost, 0 duplicated" in output
+    assert weights(folder, "calm") != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return weights(folder, "calm")
+
+
+def check_whole(folder: Path, name: str, steps: int = STEPS) -> None:
+    """Check that every step was trained, no ticket was lost or duplicated, and the lag bound was kept."""
+    facts = summary(folder, name)
+    assert facts["steps"] == steps
+    assert (facts["lost"], facts["doubled"], facts["stale_dropped"]) == (0, 0, 0)
+    assert facts["max_lag"] <= 1
+    assert facts["syncs"] == steps + 1
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(steps))
+    assert not undocumented(key for record in records for key in record)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """End the runs that a test has started and, since it failed, has not waited for."""
+    while _started:
+        with _started.pop() as process:  # which closes its pipe
+            if process.poll() is not None:
+                continue
+            process.terminate()
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its services end with it
