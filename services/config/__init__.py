@@ -5,7 +5,7 @@ text) and is read somewhere; an unknown key, a wrong value, an invalid combinati
 others raises a `ConfigError` that names the key, the value and the remedy.
 """
 
-from services.config.load import ConfigError, digest, load, load_resolved, to_toml
+from services.config.load import ConfigError, defining, digest, load, load_resolved, to_toml
 from services.config.root import RunConfig
 
-__all__ = ["ConfigError", "RunConfig", "digest", "load", "load_resolved", "to_toml"]
+__all__ = ["ConfigError", "RunConfig", "defining", "digest", "load", "load_resolved", "to_toml"]

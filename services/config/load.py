@@ -160,7 +160,12 @@ NOT_DEFINING = {**CARRIED_OUT, **CHANGEABLE, "run": CARRIED_OUT["run"] | CHANGEA
 
 
 def digest(config: RunConfig) -> str:
-    """Return the SHA-256 (16 hex digits) of the keys that define the run, without those of `CARRIED_OUT` and `CHANGEABLE`.
+    """Return the SHA-256 (16 hex digits) of the keys that define the run (`defining`). Raises `ConfigError`."""
+    return hashlib.sha256(defining(config)).hexdigest()[:16]
+
+
+def defining(config: RunConfig) -> bytes:
+    """Return the keys that define the run, as JSON: all but those of `CARRIED_OUT` and `CHANGEABLE`.
 
     For `path.py:name` of a verifier or an environment the content of the file counts, not its folder. Raises `ConfigError` if it
     cannot be read.
@@ -175,7 +180,7 @@ def digest(config: RunConfig) -> str:
         described.pop("interpreter")  # says where it runs, not what it is
     if not config.redis.payload_shards:  # keeps the digest of runs that are older than this key
         del tree["redis"]
-    return hashlib.sha256(msgspec.json.encode(tree, order="sorted")).hexdigest()[:16]
+    return msgspec.json.encode(tree, order="sorted")
 
 
 def code_digest(path: str) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from services.config import ConfigError, RunConfig, digest, load, load_resolved
 from services.config.load import NOT_DEFINING
+from services.config.reading.differences import differing
 from services.console.errors import EXIT_CONFIG, EXIT_OK
-from services.console.local.changes import flat
 from services.protocol.errors import StoreError
 from services.runtime.http.credentials import redis_login
 from services.store import RunState, Store
@@ -32,11 +32,10 @@ def refusal(state: RunState | None, config: RunConfig, before: RunConfig | None)
         return ""
     what = "a key that defines it has changed"
     if before is not None and before.run.name == config.run.name:
-        old, new = (flat(each.model_dump(mode="json", exclude=NOT_DEFINING)) for each in (before, config))
-        keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-        told = "; ".join(f"config.{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys[:SHOWN])
-        more = f"; and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        what = f"{told}{more}" if keys else "the content of a file that a verifier or an environment names has changed"
+        found = differing(*(each.model_dump(mode="json", exclude=NOT_DEFINING) for each in (before, config)))
+        told = "; ".join(f"config.{key} was {then!r} and is {now!r}" for key, (then, now) in list(found.items())[:SHOWN])
+        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        what = f"{told}{more}" if found else "the content of a file that a verifier or an environment names has changed"
     return (
         f"run {config.run.name!r} exists and cannot go on with these values: {what}. Set config.run.name to a new name to "
         "start another run, or undo the change"

@@ -1,22 +1,24 @@
-"""Start a dataprep pod: read the prompts, create or attach to the run, then lead it or stand by."""
+"""Start a dataprep pod: read the prompts, create or attach to the run, then lead it or stand by.
+
+With `--stay` it stays up after the run is over and serves the control API, and a finished run that is given more steps continues.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 
-from services.config import digest
 from services.runtime.entry import Arguments, end_process, main, open_service
 
 
 async def prepare(given: Arguments) -> None:
     """Run the pod from start to end."""
     from services.dataprep.evaluation.rounds import EvaluationRounds
+    from services.dataprep.identity import create_or_attach
     from services.dataprep.loop import DataprepLoop
     from services.dataprep.metrics import DataprepMetrics, EvaluationMetrics, RunMetrics
     from services.dataprep.prompts.catalogue import PromptSource
     from services.dataprep.prompts.curriculum import load_curriculum
     from services.dataprep.replay.sweeping import sweep
-    from services.dataprep.replay.weights import table_rules
     from services.dataprep.run_gauges import RunGauges
     from services.runtime import garbage_collection
     from services.runtime.http.endpoints.run import add_routes
@@ -27,13 +29,11 @@ async def prepare(given: Arguments) -> None:
     evaluated = PromptSource(config, config.evaluation.sources) if config.evaluation.every_steps else None
     garbage_collection.freeze()
     async with open_service("dataprep", config, given.name) as service:
-        identity = digest(config), source.digest, config.run.steps, config.slots
-        created = await service.store.run.create(*identity, table_rules(config), config.redis.payload_shards)
-        if not created:
-            await service.store.run.set_steps(config.run.steps)  # with which it is resumed
+        service.stays = given.stay
+        await create_or_attach(service.store, config, source.digest)
         evaluation = EvaluationRounds(config, service.store, evaluated, EvaluationMetrics(service.registry), service.tracing)
         dataprep = DataprepLoop(service, source, DataprepMetrics(service.registry), evaluation)
-        service.ready = dataprep.why_idle
+        service.ready = dataprep.why_unready
         service.add_loop("run_gauges", RunGauges(service, RunMetrics(service.registry)).follow)
         if config.redis.payload_shards:
             service.add_loop("sweep", partial(sweep, service))
@@ -42,4 +42,4 @@ async def prepare(given: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    end_process(main("dataprep", prepare))
+    end_process(main("dataprep", prepare, rests=False))

@@ -58,14 +58,16 @@ class DataprepLoop:
         self._waits = metrics.wait_clock()
         metrics.lag_bound.set(self.config.admission.max_staleness)
 
-    def why_idle(self) -> str:
-        """Return why this pod is idle. A standby is not idle, since it can take over at once."""
-        state = self.service.view.state
-        if state is None:
+    def why_unready(self) -> str:
+        """Return why this pod is not ready.
+
+        A standby is ready, since it can take over at once. So is a pod whose run is paused or over: it serves the control API, by
+        which the run is resumed or inspected.
+        """
+        view = self.service.view
+        if view.state is None:
             return "the run does not exist yet"
-        if self.service.view.paused:
-            return f"paused: {state.paused[self.service.kind]}"
-        return self.memory.why
+        return "" if view.paused or view.state.ended else self.memory.why
 
     async def work(self, loop: Loop) -> None:
         """Lead whenever no other pod does, until stopped."""

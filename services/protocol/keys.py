@@ -26,6 +26,11 @@ class Keys:
         return f"{self.prefix}:run"
 
     @property
+    def defining(self) -> str:
+        """String: the keys that define the run, JSON."""
+        return f"{self.prefix}:defining"
+
+    @property
     def tickets(self) -> str:
         """Stream: work for generators; consumer group `generators`."""
         return f"{self.prefix}:tickets"

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 import structlog
@@ -182,13 +181,14 @@ async def rest(kind: str, given: Arguments) -> bool:
     """With `--stay`: while the run is over, serve the endpoints and do nothing else.
 
     Returns True if told to stop, False if there is work to do. A pod whose run has ended exits, is restarted, and idles here, so
-    the memory of its engine or its ranks is free.
+    the memory of its engine or its ranks is free. It is ready, since it waits for nothing; so a finished run's release can be
+    upgraded.
     """
     if not given.stay or not await _over(kind, given.config):
         return False
     async with open_service(kind, given.config, given.name) as service:
+        service.say(phase="finished")
         while (state := await service.view.refresh()) and state.finished:
-            service.ready = partial("the run has finished: {}".format, state.finished)
             if service.stopping.is_set():
                 return True
             with contextlib.suppress(TimeoutError):
@@ -201,10 +201,12 @@ def main(
     work: Callable[[Arguments], Awaitable[None]],
     argv: list[str] | None = None,
     before: Callable[[Arguments], None] | None = None,
+    rests: bool = True,
 ) -> int:
     """Run a service process: set up logs, run `work`, turn errors into one line and an exit code.
 
-    `before`: what has to happen while the process has no event loop, threads and connections yet.
+    `before`: what has to happen while the process has no event loop, threads and connections yet. `rests`: whether it idles, with
+    `--stay`, while the run is over (`rest`); otherwise `work` continues.
     """
     try:
         with leaving_at_once():
@@ -212,7 +214,7 @@ def main(
             logs.configure(given.config.run.name, given.name)
             if before is not None:
                 before(given)
-            asyncio.run(_live(kind, given, work))
+            asyncio.run(_live(kind, given, work, rests))
     except KeyboardInterrupt:
         return EXIT_OK
     except (*FATAL, StoreError) as error:
@@ -229,8 +231,8 @@ async def _over(kind: str, config: RunConfig) -> bool:
     return state is not None and bool(state.finished)
 
 
-async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitable[None]]) -> None:
-    if not await rest(kind, given):
+async def _live(kind: str, given: Arguments, work: Callable[[Arguments], Awaitable[None]], rests: bool) -> None:
+    if not (rests and await rest(kind, given)):
         await work(given)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done: `leaving_at_once` no longer applies

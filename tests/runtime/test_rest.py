@@ -30,7 +30,7 @@ async def test_a_run_that_goes_on_is_not_rested_from(config: RunConfig, store: S
     assert not await rest("generator", Arguments(config, "generator-0"))  # without --stay the process ends
 
 
-async def test_it_says_why_it_is_idle_and_goes_on_with_the_run(
+async def test_it_is_ready_while_it_is_idle_and_goes_on_with_the_run(
     config: RunConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.runtime.entry.REST_POLL_S", 0.05)
@@ -39,14 +39,14 @@ async def test_it_says_why_it_is_idle_and_goes_on_with_the_run(
     resting = asyncio.create_task(rest("generator", Arguments(config, "generator-0", stay=True)))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.api.port}") as http:
 
-        async def says_why() -> bool:
+        async def rests() -> bool:
             try:
                 answer = await http.get("/health/ready")
             except httpx.TransportError:
                 return False
-            return answer.status_code == 503 and answer.json()["why_not"] == "the run has finished: trained 4 of 4 steps"
+            return answer.json() == {"ready": True, "phase": "finished", "why_not": ""}
 
-        await wait_until(says_why, 60)
+        await wait_until(rests, 60)
         assert (await http.get("/health/live")).status_code == 200
     assert not resting.done()
     await store.run.request_restore(1)

@@ -14,6 +14,7 @@ import msgspec
 
 from services.config import RunConfig
 from services.config.load import CHANGEABLE
+from services.config.reading.differences import differing
 
 Changes = dict[str, tuple[Any, Any]]
 """Key -> its value before and now."""
@@ -21,8 +22,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 def changes(held: RunConfig, asked: RunConfig) -> Changes:
     """Return which keys of a run that may change differ."""
-    old, new = (flat(config.model_dump(mode="json", include=CHANGEABLE)) for config in (held, asked))
-    return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
+    return differing(*(config.model_dump(mode="json", include=CHANGEABLE) for config in (held, asked)))
 
 
 def in_words(found: Changes) -> str:
@@ -38,12 +38,3 @@ def record(file: Path, step: int, found: Mapping[str, tuple[Any, Any]], forked_f
     line["changes"] = {key: list(values) for key, values in found.items()}
     with file.open("ab") as lines:
         lines.write(msgspec.json.encode(line) + b"\n")
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a tree of sections as key -> value; entries of lists of sections are numbered."""
-    if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
-        tree = {str(i): item for i, item in enumerate(tree)}
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    return {key: value for name, branch in tree.items() for key, value in flat(branch, f"{prefix}.{name}".strip(".")).items()}

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from services.config import ConfigError, RunConfig, digest, load_resolved, to_toml
 from services.config.load import NOT_DEFINING
+from services.config.reading.differences import differing
 from services.config.root import Redis
 from services.console.doctor import Finding, fault
 from services.console.errors import EXIT_CONFIG, ConsoleError
-from services.console.local.changes import flat
 from services.console.local.code import keep_code
 from services.console.local.secrets import kept_secret
 from services.console.paths import RunPaths
@@ -132,7 +132,6 @@ def check_redis(config: RunConfig, url: str) -> Iterator[Finding]:
 
 
 def _differences(held: RunConfig, asked: RunConfig) -> str:
-    old, new = (flat(config.model_dump(mode="json", exclude=NOT_DEFINING)) for config in (held, asked))
-    keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    shown = [f"{key} is {old.get(key)!r} there and {new.get(key)!r} here" for key in keys[:SHOWN]]
-    return "; ".join(shown) + (f"; and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
+    found = differing(*(config.model_dump(mode="json", exclude=NOT_DEFINING) for config in (held, asked)))
+    shown = [f"{key} is {there!r} there and {here!r} here" for key, (there, here) in list(found.items())[:SHOWN]]
+    return "; ".join(shown) + (f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else "")

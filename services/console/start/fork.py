@@ -16,11 +16,12 @@ import msgspec
 
 from services.config import ConfigError, RunConfig, digest, to_toml
 from services.config.load import NOT_DEFINING, load_with_places
+from services.config.reading.differences import differing
 from services.config.reading.places import COMMAND_LINE
 from services.config.root import Api, Redis, Web
 from services.config.verifiers import needs_answer, needs_row
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.local.changes import flat, record
+from services.console.local.changes import record
 from services.console.local.folder import RunFolder
 from services.console.paths import existing
 from services.console.printable import print_json
@@ -113,8 +114,7 @@ def _differences(held: RunConfig, config: RunConfig) -> dict[str, tuple[object, 
     """Return which keys differ, except those that only say where the run is executed."""
     carried = {name: keys for name, keys in NOT_DEFINING.items() if name in ("api", "web", "redis")}
     carried["run"] = {"dir"}
-    before, now = (flat(each.model_dump(mode="json", exclude=carried)) for each in (held, config))
-    return {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)}
+    return differing(*(each.model_dump(mode="json", exclude=carried) for each in (held, config)))
 
 
 def _copy(saved: Saved, new: RunFolder, config: RunConfig) -> Path:

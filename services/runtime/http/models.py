@@ -50,7 +50,7 @@ class Ready(BaseModel):
 
     ready: bool
     phase: str
-    """Phase of the pod, such as starting, loading, unsynced, ready or draining."""
+    """Phase of the pod, such as starting, loading, unsynced, ready, draining or finished."""
     why_not: str
     """What the pod waits for; empty: nothing."""
 

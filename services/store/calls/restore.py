@@ -33,10 +33,10 @@ from services.store.snapshot_format import (
 
 WORDS = 4000  # of commands in one call of a function, which Lua's stack must hold
 TOGETHER = 256  # entries of a stream in one request
-KEPT = ("run", "fleet", "fleet:status", "sync", "metrics", "evaluations", "tickets", "tickets:rollouts", "headers",
+KEPT = ("run", "defining", "fleet", "fleet:status", "sync", "metrics", "evaluations", "tickets", "tickets:rollouts", "headers",
         "answers", "answers:order", "samples", "samples:state")  # fmt: skip
-"""Keys that a restore leaves in place: fleet, numbers of sync rounds, history, answers to earlier calls, what the sample log does
-not have yet; `restore_begin` empties the streams of work.
+"""Keys that a restore leaves in place: identity, fleet, numbers of sync rounds, history, answers to earlier calls, what the
+sample log does not have yet; `restore_begin` empties the streams of work.
 """
 Command = tuple[Any, ...]
 Write = Callable[[Sequence[Command]], Awaitable[None]]

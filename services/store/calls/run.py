@@ -17,19 +17,25 @@ class Runs(Facet):
     """The run as a whole."""
 
     async def create(
-        self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None, payload_shards: int = 0
-    ) -> bool:
-        """Create the run, or attach to the same one (returns False).
+        self, config: str, dataset: str, steps: int, slots: int, table: TableRules | None = None, payload_shards: int = 0,
+        defining: bytes = b"",
+    ) -> bool:  # fmt: skip
+        """Create the run, or attach to the same one (returns False). `defining`: the keys of which `config` is the digest.
 
         Raises `DifferentRun` if another run has the name, `StoreError` if its payloads cannot be stored in that many shards.
         """
-        spread = (payload_shards,) if payload_shards else ()
+        identity, spread = (PROTOCOL_VERSION, config, dataset, steps, slots), (payload_shards,) if payload_shards else ()
         if spread and await self.state() is None:  # a process that attaches can do without a shard for a while
             await self._payloads.check_shards(payload_shards)
         rules = astuple(table or TableRules())
-        created = bool(await self._redis.call("create", PROTOCOL_VERSION, config, dataset, steps, slots, *rules, *spread))
+        created = bool(await self._redis.call("create", *identity, *rules, defining, *spread))
         await self._payloads.spread(payload_shards)
         return created
+
+    async def defining(self) -> bytes:
+        """Return the keys that define the run, as it was created with them; empty: an older version created it."""
+        (kept,) = await self._redis.send(("GET", self._keys.defining))
+        return kept or b""
 
     async def set_steps(self, steps: int) -> bool:
         """Give a run that is resumed another number of steps; one that had finished goes on if it has steps left.
