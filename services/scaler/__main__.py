@@ -1,10 +1,10 @@
 """Start the scaler of a cluster, which makes `grpo scale` and `kubectl scale` equivalent and frees the GPUs of a finished run.
 
-The environment says what it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_SET, GRPO_SET_KIND, GRPO_SET_REPLICAS),
-whether a finished run keeps its pods (GRPO_ON_FINISH), and whether pods are marked with what their removal would cost
-(GRPO_DELETION_COST).
+The environment says what it scales (GRPO_DEPLOYMENT, GRPO_REPLICAS; GRPO_SET, GRPO_SET_KIND, GRPO_SET_REPLICAS; GRPO_JUDGE,
+GRPO_JUDGE_REPLICAS), whether a finished run keeps its pods (GRPO_ON_FINISH), and whether pods are marked with what their removal
+would cost (GRPO_DELETION_COST).
 
-Waits for: the requested number of generators, the replicas of both objects, the end of the run. Unblocked by: `control`, or a
+Waits for: the requested number of generators, the replicas of these objects, the end of the run. Unblocked by: `control`, or a
 poll every `POLL_S`.
 """
 
@@ -22,7 +22,7 @@ from services.runtime.entry import Arguments, end_process, main, open_service
 from services.runtime.loops import Loop
 from services.runtime.service import Service
 from services.scaler.deletion_cost import DeletionCosts
-from services.scaler.reconcile import EMPTYING, FINISHED, UNSET, decide, trainer_replicas
+from services.scaler.reconcile import EMPTYING, FINISHED, UNSET, decide, whole_or_none
 from services.scaler.workload import KubernetesApi, Workload, WorkloadChanged
 from services.store.records import RunState, Scale
 
@@ -33,6 +33,8 @@ REPLICAS_ENV = "GRPO_REPLICAS"
 SET_ENV = "GRPO_SET"
 SET_KIND_ENV = "GRPO_SET_KIND"
 SET_REPLICAS_ENV = "GRPO_SET_REPLICAS"
+JUDGE_ENV = "GRPO_JUDGE"
+JUDGE_REPLICAS_ENV = "GRPO_JUDGE_REPLICAS"
 ON_FINISH_ENV = "GRPO_ON_FINISH"
 DELETION_COST_ENV = "GRPO_DELETION_COST"
 ON_FINISH = ("scaleToZero", "keep")
@@ -54,6 +56,9 @@ class ScalerSettings:
     """Its pods, or of a LeaderWorkerSet its groups, which is one."""
     keep: bool = False
     deletion_cost: bool = False
+    judge: str = ""
+    """Its Deployment; empty: the release has none."""
+    judge_replicas: int = UNSET
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
@@ -66,14 +71,16 @@ class ScalerSettings:
         for name, allowed in ((ON_FINISH_ENV, ON_FINISH), (SET_KIND_ENV, SET_KINDS)):
             if environ.get(name, allowed[0]) not in allowed:
                 raise ConfigError(f"{name} = {environ[name]!r} must be one of {', '.join(allowed)}")
+        names = (REPLICAS_ENV, SET_REPLICAS_ENV, JUDGE_REPLICAS_ENV)
         try:
-            numbers = int(environ.get(REPLICAS_ENV, UNSET)), int(environ.get(SET_REPLICAS_ENV, 1))
+            generators, trainer, judge = (int(environ.get(name, UNSET)) for name in names)
         except ValueError as error:
-            raise ConfigError(f"{REPLICAS_ENV} and {SET_REPLICAS_ENV} must be numbers: {error}") from None
+            raise ConfigError(f"{', '.join(names)} must be numbers: {error}") from None
         return cls(
-            environ.get(DEPLOYMENT_ENV, ""), numbers[0],
-            environ.get(SET_ENV, ""), environ.get(SET_KIND_ENV, SET_KINDS[0]), numbers[1],
+            environ.get(DEPLOYMENT_ENV, ""), generators,
+            environ.get(SET_ENV, ""), environ.get(SET_KIND_ENV, SET_KINDS[0]), trainer,
             environ.get(ON_FINISH_ENV) == "keep", environ.get(DELETION_COST_ENV) == "true",
+            environ.get(JUDGE_ENV, ""), judge,
         )  # fmt: skip
 
 
@@ -84,6 +91,7 @@ class ReleaseFollower:
         self._service, self._settings = service, settings
         self._generators = cluster.workload("Deployment", settings.deployment) if settings.deployment else None
         self._trainer = cluster.workload(settings.trainer_kind, settings.trainer) if settings.trainer else None
+        self._judge = cluster.workload("Deployment", settings.judge) if settings.judge else None
         self._costs = DeletionCosts(cluster) if settings.deletion_cost else None
         self._begun = False  # the first number has been set, before the run existed
 
@@ -105,7 +113,8 @@ class ReleaseFollower:
             if not self._settings.keep and state.scale.object != FINISHED:
                 await self._empty()
             return
-        await self._size_trainer(state)
+        await self._size(self._trainer, self._settings.trainer_replicas, state)
+        await self._size(self._judge, self._settings.judge_replicas, state)
         if self._generators is None:
             if state is not None and state.scale.object:
                 await self._service.store.run.followed_object("")
@@ -136,21 +145,22 @@ class ReleaseFollower:
             log.info("generators scaled", replicas=self._settings.replicas, why="initial number")
         self._begun = True
 
-    async def _size_trainer(self, state: RunState | None) -> None:
-        if self._trainer is None:
+    async def _size(self, workload: Workload | None, whole: int, state: RunState | None) -> None:
+        """Give the trainer or the judge the number of the values, unless somebody has scaled it to 0."""
+        if workload is None:
             return
-        seen = await self._trainer.replicas()
+        seen = await workload.replicas()
         emptied = state is not None and state.scale.object in (EMPTYING, FINISHED)
-        if (replicas := trainer_replicas(self._settings.trainer_replicas, seen.count, emptied)) is not None:
-            await self._trainer.scale(replicas, seen)
-            log.info("trainer scaled", replicas=replicas)
+        if (replicas := whole_or_none(whole, seen.count, emptied)) is not None:
+            await workload.scale(replicas, seen)
+            log.info("scaled to its number of the values", name=workload.name, replicas=replicas)
 
     async def _empty(self) -> None:
         """Free the GPUs of a finished run. Interrupted anywhere, it is repeated, or undone if the run was resumed meanwhile."""
         await self._service.store.run.followed_object(EMPTYING)
         if self._generators is not None:
             await self._service.store.run.followed_generators(0)
-        for workload in (self._generators, self._trainer):
+        for workload in (self._generators, self._trainer, self._judge):
             if workload is not None and (seen := await workload.replicas()).count:
                 await workload.scale(0, seen)
                 log.info("scaled to zero, since the run has finished", name=workload.name)

@@ -1,4 +1,4 @@
-"""Decides how many pods there are to be of generators and trainer, and which of two numbers follows the other. Pure.
+"""Decides how many pods there are to be of generators, trainer and judge, and which of two numbers follows the other. Pure.
 
 Guarantees: the last change wins. `grpo scale` and the endpoints change the request, `kubectl scale` changes the replicas. If
 both changed, the request wins. A number that was once followed is never set back, neither by an upgrade nor by a rollback: no
@@ -49,11 +49,11 @@ def decide(scale: Scale, replicas: int, object: str = "", initial: int = UNSET) 
     return Decision()
 
 
-def trainer_replicas(whole: int, replicas: int, emptied: bool) -> int | None:
-    """Return the trainer's replicas to set, or None to leave `replicas`, for a run that is not over.
+def whole_or_none(whole: int, replicas: int, emptied: bool) -> int | None:
+    """Return the replicas to set of the trainer or the judge, or None to leave `replicas`, for a run that is not over.
 
-    The ranks are distributed over `whole` replicas, so no number works but this one and 0, a pause. `emptied`: the scaler has
-    removed the pods when the run finished, and the run has been resumed since.
+    Their number belongs to the values: the trainer's ranks are distributed over `whole` replicas, so no number works but this one
+    and 0, a pause. `emptied`: the scaler has removed the pods when the run finished, and the run has been resumed since.
     """
     if replicas == whole or (replicas == 0 and not emptied):
         return None

@@ -1,5 +1,5 @@
-"""The one corner of a cluster's API that the chart's pods may call, over TLS, for one account: `/scale` of two objects, and the
-annotations of pods."""
+"""The one corner of a cluster's API that the chart's pods may call, over TLS, for one account: `/scale` of three objects, and
+the annotations of pods."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def mount_account(folder: Path, namespace: str, address: str) -> str:
 
 
 class ApiServer:
-    """Serves the replicas of a Deployment and a StatefulSet; `calls` are the verbs that came, by path."""
+    """Serves the replicas of generators, trainer and judge; `calls` are the verbs that came, by path."""
 
     def __init__(
         self, folder: Path, address: str, namespace: str, deployment: str, replicas: int = 1, trainer: str = "demo-trainer",
-        kind: str = "StatefulSet",
+        kind: str = "StatefulSet", judge: str = "demo-judge",
     ) -> None:  # fmt: skip
         """`folder` becomes what is mounted for a service account; `kind` is the trainer's."""
         self.annotations = dict[str, dict[str, str]]()
@@ -54,6 +54,7 @@ class ApiServer:
         root = f"/apis/apps/v1/namespaces/{namespace}"
         self.generators = ScaledObject(f"{root}/deployments/{deployment}/scale", replicas)
         plural = KINDS[kind]
+        self.judge = ScaledObject(f"{root}/deployments/{judge}/scale", 1)
         sets = f"/apis/{plural.group}/{plural.version}/namespaces/{namespace}/{plural.name}"
         self.trainer = ScaledObject(f"{sets}/{trainer}/scale", 1)
         self.pods = f"/api/v1/namespaces/{namespace}/pods/"
@@ -95,7 +96,7 @@ class ApiServer:
                 return 404, {"message": f"pods {name} not found"}
             self.annotations.setdefault(name, {}).update(body["metadata"]["annotations"])  # type: ignore[index]
             return 200, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": name}}
-        found = next((each for each in (self.generators, self.trainer) if each.path == path), None)
+        found = next((each for each in (self.generators, self.trainer, self.judge) if each.path == path), None)
         if found is None:
             return 403, {"message": f"{path} is forbidden"}
         with self.lock:

@@ -23,14 +23,23 @@ ENVIRONMENT = {
         "data": {"sources": [{"kind": "jsonl", "path": "/srv/grpo/data/x.jsonl", "environment": "e"}]},
     },
 }
+JUDGE = {"judge": {"enabled": True, "model": "a/b", "replicas": 3}}
+NODES = {"storage": {"runs": {"accessMode": "ReadWriteMany"}}, "trainer": {"nodes": 2}}
+GROUP = {**NODES, "trainer": {"nodes": 2, "kind": "LeaderWorkerSet"}}
+ALONE = {"scaler": {"enabled": False}}
 OWNERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "scaler": ({}, "Deployment", "demo-generator"),
-    "kubectl": ({"scaler": {"enabled": False}}, "Deployment", "demo-generator"),
+    "kubectl": (ALONE, "Deployment", "demo-generator"),
     "hpa": (
         {"generator": {"autoscaling": {"kind": "hpa", "metrics": [{"type": "Resource"}]}}}, "Deployment", "demo-generator",
     ),
     "keda": ({"generator": {"autoscaling": {"kind": "keda"}}}, "Deployment", "demo-generator"),
     "scaler, of the trainer": ({"trainer": {"ranksPerNode": 2}}, "StatefulSet", "demo-trainer"),
+    "scaler, of a trainer on several nodes": (NODES, "StatefulSet", "demo-trainer"),
+    "scaler, of a LeaderWorkerSet": (GROUP, "LeaderWorkerSet", "demo-trainer"),
+    "scaler, of the judge": (JUDGE, "Deployment", "demo-judge"),
+    "kubectl, of the trainer": (ALONE, "StatefulSet", "demo-trainer"),
+    "kubectl, of a LeaderWorkerSet": ({**GROUP, **ALONE}, "LeaderWorkerSet", "demo-trainer"),
     "kubectl, of environments": (ENVIRONMENT, "Deployment", "demo-environment"),
 }  # fmt: skip
 """Who scales what: values, and the object."""
@@ -118,12 +127,49 @@ def test_only_a_replacement_loses_the_number() -> None:
     assert live.replicas == 1
 
 
+OF_THE_VALUES: dict[str, tuple[dict[str, Any], str, str, int]] = {
+    "dataprep": ({}, "Deployment", "demo-dataprep", 2),
+    "web": ({"web": {"enabled": True}}, "Deployment", "demo-web", 1),
+    "judge without the scaler": ({**JUDGE, **ALONE}, "Deployment", "demo-judge", 3),
+    "trainer of several nodes without the scaler": ({**NODES, **ALONE}, "StatefulSet", "demo-trainer", 2),
+}
+"""What manifests state, since nothing but the values sets it: values, the object, and the number."""
+
+
+@pytest.mark.parametrize("of", OF_THE_VALUES)
+def test_a_number_of_the_values_is_not_changed_by_hand(of: str) -> None:
+    """What docs/kubernetes.md says happens if it is."""
+    values, kind, name, number = OF_THE_VALUES[of]
+    before, after = (chart.named(chart.render({**values, "image": {"tag": tag}}), kind, name) for tag in ("1", "2"))
+    live = LiveObject()
+    live.apply("helm", before)
+    assert live.replicas == number
+    live.scale("kubectl", 0)
+    with pytest.raises(FieldConflict, match=r"spec\.replicas"):
+        live.apply("helm", after)
+    forced, patched = copy.deepcopy(live), copy.deepcopy(live)
+    forced.apply("helm", after, force=True)
+    patched.patch(before, after)
+    assert (forced.replicas, patched.replicas) == (number, number)
+    live.scale("kubectl", number)
+    live.apply("helm", after)
+    live.apply("helm", before)
+    assert live.replicas == number
+
+
+@pytest.mark.parametrize(("before", "after", "number"), [(1, 2, 2), (2, 1, 1)])
+def test_a_trainer_without_the_scaler_gets_another_number_of_nodes(before: int, after: int, number: int) -> None:
+    live = LiveObject()
+    for nodes in (before, after):
+        values = {**ALONE, **NODES, "trainer": {"nodes": nodes}}
+        live.apply("helm", chart.named(chart.render(values), "StatefulSet", "demo-trainer"))
+    assert live.replicas == number
+
+
 def test_numbers_that_nobody_else_sets_are_named() -> None:
-    objects = chart.render(ENVIRONMENT | {"web": {"enabled": True}, "trainer": {"nodes": 1}})
+    objects = chart.render(ENVIRONMENT | JUDGE | {"web": {"enabled": True}, "trainer": {"nodes": 1}})
     named = {
         found["metadata"]["name"]: found["spec"].get("replicas") for found in chart.of_kind(objects, "Deployment", "StatefulSet")
     }
     unset = {name for name, replicas in named.items() if replicas is None}
-    assert unset == {"demo-generator", "demo-trainer", "demo-environment"}
-    values = {"scaler": {"enabled": False}, "trainer": {"nodes": 2}, "storage": {"runs": {"accessMode": "ReadWriteMany"}}}
-    assert chart.named(chart.render(values), "StatefulSet", "demo-trainer")["spec"]["replicas"] == 2
+    assert unset == {"demo-generator", "demo-trainer", "demo-environment", "demo-judge"}

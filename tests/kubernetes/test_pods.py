@@ -39,6 +39,7 @@ def values(folder: Path) -> dict[str, Any]:
     config = small_config(
         folder, None, "run.steps=100000", "generator.engine_options.token_s=0.1", "checkpoint.every_steps=5",
         'verifiers=[{kind="regex", pattern="[0-4]"}]', "generator.drain_s=60", "generator.lease_s=5.0", "data.shuffle=false",
+        "samples.keep=1000",
     )  # fmt: skip
     given = tomllib.loads(to_toml(config))
     for section, keys in (
@@ -60,7 +61,7 @@ def values(folder: Path) -> dict[str, Any]:
         "config": given,
         "trainer": {"nodes": 2, "graceSeconds": 60},
         "redis": {"maxMemoryMiB": 256},
-        "web": {"enabled": True},
+        "web": {"enabled": True, "runs": True},
         "tls": {"apiSecret": "api-tls", "redisSecret": "redis-tls"},
         "storage": {
             "runs": {"accessMode": "ReadWriteMany"},
@@ -95,15 +96,18 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         made.close()
 
 
+STAYING = ("redis", "dataprep", "scaler", "tracker", "web")
+"""Components whose pods a finished run keeps."""
+
 NOT_THERE = ("nsenter: cannot open", "sh: 1: cd: can't cd to", "setpriv: failed to execute")
 """What is said where there is no process yet, or no files."""
 
 
-def grpo(cluster: Cluster, *words: str, code: int = 0) -> str:
+def grpo(cluster: Cluster, *words: str, code: int = 0, component: str = "dataprep") -> str:
     """`kubectl exec deploy/demo-dataprep -- grpo …`; what it printed."""
     deadline = time.monotonic() + 60.0
     while True:
-        done = cluster.of("dataprep")[0].execute(["grpo", *words], 300)
+        done = cluster.of(component)[0].execute(["grpo", *words], 300)
         if not done.stderr.startswith(NOT_THERE) or time.monotonic() > deadline:
             break
         time.sleep(0.2)  # the container ended a moment ago and is started again
@@ -150,7 +154,7 @@ def known(cluster: Cluster, true: Callable[[RunState], object]) -> Callable[[], 
 
 
 def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
-    for component in ("redis", "dataprep", "scaler", "web", "trainer", "generator"):
+    for component in (*STAYING, "trainer", "generator"):
         cluster.wait(lambda component=component: not cluster.ready(component), f"{component} is not ready", 400)
     starts = {name: len(pod.codes) for name, pod in cluster.pods.items()}  # who came before Redis could be reached tried again
 
@@ -180,7 +184,7 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     cluster.wait(known(cluster, lambda now: now.scale.wanted == 1), "the request does not follow kubectl scale")
     goes_on(cluster, "it does not go on after scaling")
 
-    # What a trainer does before its pod ends: it asks Redis as the console, whose password it has beside its own
+    # What a trainer does before its pod ends
     trainer = cluster.of("trainer")[0]
     saved = trainer.execute(trainer.container["lifecycle"]["preStop"]["exec"]["command"], 60)
     assert saved.returncode == 0, saved.stdout + saved.stderr
@@ -199,20 +203,29 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     exported = cluster.held.folder / "demo-runs" / "demo" / "model" / "model.safetensors"
     assert exported.stat().st_size > 0
 
-    # Pods of a run that is over free their GPUs; dataprep starts again, and rests
+    # Pods of a run that is over free their GPUs; the others are ready, as an upgrade that waits for them needs
     cluster.wait(lambda: not cluster.of("trainer") and not cluster.of("generator"), "trainer and generators do not go", 200)
     cluster.wait(lambda: {"demo-trainer-0", "demo-trainer-1"} <= cluster.gone.keys(), "the trainer does not end", 200)
     started_again = 143  # a trainer that has finished starts again, and may be told to go before it has a handler for signals
     assert {code for name, code in cluster.gone.items() if "trainer" in name} <= {0, started_again}, cluster.gone
 
-    def resting() -> bool:
-        pod = cluster.of("dataprep")[0]
-        return "the run has finished" in pod.probe("readinessProbe") and not pod.probe("livenessProbe")
+    for component in STAYING:
+        cluster.wait(lambda component=component: not cluster.ready(component), f"{component} is not ready after the end", 200)
+    cluster.wait(lambda: cluster.of("tracker")[0].codes[-1:] == [0], "the tracker does not begin to rest", 200)
+    cluster.wait(lambda: not cluster.ready("tracker"), "the tracker is not ready while it rests", 200)
+    assert not cluster.of("dataprep")[0].codes[starts[cluster.of("dataprep")[0].name] :], "dataprep does not start again"
 
-    cluster.wait(resting, "dataprep does not rest", 200)
+    # What is on the volume is read in a pod that mounts it, now that the trainer is gone
+    for component in ("tracker", "web"):
+        assert json.loads(grpo(cluster, "checkpoints", "--json", component=component))["checkpoints"]
+        assert json.loads(grpo(cluster, "samples", "--json", component=component))["rows"]
+        assert json.loads(grpo(cluster, "cost", "--json", component=component))
     scaled = (cluster.api.generators, cluster.api.trainer)
     assert cluster.api.calls == {(verb, each.path) for verb in ("get", "patch") for each in scaled}
     with dataprep(cluster) as client:
         assert client.state().pod.kind == "dataprep"
+        assert client.audit().lost == 0
+        with pytest.raises(ApiError, match="the run has already finished"):
+            client.scale(2)
     with dataprep(cluster, server_name="") as client, pytest.raises(ApiError, match="cannot be reached"):
         client.state()

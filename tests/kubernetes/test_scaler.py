@@ -24,7 +24,7 @@ from services.runtime.process_tools import CONFIG_ENV
 from services.runtime.service import Service
 from services.scaler.__main__ import ReleaseFollower, ScalerSettings
 from services.scaler.deletion_cost import DeletionCosts
-from services.scaler.reconcile import EMPTYING, FINISHED, Decision, decide, trainer_replicas
+from services.scaler.reconcile import EMPTYING, FINISHED, Decision, decide, whole_or_none
 from services.scaler.workload import DELETION_COST, KubernetesApi, WorkloadChanged
 from services.store import Store
 from services.store.records import Scale
@@ -79,12 +79,12 @@ def test_a_new_deployment_gets_the_first_number_or_the_one_last_asked_for() -> N
         assert decide(Scale(wanted=6, followed=0, object=mark), 2, "it", 3) == Decision(requested=2, followed=2, object="it")
 
 
-def test_the_trainer_has_all_its_nodes_or_none() -> None:
-    assert trainer_replicas(2, 1, emptied=False) == 2
-    assert trainer_replicas(2, 4, emptied=False) == 2
-    assert trainer_replicas(2, 2, emptied=False) is None
-    assert trainer_replicas(2, 0, emptied=False) is None
-    assert trainer_replicas(2, 0, emptied=True) == 2
+def test_trainer_and_judge_have_the_number_of_the_values_or_none() -> None:
+    assert whole_or_none(2, 1, emptied=False) == 2
+    assert whole_or_none(2, 4, emptied=False) == 2
+    assert whole_or_none(2, 2, emptied=False) is None
+    assert whole_or_none(2, 0, emptied=False) is None
+    assert whole_or_none(2, 0, emptied=True) == 2
 
 
 async def test_both_ways_over_tls(
@@ -198,6 +198,52 @@ async def test_pods_stay_if_they_are_to_and_an_autoscaler_keeps_its_number(
         assert (api.trainer.replicas, state.scale.object) == (2, None)
 
 
+async def test_the_judge_has_the_number_of_the_values_and_is_emptied_with_the_others(
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    api, kubernetes = cluster
+    settings = replace(SETTINGS, judge="demo-judge", judge_replicas=2)
+    async with following(store, server, tmp_path, kubernetes, settings) as follower:
+        await follower.once(None)
+        assert api.judge.replicas == 2, "it loads while dataprep still reads the prompts"
+        await store.run.create("config", "data", 4, 8)
+        for paused in (0, 0, 5):
+            api.judge.set(paused)
+            await follower.once(await store.run.state())
+            assert api.judge.replicas == (2 if paused else 0)
+        await store.run.finish("4 steps trained")
+        await follower.once(await store.run.state())
+        assert (api.replicas, api.trainer.replicas, api.judge.replicas) == (0, 0, 0)
+        api.judge.set(1)  # an operator starts a pod
+        await follower.once(await store.run.state())
+        assert api.judge.replicas == 1
+        api.judge.set(0)
+        await store.run.request_restore(2)
+        await follower.once(await store.run.state())
+        assert (api.replicas, api.trainer.replicas, api.judge.replicas) == (3, 2, 2)
+    assert api.calls == {(verb, each.path) for verb in ("get", "patch") for each in (api.generators, api.trainer, api.judge)}
+
+
+async def test_the_judge_of_generators_that_an_autoscaler_sets_stays_with_keep_and_goes_otherwise(
+    cluster: tuple[ApiServer, KubernetesApi], store: Store, server: RedisServer, tmp_path: Path
+) -> None:
+    api, kubernetes = cluster
+    settings = replace(SETTINGS, deployment="", judge="demo-judge", judge_replicas=2, keep=True)
+    await store.run.create("config", "data", 4, 8)
+    async with following(store, server, tmp_path, kubernetes, settings) as follower:
+        await follower.once(await store.run.state())
+        await store.run.finish("4 steps trained")
+        await follower.once(await store.run.state())
+        assert api.judge.replicas == 2
+    async with following(store, server, tmp_path, kubernetes, replace(settings, keep=False)) as follower:
+        await follower.once(await store.run.state())
+        assert (api.trainer.replicas, api.judge.replicas) == (0, 0)
+        await store.run.request_restore(2)
+        await follower.once(await store.run.state())
+        assert (api.trainer.replicas, api.judge.replicas) == (2, 2)
+    assert api.generators.path not in {path for _, path in api.calls}
+
+
 async def test_a_leader_worker_set_has_one_group_or_none(store: Store, server: RedisServer, tmp_path: Path) -> None:
     api = ApiServer(tmp_path / "account", "127.0.0.1", "ml", "demo-generator", kind="LeaderWorkerSet")
     kubernetes = KubernetesApi.in_cluster(api.environ, tmp_path / "account")
@@ -273,6 +319,7 @@ async def test_a_refusal_says_what_was_asked(cluster: tuple[ApiServer, Kubernete
 @pytest.mark.parametrize(
     ("environ", "named"),
     [({}, "GRPO_DEPLOYMENT"), ({"GRPO_DEPLOYMENT": "a", "GRPO_REPLICAS": "two"}, "must be numbers"),
+     ({"GRPO_DEPLOYMENT": "a", "GRPO_JUDGE_REPLICAS": "two"}, "must be numbers"),
      ({"GRPO_DEPLOYMENT": "a", "GRPO_ON_FINISH": "delete"}, "scaleToZero, keep"),
      ({"GRPO_SET": "a", "GRPO_SET_KIND": "DaemonSet"}, "'DaemonSet' must be one of StatefulSet, LeaderWorkerSet")],
 )  # fmt: skip
