@@ -1,7 +1,7 @@
 """Runs a command in a pod of a release, for `grpo status --kube-context CONTEXT -n NAMESPACE RELEASE`.
 
-Guarantees: the command runs in the pod that has what it reads (the trainer's for the volume of the runs, otherwise dataprep's),
-with that pod's credentials, so nothing of them leaves the cluster; its output and exit code are those of this command. What
+Guarantees: the command runs in a pod that has what it reads (one that mounts the volume of the runs, or one of dataprep), with
+that pod's credentials, so nothing of them leaves the cluster; its output and exit code are those of this command. What
 acts on files of this machine is refused. The user needs the rights to list pods and to execute in them, and no forwarded port.
 Waits for: the command in the pod. Unblocked by: its end, Ctrl-C, or a lost connection, which is an error.
 """
@@ -9,12 +9,13 @@ Waits for: the command in the pod. Unblocked by: its end, Ctrl-C, or a lost conn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -25,9 +26,20 @@ from services.console.options import KUBE_CONTEXT, confirm
 NAMESPACES = ("-n", "--namespace")
 HERE = frozenset({"init", "run", "fork", "ls", "doctor", "score", "rows", "config", "version", "compare", "replay-step", "acl"})
 """Commands about files of this machine."""
-ON_THE_VOLUME = frozenset({"restore", "checkpoints", "logs", "samples", "cost", "export", "record"})
-"""Commands that read the run's folder, which the trainer's pods mount."""
-INSTEAD = {"web": "run kubectl port-forward service/{release}-web 8000:80"}
+READERS = ("trainer", "tracker", "web")
+"""Components whose pods mount the volume of the runs; the web console's only with `web.runs`. A finished run has no trainer."""
+ON_THE_VOLUME = {
+    **dict.fromkeys(("checkpoints", "cost", "samples"), READERS),
+    **dict.fromkeys(("export", "record", "restore"), ("trainer",)),
+}
+"""Commands that read the run's folder, and the components whose pods can run them, in order. Only the trainer's have torch, and
+the password of the Redis user that requests a restore."""
+VOLUME = "runs"
+ELSEWHERE = ("dataprep",)
+INSTEAD = {
+    "logs": "its pods log to the cluster: run kubectl logs --prefix --selector app.kubernetes.io/instance={release}",
+}
+INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 STDOUT, STDERR, STATUS = 1, 2, 3
 """Channels of the remote command's protocol (v4.channel.k8s.io): the first byte of each message."""
 NO_RELEASE = re.compile(r"generators|[0-9]+(-[0-9]+)?")
@@ -77,9 +89,13 @@ def run(given: Remote, tree: Any) -> int:
         )
     if not release:
         raise ConsoleError(f"grpo {verb} {KUBE_CONTEXT} {given.context} needs the name of a release in place of RUN", EXIT_CONFIG)
+    if verb == "web":
+        from services.console import forwarding
+
+        return asyncio.run(_served(given, release, words[1:], tree, forwarding.serve))
     if verb == "stop" and not {"--yes", "-y"}.intersection(words):
         confirm(f"End the run of release {release} permanently?")  # the pod has nobody to ask
-    return asyncio.run(_in_pod(given, release, "trainer" if verb in ON_THE_VOLUME else "dataprep", words))
+    return asyncio.run(_in_pod(given, release, verb, words))
 
 
 def split(command: Sequence[str], tree: Any) -> tuple[str, str, list[str]]:
@@ -120,25 +136,46 @@ def _parses(tree: Any, path: Sequence[str], words: Sequence[str], others: dict[s
         return False
 
 
-async def _in_pod(given: Remote, release: str, component: str, words: Sequence[str]) -> int:
+async def _served(given: Remote, release: str, words: Sequence[str], tree: Any, serve: Callable[..., Awaitable[int]]) -> int:
+    with tree.commands["web"].make_context("grpo web", list(words)) as parsed:
+        options = dict(parsed.params)
+    if options["redis_url"]:
+        raise ConsoleError(f"grpo web {KUBE_CONTEXT} reads no Redis from here: leave out --redis-url", EXIT_CONFIG)
     configuration, namespace = await _access(given)
-    import aiohttp
+    with explained(f"namespace {namespace} of {given.context}"):
+        return await serve(configuration, namespace, release, options)
+
+
+async def _in_pod(given: Remote, release: str, verb: str, words: Sequence[str]) -> int:
+    configuration, namespace = await _access(given)
+    where = f"namespace {namespace} of {given.context}"
+    with explained(where):
+        found = await pods_of(configuration, namespace, release)
+        place = chosen(found, ON_THE_VOLUME.get(verb, ELSEWHERE), VOLUME if verb in ON_THE_VOLUME else "")
+        if place is None:
+            raise ConsoleError(nowhere(verb, release, namespace, where, bool(found)), EXIT_FAILED)
+        component, pod = place
+        return await _executed(configuration, f"/api/v1/namespaces/{namespace}/pods/{pod}/exec", component, words)
+
+
+async def pods_of(configuration: Any, namespace: str, release: str) -> Sequence[Any]:
+    """Return the pods of a release."""
     from kubernetes.aio.client.api.core_v1_api import CoreV1Api
     from kubernetes.aio.client.api_client import ApiClient
+
+    async with ApiClient(configuration) as client:
+        pods: Any = CoreV1Api(client)
+        return (await pods.list_namespaced_pod(namespace, label_selector=f"{INSTANCE}={release}")).items
+
+
+@contextlib.contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Raise `ConsoleError` for what the cluster refuses, and when it cannot be reached."""
+    import aiohttp
     from kubernetes.aio.client.exceptions import ApiException
 
-    where = f"namespace {namespace} of {given.context}"
     try:
-        async with ApiClient(configuration) as client:
-            pods: Any = CoreV1Api(client)
-            labels = f"app.kubernetes.io/instance={release},app.kubernetes.io/component={component}"
-            pod = chosen((await pods.list_namespaced_pod(namespace, label_selector=labels)).items)
-        if pod is None:
-            raise ConsoleError(
-                f"release {release} has no running pod of its {component} in {where}: kubectl -n {namespace} get pods shows why",
-                EXIT_FAILED,
-            )
-        return await _executed(configuration, f"/api/v1/namespaces/{namespace}/pods/{pod}/exec", component, words)
+        yield
     except ApiException as error:
         refused: Any = error
         raise ConsoleError(f"the cluster refused: {refused.status} {refused.reason} ({where})", EXIT_FAILED) from None
@@ -171,28 +208,60 @@ async def _access(given: Remote) -> tuple[Any, str]:
 
 async def _executed(configuration: Any, path: str, container: str, words: Sequence[str]) -> int:
     """Run `grpo` with `words` in a container, and return its exit code."""
-    from kubernetes.aio.stream import WsApiClient
-
-    place = f"{configuration.host}{path}"
     columns = [f"COLUMNS={shutil.get_terminal_size((NARROWEST, 24)).columns}"] if sys.stdout.isatty() else []
     query = [("container", container), ("stdout", "true"), ("stderr", "true")]
     query += [("command", word) for word in ("env", *columns, f"LOGNAME={who()}", "grpo", *words)]
-    async with WsApiClient(configuration) as client:  # its generated method waits for the end, and loses the exit code
+    async with opened(configuration, path, query) as socket:
+        return await passed_on(socket)
+
+
+@contextlib.asynccontextmanager
+async def opened(configuration: Any, path: str, query: Sequence[tuple[str, str]]) -> AsyncIterator[Any]:
+    """Open a WebSocket of a pod."""
+    from kubernetes.aio.stream import WsApiClient
+
+    place = f"{configuration.host}{path}"
+    async with WsApiClient(configuration) as client:  # its generated methods wait for the end, and lose the exit code
         headers: dict[str, str] = {}
         await client.update_params_for_auth(headers, [], ["BearerToken"], place, "GET", None)
-        opened: Any = await client.request("GET", place, query_params=query, headers=headers, _preload_content=False)
-        async with opened as socket:
-            return await passed_on(socket)
+        connecting: Any = await client.request("GET", place, query_params=query, headers=headers, _preload_content=False)
+        async with connecting as socket:
+            yield socket
 
 
-def chosen(pods: Sequence[Any]) -> str | None:
-    """Return the name of the pod to run in: one that is ready, or else runs; the first by name."""
+def chosen(pods: Sequence[Any], components: Sequence[str], volume: str = "") -> tuple[str, str] | None:
+    """Return the component and the name of the pod to run in; None: no pod of the `components` runs and mounts `volume`.
 
-    def ready(pod: Any) -> bool:
-        return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or [])
+    It is one that is ready, or else one that runs; of these the first in the order of the components, then by name.
+    """
 
-    there = [pod for pod in pods if pod.status.phase == "Running" and pod.metadata.deletion_timestamp is None]
-    return min(((not ready(pod), pod.metadata.name) for pod in there), default=(None, None))[1]
+    def rank(pod: Any) -> tuple[bool, int, str]:
+        ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or [])
+        return not ready, components.index(pod.metadata.labels.get(COMPONENT)), pod.metadata.name
+
+    there = [
+        pod
+        for pod in pods
+        if pod.status.phase == "Running"
+        and pod.metadata.deletion_timestamp is None
+        and pod.metadata.labels.get(COMPONENT) in components
+        and (not volume or any(each.name == volume for each in pod.spec.volumes or []))
+    ]
+    first = min(map(rank, there), default=None)
+    return None if first is None else (components[first[1]], first[2])
+
+
+def nowhere(verb: str, release: str, namespace: str, where: str, installed: bool) -> str:
+    """Return why there is no pod to run a command in, and what to do. `installed`: the release has pods."""
+    kubectl = f"kubectl -n {namespace}"
+    if verb not in ON_THE_VOLUME or not installed:
+        component = ON_THE_VOLUME.get(verb, ELSEWHERE)[0]
+        return f"release {release} has no running pod of its {component} in {where}: {kubectl} get pods shows why"
+    return (
+        f"grpo {verb} needs a pod that mounts the volume of the runs, and release {release} has none in {where}: start one with "
+        f"{kubectl} scale statefulset/{release}-trainer --replicas=1 (leaderworkerset/{release}-trainer if that is its kind)"
+        f"{', or set web.enabled and web.runs with helm upgrade' if 'web' in ON_THE_VOLUME[verb] else ''}"
+    )
 
 
 async def passed_on(socket: Any) -> int:

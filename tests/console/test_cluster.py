@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import json
 import os
+import signal
 import ssl
 import subprocess
 import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import yaml
@@ -26,7 +31,7 @@ from services.console.__main__ import main
 from services.console.cluster import exit_code
 from services.console.errors import ConsoleError
 from services.console.local.redis_server import RedisServer
-from services.runtime.process_tools import CONFIG_ENV
+from services.runtime.process_tools import CONFIG_ENV, free_port
 from services.store import Store
 from tests.support.harness import small_config
 
@@ -34,10 +39,12 @@ TOKEN = "of-the-user"
 PROTOCOL = "v4.channel.k8s.io"
 
 
-def pod(name: str, component: str, ready: bool = True, phase: str = "Running") -> dict[str, Any]:
+def pod(name: str, component: str, ready: bool = True, phase: str = "Running", runs: bool = False) -> dict[str, Any]:
     labels = {"app.kubernetes.io/instance": "demo", "app.kubernetes.io/component": component}
     status = {"phase": phase, "conditions": [{"type": "Ready", "status": str(ready), "lastTransitionTime": None}]}
-    return {"metadata": {"name": name, "labels": labels}, "spec": {"containers": [{"name": component}]}, "status": status}
+    volumes = [{"name": "config"}, *([{"name": "runs", "persistentVolumeClaim": {"claimName": "demo-runs"}}] if runs else [])]
+    spec = {"containers": [{"name": component}], "volumes": volumes}
+    return {"metadata": {"name": name, "labels": labels}, "spec": spec, "status": status}
 
 
 class Cluster:
@@ -48,9 +55,11 @@ class Cluster:
         self.pods = [
             pod("demo-dataprep-b", "dataprep", ready=False),
             pod("demo-dataprep-c", "dataprep"),
-            pod("demo-trainer-0", "trainer"),
+            pod("demo-trainer-0", "trainer", runs=True),
         ]
         self.breaks, self.port = False, 0
+        self.forwarded, self.listening = list[tuple[str, int]](), dict[str, int]()  # pod and port; pod -> where it really listens
+        self.secrets: dict[str, dict[str, str]] = {}
         certificate, key = folder / "ca.crt", folder / "ca.key"
         subprocess.run(
             ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
@@ -87,6 +96,8 @@ class Cluster:
         app, runners = web.Application(), list[web.AppRunner]()
         app.router.add_get("/api/v1/namespaces/{namespace}/pods", self._list)
         app.router.add_get("/api/v1/namespaces/{namespace}/pods/{name}/exec", self._execute)
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods/{name}/portforward", self._forward)
+        app.router.add_get("/api/v1/namespaces/{namespace}/secrets/{name}", self._secret)
 
         async def begin() -> None:
             runner = web.AppRunner(app)
@@ -136,6 +147,38 @@ class Cluster:
             await socket.send_bytes(b"\x03" + json.dumps(failed if process.returncode else {"status": "Success"}).encode())
         await socket.close()
         return socket
+
+    async def _forward(self, request: web.Request) -> web.WebSocketResponse:
+        """The protocol of a kubelet for one port: each channel begins with its number; the pod listens on this machine."""
+        socket, name = web.WebSocketResponse(protocols=[PROTOCOL]), request.match_info["name"]
+        await socket.prepare(request)
+        self.forwarded.append((name, int(request.query["ports"])))
+        for channel in (0, 1):
+            await socket.send_bytes(bytes([channel]) + int(request.query["ports"]).to_bytes(2, "little"))
+        if name not in self.listening:
+            await socket.send_bytes(b"\x01no route to the pod")
+            await socket.close()
+            return socket
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.listening[name])
+
+        async def answers() -> None:
+            while data := await reader.read(1000):
+                await socket.send_bytes(b"\x00" + data)
+            await socket.close()
+
+        answering = asyncio.create_task(answers())
+        async for message in socket:
+            writer.write(message.data[1:])
+        answering.cancel()
+        writer.close()
+        return socket
+
+    async def _secret(self, request: web.Request) -> web.Response:
+        held = self.secrets.get(request.match_info["name"])
+        if held is None:
+            return web.json_response({"kind": "Status", "message": "Forbidden"}, status=403)
+        data = {key: base64.b64encode(value.encode()).decode() for key, value in held.items()}
+        return web.json_response({"kind": "Secret", "apiVersion": "v1", "metadata": {"name": "demo-auth"}, "data": data})
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -190,8 +233,6 @@ async def test_verbs_run_in_the_pod_that_has_what_they_need(
     ]
     code, out, err = await grpo("replay", "requeue", "demo", "1790000000000-0", "--kube-context", "west")
     assert (code, cluster.executed.pop()[2]) == (1, ["replay", "requeue", "1790000000000-0"]), err
-    code, out, err = await grpo("logs", "-n", "5", "--kube-context", "west", "demo")
-    assert cluster.executed.pop()[2] == ["logs", "-n", "5"], "lines, not a namespace"
     cluster.breaks = True
     code, _, err = await grpo("audit", "demo", "--kube-context", "west")
     assert (code, "ended before the command did" in err) == (1, True)
@@ -206,7 +247,10 @@ async def test_verbs_run_in_the_pod_that_has_what_they_need(
         (["status", "demo", "--kube-context", "stranger"], 1, "the cluster refused: 401"),
         (["status", "--kube-context", "west"], 2, "needs the name of a release"),
         (["init", "--kube-context", "west"], 2, "works on files of this machine"),
-        (["web", "demo", "--kube-context", "west"], 2, "kubectl port-forward service/demo-web 8000:80"),
+        (["web", "demo", "--kube-context", "west"], 1, "no running pod of its web console: set web.enabled = true"),
+        (["web", "demo", "--redis-url", "redis://a", "--kube-context", "west"], 2, "leave out --redis-url"),
+        (["logs", "-n", "5", "--kube-context", "west", "demo"], 2, "kubectl logs --prefix --selector"),
+        (["samples", "other", "--kube-context", "west"], 1, "release other has no running pod of its trainer in namespace ml"),
         (["status", "demo", "--kube-context"], 2, "--kube-context needs a value"),
         (["status", "demo", "--kube-context", "west", "-n", "--json"], 2, "-n needs a value"),
         (["stauts", "demo", "--kube-context", "west"], 2, "stauts"),
@@ -220,9 +264,121 @@ def test_what_cannot_be_run_there_says_why(
     assert cluster.executed == []
 
 
+TRAINER, LOADING = pod("demo-trainer-0", "trainer", runs=True), pod("demo-trainer-1", "trainer", ready=False, runs=True)
+TRACKER, LOST = pod("demo-tracker-a", "tracker", runs=True), pod("demo-tracker-b", "tracker", phase="Failed", runs=True)
+CONSOLE, BLIND = pod("demo-web-a", "web", runs=True), pod("demo-web-b", "web")
+DATAPREP = pod("demo-dataprep-a", "dataprep")
+
+
+@pytest.mark.parametrize(
+    ("verb", "pods", "chosen"),
+    [
+        ("checkpoints", [CONSOLE, TRACKER, TRAINER], "demo-trainer-0"),
+        ("checkpoints", [CONSOLE, TRACKER, LOADING], "demo-tracker-a"),
+        ("checkpoints", [LOADING, BLIND], "demo-trainer-1"),
+        ("samples", [BLIND, TRACKER, LOST], "demo-tracker-a"),
+        ("cost", [LOST, BLIND, CONSOLE], "demo-web-a"),
+        ("export", [CONSOLE, TRACKER, LOADING], "demo-trainer-1"),
+    ],
+)  # fmt: skip
+def test_the_volume_is_read_where_it_is(verb: str, pods: list[dict[str, Any]], chosen: str, cluster: Cluster) -> None:
+    cluster.pods = [DATAPREP, *pods]
+    main([verb, "demo", "--kube-context", "west"])
+    assert [(name, container) for name, container, _ in cluster.executed] == [(chosen, chosen.split("-")[1])]
+
+
+@pytest.mark.parametrize(("verb", "console_too"), [("samples", True), ("restore", False)])
+def test_a_release_without_a_pod_that_has_the_volume_says_how_to_start_one(
+    verb: str, console_too: bool, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.pods = [DATAPREP, LOST, BLIND]
+    assert main([verb, *(["7"] if verb == "restore" else []), "demo", "--kube-context", "west"]) == 1
+    said = capsys.readouterr().err
+    assert "kubectl -n ml scale statefulset/demo-trainer --replicas=1" in said
+    assert ("web.runs" in said) == console_too
+    assert cluster.executed == []
+
+
 def test_a_status_that_is_no_exit_code_is_an_error() -> None:
     assert exit_code(b'{"status": "Success"}') == 0
     with pytest.raises(ConsoleError, match="no such file or directory"):
         exit_code(b'{"status": "Failure", "message": "exec: \\"grpo\\": no such file or directory"}')
     with pytest.raises(ConsoleError, match="did not run"):
         exit_code(b"[]")
+
+
+def console_pod(name: str) -> dict[str, Any]:
+    """A pod of the web console, as the chart makes it."""
+    made = pod(name, "web")
+    probe = {"httpGet": {"path": "/health/ready", "port": "api", "scheme": "HTTP"}}
+    made["spec"]["containers"][0] |= {"ports": [{"name": "api", "containerPort": 8080}], "readinessProbe": probe}
+    tokens = {"name": "demo-auth", "items": [{"key": "api-token", "path": "api-token"}]}
+    made["spec"]["volumes"] = [{"name": "tmp"}, {"name": "secrets", "projected": {"sources": [{"secret": tokens}]}}]
+    return made
+
+
+@contextlib.contextmanager
+def page(name: str) -> Iterator[int]:
+    """A server that says its name and returns what is posted; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(name.encode())
+
+        def do_POST(self) -> None:
+            self.answer(self.rfile.read(int(self.headers["Content-Length"])))
+
+        def answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def grpo_web(*words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """`grpo web demo --kube-context west --json`, and its first line."""
+    command = [sys.executable, "-m", "services.console", "web", "demo", "--kube-context", "west", "--json", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+
+
+def test_the_page_of_a_release_is_here_and_follows_its_pod(cluster: Cluster) -> None:
+    cluster.pods = [console_pod("demo-web-a")]
+    cluster.secrets["demo-auth"] = {"api-token": "operates", "api-read-token": "reads"}
+    body = os.urandom(1 << 20)
+    with page("a") as first, page("b") as second, grpo_web() as (_, said):
+        cluster.listening = {"demo-web-a": first, "demo-web-b": second}
+        url = said["url"]
+        assert (said["control"], said["view"]) == (f"{url}/#token=operates", f"{url}/#token=reads")
+        with httpx.Client(timeout=60) as one, httpx.Client(timeout=60) as another:
+            assert (one.get(url).text, another.get(url).text) == ("a", "a")
+            assert one.post(url, content=body).content == body
+        cluster.pods = [console_pod("demo-web-b")]
+        assert httpx.get(url, timeout=60).text == "b"
+        cluster.listening = {}
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url, timeout=60)
+        cluster.listening = {"demo-web-b": second}
+        assert httpx.get(url, timeout=60).text == "b", "one connection that fails is not the end"
+    assert set(cluster.forwarded) == {("demo-web-a", 8080), ("demo-web-b", 8080)}
+
+
+def test_who_may_not_read_the_tokens_is_told_which_secret_has_them(cluster: Cluster) -> None:
+    cluster.pods = [console_pod("demo-web-a")]
+    with grpo_web("--port", str(free_port(""))) as (_, said):
+        assert (said["control"], said["view"]) == ("", said["url"])
+        assert said["note"] == "log in with a token of Secret demo-auth, which you may not read"

@@ -19,7 +19,7 @@ from services.console.local.lock import holder
 from services.console.paths import RunPaths
 from services.console.printable import print_json
 from services.console.reading.from_folder import NOTE, describe, folder_instead, with_tokens
-from services.runtime.http.credentials import api_tokens
+from services.runtime.http.credentials import ApiTokens, api_tokens
 from services.runtime.process_tools import free_port
 
 WATCH_S = 0.5
@@ -28,7 +28,7 @@ AGAIN_S = 1.0  # between attempts to reach a run whose Redis is just stopping or
 
 async def web(run: str, redis_url: str, host: str, port: int, as_json: bool) -> int:
     """Serve the page until Ctrl-C."""
-    port, told = port or free_port(""), _interrupted()
+    port, told = port or free_port(""), interrupted()
     served = ""
     while not told.is_set():
         try:
@@ -57,11 +57,11 @@ async def _serve(attached: Attached, host: str, port: int, told: asyncio.Event, 
     def say(url: str) -> None:
         if served == word:
             return
-        links = {} if served else _links(url, config)
+        links = {} if served else links_of(url, api_tokens(config))
         if as_json:
             print_json({"run": attached.name, "condition": word, **links}, line=True)
         else:
-            print(f"run {attached.name}: {word}", *_shown(links), sep="\n  ", flush=True)
+            print(f"run {attached.name}: {word}", *shown(links), sep="\n  ", flush=True)
 
     watching = asyncio.create_task(_watch(attached, told, until))
     try:
@@ -82,11 +82,11 @@ async def _serve_folder(folder: RunPaths, host: str, port: int, told: asyncio.Ev
 
         def say(url: str) -> None:
             word = describe(folder).word
-            links = {**_links(url, config), "control": ""}  # there is nothing left to control
+            links = {**links_of(url, api_tokens(config)), "control": ""}  # there is nothing left to control
             if as_json:
                 print_json({"run": folder.path.name, "condition": word, **links, "note": NOTE}, line=True)
             else:
-                print(f"run {folder.path.name}: {word}; {NOTE}", *_shown(links), sep="\n  ", flush=True)
+                print(f"run {folder.path.name}: {word}; {NOTE}", *shown(links), sep="\n  ", flush=True)
 
         add, store = console_of(folder.path), cast("Store", GoneStore())
         await show(config, store, say, told, lambda _: describe(folder), add=add)
@@ -101,14 +101,13 @@ async def _watch(attached: Attached, told: asyncio.Event, until: asyncio.Event) 
     until.set()
 
 
-def _links(url: str, config: RunConfig) -> dict[str, str]:
+def links_of(url: str, tokens: ApiTokens) -> dict[str, str]:
     """Return the page's address, and addresses that log a browser in: a browser sends the fragment of an address to no server."""
-    tokens = api_tokens(config)
     look = f"{url}/#token={tokens.read}" if tokens.read else url
     return {"url": url, "control": f"{url}/#token={tokens.operate}", "view": look}
 
 
-def _shown(links: Mapping[str, str]) -> list[str]:
+def shown(links: Mapping[str, str]) -> list[str]:
     """Return links as lines; none where they have been shown."""
     if not links:
         return []
@@ -126,7 +125,7 @@ def _here(config: RunConfig, folder: RunPaths, host: str, port: int) -> RunConfi
     )
 
 
-def _interrupted() -> asyncio.Event:
+def interrupted() -> asyncio.Event:
     """Return an event that Ctrl-C or SIGTERM sets."""
     told = asyncio.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):
