@@ -6,6 +6,7 @@ The parts that the pods of all services share.
   drain      command of the preStop hook
   grace      seconds from SIGTERM, or from the hook, to SIGKILL
   gpus       number of GPUs
+  unhurried  true if it starts without waiting for the model, whose tokenizer it reads when it is there
   runs, models, data, rewards, environments, collective   volumes and settings that it needs
   account    name of its service account, if it calls the cluster's API; its token is then mounted
   gang       how all of its pods are scheduled at once: kubernetes, coscheduling or volcano
@@ -70,9 +71,10 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- if or (and .models $values.preload.enabled) $settings.initContainers }}
+  {{- $waits := and .models $values.preload.enabled (not .unhurried) }}
+  {{- if or $waits $settings.initContainers }}
   initContainers:
-    {{- if and .models $values.preload.enabled }}
+    {{- if $waits }}
     - name: model
       image: {{ include "grpo.image" . }}
       imagePullPolicy: {{ $values.image.pullPolicy }}

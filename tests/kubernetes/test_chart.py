@@ -312,6 +312,23 @@ def preload(objects: list[chart.Object]) -> chart.Object:
     return job
 
 
+def test_who_shows_text_has_the_tokenizer_and_starts_without_waiting_for_it() -> None:
+    objects = chart.render({**PRELOAD, "config": {**PRELOAD["config"], "samples": {"keep": 10}}, "web": {"enabled": True}})
+    found = dict(chart.pods(objects))
+    waiting = {label for label, template in found.items() if "initContainers" in template["spec"]}
+    assert waiting == {"Deployment/demo-dataprep", "Deployment/demo-generator", "StatefulSet/demo-trainer"}
+    for label in (*waiting, "Deployment/demo-tracker", "Deployment/demo-web"):
+        (container,) = found[label]["spec"]["containers"]
+        assert {"name": "models", "mountPath": "/srv/grpo/models", "readOnly": True} in container["volumeMounts"], label
+
+
+def test_prometheus_keeps_the_labels_of_a_run() -> None:
+    (endpoint,) = chart.named(chart.render({"monitoring": {"podMonitor": True}}), "PodMonitor", "demo-services")["spec"][
+        "podMetricsEndpoints"
+    ]
+    assert endpoint["honorLabels"] is True
+
+
 def test_what_reads_the_code_of_environments_has_their_image() -> None:
     objects = chart.render({
         "config": {"environments": [{"name": "e", "kind": "python", "function": "/opt/env/e.py:E"}]},

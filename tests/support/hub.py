@@ -47,6 +47,7 @@ class Hub:
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path = urlsplit(request.path).path
         self.asked.append(" ".join((request.command, path, request.headers.get("Range", ""))).strip())
+        path = path.replace("/resolve/main/", f"/resolve/{self.commit}/")
         api, resolve = f"/api/models/{self.name}", f"/{self.name}/resolve/{self.commit}/"
         if self.status != 200:
             self._send(request, b"", self.status)

@@ -1,47 +1,63 @@
 """Decodes tokens to text, if the model's tokenizer is available.
 
-Guarantees: it downloads nothing; without a tokenizer it gives the reason instead of text.
+Guarantees: without a tokenizer it gives the reason instead of text, and looks again later, since the model may be on its way to
+its folder. It downloads nothing unless it is told to.
+Waits for: the hub, if it may download. Unblocked by: the limits of its library.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from services.operations.inspection.answer import Answer
 
+LOOK_AGAIN_S = 30.0
+
 
 class TextReader:
     """Decodes tokens with the tokenizer of `model.path`; None: the run's configuration is not available."""
 
-    def __init__(self, model_path: str | None) -> None:
-        self._model_path = model_path
+    def __init__(self, model_path: str | None, download: bool = False) -> None:
+        """`download`: fetch the tokenizer of a model on the hub that nobody has fetched to this machine."""
+        self._model_path, self._download = model_path, download
+        self._tokenizer: Any = None
+        self._why_not, self._again_s = "", 0.0
 
     @property
     def why_not(self) -> str:
         """Why there is no text; empty: there is."""
-        return self._loaded[1]
+        self._load()
+        return self._why_not
 
     def text(self, tokens: Sequence[int]) -> str | None:
         """Return the text of tokens, including special ones; None without a tokenizer, or for ids outside its vocabulary."""
-        tokenizer = self._loaded[0]
+        tokenizer = self._load()
         if tokenizer is None or (len(tokens) and not 0 <= min(tokens) <= max(tokens) < tokenizer.get_vocab_size()):
             return None
         return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
-    @cached_property
-    def _loaded(self) -> tuple[Any, str]:
+    def _load(self) -> Any:
+        """Return the tokenizer, or None, for the reason in `_why_not`."""
+        if self._tokenizer is None and time.monotonic() >= self._again_s:
+            self._tokenizer, self._why_not = self._found()
+            self._again_s = time.monotonic() + LOOK_AGAIN_S
+        return self._tokenizer
+
+    def _found(self) -> tuple[Any, str]:
         if self._model_path is None:
             return None, "the run's folder, which names the model's tokenizer, is not on this machine"
         try:
             from tokenizers import Tokenizer
         except ImportError:
             return None, "the package `tokenizers` is not installed"
-        file = _file(self._model_path)
+        file, why_not = _file(self._model_path), f"model.path = {self._model_path!r} has no tokenizer.json on this machine"
+        if file is None and self._download:
+            file, why_not = _downloaded(self._model_path)
         if file is None:
-            return None, f"model.path = {self._model_path!r} has no tokenizer.json on this machine"
+            return None, why_not
         try:
             return Tokenizer.from_file(str(file)), ""
         except Exception as error:  # the library raises bare Exception for any problem with the file
@@ -85,3 +101,16 @@ def _file(model_path: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def _downloaded(model_path: str) -> tuple[Path | None, str]:
+    """Return `tokenizer.json` of a Hub model, or why there is none."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HFValidationError, HTTPError
+    except ImportError:
+        return None, "the package `huggingface_hub` is not installed"
+    try:
+        return Path(hf_hub_download(model_path, "tokenizer.json")), ""
+    except (HTTPError, HFValidationError, OSError) as error:
+        return None, f"the tokenizer of model.path = {model_path!r} cannot be downloaded: {' '.join(str(error).split())}"

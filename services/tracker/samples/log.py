@@ -48,7 +48,7 @@ class SampleLog:
     def __init__(self, config: RunConfig, store: Store, folder: Path, stopping: asyncio.Event, metrics: TrackerMetrics) -> None:
         self.done = asyncio.Event()
         self._config, self._store, self._path, self._stopping = config, store, folder / SAMPLES, stopping
-        self._metrics, self._reader = metrics, TextReader(config.model.path)
+        self._metrics, self._reader = metrics, TextReader(config.model.path, download=True)
         self._known: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._position, self._missed = LogPosition(), dict[str, int]()
         self._gaps_come = False  # whether this run's trainer sends logprob gaps
