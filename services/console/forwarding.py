@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.console.cluster import chosen, opened, pods_of
-from services.console.errors import EXIT_FAILED, EXIT_OK, ConsoleError
+from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.runtime.http.credentials import ApiTokens
 
 COMPONENT = "web"
@@ -93,7 +95,7 @@ class Forwarder:
         try:
             await self._forward(reader, writer)
         except Exception as error:  # the client's or the server's: whoever connects again meets the next pod
-            print(f"a connection to the web console ended: {error or type(error).__name__}", flush=True)
+            print(f"a connection to the web console ended: {error or type(error).__name__}", file=sys.stderr, flush=True)
         finally:
             self._connections.discard(task)
             writer.close()
@@ -147,7 +149,13 @@ async def serve(configuration: Any, namespace: str, release: str, given: Mapping
     pod, told = await forwarder.pod(), interrupted()
     tokens = await forwarder.tokens(pod.secret)
     host = given["host"] or "127.0.0.1"
-    server = await asyncio.start_server(forwarder.connected, host, given["port"])
+    try:
+        server = await asyncio.start_server(forwarder.connected, host, given["port"])
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise ConsoleError(
+            f"--port {given['port']}: cannot listen on {host} ({why}); choose another port, or 0 for a free one", EXIT_CONFIG
+        ) from None
     async with server:
         url = f"{pod.scheme}://{host}:{server.sockets[0].getsockname()[1]}"
         links = links_of(url, tokens) if tokens else {"url": url, "control": "", "view": url}

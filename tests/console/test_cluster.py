@@ -382,3 +382,10 @@ def test_who_may_not_read_the_tokens_is_told_which_secret_has_them(cluster: Clus
     with grpo_web("--port", str(free_port(""))) as (_, said):
         assert (said["control"], said["view"]) == ("", said["url"])
         assert said["note"] == "log in with a token of Secret demo-auth, which you may not read"
+
+
+def test_a_port_that_is_taken_is_refused(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.pods = [console_pod("demo-web-a")]
+    with page("a") as taken:
+        assert main(["web", "demo", "--kube-context", "west", "--port", str(taken)]) == 2
+    assert f"--port {taken}: cannot listen on 127.0.0.1 (Address already in use); choose another" in capsys.readouterr().err
