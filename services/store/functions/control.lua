@@ -5,8 +5,8 @@ local SAMPLER = {is = 'a sampler', fits = function(text) return FIRST[text] end}
 local REMOVER = {is = 'a remover', fits = function(text) return REMOVERS[text] end}
 
 -- args: protocol version, config digest, data-set digest, steps, slots, sampler, remover, capacity, max uses, the keys that define
--- the run ('' to keep none), and number of payload shards if any. Creates the run, or attaches to the same one. Returns 1 if created, 0 if it existed; rejects a different
--- run under the name. Desired state may already exist.
+-- the run ('' to keep none), and number of payload shards if any. Creates the run, or attaches to the same one. Returns 1 if
+-- created, 0 if it existed; rejects a different run under the name. Desired state may already exist.
 register('create', {
   'protocol', TEXT, 'configuration', TEXT, 'data set', TEXT, 'steps', NATURAL, 'slots', NATURAL, 'sampler', SAMPLER, 'remover', REMOVER,
   'capacity', POSITIVE, 'max uses', NATURAL, 'defining keys', TEXT, MAYBE, 'payload shards', POSITIVE,
