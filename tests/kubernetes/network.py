@@ -42,6 +42,7 @@ class Network:
         self._names: dict[str, str] = {}
         self._own: dict[str, str] = {}
         _ip("link", "add", self.name, "type", "bridge")
+        _ip("link", "set", self.name, "addrgenmode", "none")  # a browser gives up loading when the machine gets an address
         _ip("addr", "add", f"{self.gateway}/24", "dev", self.name)
         _ip("link", "set", self.name, "up")
 
@@ -53,6 +54,7 @@ class Network:
         _ip("netns", "add", space)
         self._made.append(space)
         _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
+        _ip("link", "set", outer, "addrgenmode", "none")
         _ip("link", "set", outer, "master", self.name, "up")
         for command in (
             ("link", "set", "lo", "up"),

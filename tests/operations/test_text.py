@@ -13,6 +13,7 @@ from services.operations.inspection import text
 from services.operations.inspection.text import TextReader
 from tests.support.harness import save_tokenizer_folder
 from tests.support.hub import Hub
+from tests.support.preloading.starter import PLAIN
 
 READ = """
 import sys
@@ -23,9 +24,8 @@ print(reader.text([5, 6]), reader.why_not, sep="|")
 
 
 def read(hub: Hub, home: Path, how: str) -> list[str]:
-    """Text and reason of a process with a Hugging Face cache of its own."""
-    environ = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environ.pop("HF_HUB_OFFLINE", None)
+    """Text and reason of a process with a Hugging Face cache of its own, which its library reads as it is imported."""
+    environ = {**os.environ, PLAIN: "1", "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", READ, how], env=environ, capture_output=True, text=True, check=True)
     return done.stdout.strip().split("|")
 

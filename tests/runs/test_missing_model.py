@@ -12,6 +12,7 @@ import pytest
 
 from services.config import to_toml
 from services.console.local.redis_server import RedisServer
+from services.runtime.process_tools import free_port
 from services.store import Store
 from tests.support.harness import small_config
 
@@ -35,6 +36,7 @@ async def test_each_service_names_the_key_the_value_and_the_remedy(
     config = small_config(tmp_path, server, f"run.name={store.keys.name}", f"model.path={path}")
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     environ = {**os.environ, "GRPO_CONFIG": str(tmp_path / "resolved.toml"), "HF_HUB_OFFLINE": "1"}
+    environ["MASTER_PORT"] = str(free_port(""))  # DeepSpeed leaves the one of ranks in this process there
     argv = [sys.executable, "-m", program, "--name", "pod-0"]
     done = await asyncio.to_thread(subprocess.run, argv, env=environ, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 2, done.stderr

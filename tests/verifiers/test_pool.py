@@ -236,7 +236,7 @@ from services.config.data import FileSource
 from tests.support.verifiers import scored, verifier
 
 async def main():
-    pool = VerifierPool(named([verifier("regex", pattern="^(a+)+$", timeout_s=60.0)]), 2, [FileSource(kind="jsonl", path="x")])
+    pool = VerifierPool(named([verifier("regex", pattern="^(a+)+$", timeout_s=8.0)]), 2, [FileSource(kind="jsonl", path="x")])
     await pool.start()
     busy = asyncio.create_task(scored(pool, ["a" * 40 + "!"], "", "main"))
     await asyncio.sleep(0.2)
@@ -267,7 +267,7 @@ async def test_workers_end_when_their_parent_is_killed_and_what_they_leave_is_sw
     assert scratch.sweep() == 0, "their owner lives"
     parent.kill()
     await parent.wait()
-    await until(lambda: not any(_exists(pid) for pid in pids))
+    await until(lambda: not any(_exists(pid) for pid in pids), 60.0)  # the busy one, too, when its time is up
     own = scratch.Scratch()
     os.utime(own.path, (old, old))
     young = tmp_path / f"{scratch.PREFIX}young"
