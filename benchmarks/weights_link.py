@@ -7,7 +7,6 @@ an engine that holds what it received, and joins late once.
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,22 @@ import torch
 from benchmarks.slow_link import SlowLink
 from benchmarks.weights_engine import distinct
 from services.console.local.redis_server import RedisServer
-from services.runtime.process_tools import free_port
 from tests.support.rounds_world import World, open_world
-from tests.support.s3_server import s3_server
-from tests.weights.versions.test_objects import BUCKET, KEYS, _makes_bucket
+from tests.support.s3_server import BUCKET, S3Server
 
 BITS_PER_S, ROUND_TRIP_S, ROUNDS = 100e6, 0.08, 5
 
 
 def link(folder: Path, model: Any, step_s: float, samples: dict[str, list[float]]) -> None:
     """Rounds over loopback, then over the link."""
-    port = free_port()
-    command = s3_server(port)
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    os.environ |= KEYS
+    server = S3Server(folder / "s3")
+    os.environ |= server.environment
     try:
-        while not _makes_bucket(port):
-            assert server.poll() is None, "the S3 server of requirements/s3.txt did not start"
-        near = _rounds(folder / "near", model, port, None)
+        near = _rounds(folder / "near", model, server.port, None)
         with SlowLink(BITS_PER_S, ROUND_TRIP_S) as slow:
-            far = _rounds(folder / "far", model, port, slow)
+            far = _rounds(folder / "far", model, server.port, slow)
     finally:
-        server.kill()
-        server.wait()
+        server.stop()
     samples["near_round_s"], samples["slow_round_s"] = near[1:], far[1:]
     samples["slow_join_s"] = far[:1]
     samples["slow_link_ratio"] = [(step_s + a) / (step_s + b) for a, b in zip(near[1:], far[1:], strict=True)]

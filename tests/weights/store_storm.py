@@ -3,7 +3,8 @@
 Writers and readers are processes, forked once torch is loaded, and killed by SIGKILL after a random time: while they encode,
 write a part, a manifest or the catalogue, sweep, fetch or apply. After every kill of a writer, an empty receiver fetches the
 version that was published last; whatever a reader has applied is compared with what that trainer's version is, which anybody can
-compute: the weights of a version are a function of the trainer's fence and the version.
+compute: the weights of a version are a function of the trainer's fence and the version. With `--bucket` the store is a bucket of
+a real S3 server, which is killed and started again beside a writer and a reader; both must outlive it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from typing import Any
 import torch
 
 from services.weights.collective import Deadline
+from services.weights.sender import SendFailed
 from services.weights.versions import catalogue
 from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 from services.weights.versions.sender import StoreWeightSender
+from tests.support.s3_server import S3Server
 from tests.support.tiny_vllm import make_config
 
 LENGTH, TENSORS = 200_000, 3
@@ -38,6 +41,8 @@ LIMIT_S = 60.0
 """Within which a writer has published, or a reader applied; else something hangs."""
 SEEN_S = 0.05, 0.1
 """Mean seconds from the first sign of a reader, and of a writer, to its end."""
+AWAY_S = 0.5
+"""Mean seconds for which the server of a bucket is away: the client's own attempts end in about one."""
 
 Tell = Callable[..., None]
 
@@ -110,9 +115,13 @@ def write(place: str, fence: int, tell: Tell) -> None:
     sender = StoreWeightSender(config, dict(model.items()), {name: [name] for name in model}, 0)
     while True:
         sender.label(version, fence)
-        if version == 0:
-            sender.open()
-        sender.send()
+        try:
+            if version == 0:
+                sender.open()
+            sender.send()
+        except SendFailed as error:  # the server is away: the attempt is repeated, as a round is
+            tell(repeated=str(error)[:200])
+            continue
         tell(published=version, fence=fence)
         if sender.sweeps:
             sender.sweep([])
@@ -131,10 +140,22 @@ def read(place: str, fence: int, tell: Tell) -> None:
                 time.sleep(0.002)
                 continue
             held = dict(reader.take(Deadline(20), newest))
-        except RuntimeError as error:  # the version was swept under its hands: it announced nothing
+        except (RuntimeError, OSError) as error:  # the version was swept under its hands, or the bucket's server is away
+            if isinstance(error, OSError) and "://" not in place:
+                raise
             tell(failed=str(error)[:200])
             continue
         tell(applied=newest, fence=fence, checksum=checksum(held))
+
+
+def fetch(place: str, fence: int, version: int, tell: Tell) -> None:
+    """Fetch a version into an empty receiver."""
+    try:
+        held = dict(VersionReader(f"{place}/{fence}", WeightMirror()).take(Deadline(20), version))
+    except (RuntimeError, TimeoutError) as error:
+        tell(error=f"version {version} of {fence} was published and cannot be fetched: {error}")
+        return
+    tell(fetched=version, fence=fence, checksum=checksum(held))
 
 
 @dataclass
@@ -147,28 +168,31 @@ class Tally:
     compared: int = 0
     fetched: int = 0
     failed: int = 0
+    repeated: int = 0
+    servers: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
 class Storm:
     """One writer and one reader at a time."""
 
-    def __init__(self, place: str, seed: int) -> None:
-        self.place, self.random, self.tally = place, random.Random(seed), Tally()
+    def __init__(self, place: str, seed: int, bucket: S3Server | None) -> None:
+        self.place, self.random, self.tally, self._bucket = place, random.Random(seed), Tally(), bucket
         self._known: dict[int, tuple[list[str], torch.nn.ParameterDict]] = {}
         self._last = (0, -1)
 
     def run(self, kills: int) -> Tally:
         """Kill so many processes."""
         fence = 0
-        while self.tally.writers + self.tally.readers < kills:
+        while self.tally.writers + self.tally.readers + self.tally.servers < kills:
             fence += 1
             writer = Forked(lambda tell, fence=fence: write(self.place, fence, tell))
-            self._heed(writer.told(LIMIT_S), "a writer published nothing")
+            self._await(writer, "published", "a writer published nothing")
             for _ in range(self.random.randint(0, 3)):
                 reader = Forked(lambda tell, fence=fence: read(self.place, fence, tell))
-                self._heed(reader.told(LIMIT_S), "a reader applied nothing")
+                self._await(reader, "applied", "a reader applied nothing")
                 time.sleep(self.random.expovariate(1 / SEEN_S[0]))
+                self._strike(writer, reader)
                 self._heed(reader.kill())
                 self.tally.readers += 1
                 self._heed(writer.told(0.0))
@@ -178,33 +202,57 @@ class Storm:
             self._fetch()
         return self.tally
 
-    def _heed(self, said: list[dict[str, Any]], otherwise: str = "") -> None:
-        if otherwise and not said:
-            self.tally.wrong.append(otherwise)
+    def _strike(self, writer: Forked, reader: Forked) -> None:
+        """Kill the bucket's server in half of the cases. Both go on once it is back."""
+        if self._bucket is None or self.random.random() < 0.5:
+            return
+        self._bucket.kill(self.random.expovariate(1 / AWAY_S))
+        self.tally.servers += 1
+        for one in (writer, reader):
+            self._heed(one.told(0.0))  # what it said before
+        self._await(writer, "published", "a writer published nothing after its store was back")
+        self._await(reader, "applied", "a reader applied nothing after its store was back")
+
+    def _await(self, one: Forked, fact: str, otherwise: str) -> None:
+        """Wait until a process tells that fact."""
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            said = one.told(until - time.monotonic())
+            self._heed(said)
+            if any(fact in line for line in said):
+                return
+            if not said or any("error" in line for line in said):
+                break
+        self.tally.wrong.append(otherwise)
+
+    def _heed(self, said: list[dict[str, Any]]) -> None:
         for line in said:
             if "error" in line:
                 self.tally.wrong.append(line["error"])
             elif "failed" in line:
                 self.tally.failed += 1
+            elif "repeated" in line:
+                self.tally.repeated += 1
             elif "published" in line:
                 self.tally.published += 1
                 self._last = line["fence"], line["published"]
-            else:
+            elif "applied" in line:
                 self.tally.compared += 1
-                if line["checksum"] != self._of(line["fence"], line["applied"]):
-                    self.tally.wrong.append(f"a reader held other weights than version {line['applied']} of {line['fence']}")
+                self._compare(line, line["applied"], "a reader held")
+            else:
+                self.tally.fetched += 1
+                self._compare(line, line["fetched"], "an empty receiver fetched")
+
+    def _compare(self, line: dict[str, Any], version: int, what: str) -> None:
+        if line["checksum"] != self._of(line["fence"], version):
+            self.tally.wrong.append(f"{what} other weights than version {version} of {line['fence']}")
 
     def _fetch(self) -> None:
-        """Fetch what was published last into an empty receiver."""
+        """Have what was published last fetched, by a process of its own: threads of the client do not outlive a fork."""
         fence, version = self._last
-        try:
-            held = dict(VersionReader(f"{self.place}/{fence}", WeightMirror()).take(Deadline(20), version))
-        except (RuntimeError, TimeoutError) as error:
-            self.tally.wrong.append(f"version {version} of {fence} was published and cannot be fetched: {error}")
-            return
-        self.tally.fetched += 1
-        if checksum(held) != self._of(fence, version):
-            self.tally.wrong.append(f"version {version} of {fence} was fetched with other weights")
+        receiver = Forked(lambda tell: fetch(self.place, fence, version, tell))
+        self._await(receiver, "fetched", f"version {version} of {fence} was not fetched")
+        receiver.kill()
 
     def _of(self, fence: int, version: int) -> str:
         """Return the checksum that a version must have."""
@@ -216,14 +264,18 @@ class Storm:
         return known[version]
 
 
-def storm(kills: int, seed: int) -> Tally:
-    """Run a storm in a folder of its own, with anchors and sweeps every few versions."""
+def storm(kills: int, seed: int, with_server: bool = False) -> Tally:
+    """Run a storm in a folder or bucket of its own, with anchors and sweeps every few versions."""
     torch.set_num_threads(1)  # a forked process has no threads but its own
     place, every = tempfile.mkdtemp(), catalogue.ANCHOR_EVERY
+    bucket = S3Server(Path(place)) if with_server else None
+    os.environ |= bucket.environment if bucket else {}
     catalogue.ANCHOR_EVERY = 4
     try:
-        return Storm(place, seed).run(kills)
+        return Storm(bucket.url if bucket else place, seed, bucket).run(kills)
     finally:
+        if bucket is not None:
+            bucket.stop()
         catalogue.ANCHOR_EVERY = every
         shutil.rmtree(place, ignore_errors=True)
 
@@ -233,8 +285,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--bucket", action="store_true", help="store the versions in a bucket, and kill its server, too")
     options = parser.parse_args()
-    tally = storm(options.kills, options.seed)
+    tally = storm(options.kills, options.seed, options.bucket)
     print(json.dumps(asdict(tally)))
     return 1 if tally.wrong else 0
 

