@@ -8,7 +8,11 @@ Cost: one copy of the tensors, and while a delta is applied the values that it r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -23,6 +27,13 @@ from services.weights.versions.positions import InvalidVersion
 
 NOTHING = (0, -1)
 
+THREADS = min(4, os.cpu_count() or 1)
+"""Threads that decode, apply and compare: numpy and zstandard let each other run."""
+QUEUED = 2 * THREADS
+"""Groups of pieces that may wait for them before the next part is taken."""
+GROUP = 1 << 21
+"""Elements of a group at least."""
+
 Undo = list[tuple[np.ndarray, np.ndarray | slice, np.ndarray]]
 """Elements of a piece, where they changed, what was there."""
 
@@ -36,6 +47,7 @@ class WeightMirror:
         self._metas: list[TensorMeta] = []
         self._tensors: list[torch.Tensor] = []
         self._weights: list[Weight] = []
+        self._allocating = threading.Lock()
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights under their Hugging Face names; adapters are merged into new tensors, others share the memory."""
@@ -76,24 +88,34 @@ class WeightMirror:
         of_part: dict[int, list[TensorPiece]] = {}
         for piece in manifest.pieces:
             of_part.setdefault(piece.part if piece.blocks else -1, []).append(piece)
-        awaited = set(range(len(manifest.parts)))
-        for index, data in parts:
-            if index not in awaited or len(data) != manifest.parts[index].nbytes:
-                raise InvalidVersion(f"a part of version {manifest.version} has {len(data)} bytes, or was not awaited")
-            awaited.remove(index)
-            self._put(manifest, of_part.pop(index, []), data, undo, last)
-        if awaited:
-            raise InvalidVersion(f"version {manifest.version} lacks {len(awaited)} of its parts")
-        self._put(manifest, of_part.pop(-1, []), memoryview(b""), undo, last)  # those that did not change
+        awaited, running = set(range(len(manifest.parts))), deque[Future[None]]()
+        with ThreadPoolExecutor(THREADS, "apply-weights") as threads:  # on any error, ends once nobody writes any more
+
+            def put(index: int, data: memoryview) -> None:
+                for pieces in _groups(of_part.pop(index, [])):
+                    running.append(threads.submit(self._put, manifest, pieces, data, undo, last))
+
+            for index, data in parts:
+                if index not in awaited or len(data) != manifest.parts[index].nbytes:
+                    raise InvalidVersion(f"a part of version {manifest.version} has {len(data)} bytes, or was not awaited")
+                awaited.remove(index)
+                while len(running) > QUEUED:
+                    running.popleft().result()
+                put(index, data)
+            if awaited:
+                raise InvalidVersion(f"version {manifest.version} lacks {len(awaited)} of its parts")
+            put(-1, memoryview(b""))  # those that did not change
+            for each in running:
+                each.result()
 
     def _put(self, manifest: VersionManifest, pieces: list[TensorPiece], data: memoryview, undo: Undo, last: bool) -> None:
         held: list[np.ndarray] = []
         for piece in pieces:
             elements = bits(self._tensor(piece.tensor))[piece.start : piece.start + piece.count]
-            where, new = decode(piece.encoding, piece.changed, _blocks(piece, data), elements)
+            change = decode(piece.encoding, piece.changed, _blocks(piece, data), elements)
             if manifest.base is not None and piece.blocks:
-                undo.append((elements, where, elements[where].copy()))
-            elements[where] = new
+                undo.append((elements, change.where, change.old.copy() if isinstance(change.where, slice) else change.old))
+            elements[change.where] = change.new
             held.append(elements)
         found = checksums(as_tensor(elements) for elements in held).tolist() if last else []
         for piece, sums in zip(pieces, found, strict=last):
@@ -102,10 +124,11 @@ class WeightMirror:
 
     def _tensor(self, index: int) -> torch.Tensor:
         """Return a tensor's memory, allocated once the first bytes for it are there."""
-        if self._tensors[index].numel() == 0 and self._metas[index].nbytes:
-            meta = self._metas[index]
-            self._tensors[index] = huge_pages(meta.nbytes).view(getattr(torch, meta.dtype)).view(meta.shape)
-        return self._tensors[index]
+        with self._allocating:
+            if self._tensors[index].numel() == 0 and self._metas[index].nbytes:
+                meta = self._metas[index]
+                self._tensors[index] = huge_pages(meta.nbytes).view(getattr(torch, meta.dtype)).view(meta.shape)
+            return self._tensors[index]
 
     def _empty(self, manifest: VersionManifest) -> None:
         """Make room for an anchor, in the memory of before if its tensors have the same shapes."""
@@ -120,6 +143,19 @@ class WeightMirror:
     def forget(self) -> None:
         """Hold nothing."""
         self.held, self._metas, self._tensors, self._weights = NOTHING, [], [], []
+
+
+def _groups(pieces: list[TensorPiece]) -> Iterator[list[TensorPiece]]:
+    """Yield the pieces in groups for one thread each, at least one."""
+    group, elements = list[TensorPiece](), 0
+    for piece in pieces:
+        group.append(piece)
+        elements += piece.count
+        if elements >= GROUP:
+            yield group
+            group, elements = [], 0
+    if group:
+        yield group
 
 
 def _blocks(piece: TensorPiece, data: memoryview) -> list[tuple[memoryview, int, bool]]:

@@ -74,33 +74,42 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> EncodedPiece:
     return encoded if encoded.nbytes < new.nbytes else whole
 
 
-def decode(
-    encoding: str, changed: int, blocks: Sequence[tuple[memoryview, int, bool]], old: np.ndarray
-) -> tuple[np.ndarray | slice, np.ndarray]:
-    """Return where elements change, positions [changed] int64 or all of them, and the elements there.
+@dataclass(frozen=True)
+class DecodedPiece:
+    """Elements that change, in the order of `where`."""
+
+    where: np.ndarray | slice
+    """Positions, [changed] int64, or a run of elements."""
+    new: np.ndarray
+    old: np.ndarray
+    """What is there before: a copy with positions, else the base's own memory."""
+
+
+def decode(encoding: str, changed: int, blocks: Sequence[tuple[memoryview, int, bool]], old: np.ndarray) -> DecodedPiece:
+    """Return which elements change, and to what.
 
     `old`, [count] unsigned, are the elements of the base; with `whole` only their number and type matter. `blocks` must have the
     sizes that manifest.py has checked. Raises `InvalidVersion`.
     """
     raw = [_restored(*block) for block in blocks]
-    everything = slice(None)
     match encoding:
         case "same":
-            return slice(0, 0), old[:0]
+            return DecodedPiece(slice(0, 0), old[:0], old[:0])
         case "whole":
-            return everything, raw[0].view(old.dtype)
+            return DecodedPiece(slice(None), raw[0].view(old.dtype), old)
         case "dense":
             new = old + _unfolded(_joined(raw, old.dtype))
             if int(np.count_nonzero(new != old)) != changed:
                 raise InvalidVersion("the differences change another number of elements than announced")
-            return everything, new
+            return DecodedPiece(slice(None), new, old)
         case "gaps":
             positions = decode_gaps(raw[0], changed, old.size)
         case "bitmap":
             positions = decode_bitmap(raw[0], changed, old.size)
         case _:
             raise InvalidVersion(f"unknown encoding {encoding!r}")
-    return positions, old[positions] + _unfolded(_joined(raw[1:], old.dtype))
+    before = old[positions]
+    return DecodedPiece(positions, before + _unfolded(_joined(raw[1:], old.dtype)), before)
 
 
 def _differing(new: np.ndarray, old: np.ndarray) -> np.ndarray:

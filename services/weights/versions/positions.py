@@ -34,10 +34,14 @@ def encode_gaps(positions: np.ndarray) -> np.ndarray:
 
 def decode_gaps(encoded: np.ndarray, changed: int, count: int) -> np.ndarray:
     """Return the `changed` positions below `count`, [changed] int64. Raises `InvalidVersion`."""
-    ends = np.flatnonzero(encoded != _MORE)
-    if ends.size != changed or (encoded.size and encoded[-1] == _MORE):
-        raise InvalidVersion(f"gaps hold {ends.size} positions instead of {changed}")
-    positions = np.cumsum(encoded, dtype=np.int64)[ends] + np.arange(changed)
+    ends = encoded != _MORE
+    found = int(np.count_nonzero(ends))
+    if found != changed or (encoded.size and encoded[-1] == _MORE):
+        raise InvalidVersion(f"gaps hold {found} positions instead of {changed}")
+    positions = np.cumsum(encoded + ends.view(np.uint8).astype(np.uint16), dtype=np.int64)  # each end is an element, too
+    if found < positions.size:
+        positions = positions[ends]
+    positions -= 1
     if changed and positions[-1] >= count:
         raise InvalidVersion(f"position {positions[-1]} is beyond the {count} elements")
     return positions

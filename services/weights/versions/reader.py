@@ -20,9 +20,8 @@ from services.weights.checksums import WeightChanged
 from services.weights.collective import Deadline
 from services.weights.versions import catalogue, manifest
 from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
-from services.weights.versions.manifest import VersionManifest
 from services.weights.versions.mirror import NOTHING, WeightMirror
-from services.weights.versions.objects import open_objects
+from services.weights.versions.objects import Objects, open_objects
 from services.weights.versions.positions import InvalidVersion
 
 AHEAD = 4
@@ -74,9 +73,14 @@ class VersionReader:
         began, objects, nbytes, full = time.monotonic(), 0, 0, 0
         pool = ThreadPoolExecutor(AHEAD, "fetch-weights")
         try:
-            for entry in self._way_to(version, deadline):
-                self._apply(pool, entry, deadline, entry.version == version)
-                objects, nbytes, full = objects + 1 + len(entry.parts), nbytes + entry.nbytes, entry.full_nbytes
+            way = self._way_to(version, deadline)
+            fetches = (_Fetch(self._objects, pool, entry) for entry in way)
+            coming = next(fetches, None)
+            while (fetch := coming) is not None:
+                coming = next(fetches, None)  # fetched while this one is applied
+                self._apply(fetch, deadline, fetch.entry.version == version)
+            objects, nbytes = sum(1 + len(entry.parts) for entry in way), sum(entry.nbytes for entry in way)
+            full = way[-1].full_nbytes if way else 0
         except OSError as error:
             raise RuntimeError(f"cannot fetch version {version}: {error}") from error
         except WeightChanged:  # what arrived was damaged, or what was here: the next attempt begins with an anchor
@@ -101,30 +105,43 @@ class VersionReader:
                     raise
                 time.sleep(_POLL_S)
 
-    def _apply(self, pool: ThreadPoolExecutor, entry: Entry, deadline: Deadline, last: bool) -> None:
-        place = entry.folder
-        described = pool.submit(self._objects.get, f"{place}/{MANIFEST}")
-        fetching = deque((i, pool.submit(self._objects.get, f"{place}/{name}")) for i, name in enumerate(entry.parts[:AHEAD]))
-        made = manifest.decode(_result(described, deadline))
-        if (made.fence, made.version, made.base) != (self._fence, entry.version, entry.base):
-            raise InvalidVersion(f"{place} holds version {made.version} of trainer {made.fence}")
-        names = {part.name: i for i, part in enumerate(made.parts)}
-        if sorted(names) != sorted(entry.parts):
-            raise InvalidVersion(f"{place} has other parts than the catalogue says")
-
-        def parts() -> Iterator[tuple[int, memoryview]]:
-            while fetching:
-                i, future = fetching.popleft()
-                data = _result(future, deadline)
-                if (following := i + AHEAD) < len(entry.parts):
-                    fetching.append((following, pool.submit(self._objects.get, f"{place}/{entry.parts[following]}")))
-                yield names[entry.parts[i]], data
-
-        self._put(made, parts(), last)
-
-    def _put(self, made: VersionManifest, parts: Iterator[tuple[int, memoryview]], last: bool) -> None:
+    def _apply(self, fetch: _Fetch, deadline: Deadline, last: bool) -> None:
         """Apply a version: a delta once all of it is here, so that a broken link touches nothing; an anchor as it comes."""
+        entry, made = fetch.entry, manifest.decode(fetch.manifest(deadline))
+        if (made.fence, made.version, made.base) != (self._fence, entry.version, entry.base):
+            raise InvalidVersion(f"{entry.folder} holds version {made.version} of trainer {made.fence}")
+        places = {part.name: i for i, part in enumerate(made.parts)}
+        if sorted(places) != sorted(entry.parts):
+            raise InvalidVersion(f"{entry.folder} has other parts than the catalogue says")
+        parts = ((places[name], data) for name, data in fetch.parts(deadline))
         self._mirror.apply(made, parts if made.base is None else list(parts), last)
+
+
+class _Fetch:
+    """The objects of one version, of which a few come at a time from its construction on."""
+
+    def __init__(self, objects: Objects, pool: ThreadPoolExecutor, entry: Entry) -> None:
+        self.entry = entry
+        self._objects, self._pool = objects, pool
+        self._manifest = self._get(MANIFEST)
+        self._parts = deque((name, self._get(name)) for name in entry.parts[:AHEAD])
+
+    def _get(self, name: str) -> Future[memoryview]:
+        return self._pool.submit(self._objects.get, f"{self.entry.folder}/{name}")
+
+    def manifest(self, deadline: Deadline) -> memoryview:
+        """Return the bytes of the manifest."""
+        return _result(self._manifest, deadline)
+
+    def parts(self, deadline: Deadline) -> Iterator[tuple[str, memoryview]]:
+        """Yield every part's name and bytes."""
+        following = iter(self.entry.parts[AHEAD:])
+        while self._parts:
+            name, future = self._parts.popleft()
+            data = _result(future, deadline)
+            if (later := next(following, None)) is not None:
+                self._parts.append((later, self._get(later)))
+            yield name, data
 
 
 def _result(future: Future[memoryview], deadline: Deadline) -> memoryview:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 import torch
@@ -10,12 +12,22 @@ from hypothesis import strategies as st
 
 from services.weights.checksums import WeightChanged
 from services.weights.versions import encoder
+from services.weights.versions import mirror as mirror_module
 from services.weights.versions.manifest import VersionManifest, decode, encode
 from services.weights.versions.mirror import NOTHING, WeightMirror
 from services.weights.versions.positions import InvalidVersion
 from tests.support.versions import FENCE, Publisher, assert_same_bits, change, copies, parameters
 
 Data = dict[int, memoryview]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def many_threads() -> Iterator[None]:
+    """Every piece may be applied by another thread."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mirror_module, "THREADS", 4)
+        patched.setattr(mirror_module, "GROUP", 1)
+        yield
 
 
 def wired(manifest: VersionManifest) -> VersionManifest:

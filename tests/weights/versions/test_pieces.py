@@ -29,9 +29,10 @@ def changes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 def restored(encoded: pieces.EncodedPiece, old: np.ndarray) -> np.ndarray:
     blocks = [(memoryview(stored), raw, compressed) for stored, raw, compressed in encoded.blocks]
-    where, values = pieces.decode(encoded.encoding, encoded.changed, blocks, old)
+    change = pieces.decode(encoded.encoding, encoded.changed, blocks, old)
+    assert np.array_equal(change.old, old[change.where])
     new = old.copy()
-    new[where] = values
+    new[change.where] = change.new
     return new
 
 
@@ -103,12 +104,12 @@ def test_damaged_blocks_are_refused_or_change_only_what_they_may(
         stored[data.draw(st.integers(0, len(stored) - 1))] = data.draw(st.integers(0, 255))
     before = old.copy()
     try:
-        where, values = pieces.decode(encoded.encoding, encoded.changed, [(memoryview(s), r, c) for s, r, c in blocks], old)
+        change = pieces.decode(encoded.encoding, encoded.changed, [(memoryview(s), r, c) for s, r, c in blocks], old)
     except InvalidVersion:
         pass
     else:
-        assert values.dtype == old.dtype
-        assert old[where].shape == values.shape
+        assert change.new.dtype == old.dtype
+        assert old[change.where].shape == change.new.shape == change.old.shape
     assert np.array_equal(old, before), "decoding changes nothing itself"
 
 
