@@ -6,8 +6,10 @@ A log of `--rows` completions is written as the tracker does, with texts of rand
 frequencies. `us_a_completion` is the CPU that the tracker spends on a completion: rows, texts, file, merges; `bytes_a_completion`
 is its size on disk. `search_ms` is the median of filters on numbers, sorted and not, through the endpoint of the page over a real
 socket; `search_cpu_ms` is the CPU of the process that answers, and of the client, for one. `first_search_s` is the first one,
-which reads the log. `text_search_s` searches all texts for a word. `sample_log_share` is the processor time of the tracker's
-whole process, over that of `STEPS` steps of examples/arithmetic, in which it logs each of 256 completions; no step waits for it.
+which reads the log. `text_search_s` searches all texts for a word. `sample_log_share` is what the log adds to the processor time
+of the tracker, over the wall time of `STEPS` steps of examples/arithmetic, of 256 completions each: `tracker_share` with the log
+less that of a run without it, in which the tracker writes TensorBoard's files alone. No step waits for either. The same by
+completion, with reads from Redis and on cores that are busy, is `us_a_logged_completion`.
 """
 
 from __future__ import annotations
@@ -40,13 +42,15 @@ from services.protocol.logprob_gaps import STEP
 from services.protocol.messages import Header
 from services.protocol.payloads import Payload
 from services.store import Store
-from services.tracker.samples.rows import EndedGroup, rows_of
+from services.tracker.samples.pace import LONGEST_S
+from services.tracker.samples.rows import EndedGroup, LoggedRows
 from services.tracker.samples.writer import PartWriter
 from services.web.serving import show
 
 ROOT = Path(__file__).parent.parent
 GROUP, GROUPS_A_STEP, TOKENS = 8, 32, 48  # completions a group, groups a step, tokens a completion
-FIRST, STEPS = 5, 30  # what starts is over by the first
+GROUPS_A_FILE = int(GROUPS_A_STEP * LONGEST_S)  # at a step a second
+FIRST, STEPS = 5, 60  # what starts is over by the first
 PATTERN = 4000  # completions that are made one by one; the others of a large log repeat them under new numbers
 FILTERS = (
     {"where": "reward < 0.2 and step > 40", "sort": "length"},
@@ -93,12 +97,11 @@ def write(folder: Path, model: Path, completions: int) -> tuple[float, float]:
     made = list(groups(rng, completions // GROUP, vocabulary))
     reader.text([1])  # reads the tokenizer
     began = time.process_time()
-    for first in range(0, len(made), GROUPS_A_STEP):
-        batch = made[first : first + GROUPS_A_STEP]
-        rows = [
-            row for group, payload in batch for row in rows_of(group, payload, reader, "standard", 1e9, gaps_of(payload, group))
-        ]
-        writer.write(rows, LogPosition(1, batch[-1][0].step, {"1": 0}))
+    for first in range(0, len(made), GROUPS_A_FILE):
+        batch, rows = made[first : first + GROUPS_A_FILE], LoggedRows(reader, "standard", 1e9)
+        for group, payload in batch:
+            rows.add(group, payload, gaps_of(payload, group))
+        writer.write(rows.columns(), LogPosition(1, batch[-1][0].step, {"1": 0}))
         writer.tidy()
     spent = time.process_time() - began
     size = sum(part.size_bytes for part in writer.folder.refresh())
@@ -175,22 +178,28 @@ async def logged_run(folder: Path, rows: int) -> AsyncIterator[tuple[RunConfig, 
         server.stop()
 
 
-def log_share(folder: Path) -> float:
-    """Train the example, and return what of a core its tracker takes while steps are trained."""
+def shares(folder: Path) -> list[tuple[float, float]]:
+    """Return what of a core the tracker takes and the seconds of a step, with a sample log and without one."""
     subprocess.run([sys.executable, "-m", "examples.arithmetic.warmstart"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return [tracker_share(folder, keep) for keep in (1_000_000, 0)]
+
+
+def tracker_share(folder: Path, keep: int) -> tuple[float, float]:
+    """Train the example, keep so many completions, and return what of a core its tracker takes, and the seconds of a step."""
+    name = f"keeps{keep}"
     command = [
-        sys.executable, "-m", "services.console", "run", "examples/arithmetic/config.toml", "--no-screen",
-        f"run.dir={folder}", "run.name=logged", f"run.steps={FIRST + STEPS}",
+        sys.executable, "-m", "services.console", "run", "examples/arithmetic/config.toml", "--no-screen", f"run.dir={folder}",
+        f"run.name={name}", f"run.steps={FIRST + STEPS}", f"samples.keep={keep}", "tracking.tensorboard=true",
     ]  # fmt: skip
-    seen: list[tuple[float, float]] = []
+    seen: list[tuple[float, float, int]] = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        metrics = folder / "logged" / "metrics.jsonl"
+        metrics = folder / name / "metrics.jsonl"
         while process.poll() is None and (not seen or steps_in(metrics) < FIRST + STEPS):
-            if steps_in(metrics) >= FIRST and (spent := cpu_s("services.tracker", folder / "logged")):
-                seen.append((time.monotonic(), spent))
+            if steps_in(metrics) >= FIRST and (spent := cpu_s("services.tracker", folder / name)):
+                seen.append((time.monotonic(), spent, steps_in(metrics)))
             time.sleep(0.1)
-    (began, before), (ended, after) = seen[0], seen[-1]
-    return (after - before) / (ended - began)
+    (began, before, first), (ended, after, last) = seen[0], seen[-1]
+    return (after - before) / (ended - began), (ended - began) / (last - first)
 
 
 def steps_in(metrics: Path) -> int:
@@ -215,7 +224,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
         log = folder / config.run.name / SAMPLES
         found = await search(config, store, options.repeats)
     rows, tokens = Search.of(log).find(limit=1).of, TOKENS
-    found["sample_log_share"] = [await asyncio.to_thread(log_share, folder)]
+    (with_log, step_s), (without, _) = await asyncio.to_thread(shares, folder)
+    added = with_log - without
+    found |= {"tracker_share": [with_log], "sample_log_share": [added], "step_s": [step_s]}
+    found["us_a_logged_completion"] = [1e6 * added * step_s / (GROUP * GROUPS_A_STEP)]
     slowest = [max(found["search_ms"])]
     return report(
         {"rows": rows, "tokens_a_completion": tokens, "p90_search_ms": float(np.percentile(found["search_ms"], 90))},

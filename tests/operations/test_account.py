@@ -20,6 +20,7 @@ from services.operations.samples.outcomes import sampled_tokens
 from services.protocol.messages import PodStatus
 from services.runtime.processes.activity import ACTIVITIES, Activity, process_age_s
 from services.tracker.samples.writer import PartWriter
+from tests.operations.samples.made import columns_of
 from tests.support.harness import small_config
 
 
@@ -121,7 +122,7 @@ def test_cost_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         row | {"payload": "0-1.1", "step": 2, "outcome": "trained", "reason": "", "length": 310, "solved": True},  # replayed
         row | {"payload": "0-2.1", "step": 1, "outcome": "filtered", "reason": "zero", "length": 110, "solved": False},
     ]
-    PartWriter(run / "samples", 1000).write(rows, LogPosition(1, 2))
+    PartWriter(run / "samples", 1000).write(columns_of(rows), LogPosition(1, 2))
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "reward/gen/mean": 0.1 * i}) + "\n" for i in range(6)))
     assert sampled_tokens(run).by_outcome == {"trained": 300.0, "filtered: zero": 100.0}
     assert main(["cost", str(run), "--json", "--price", "2"]) == 0

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from services.operations.inspection import text
+from services.operations.inspection.byte_level import _BYTES, ByteLevelDecoder
 from services.operations.inspection.text import TextReader
 from tests.support.harness import save_tokenizer_folder
 from tests.support.hub import Hub
@@ -59,3 +63,40 @@ def test_a_tokenizer_that_comes_later_is_found(tmp_path: Path, monkeypatch: pyte
     save_tokenizer_folder(tmp_path / "model")
     assert reader.text([5])
     assert not reader.why_not
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One of all bytes, some words of several, and special tokens, one of which has characters outside the alphabet of bytes."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer_folder(folder)
+    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found.add_special_tokens(["<｜end｜>", "<pad here>", "Ġé"])
+    assert isinstance(found.decoder, decoders.ByteLevel)
+    return found
+
+
+@hypothesis.given(data=st.data())
+def test_bytes_are_decoded_as_the_tokenizer_does(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    fast = ByteLevelDecoder.of(tokenizer)
+    assert fast is not None
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
+    assert fast.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_bytes_that_are_no_text_become_what_the_tokenizer_makes_of_them(tokenizer: Tokenizer) -> None:
+    fast = ByteLevelDecoder.of(tokenizer)
+    assert fast is not None
+    alphabet = {byte: tokenizer.token_to_id(char) for char, byte in _BYTES.items()}
+    assert None not in alphabet.values()
+    for raw in ("é €𝄞".encode(), b"\xff\xe2\x82a", b"\xf0\x9d\x84", b"\xed\xa0\x80", b"\xc0\x80\xf5\x80", bytes(range(256))):
+        ids = [alphabet[byte] for byte in raw]
+        assert fast.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_ids_outside_the_vocabulary_have_no_text(tmp_path: Path) -> None:
+    save_tokenizer_folder(tmp_path)
+    reader = TextReader(str(tmp_path))
+    assert reader.text([]) == ""
+    assert reader.text([5, -1]) is reader.text([5, 10**6]) is None
+    assert ByteLevelDecoder.of(Tokenizer(models.WordPiece())) is None

@@ -7,12 +7,14 @@ Waits for: the hub, if it may download. Unblocked by: the limits of its library.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from services.operations.inspection.answer import Answer
+from services.operations.inspection.byte_level import ByteLevelDecoder
 
 LOOK_AGAIN_S = 30.0
 
@@ -24,6 +26,7 @@ class TextReader:
         """`download`: fetch the tokenizer of a model on the hub that nobody has fetched to this machine."""
         self._model_path, self._download = model_path, download
         self._tokenizer: Any = None
+        self._fast: ByteLevelDecoder | None = None
         self._why_not, self._again_s = "", 0.0
 
     @property
@@ -35,7 +38,13 @@ class TextReader:
     def text(self, tokens: Sequence[int]) -> str | None:
         """Return the text of tokens, including special ones; None without a tokenizer, or for ids outside its vocabulary."""
         tokenizer = self._load()
-        if tokenizer is None or (len(tokens) and not 0 <= min(tokens) <= max(tokens) < tokenizer.get_vocab_size()):
+        if tokenizer is None:
+            return None
+        if self._fast is not None:
+            with contextlib.suppress(KeyError):
+                return self._fast.decode(tokens)
+            return None
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < tokenizer.get_vocab_size():
             return None
         return tokenizer.decode(list(tokens), skip_special_tokens=False)
 
@@ -43,6 +52,7 @@ class TextReader:
         """Return the tokenizer, or None, for the reason in `_why_not`."""
         if self._tokenizer is None and time.monotonic() >= self._again_s:
             self._tokenizer, self._why_not = self._found()
+            self._fast = ByteLevelDecoder.of(self._tokenizer)
             self._again_s = time.monotonic() + LOOK_AGAIN_S
         return self._tokenizer
 

@@ -42,6 +42,8 @@ class DroppedGroup:
     step: int
     """The step that was being prepared."""
     incarnation: int
+    size: int
+    """Bytes of its header and tokens."""
 
 
 class SampleCalls(Facet):
@@ -107,4 +109,5 @@ def _dropped(entry: bytes, fields: dict[bytes, bytes]) -> DroppedGroup:
         header=fields[b"header"],
         step=int(fields[b"step"]),
         incarnation=int(fields[b"incarnation"]),
+        size=int(fields[b"size"]),
     )

@@ -8,11 +8,12 @@ completions.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -23,7 +24,9 @@ from services.runtime.atomic_folders import replace
 MERGED = 16  # files of a size that become one
 MERGED_BYTES = 64 << 20  # of a merged file at most, which is read whole
 PART_OF_KEPT = 16  # a file has at most this part of all completions, so that deleting the oldest deletes no more
-ROW_GROUP = 500  # rows that are read together for a page
+ROW_GROUP_BYTES = 2 << 20  # of rows that are read together for a page, before compression
+ARRAYS = ("tokens", "logprobs", "gaps")
+"""Columns with an array or null in each row."""
 _UNFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 """What values raise that do not fit their columns: numbers of an invalid header may have any size."""
 _PACKED = {"compression": "zstd", "compression_level": 3, "use_dictionary": True}
@@ -41,13 +44,10 @@ class PartWriter:
         for name in self.folder.damaged:  # its batches stay taken
             (path / name).rename(path / f"damaged-{name}")
 
-    def write(self, rows: Sequence[dict[str, Any]], position: LogPosition) -> Part:
-        """Write one batch as a file."""
+    def write(self, columns: Mapping[str, Sequence[Any]], position: LogPosition) -> Part:
+        """Write one batch, all columns of `SCHEMA`, as a file."""
         number = self.folder.parts[-1].last + 1 if self.folder.parts else 1
-        try:
-            table = _table(rows)
-        except _UNFIT:
-            table = _table([row if _fits(row) else _bare(row) for row in rows])
+        table = pa.table({name: _array(name, columns[name]) for name in SCHEMA.names}, schema=SCHEMA)
         return self._put(table, number, number, position)
 
     def tidy(self) -> None:
@@ -76,7 +76,8 @@ class PartWriter:
         path = self.folder.path / name_of(first, last)
         fresh = path.with_name(f".{path.name}")
         table = table.replace_schema_metadata({METADATA: msgspec.json.encode(position)})
-        pq.write_table(table, fresh, row_group_size=ROW_GROUP, **_PACKED)
+        rows = max(1, ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes))
+        pq.write_table(table, fresh, row_group_size=rows, **_PACKED)
         with fresh.open("rb") as file:
             os.fsync(file.fileno())
         fresh.rename(path)
@@ -90,20 +91,28 @@ class PartWriter:
         return part
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Any:
-    columns = {name: pa.array([row[name] for row in rows], SCHEMA.field(name).type) for name in SCHEMA.names}
-    return pa.table(columns, schema=SCHEMA)
-
-
-def _fits(row: dict[str, Any]) -> bool:
+def _array(name: str, values: Sequence[Any]) -> Any:
+    """Return a column; a value that does not fit it is null."""
+    kind = SCHEMA.field(name).type
     try:
-        _table([row])
+        return _flat(values, kind) if name in ARRAYS else pa.array(values, kind)
+    except _UNFIT:
+        return pa.array([value if _fits(value, kind) else None for value in values], kind)
+
+
+def _flat(values: Sequence[np.ndarray | None], kind: Any) -> Any:
+    """Return a column of arrays, from one that has all their elements."""
+    arrow: Any = pa
+    lengths = [0 if value is None else len(value) for value in values]
+    offsets = arrow.array(np.cumsum([0, *lengths], dtype=np.int32))
+    whole = np.concatenate([value for value in values if value is not None] or [np.zeros(0)])
+    missing = arrow.array([value is None for value in values])
+    return arrow.ListArray.from_arrays(offsets, arrow.array(whole, kind.value_type), mask=missing)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        pa.array([value], kind)
     except _UNFIT:
         return False
     return True
-
-
-def _bare(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of a row without what its header says."""
-    kept = ("group", "sample", "step", "outcome", "reason", "payload", "incarnation", "logged_s")
-    return dict.fromkeys(SCHEMA.names) | {name: row[name] for name in kept}

@@ -26,11 +26,16 @@ def made_row(number: int, **fields: Any) -> dict[str, Any]:
     return row | fields
 
 
+def columns_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as columns."""
+    return {name: [row[name] for row in rows] for name in SCHEMA.names}
+
+
 def write_log(folder: Path, rows: Sequence[dict[str, Any]], batch: int = 8, keep: int = 10**6) -> PartWriter:
     """Write rows in batches."""
     writer = PartWriter(folder, keep)
     for first in range(0, len(rows), batch):
         piece = rows[first : first + batch]
-        writer.write(piece, LogPosition(piece[-1]["incarnation"], piece[-1]["step"], {"1": 0}))
+        writer.write(columns_of(piece), LogPosition(piece[-1]["incarnation"], piece[-1]["step"], {"1": 0}))
         writer.tidy()
     return writer

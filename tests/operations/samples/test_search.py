@@ -13,7 +13,7 @@ from services.operations.samples.columns import MEANINGS, ExpressionError
 from services.operations.samples.folder import LogPosition, SampleFolder, current, name_of
 from services.operations.samples.search import Search
 from services.tracker.samples.writer import MERGED, PartWriter
-from tests.operations.samples.made import made_row, write_log
+from tests.operations.samples.made import columns_of, made_row, write_log
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -40,7 +40,7 @@ def test_new_files_are_seen_and_old_ones_read_once(tmp_path: Path) -> None:
     log = Search.of(tmp_path)
     assert log.find().total == 8
     table = next(iter(log._narrow.values()))
-    writer.write([made_row(8)], LogPosition(1, 1, {"1": 0}))
+    writer.write(columns_of([made_row(8)]), LogPosition(1, 1, {"1": 0}))
     assert numbers(log, where="sample == 0", limit=2) == [8, 4]
     assert next(iter(log._narrow.values())) is table
 
@@ -50,12 +50,12 @@ def test_files_of_before_a_column_have_it_without_values(tmp_path: Path) -> None
     writer = write_log(tmp_path, [made_row(i) for i in range(8)])
     [old] = writer.folder.parts
     pq.write_table(pq.read_table(old.path).drop_columns(["gap_mean", "gap_max", "gaps"]), old.path)
-    writer.write([made_row(8, gap_max=0.5, gap_mean=0.25, gaps=[0.5, 0.0])], LogPosition(1, 1, {"1": 0}))
+    writer.write(columns_of([made_row(8, gap_max=0.5, gap_mean=0.25, gaps=[0.5, 0.0])]), LogPosition(1, 1, {"1": 0}))
     assert numbers(Search.of(tmp_path), where="gap_max > 0.1") == [8]
     for batch in range(MERGED):
         found = Search.of(tmp_path).find(sort="gap_max", reverse=True, limit=9).rows
         assert [row["gaps"] for row in found] == [[0.5, 0.0], *[None] * 8]
-        writer.write([made_row(9 + batch)], LogPosition(1, 1, {"1": 0}))
+        writer.write(columns_of([made_row(9 + batch)]), LogPosition(1, 1, {"1": 0}))
         writer.tidy()
     assert len(writer.folder.parts) < MERGED
 
@@ -75,9 +75,9 @@ def test_a_search_of_texts_ends_in_time_and_says_how_far_it_came(tmp_path: Path)
 
 def test_undone_steps_are_left_out_unless_asked_for(tmp_path: Path) -> None:
     writer = PartWriter(tmp_path, 1000)
-    writer.write([made_row(i) for i in range(32)], LogPosition(1, 3, {"1": 0}))  # steps 0 to 3
+    writer.write(columns_of([made_row(i) for i in range(32)]), LogPosition(1, 3, {"1": 0}))  # steps 0 to 3
     again = [made_row(i, incarnation=9, completion="again") for i in range(16, 24)]
-    writer.write(again, LogPosition(9, 2, {"1": 0, "9": 2}))  # restored to step 1
+    writer.write(columns_of(again), LogPosition(9, 2, {"1": 0, "9": 2}))  # restored to step 1
     log = Search.of(tmp_path)
     assert [row["completion"] for row in log.find("step >= 2", limit=99).rows] == ["again"] * 8
     assert log.find().total == 16 + 8
@@ -116,7 +116,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert list(folder.damaged) == [path.name]
     assert Search.of(tmp_path).find().total == 16
     writer = PartWriter(tmp_path, 1000)
-    writer.write([made_row(24)], LogPosition(1, 3, {}))
+    writer.write(columns_of([made_row(24)]), LogPosition(1, 3, {}))
     assert Search.of(tmp_path).find().total == 17
 
 

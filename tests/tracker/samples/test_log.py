@@ -22,8 +22,9 @@ from services.operations.samples.search import Search
 from services.protocol.logprob_gaps import LogprobGaps
 from services.runtime.loops import Loop
 from services.store import Store
+from services.store.calls.samples import is_sampled
 from services.tracker.metrics import TrackerMetrics
-from services.tracker.samples import log as module
+from services.tracker.samples import ended, pace
 from services.tracker.samples.log import SampleLog
 from services.tracker.samples.writer import PartWriter
 from services.trainer.step.logprob_gaps import codes
@@ -33,8 +34,9 @@ from tests.support.harness import small_config, wait_until
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.02)
-    monkeypatch.setattr(module, "BATCH", 3)
+    monkeypatch.setattr(pace, "POLL_S", 0.02)
+    monkeypatch.setattr(pace, "LONGEST_S", 0.02)
+    monkeypatch.setattr(ended, "BATCH", 3)
 
 
 async def trained(store: Store, team: Team, step: int, groups: int = 2) -> list[str]:
@@ -145,7 +147,7 @@ async def test_the_trainers_gaps_are_logged_with_the_tokens(
         return found
 
     monkeypatch.setattr(store.samples, "gaps", gaps)
-    monkeypatch.setattr(module, "GAPS_POLL_S", 0.01)
+    monkeypatch.setattr(ended, "GAPS_POLL_S", 0.01)
     await follow_once(store, config, tmp_path)
     found = {row["step"]: row for row in logged(tmp_path, "sample == 2")}
     assert found[0]["gaps"] == pytest.approx([0.5, 0.5], rel=0.05)
@@ -235,7 +237,7 @@ async def test_a_share_is_logged_and_a_step_without_any_of_it_is_done(store: Sto
     await follow_once(store, config, tmp_path)
     names = [name for step in range(6) for name in await trained(store, team, step)]
     await follow_once(store, config, tmp_path)
-    assert {group for group, _, _ in outcomes(tmp_path)} == {name for name in names if module.is_sampled(name, 0.3)}
+    assert {group for group, _, _ in outcomes(tmp_path)} == {name for name in names if is_sampled(name, 0.3)}
     assert await covered(store, team, 5) == 6
 
 

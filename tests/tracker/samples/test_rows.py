@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from services.algorithm.advantages import Kind
 from services.operations.inspection.text import TextReader
 from services.operations.samples.folder import LogPosition
 from services.operations.samples.search import Search
 from services.protocol import codec
 from services.protocol.messages import Header, Ticket
 from services.protocol.payloads import Payload
-from services.tracker.samples.rows import EndedGroup, rows_of
+from services.tracker.samples.rows import EndedGroup, Gaps, LoggedRows
 from services.tracker.samples.writer import PartWriter
 from tests.support.harness import ticket
 
@@ -34,8 +36,14 @@ def group(header: bytes | Header, outcome: str = "filtered:zero") -> EndedGroup:
     return EndedGroup("0-0", 3, outcome, 1, header, "0-0.7")
 
 
+def rows_of(one: EndedGroup, payload: Payload | None, kind: Kind, gaps: Gaps | None = None) -> list[dict[str, Any]]:
+    rows = LoggedRows(TextReader(None), kind, 5.0)
+    rows.add(one, payload, gaps)
+    return [{name: column[i] for name, column in rows.columns().items()} for i in range(len(rows))]
+
+
 def test_segments_and_tool_tokens_are_in_the_row() -> None:
-    first, second = rows_of(group(codec.encode(HEADER)), PAYLOAD, TextReader(None), "centered", 5.0)
+    first, second = rows_of(group(codec.encode(HEADER)), PAYLOAD, "centered")
     assert (first["length"], first["tool_tokens"], first["turns"], first["oldest"], first["newest"]) == (5, 1, 3, 0, 2)
     assert [segment["length"] for segment in first["segments"]] == [2, 3]
     assert [segment["context_tokens"] for segment in first["segments"]] == [2, 4]
@@ -49,7 +57,7 @@ def test_segments_and_tool_tokens_are_in_the_row() -> None:
 def test_gaps_are_at_the_tokens_that_the_policy_sampled() -> None:
     payload = msgspec.structs.replace(PAYLOAD, tool_spans=np.array([[1, 0, 1]], np.int32))
     gaps = {("0-0.7", 0): np.array([0.5, np.nan], np.float32), ("0-0.7", 1): np.array([-2.0, 0.5], np.float32)}
-    first, second = rows_of(group(HEADER), payload, TextReader(None), "centered", 5.0, gaps)
+    first, second = rows_of(group(HEADER), payload, "centered", gaps)
     assert first["gaps"] == pytest.approx([0.5, np.nan, np.nan, -2.0, 0.5], nan_ok=True)
     assert (first["gap_mean"], first["gap_max"]) == (1.0, 2.0)
     assert (second["gaps"], second["gap_mean"], second["gap_max"]) == (None, None, None), "its segment has none"
@@ -57,12 +65,12 @@ def test_gaps_are_at_the_tokens_that_the_policy_sampled() -> None:
 
 def test_gaps_of_another_length_are_left_out() -> None:
     gaps = {("0-0.7", place): np.ones(4, np.float32) for place in range(3)}
-    assert [row["gaps"] for row in rows_of(group(HEADER), PAYLOAD, TextReader(None), "centered", 5.0, gaps)] == [None, None]
+    assert [row["gaps"] for row in rows_of(group(HEADER), PAYLOAD, "centered", gaps)] == [None, None]
 
 
 @pytest.mark.parametrize("body", [b"no header", codec.encode(HEADER)[:40], b""])
 def test_a_damaged_header_leaves_a_row_with_the_reason(body: bytes) -> None:
-    [row] = rows_of(group(body, "failed:corrupt header"), PAYLOAD, TextReader(None), "rloo", 5.0)
+    [row] = rows_of(group(body, "failed:corrupt header"), PAYLOAD, "rloo")
     assert (row["group"], row["outcome"], row["reason"], row["reward"]) == ("0-0", "failed", "corrupt header", None)
 
 
@@ -70,21 +78,43 @@ def test_tokens_that_do_not_fit_the_header_are_left_out() -> None:
     other = Payload(PAYLOAD.prompt, PAYLOAD.lengths[:2], PAYLOAD.tokens, PAYLOAD.logprobs, PAYLOAD.spans)
     cut = Payload(PAYLOAD.prompt, PAYLOAD.lengths, PAYLOAD.tokens[:3], PAYLOAD.logprobs[:3], PAYLOAD.spans)
     for payload in (other, cut, None):
-        rows = rows_of(group(HEADER), payload, TextReader(None), "standard", 5.0)
+        rows = rows_of(group(HEADER), payload, "standard")
         assert [(row["reward"], row["tokens"]) for row in rows] == [(1.0, None), (0.0, None)]
     torn = msgspec.structs.replace(HEADER, oldest=[0], newest=[0])
-    assert [row["reward"] for row in rows_of(group(torn), PAYLOAD, TextReader(None), "standard", 5.0)] == [1.0, 0.0]
+    assert [row["reward"] for row in rows_of(group(torn), PAYLOAD, "standard")] == [1.0, 0.0]
 
 
 def test_a_ticket_that_failed_in_generation_has_its_prompt() -> None:
     made: Ticket = ticket(0)
-    [row] = rows_of(group(codec.encode(made), "failed:refused"), None, TextReader(None), "standard", 5.0)
+    [row] = rows_of(group(codec.encode(made), "failed:refused"), None, "standard")
     assert (row["source"], row["prompt_tokens"], row["seq"], row["sample"]) == ("main", len(made.prompt), 0, None)
 
 
-def test_numbers_that_fit_no_column_cost_their_row_its_figures(tmp_path: Path) -> None:
+def test_a_value_that_fits_no_column_is_null_and_its_row_keeps_the_others(tmp_path: Path) -> None:
     huge = msgspec.structs.replace(HEADER, prompt_tokens=2**40, generator="\ud800")
-    rows = [row for header in (huge, HEADER) for row in rows_of(group(header), None, TextReader(None), "standard", 5.0)]
-    PartWriter(tmp_path, 100).write(rows, LogPosition())
-    found = Search.of(tmp_path).find("sample is not None", reverse=True).rows
-    assert [(row["group"], row["prompt_tokens"]) for row in found] == [("0-0", None), ("0-0", None), ("0-0", 2), ("0-0", 2)]
+    rows = LoggedRows(TextReader(None), "standard", 5.0)
+    for header in (huge, HEADER):
+        rows.add(group(header), None)
+    PartWriter(tmp_path, 100).write(rows.columns(), LogPosition())
+    found = Search.of(tmp_path).find(reverse=True).rows
+    assert [(row["reward"], row["prompt_tokens"], row["generator"]) for row in found] == [
+        (1.0, None, None), (0.0, None, None), (1.0, 2, "g"), (0.0, 2, "g"),
+    ]  # fmt: skip
+
+
+def test_segments_of_rollouts_that_do_not_follow_each_other_leave_the_figures() -> None:
+    mixed = msgspec.structs.replace(HEADER, rollout=[0, 1, 0])
+    rows = rows_of(group(mixed), PAYLOAD, "standard")
+    assert [(row["reward"], row["length"], row["tokens"]) for row in rows] == [(1.0, 3, None), (0.0, 3, None)]
+
+
+def test_rollouts_without_tokens_have_no_gaps() -> None:
+    header = msgspec.structs.replace(HEADER, lengths=[0, 3, 0, 1], rewards=[1.0] * 4, rollout=[], contexts=[], context_tokens=[])
+    payload = msgspec.structs.replace(
+        PAYLOAD, lengths=np.array(header.lengths, np.int32), tokens=PAYLOAD.tokens[:4], logprobs=PAYLOAD.logprobs[:4],
+        rollout=PAYLOAD.rollout[:0], context_lengths=PAYLOAD.rollout[:0],
+    )  # fmt: skip
+    gaps = {("0-0.7", 1): np.array([1.0, -3.0, 2.0], np.float32)}
+    rows = rows_of(group(header), payload, "standard", gaps)
+    assert [(row["gap_mean"], row["gap_max"]) for row in rows] == [(None, None), (2.0, 3.0), (None, None), (None, None)]
+    assert [row["tokens"].tolist() for row in rows] == [[], [0, 1, 2], [], [3]]
