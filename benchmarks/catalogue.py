@@ -450,11 +450,11 @@ SUITE = (
             Figure("search_cpu_ms", "CPU of one, server and client, ms", None, "lower", ratio=False),
             Figure("first_search_s", "the first one, which reads the log, s", None, "lower", ratio=False),
             Figure("text_search_s", "a word in all texts, s", None, "lower", ratio=False),
-            Figure("sample_log_share", "CPU that the log adds to the tracker over the time of the example's steps", 0.01, "lower", ratio=False),
+            Figure("sample_log_share", "CPU that the log adds to the tracker, over the example's steps", 0.01, "lower", ratio=False),
             Figure("tracker_share", "CPU of the whole tracker over that time", None, "lower", ratio=False),
             Figure("step_s", "seconds of such a step, of 256 completions", None, "lower", ratio=False),
             Figure("us_a_logged_completion", "what the log adds, by completion, µs", None, "lower", ratio=False),
-            Figure("us_a_completion", "CPU of rows, texts and files for a completion, nothing beside it, µs", None, "lower", ratio=False),
+            Figure("us_a_completion", "CPU of rows, texts and files alone, by completion, µs", None, "lower", ratio=False),
             Figure("bytes_a_completion", "of the files, of 48 tokens in some 170 characters", None, "lower", ratio=False),
         ),
         gap="The example's steps take 0.6 s and bring 256 completions; a completion costs some 33 µs of a busy core, of which 20 "

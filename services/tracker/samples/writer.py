@@ -29,7 +29,7 @@ ARRAYS = ("tokens", "logprobs", "gaps")
 """Columns with an array or null in each row."""
 _UNFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 """What values raise that do not fit their columns: numbers of an invalid header may have any size."""
-_PACKED = {"compression": "zstd", "compression_level": 3, "use_dictionary": True}
+_PACKED = {"compression": "zstd", "compression_level": 1, "use_dictionary": True}
 
 
 class PartWriter:
