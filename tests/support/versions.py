@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
+from services.weights.collective import Deadline
 from services.weights.host_memory import describe
 from services.weights.versions.encoder import EncodedPart, ShardEncoder, whole_shards
 from services.weights.versions.manifest import DataPart, VersionManifest, Weight, assemble
+from services.weights.versions.mirror import WeightMirror
+from services.weights.versions.objects import Target
 
 FENCE = 7
 
@@ -38,6 +44,23 @@ class Publisher:
         manifest = assemble(self.version, FENCE, base, tensors, weights, named)
         data = {part.name: memoryview(b"".join(bytes(buffer) for buffer in part.buffers)) for part in parts}
         return manifest, {i: data[part.name] for i, part in enumerate(manifest.parts)}
+
+
+def bring(mirror: WeightMirror, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], last: bool = True) -> None:
+    """Bring a mirror to a version whose parts are in memory."""
+    if manifest.base is not None:
+        mirror.apply(manifest, parts, last)
+        return
+    data = dict(parts)
+
+    def read(part: int, targets: Sequence[Target]) -> None:
+        if part not in data:
+            raise OSError(f"part {part} is lacking")
+        for offset, memory in targets:
+            memory[:] = data[part][offset : offset + len(memory)]
+
+    with ThreadPoolExecutor(2) as pool:
+        mirror.load(manifest, read, pool, Deadline(20), last)
 
 
 def parameters(seed: int = 0) -> dict[str, torch.nn.Parameter]:

@@ -199,7 +199,11 @@ def _check_places(manifest: VersionManifest) -> None:
         if not 0 <= piece.part < len(ends) or piece.offset < ends[piece.part]:
             raise InvalidVersion("two pieces overlap, or one is in a part that does not exist")
         for block in piece.blocks:
-            if not 0 <= block.stored <= block.raw or (block.stored != block.raw and not block.compressed):
+            if (
+                not 0 <= block.stored <= block.raw
+                or (block.stored != block.raw and not block.compressed)
+                or (block.compressed and piece.encoding == WHOLE)
+            ):
                 raise InvalidVersion("a block is stored in an impossible number of bytes")
         ends[piece.part] = piece.offset + sum(block.stored for block in piece.blocks)
     for part, end in zip(manifest.parts, ends, strict=True):

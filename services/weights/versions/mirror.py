@@ -1,27 +1,27 @@
 """A receiver's copy of the tensors of one version, in host memory, to which deltas are applied.
 
-Guarantees: `apply` either ends with every tensor at the version's bits, each piece compared with its checksum, or raises
-and leaves what was there: a delta is undone, an anchor leaves nothing. What is applied has been checked: sizes by the manifest,
-positions and blocks as they are decoded. Bytes that come from outside may be anything.
+Guarantees: `load` and `apply` end with every tensor at the version's bits, each piece compared with its checksum, or raise: then
+a delta is undone, and an anchor leaves nothing. What is applied has been checked: sizes by the manifest, positions and blocks as
+they are decoded. Bytes that come from outside may be anything.
 Cost: one copy of the tensors, and while a delta is applied the values that it replaces.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from services.weights.checksums import WeightChanged, checksums
-from services.weights.collective import TensorMeta, huge_pages
+from services.weights.collective import Deadline, TensorMeta, huge_pages
 from services.weights.versions.encoder import as_tensor, bits
 from services.weights.versions.manifest import TensorPiece, VersionManifest, Weight
 from services.weights.versions.merge import merged
+from services.weights.versions.objects import Target
 from services.weights.versions.pieces import decode
 from services.weights.versions.positions import InvalidVersion
 
@@ -47,7 +47,6 @@ class WeightMirror:
         self._metas: list[TensorMeta] = []
         self._tensors: list[torch.Tensor] = []
         self._weights: list[Weight] = []
-        self._allocating = threading.Lock()
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights under their Hugging Face names; adapters are merged into new tensors, others share the memory."""
@@ -63,24 +62,53 @@ class WeightMirror:
         """
         self.held, self._metas, self._tensors, self._weights = held, metas, tensors, weights
 
+    def load(
+        self,
+        manifest: VersionManifest,
+        read: Callable[[int, Sequence[Target]], None],
+        pool: ThreadPoolExecutor,
+        deadline: Deadline,
+        last: bool = True,
+    ) -> None:
+        """Hold an anchor, or nothing. `read` fills memory from a part, named by its index, on threads of `pool`, of which one
+        that is late may still do so afterwards: no tensor has that memory then. `last` as of `apply`.
+
+        Raises `InvalidVersion`, `WeightChanged`, `TimeoutError`, and whatever `read` raises.
+        """
+        if manifest.base is not None:
+            raise InvalidVersion(f"version {manifest.version} is a delta")
+        of_part: list[list[TensorPiece]] = [[] for _ in manifest.parts]
+        for piece in manifest.pieces:
+            if piece.count:
+                of_part[piece.part].append(piece)
+        tasks: list[Future[None]] = []
+        try:
+            self._make_room(manifest)
+            for part, pieces in enumerate(of_part):
+                runs = [self._run(piece) for piece in pieces]
+                tasks.append(pool.submit(_load_part, manifest, part, pieces, runs, read, last))
+            for task in tasks:
+                task.result(deadline.left.total_seconds())
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            self.forget()
+            raise
+        self.held, self._weights = (manifest.fence, manifest.version), manifest.weights
+
     def apply(self, manifest: VersionManifest, parts: Iterable[tuple[int, memoryview]], last: bool = True) -> None:
-        """Apply a version whose base is held, or an anchor. `parts`: index and bytes of every part, in any order, once each.
-        `last`: whether to compare checksums; a version that others follow at once is compared as part of the last one.
+        """Apply a delta whose base is held. `parts`: index and bytes of every part, in any order, once each. `last`: whether to
+        compare checksums; a version that others follow at once is compared as part of the last one.
 
         Raises `InvalidVersion`, `WeightChanged`, and whatever `parts` raises.
         """
-        undo: Undo = []
-        if manifest.base is None:
-            self._empty(manifest)
-        elif self.held != (manifest.fence, manifest.base) or self._metas != manifest.tensors:
+        if manifest.base is None or self.held != (manifest.fence, manifest.base) or self._metas != manifest.tensors:
             raise InvalidVersion(f"version {manifest.version} changes version {manifest.base}, which is not held")
+        undo: Undo = []
         try:
             self._fill(manifest, parts, undo, last)
         except BaseException:
-            if manifest.base is None:
-                self.forget()
-            else:
-                _take_back(undo)
+            _take_back(undo)
             raise
         self.held, self._weights = (manifest.fence, manifest.version), manifest.weights
 
@@ -109,40 +137,52 @@ class WeightMirror:
                 each.result()
 
     def _put(self, manifest: VersionManifest, pieces: list[TensorPiece], data: memoryview, undo: Undo, last: bool) -> None:
-        held: list[np.ndarray] = []
-        for piece in pieces:
-            elements = bits(self._tensor(piece.tensor))[piece.start : piece.start + piece.count]
+        held = [self._run(piece) for piece in pieces]
+        for piece, elements in zip(pieces, held, strict=True):
             change = decode(piece.encoding, piece.changed, _blocks(piece, data), elements)
-            if manifest.base is not None and piece.blocks:
+            if piece.blocks:
                 undo.append((elements, change.where, change.old.copy() if isinstance(change.where, slice) else change.old))
             elements[change.where] = change.new
-            held.append(elements)
-        found = checksums(as_tensor(elements) for elements in held).tolist() if last else []
-        for piece, sums in zip(pieces, found, strict=last):
-            if tuple(sums) != piece.checksum:
-                raise WeightChanged(manifest.tensors[piece.tensor].name)
+        if last:
+            _compare(manifest, pieces, held)
 
-    def _tensor(self, index: int) -> torch.Tensor:
-        """Return a tensor's memory, allocated once the first bytes for it are there."""
-        with self._allocating:
-            if self._tensors[index].numel() == 0 and self._metas[index].nbytes:
-                meta = self._metas[index]
-                self._tensors[index] = huge_pages(meta.nbytes).view(getattr(torch, meta.dtype)).view(meta.shape)
-            return self._tensors[index]
+    def _run(self, piece: TensorPiece) -> np.ndarray:
+        """Return the elements of a piece, [count] unsigned, in their memory."""
+        return bits(self._tensors[piece.tensor])[piece.start : piece.start + piece.count]
 
-    def _empty(self, manifest: VersionManifest) -> None:
-        """Make room for an anchor, in the memory of before if its tensors have the same shapes."""
+    def _make_room(self, manifest: VersionManifest) -> None:
+        """Have memory for an anchor: that of before if its tensors have the same shapes."""
         self.held = NOTHING
         if self._metas != manifest.tensors:
+            self.forget()  # first, so that both are never held
+            self._tensors = [
+                huge_pages(meta.nbytes).view(getattr(torch, meta.dtype)).view(meta.shape) for meta in manifest.tensors
+            ]
             self._metas = manifest.tensors
-            self._tensors = [torch.empty(0, dtype=getattr(torch, meta.dtype)) for meta in manifest.tensors]
-            for i, meta in enumerate(manifest.tensors):
-                if not meta.nbytes:
-                    self._tensors[i] = self._tensors[i].view(meta.shape)
 
     def forget(self) -> None:
         """Hold nothing."""
         self.held, self._metas, self._tensors, self._weights = NOTHING, [], [], []
+
+
+def _load_part(
+    manifest: VersionManifest,
+    part: int,
+    pieces: list[TensorPiece],
+    runs: list[np.ndarray],
+    read: Callable[[int, Sequence[Target]], None],
+    last: bool,
+) -> None:
+    read(part, [(piece.offset, run.data.cast("B")) for piece, run in zip(pieces, runs, strict=True)])
+    if last:
+        _compare(manifest, pieces, runs)
+
+
+def _compare(manifest: VersionManifest, pieces: list[TensorPiece], runs: list[np.ndarray]) -> None:
+    """Raise `WeightChanged` for the first piece whose elements have another checksum."""
+    for piece, sums in zip(pieces, checksums(as_tensor(run) for run in runs).tolist(), strict=True):
+        if tuple(sums) != piece.checksum:
+            raise WeightChanged(manifest.tensors[piece.tensor].name)
 
 
 def _groups(pieces: list[TensorPiece]) -> Iterator[list[TensorPiece]]:

@@ -15,6 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from services.weights.collective import huge_pages
 
 _CONNECT = "5s"
@@ -22,6 +24,8 @@ _SILENCE = "60s"  # for one request; a part of 64 MiB takes 6 s at 100 Mbit/s
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=15)}
 
 Data = Sequence[bytes | bytearray | memoryview]
+Target = tuple[int, memoryview]
+"""Where in an object the bytes begin that fill some memory, which ends inside of the object."""
 
 
 class Objects(ABC):
@@ -34,6 +38,13 @@ class Objects(ABC):
     @abstractmethod
     def get(self, name: str) -> memoryview:
         """Return an object's bytes. Raises `FileNotFoundError`, or another `OSError`."""
+
+    def read_into(self, name: str, nbytes: int, targets: Sequence[Target]) -> None:
+        """Fill memory from an object of `nbytes`. Raises `FileNotFoundError`, or another `OSError`."""
+        data = np.frombuffer(self.get(name), np.uint8)
+        _check_size(name, len(data), nbytes)
+        for offset, memory in targets:
+            np.copyto(np.frombuffer(memory, np.uint8), data[offset : offset + len(memory)])
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -75,6 +86,16 @@ class FolderObjects(Objects):
             while end < len(view) and (read := file.readinto(view[end:])):
                 end += read
         return view[:end]
+
+    def read_into(self, name: str, nbytes: int, targets: Sequence[Target]) -> None:
+        """Read runs of a file to where they belong."""
+        with (self._root / name).open("rb", buffering=0) as file:
+            _check_size(name, os.fstat(file.fileno()).st_size, nbytes)
+            for offset, memory in targets:
+                end = 0
+                while end < len(memory) and (read := os.preadv(file.fileno(), [memory[end:]], offset + end)):
+                    end += read
+                _check_size(name, offset + end, offset + len(memory))  # another process may have cut it
 
     def names(self) -> list[str]:
         """Walk the folder."""
@@ -139,6 +160,11 @@ class BucketObjects(Objects):
 def open_objects(place: str) -> Objects:
     """Return the objects at `place`, a folder or a URL. Raises `OSError`."""
     return BucketObjects(place) if "://" in place else FolderObjects(Path(place))
+
+
+def _check_size(name: str, nbytes: int, expected: int) -> None:
+    if nbytes != expected:
+        raise OSError(f"{name} has {nbytes} bytes instead of {expected}")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Brings a mirror to a version from the store, by the shortest way from what it holds.
 
-Guarantees: nothing is read that the catalogue does not name; parts come several at a time, and no more than a few of an anchor
-are in memory; every wait has a limit; an error leaves the mirror at a version or empty (`WeightMirror.apply`). What comes from
+Guarantees: nothing is read that the catalogue does not name; objects come several at a time, those of an anchor to where they
+belong; every wait has a limit; an error leaves the mirror at a version or empty (`WeightMirror.apply`). What comes from
 the store may be anything (manifest.py, mirror.py).
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,9 @@ from services.weights.checksums import WeightChanged
 from services.weights.collective import Deadline
 from services.weights.versions import catalogue, manifest
 from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry
+from services.weights.versions.manifest import DataPart
 from services.weights.versions.mirror import NOTHING, WeightMirror
-from services.weights.versions.objects import Objects, open_objects
+from services.weights.versions.objects import Objects, Target, open_objects
 from services.weights.versions.positions import InvalidVersion
 
 AHEAD = 4
@@ -78,7 +78,7 @@ class VersionReader:
             coming = next(fetches, None)
             while (fetch := coming) is not None:
                 coming = next(fetches, None)  # fetched while this one is applied
-                self._apply(fetch, deadline, fetch.entry.version == version)
+                self._apply(fetch, pool, deadline, fetch.entry.version == version)
             objects, nbytes = sum(1 + len(entry.parts) for entry in way), sum(entry.nbytes for entry in way)
             full = way[-1].full_nbytes if way else 0
         except OSError as error:
@@ -105,44 +105,35 @@ class VersionReader:
                     raise
                 time.sleep(_POLL_S)
 
-    def _apply(self, fetch: _Fetch, deadline: Deadline, last: bool) -> None:
-        """Apply a version: a delta once all of it is here, so that a broken link touches nothing; an anchor as it comes."""
+    def _apply(self, fetch: _Fetch, pool: ThreadPoolExecutor, deadline: Deadline, last: bool) -> None:
         entry, made = fetch.entry, manifest.decode(fetch.manifest(deadline))
         if (made.fence, made.version, made.base) != (self._fence, entry.version, entry.base):
             raise InvalidVersion(f"{entry.folder} holds version {made.version} of trainer {made.fence}")
         places = {part.name: i for i, part in enumerate(made.parts)}
         if sorted(places) != sorted(entry.parts):
             raise InvalidVersion(f"{entry.folder} has other parts than the catalogue says")
-        parts = ((places[name], data) for name, data in fetch.parts(deadline))
-        self._mirror.apply(made, parts if made.base is None else list(parts), last)
+        if made.base is None:
+            self._mirror.load(made, lambda part, targets: self._read_into(entry, made.parts[part], targets), pool, deadline, last)
+        else:  # once all of it is here, so that a broken link touches nothing
+            self._mirror.apply(made, [(places[name], data) for name, data in fetch.parts(deadline)], last)
+
+    def _read_into(self, entry: Entry, part: DataPart, targets: Sequence[Target]) -> None:
+        self._objects.read_into(f"{entry.folder}/{part.name}", part.nbytes, targets)
 
 
 class _Fetch:
-    """The objects of one version, of which a few come at a time from its construction on."""
+    """The manifest of one version and the parts of a delta, which come from its construction on."""
 
     def __init__(self, objects: Objects, pool: ThreadPoolExecutor, entry: Entry) -> None:
         self.entry = entry
-        self._objects, self._pool = objects, pool
-        self._manifest = self._get(MANIFEST)
-        self._parts = deque((name, self._get(name)) for name in entry.parts[:AHEAD])
-
-    def _get(self, name: str) -> Future[memoryview]:
-        return self._pool.submit(self._objects.get, f"{self.entry.folder}/{name}")
+        self._manifest = pool.submit(objects.get, f"{entry.folder}/{MANIFEST}")
+        names = [] if entry.base is None else entry.parts
+        self._parts = [(name, pool.submit(objects.get, f"{entry.folder}/{name}")) for name in names]
 
     def manifest(self, deadline: Deadline) -> memoryview:
         """Return the bytes of the manifest."""
-        return _result(self._manifest, deadline)
+        return self._manifest.result(deadline.left.total_seconds())
 
-    def parts(self, deadline: Deadline) -> Iterator[tuple[str, memoryview]]:
-        """Yield every part's name and bytes."""
-        following = iter(self.entry.parts[AHEAD:])
-        while self._parts:
-            name, future = self._parts.popleft()
-            data = _result(future, deadline)
-            if (later := next(following, None)) is not None:
-                self._parts.append((later, self._get(later)))
-            yield name, data
-
-
-def _result(future: Future[memoryview], deadline: Deadline) -> memoryview:
-    return future.result(deadline.left.total_seconds())
+    def parts(self, deadline: Deadline) -> list[tuple[str, memoryview]]:
+        """Return the name and bytes of each part."""
+        return [(name, part.result(deadline.left.total_seconds())) for name, part in self._parts]

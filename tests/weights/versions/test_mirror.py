@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -11,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.weights.checksums import WeightChanged
+from services.weights.collective import Deadline
 from services.weights.versions import encoder
 from services.weights.versions import mirror as mirror_module
 from services.weights.versions.manifest import VersionManifest, decode, encode
 from services.weights.versions.mirror import NOTHING, WeightMirror
+from services.weights.versions.objects import Target
 from services.weights.versions.positions import InvalidVersion
-from tests.support.versions import FENCE, Publisher, assert_same_bits, change, copies, parameters
+from tests.support.versions import FENCE, Publisher, assert_same_bits, bring, change, copies, parameters
 
 Data = dict[int, memoryview]
 
@@ -42,12 +46,12 @@ def test_versions_are_applied_to_the_bit(ranks: int, monkeypatch: pytest.MonkeyP
     publisher, mirror = Publisher(trained, ranks), WeightMirror()
     manifest, parts = publisher.anchor()
     assert len(manifest.parts) > 1
-    mirror.apply(wired(manifest), reversed(parts.items()))
+    bring(mirror, wired(manifest), reversed(parts.items()))
     assert_same_bits(dict(mirror.weights()), copies(trained))
     for version in range(1, 6):
         change(trained, version, share=(0.0, 0.001, 0.02, 0.4, 1.0)[version - 1])
         manifest, parts = publisher.delta()
-        mirror.apply(wired(manifest), parts.items())
+        bring(mirror, wired(manifest), parts.items())
         assert mirror.held == (FENCE, version)
         assert_same_bits(dict(mirror.weights()), copies(trained))
 
@@ -62,7 +66,7 @@ def test_an_anchor_of_the_base_is_the_last_version() -> None:
     change(trained, 2)  # training goes on while the anchor is written
     [part] = publisher.encoders[0].whole()
     manifest, parts = publisher._assembled([part], None)
-    mirror.apply(wired(manifest), parts.items())
+    bring(mirror, wired(manifest), parts.items())
     assert_same_bits(dict(mirror.weights()), expected)
 
 
@@ -79,27 +83,27 @@ def test_a_delta_is_refused_without_its_base(pair) -> None:
     anchor, delta, _, _ = pair
     mirror = WeightMirror()
     with pytest.raises(InvalidVersion, match="version 1 changes version 0, which is not held"):
-        mirror.apply(*_items(delta))
-    mirror.apply(*_items(anchor))
+        bring(mirror, *_items(delta))
+    bring(mirror, *_items(anchor))
     other = msgspec.structs.replace(delta[0], fence=FENCE + 1)
     with pytest.raises(InvalidVersion, match="not held"):
-        mirror.apply(other, delta[1].items())
-    mirror.apply(*_items(delta))
+        bring(mirror, other, delta[1].items())
+    bring(mirror, *_items(delta))
     with pytest.raises(InvalidVersion, match="not held"):
-        mirror.apply(*_items(delta))
+        bring(mirror, *_items(delta))
 
 
 def test_a_wrong_checksum_undoes_the_whole_delta(pair) -> None:
     anchor, (manifest, parts), before, after = pair
     mirror = WeightMirror()
-    mirror.apply(*_items(anchor))
+    bring(mirror, *_items(anchor))
     last = [piece for piece in manifest.pieces if piece.blocks][-1]
     pieces = [msgspec.structs.replace(piece, checksum=(1, 2)) if piece is last else piece for piece in manifest.pieces]
     with pytest.raises(WeightChanged, match=manifest.tensors[last.tensor].name):
-        mirror.apply(msgspec.structs.replace(manifest, pieces=pieces), parts.items())
+        bring(mirror, msgspec.structs.replace(manifest, pieces=pieces), parts.items())
     assert mirror.held == (FENCE, 0)
     assert_same_bits(dict(mirror.weights()), before)
-    mirror.apply(manifest, parts.items())
+    bring(mirror, manifest, parts.items())
     assert_same_bits(dict(mirror.weights()), after)
 
 
@@ -109,28 +113,28 @@ def test_a_chain_is_compared_at_its_end(pair) -> None:
     damaged[0][1000] ^= 1  # a byte of the first weight
     mirror = WeightMirror()
     with pytest.raises(WeightChanged):
-        mirror.apply(manifest, damaged.items())
-    mirror.apply(manifest, damaged.items(), last=False)
+        bring(mirror, manifest, damaged.items())
+    bring(mirror, manifest, damaged.items(), last=False)
     with pytest.raises(WeightChanged, match=manifest.tensors[0].name):
-        mirror.apply(*_items(delta))
-    mirror.apply(manifest, parts.items(), last=False)
-    mirror.apply(*_items(delta))
+        bring(mirror, *_items(delta))
+    bring(mirror, manifest, parts.items(), last=False)
+    bring(mirror, *_items(delta))
     assert_same_bits(dict(mirror.weights()), after)
 
 
 def test_a_weight_that_changed_in_memory_is_noticed_by_the_next_delta(pair) -> None:
     anchor, delta, _, _ = pair
     mirror = WeightMirror()
-    mirror.apply(*_items(anchor))
+    bring(mirror, *_items(anchor))
     dict(mirror.weights())["frozen"][3, 3] = 5.0
     with pytest.raises(WeightChanged, match="frozen"):
-        mirror.apply(*_items(delta))
+        bring(mirror, *_items(delta))
 
 
 def test_parts_that_do_not_come_leave_everything(pair) -> None:
     anchor, (manifest, parts), before, _ = pair
     mirror = WeightMirror()
-    mirror.apply(*_items(anchor))
+    bring(mirror, *_items(anchor))
 
     def breaking():
         yield from parts.items()
@@ -138,11 +142,32 @@ def test_parts_that_do_not_come_leave_everything(pair) -> None:
 
     for wrong in (breaking(), [], [*parts.items(), *parts.items()], [(0, parts[0][:-1])], [(99, parts[0])]):
         with pytest.raises((OSError, InvalidVersion)):
-            mirror.apply(manifest, wrong)
+            bring(mirror, manifest, wrong)
         assert_same_bits(dict(mirror.weights()), before)
-    with pytest.raises(InvalidVersion, match="lacks"):
-        mirror.apply(anchor[0], [])
+    with pytest.raises(OSError, match="part 0 is lacking"):
+        bring(mirror, anchor[0], [])
     assert mirror.held == NOTHING, "an anchor that broke leaves nothing, not a mixture"
+
+
+def test_a_read_that_is_late_fills_no_memory_that_is_held(pair) -> None:
+    (manifest, parts), delta, before, _ = pair
+    mirror, given, filled = WeightMirror(), threading.Event(), threading.Event()
+
+    def late(part: int, targets: Sequence[Target]) -> None:
+        given.wait(20)
+        for _, memory in targets:
+            memory[:] = b"\x55" * len(memory)
+        filled.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(TimeoutError):
+            mirror.load(manifest, late, pool, Deadline(0.05))
+        bring(mirror, manifest, parts.items())
+        given.set()
+        assert filled.wait(20)
+    assert_same_bits(dict(mirror.weights()), before)
+    with pytest.raises(InvalidVersion, match="version 1 is a delta"), ThreadPoolExecutor(1) as pool:
+        mirror.load(delta[0], late, pool, Deadline(1))
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,13 +175,13 @@ def test_parts_that_do_not_come_leave_everything(pair) -> None:
 def test_damaged_bytes_end_in_an_error_or_in_the_right_bits(pair, data: st.DataObject) -> None:
     anchor, (manifest, parts), before, after = pair
     mirror = WeightMirror()
-    mirror.apply(*_items(anchor))
+    bring(mirror, *_items(anchor))
     encoded, part = bytearray(encode(manifest)), bytearray(parts[0])
     for _ in range(data.draw(st.integers(1, 3))):
         damaged = data.draw(st.sampled_from([encoded, part]))
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        mirror.apply(decode(bytes(encoded)), [(0, memoryview(part))])
+        bring(mirror, decode(bytes(encoded)), [(0, memoryview(part))])
     except (InvalidVersion, WeightChanged):
         assert mirror.held in ((FENCE, 0), NOTHING)
         if mirror.held != NOTHING:
@@ -201,6 +226,11 @@ def test_a_manifest_that_contradicts_itself_is_refused(pair) -> None:
     for said, manifest in variants(pair[1][0]):
         with pytest.raises(InvalidVersion, match=said):
             decode(encode(manifest))
+    anchor = pair[0][0]
+    block = msgspec.structs.replace(anchor.pieces[0].blocks[0], compressed=True)
+    packed = [msgspec.structs.replace(anchor.pieces[0], blocks=[block]), *anchor.pieces[1:]]
+    with pytest.raises(InvalidVersion, match="impossible number of bytes"):
+        decode(encode(msgspec.structs.replace(anchor, pieces=packed)))
     for rubbish in (b"", b"\x00", b"\x81", b"{}", bytes(100)):
         with pytest.raises(InvalidVersion, match="this is no manifest"):
             decode(rubbish)

@@ -81,6 +81,19 @@ def test_objects_are_put_read_listed_and_deleted(objects: Objects) -> None:
         objects.get("1/0.anchor/0.0")
 
 
+def test_runs_of_an_object_are_read_to_where_they_belong(objects: Objects) -> None:
+    objects.put("1/0.anchor/0.0", [b"abcdefgh"])
+    memory = bytearray(b"........")
+    objects.read_into(
+        "1/0.anchor/0.0", 8, [(5, memoryview(memory)[:3]), (0, memoryview(memory)[4:6]), (2, memoryview(memory)[8:])]
+    )
+    assert memory == b"fgh.ab.."
+    with pytest.raises(OSError, match=r"1/0.anchor/0.0 has 8 bytes instead of 9"):
+        objects.read_into("1/0.anchor/0.0", 9, [])
+    with pytest.raises(FileNotFoundError):
+        objects.read_into("1/0.anchor/0.1", 8, [])
+
+
 def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
     objects = FolderObjects(tmp_path)
     objects.put("1/0.anchor/0.0", [b"x"])
