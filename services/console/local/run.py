@@ -25,7 +25,7 @@ from services.console.display.plain import PlainDisplay
 from services.console.doctor.preflight import Check, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import conditions, summary
-from services.console.local.changes import Changes, changes, in_words, record
+from services.console.local.changes import changes, in_words, record
 from services.console.local.folder import RunFolder, resolve
 from services.console.local.launcher import Launcher, LaunchOutcome
 from services.console.local.lock import FolderLock, InUse
@@ -50,6 +50,7 @@ from services.console.start.checked import (
     redis_of,
     resumed_step,
 )
+from services.console.start.resumption import next_step
 from services.operations.condition import Condition
 from services.operations.observe import Observer
 from services.protocol.errors import StoreError
@@ -98,15 +99,28 @@ def _run(options: Options, planner: Planner, check: Check | None) -> int:
             if options.fresh:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):
-                config = folder.write(config)
+                config = _written(config, folder, before, step)
                 environ = common_environment(os.environ, config, gpus)
-                changed = changes(before, config) if before else {}
-                job = _Job(options, config, folder, planner, gpus, server, lock.fd, environ, step, changed)
-                return asyncio.run(job.run())
+                return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step).run())
     except InUse as error:
         raise ConsoleError(f"{error}; choose another run.name, or stop it first", EXIT_CONFIG) from None
     except KeyboardInterrupt:
         return EXIT_STOPPED
+
+
+def _written(config: RunConfig, folder: RunFolder, before: RunConfig | None, restore: int | None) -> RunConfig:
+    """Write the configuration into the run's folder, and record how it differs from that `before`, if the run is resumed.
+
+    Raise `ConsoleError`, and write nothing, if the run is beyond its last step.
+    """
+    if before is None:
+        return folder.write(config)
+    begins = asyncio.run(next_step(config, _administrator(config), folder, restore))
+    config = folder.write(config)
+    if changed := changes(before, config):
+        record(folder.changes, begins, changed)
+        print(f"changed from step {begins} on: {in_words(changed)}", flush=True)
+    return config
 
 
 def _administrator(config: RunConfig, password: str = "") -> Login:
@@ -187,7 +201,6 @@ class _Job:
     lock_fd: int
     environ: dict[str, str]
     restore: int | None  # step of the checkpoint to go back to
-    changed: Changes  # settings that differ from those it was last run with
 
     async def run(self) -> int:
         config = self.config
@@ -211,7 +224,8 @@ class _Job:
             mirror.add(look.records)
             evaluations.add(look.evaluations)
         evaluations.outlive(mirror)
-        await self._change(observer)
+        if await store.run.set_steps(self.config.run.steps):
+            await observer.look_to_the_end()
         if how := observer.last.finished:
             print(f"run {self.config.run.name} has already finished ({how}); use --fresh to start over", flush=True)
             if before.get("status") == "finished":
@@ -228,19 +242,6 @@ class _Job:
         if outcome.status == "failed":
             raise ConsoleError(outcome.message, outcome.code)
         return outcome.code
-
-    async def _change(self, observer: Observer) -> None:
-        """Let the run go on with other settings, and record them. Raise `ConsoleError` if it is beyond its last step."""
-        state, steps = observer.last.state, self.config.run.steps
-        if state is None:
-            return
-        if steps <= state.committed_step:
-            raise ConsoleError(f"run.steps = {steps}, but the run has trained {state.committed_step + 1}: raise it", EXIT_CONFIG)
-        if self.changed:
-            record(self.folder.changes, state.committed_step + 1, self.changed)
-            print(f"changed from step {state.committed_step + 1} on: {in_words(self.changed)}", flush=True)
-        if await observer.store.run.set_steps(steps):
-            await observer.look_to_the_end()
 
     async def _launch(self, observer: Observer, mirror: Mirror, evaluations: Mirror) -> tuple[LaunchOutcome, dict[str, int]]:
         config, rows = self.config, [mirror.rows[step] for step in sorted(mirror.rows)]

@@ -7,10 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.config import digest
+from services.config import digest, load_resolved
 from services.console.errors import ConsoleError
 from services.console.local.changes import changes, in_words, record
 from services.console.local.folder import RunFolder
+from services.console.local.redis_server import RedisServer
+from services.console.start.resumption import next_step
+from services.store import Store
+from services.store.connection.client import Login
+from tests.console.test_fork import checkpoint
+from tests.support.console import config_file, grpo
 from tests.support.harness import small_config
 
 
@@ -45,3 +51,45 @@ def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path)
     lines = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
     assert [line["step"] for line in lines] == [4, 7]
     assert lines[0]["changes"] == {"filters.zero_std": [False, True], "run.steps": [4, 9]}
+
+
+async def test_a_run_needs_the_steps_that_it_has_trained_where_it_continues(
+    tmp_path: Path, server: RedisServer, store: Store
+) -> None:
+    """It continues after the checkpoint to which it is restored, or where its Redis says, or after the latest checkpoint."""
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}", "run.steps=45")
+    folder, login = RunFolder.of(config), Login(server.password)
+    assert await next_step(config, login, folder, None) == 0
+    for step in (20, 50):
+        checkpoint(config, step)
+    with pytest.raises(ConsoleError, match=r"run\.steps = 45, but the run has trained 51: raise it"):
+        await next_step(config, login, folder, None)
+    (folder.checkpoints / "latest").write_text("step-00000020")
+    assert await next_step(config, login, folder, None) == 21, "it was restored"
+    await store.run.create(digest(config), "data", 60, config.slots)
+    await store.client.hset(store.keys.run, "committed_step", 59)
+    with pytest.raises(ConsoleError, match="but the run has trained 60"):
+        await next_step(config, login, folder, None)
+    assert await next_step(config, login, folder, 40) == 41
+    await store.run.request_restore(44)
+    assert await next_step(config, login, folder, None) == 45
+    await store.run.request_restore(50)
+    with pytest.raises(ConsoleError, match=r"run\.steps = 45, but up to checkpoint 50 the run has trained 51: raise it"):
+        await next_step(config, login, folder, None)
+
+
+def test_a_run_without_its_redis_records_what_changes_and_refuses_what_cannot(tmp_path: Path) -> None:
+    config, file = small_config(tmp_path), config_file(tmp_path)
+    folder = RunFolder.of(config)
+    folder.write(config)
+    checkpoint(config, 2)
+    kept = folder.config.read_bytes()
+    less = grpo("run", file, "run.steps=2", "filters.zero_std=true")
+    assert (less.returncode, "run.steps = 2, but the run has trained 3" in less.stderr) == (2, True)
+    assert (folder.config.read_bytes(), folder.changes.exists()) == (kept, False)
+    more = grpo("run", file, "run.steps=5")
+    assert more.returncode == 0, more.stderr
+    assert "changed from step 3 on: run.steps from 4 to 5" in more.stdout
+    (line,) = map(msgspec.json.decode, folder.changes.read_bytes().splitlines())
+    assert (line["step"], line["changes"]) == (3, {"run.steps": [4, 5]})
+    assert load_resolved(folder.config).run.steps == 5

@@ -69,8 +69,11 @@ def test_a_run_goes_to_its_end_and_leaves_its_results(tmp_path: Path) -> None:
     assert "changed from step 12 on: run.steps from 12 to 14" in more.stdout
     (line,) = (run / "changes.jsonl").read_text().splitlines()
     assert json.loads(line)["changes"] == {"run.steps": [12, 14]}
-    less = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2")
+    kept = (run / "config.toml").read_bytes()
+    less = grpo("run", file, "run.steps=13", "generator.count=2", "trainer.ranks=2", "filters.zero_std=true")
     assert (less.returncode, "run.steps = 13, but the run has trained 14: raise it" in less.stderr) == (2, True)
+    assert (run / "config.toml").read_bytes() == kept, "a refused change is written nowhere"
+    assert len((run / "changes.jsonl").read_text().splitlines()) == 1
     assert main(["audit", str(run)]) == 0
     assert processes_of(run) == {}
 

@@ -1,0 +1,41 @@
+"""Where a run that is resumed continues, and whether it can have the number of steps that it is given."""
+
+from __future__ import annotations
+
+from services.config import RunConfig
+from services.console.errors import EXIT_CONFIG, ConsoleError
+from services.console.local.folder import RunFolder
+from services.runtime.checkpoints import CheckpointFolder
+from services.store import RunState, Store
+from services.store.connection.client import Login
+
+
+async def next_step(config: RunConfig, login: Login, folder: RunFolder, restore: int | None) -> int:
+    """Return the step with which the run continues. `restore`: step of the checkpoint that --resume requests.
+
+    Raise `ConsoleError` if run.steps is less than the steps that it then has trained.
+    """
+    store = await Store.connect(config.redis.url, config.run.name, login)
+    try:
+        state = await store.run.state()
+    finally:
+        await store.close()
+    if restore is None and state is not None:  # requested by grpo restore, or interrupted
+        restore = next((step for step in (state.restore, state.restoring) if step >= 0), None)
+    trained = restore + 1 if restore is not None else _trained(state, folder)
+    if config.run.steps < trained:
+        what = "the run has trained" if restore is None else f"up to checkpoint {restore} the run has trained"
+        raise ConsoleError(f"run.steps = {config.run.steps}, but {what} {trained}: raise it", EXIT_CONFIG)
+    return trained
+
+
+def _trained(state: RunState | None, folder: RunFolder) -> int:
+    """Return how many steps the run has trained: by its Redis or, if that has lost the run, by its latest checkpoint."""
+    if state is not None:
+        return state.committed_step + 1
+    checkpoints = CheckpointFolder(folder.checkpoints)
+    steps = [saved.step for saved in checkpoints.complete()]
+    named = checkpoints.named().removeprefix("step-")
+    if named.isdigit() and int(named) in steps:
+        return int(named) + 1
+    return max(steps, default=-1) + 1
