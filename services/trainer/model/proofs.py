@@ -7,6 +7,7 @@ bfloat16 is proven twice: in float32, where a mistake cannot hide in rounding, a
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -129,8 +130,9 @@ def digest(model: nn.Module, settings: Sequence[object]) -> str:
     """
     import transformers
 
-    found = hashlib.sha256(repr((torch.__version__, transformers.__version__, *settings)).encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    versions = torch.__version__, transformers.__version__, _version("flash_attn")
+    found = hashlib.sha256(repr((*versions, *settings)).encode())
+    for file in computed_by():
         found.update(file.read_bytes())
     config: Any = model.config
     found.update(config.to_json_string(use_diff=False).encode())
@@ -138,6 +140,18 @@ def digest(model: nn.Module, settings: Sequence[object]) -> str:
         first = parameter.detach().reshape(-1)[:64].float().cpu().numpy()
         found.update(repr((name, tuple(parameter.shape), parameter.dtype)).encode() + first.tobytes())
     return found.hexdigest()[:16]
+
+
+def computed_by() -> list[Path]:
+    """Return the files of the code that computes a model."""
+    return sorted(Path(__file__).parent.rglob("*.py"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _refuse(model: Any, path: str, proof: Proof) -> None:

@@ -66,6 +66,18 @@ def test_other_weights_are_another_model(tiny_model: Path) -> None:
     assert proofs.digest(model, ("float32",)) != before
 
 
+def test_other_code_computes_another_model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [file.relative_to(Path(proofs.__file__).parent).as_posix() for file in proofs.computed_by()]
+    assert {"attention/__init__.py", "attention/flexible.py", "logprobs.py"} <= set(files)
+    model = _load(tiny_model).model
+    before = proofs.digest(model, ())
+    with monkeypatch.context() as patched:
+        patched.setattr(proofs, "computed_by", list)
+        assert proofs.digest(model, ()) != before
+    monkeypatch.setattr(proofs, "_version", lambda package: f"{package} 9")
+    assert proofs.digest(model, ()) != before
+
+
 def test_a_folder_that_cannot_be_written_costs_only_time(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     known = Proofs(tmp_path / "file" / "proofs")
