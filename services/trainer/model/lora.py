@@ -39,8 +39,12 @@ def attach(model: Any, options: Lora, path: str) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = {name.rpartition(".")[2] for name, layer in support.backbone(model).named_modules() if isinstance(layer, nn.Linear)}
-    unknown = sorted(set(options.targets) - layers)
-    if unknown or not layers:
+    if not layers:
+        raise ConfigError(
+            f"lora.rank = {options.rank}: model.path = {path!r} has no linear layers that adapters could be added to: "
+            "set lora.rank = 0, or use another model"
+        )
+    if unknown := sorted(set(options.targets) - layers):
         raise ConfigError(
             f"lora.targets names {unknown}, which model.path = {path!r} lacks: choose among its linear layers {sorted(layers)}"
         )

@@ -299,3 +299,11 @@ def test_a_target_that_the_model_lacks_is_named(tiny_model: Path) -> None:
 
 def test_without_a_rank_there_is_no_scale() -> None:
     assert Lora(rank=4, alpha=6.0).scale == SCALE  # pyright: ignore[reportCallIssue]
+
+
+def test_a_model_without_linear_layers_is_refused_with_the_remedy() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    transformer = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
+    with pytest.raises(ConfigError, match=r"lora\.rank = 4: model\.path = 'gpt2' has no linear layers .*: set lora\.rank = 0"):
+        lora.attach(transformer, Lora(rank=4), "gpt2")
