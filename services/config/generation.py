@@ -41,7 +41,8 @@ class Generator(Section):
     cpu_kv_cache_mib: int = Field(default=256, ge=16)
     """KV cache of an engine on a CPU, in MiB."""
     engine_options: dict[str, Any] = {}
-    """Further vLLM engine arguments by name, e.g. `gpu_memory_utilization`. They override the ones set here."""
+    """Further vLLM engine arguments by name, e.g. `gpu_memory_utilization`. They override the ones set here. Refused: arguments
+    that would change the distribution whose logprobs the trainer recomputes, such as `logits_processors`."""
     lease_s: float = Field(default=15.0, gt=0)
     """Seconds without a lease renewal after which another generator may claim a ticket."""
     max_attempts: int = Field(default=4, ge=1)
@@ -95,6 +96,26 @@ class Sync(Section):
     def drain_deadline_s(self) -> float:
         """Seconds after which `drain` restarts completions: it leaves as much time for the phase that waits for it."""
         return min(self.join_deadline_s, self.transfer_deadline_s) / 2
+
+
+OWNED_OPTIONS = {
+    "logprobs_mode": "the trainer recomputes the logprobs of the distribution that tokens were sampled from",
+    "logits_processors": "they change the distribution that tokens are sampled from, which the trainer cannot recompute",
+    "generation_config": "its sampling defaults would change the distribution that tokens are sampled from",
+    "override_generation_config": "its sampling defaults would change the distribution that tokens are sampled from",
+    "max_model_len": "set model.max_tokens instead, by which the trainer chooses factors of rope that depend on the length",
+    "model": "set model.path instead, which the trainer loads, too",
+}
+"""Arguments of vLLM that would make its logprobs those of another distribution than the trainer's, each with the reason."""
+
+
+def check_engine_options(generator: Generator) -> None:
+    """Raise ValueError for an engine argument that must stay as it is."""
+    for name, reason in OWNED_OPTIONS.items():
+        if generator.engine == "vllm" and name in generator.engine_options:
+            raise ValueError(
+                f"generator.engine_options.{name} = {generator.engine_options[name]!r} cannot be set: {reason}; remove it"
+            )
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -213,6 +213,11 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
             ["sampling.group_size=4", "sampling.min_group_size=5"],
             "rollouts of a group are compared, to sampling.group_size = 4; or 0, which requires all of them",
         ),
+        (
+            ["generator.engine_options.logprobs_mode=raw_logprobs"],
+            "generator.engine_options.logprobs_mode = 'raw_logprobs' cannot be set: the trainer recomputes the logprobs",
+        ),
+        (["generator.engine_options.max_model_len=64"], "set model.max_tokens instead"),
         (["replay.capacity=15"], "replay.capacity = 15 cannot hold a step of admission.prompts_per_step = 16 groups"),
         (["replay.max_uses=3"], "replay.max_uses = 3 cannot be reached"),
         (["admission.max_staleness=0", "replay.max_uses=2"], "lower replay.max_uses to 1 or raise admission.max_staleness"),
@@ -319,7 +324,7 @@ def test_the_digest_is_that_of_the_run_and_not_of_its_addresses(file: Path) -> N
     assert digest(config) != digest(settings(file, "run.seed=7"))
     options = "generator.engine_options."
     assert digest(config) == digest(settings(file, f"{options}gpu_memory_utilization=0.5"))
-    assert digest(config) != digest(settings(file, f"{options}max_model_len=7"))
+    assert digest(config) != digest(settings(file, f"{options}quantization=fp8"))
     assert len(digest(config)) == 16
 
 
