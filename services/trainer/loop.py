@@ -18,6 +18,7 @@ from typing import cast
 import structlog
 
 from services.config.evaluation import FINAL_S
+from services.config.reading.loss_in_words import loss_in_words
 from services.protocol.errors import Damaged
 from services.protocol.messages import StepPlan
 from services.runtime.loops import Loop
@@ -26,11 +27,10 @@ from services.runtime.service import Service
 from services.store import RunState
 from services.trainer.checkpoints.recovery import Recovery
 from services.trainer.checkpoints.saving import Saving
-from services.trainer.losses.in_words import loss_in_words
 from services.trainer.metrics import ACTIVITY, TrainerMetrics
 from services.trainer.rank_commands import RankCommands
 from services.trainer.step.discard_damaged import discard_damaged
-from services.trainer.step.engine_gap import check_gap
+from services.trainer.step.engine_gap import EngineComparison
 from services.trainer.step.policy import Trained
 from services.trainer.step.priorities import sampling_weights
 from services.trainer.throughput import Throughput
@@ -83,6 +83,7 @@ class TrainLoop:
             self._tick,
             self._sync_begins,
         )
+        self._comparison = EngineComparison(self.config.loss.correction_max_gap)
         metrics.step.set_function(lambda: self.step)
         metrics.checkpointed.set_function(lambda: self.saving.last)
         metrics.failed_checkpoints.set_function(lambda: self.saving.failed)
@@ -151,7 +152,7 @@ class TrainLoop:
         step = self.step + 1
         self._say(phase="training", paused="")
         plan, trained = self._train_whole(step)
-        check_gap(step, trained.metrics, self.config.loss.correction_max_gap)
+        self._comparison.check(step, plan.stats, trained.metrics)
         self.recovery.stay_in_step(step - 1)
         self.call(self.store.steps.commit(self.fence, step))
         self.step = step

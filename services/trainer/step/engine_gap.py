@@ -1,6 +1,7 @@
-"""Compares trainer and engine on the first step of a run, where both have the same weights.
+"""Compares trainer and engine once, on a step whose groups were sampled with the weights that it begins with.
 
-Guarantees: a run whose engine computes another model than its trainer stops before its first step is committed.
+Guarantees: a run whose engine computes another model than its trainer stops before the first such step is committed, also one
+that was forked or resumed with other options of the engine.
 """
 
 from __future__ import annotations
@@ -9,14 +10,30 @@ from collections.abc import Mapping
 
 from services.runtime.loops import Fatal
 
+OFF_POLICY = "staleness/trained/off_policy_share"
 
-def check_gap(step: int, metrics: Mapping[str, float], limit: float) -> None:
-    """Raise `Fatal` if the mean gap of logprobs of step 0 exceeds `limit` nats; 0 is no limit. Later steps may be off-policy."""
-    if step or not limit or (gap := metrics["logprob_gap/train/mean"]) <= limit:
+
+class EngineComparison:
+    """Checks the first step that allows it, of each process of the trainer."""
+
+    def __init__(self, limit: float) -> None:
+        """`limit`: of the mean gap of logprobs, nats; 0 is no limit."""
+        self._limit, self._done = limit, limit == 0
+
+    def check(self, step: int, stats: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """Raise `Fatal` if the gap exceeds the limit. `stats`: the plan's, which say how much of the step is off-policy."""
+        if self._done or (step and stats.get(OFF_POLICY, 1.0) > 0):
+            return
+        self._done = True
+        _check(step, metrics, self._limit)
+
+
+def _check(step: int, metrics: Mapping[str, float], limit: float) -> None:
+    if (gap := metrics["logprob_gap/train/mean"]) <= limit:
         return
     raise Fatal(
         f"the engine's logprobs differ from the trainer's by {gap:.2g} nats on average (at most "
-        f"{metrics['logprob_gap/train/max']:.2g}) on the first step, above loss.correction_max_gap = {limit}, although both have "
+        f"{metrics['logprob_gap/train/max']:.2g}) on step {step}, above loss.correction_max_gap = {limit}, although both have "
         "the same weights, so they compute different models: compare generator.engine_options with the model's config.json "
         "(docs/models.md), or raise the limit if the engine's precision explains it"
     )

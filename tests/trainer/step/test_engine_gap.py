@@ -1,24 +1,38 @@
-"""An engine that computes another model stops the run before its first step is committed."""
+"""An engine that computes another model stops the run before the first step that shows it is committed."""
 
 from __future__ import annotations
 
 import pytest
 
 from services.runtime.loops import Fatal
-from services.trainer.step.engine_gap import check_gap
+from services.trainer.step.engine_gap import OFF_POLICY, EngineComparison
 
 
 def _metrics(mean: float) -> dict[str, float]:
     return {"logprob_gap/train/mean": mean, "logprob_gap/train/max": 3.3}
 
 
-def test_a_gap_on_the_first_step_stops_the_run() -> None:
+@pytest.mark.parametrize(("step", "stale"), [(0, 0.0), (0, 0.5), (40, 0.0)])
+def test_a_gap_on_the_first_step_on_policy_stops_the_run(step: int, stale: float) -> None:
+    """Also of a fork, whose engine may have other options; step 0 is always on policy."""
     with pytest.raises(
-        Fatal, match=r"differ from the trainer's by 0\.86 nats on average \(at most 3\.3\).*correction_max_gap = 0\.1"
+        Fatal, match=rf"differ from the trainer's by 0\.86 nats on average \(at most 3\.3\) on step {step}, .*max_gap = 0\.1"
     ):
-        check_gap(0, _metrics(0.86), 0.1)
+        EngineComparison(0.1).check(step, {OFF_POLICY: stale}, _metrics(0.86))
 
 
-@pytest.mark.parametrize(("step", "gap", "limit"), [(0, 0.1, 0.1), (0, 0.86, 0.0), (1, 0.86, 0.1)])
-def test_what_rounding_off_policy_groups_or_no_limit_leave_alone(step: int, gap: float, limit: float) -> None:
-    check_gap(step, _metrics(gap), limit)  # raises otherwise
+@pytest.mark.parametrize(
+    ("step", "stats", "gap", "limit"),
+    [(0, {}, 0.1, 0.1), (0, {}, 0.86, 0.0), (1, {OFF_POLICY: 0.01}, 0.86, 0.1), (1, {}, 0.86, 0.1)],
+)
+def test_what_rounding_off_policy_groups_or_no_limit_leave_alone(
+    step: int, stats: dict[str, float], gap: float, limit: float
+) -> None:
+    EngineComparison(limit).check(step, stats, _metrics(gap))  # raises otherwise
+
+
+def test_later_steps_are_not_compared_again() -> None:
+    comparison = EngineComparison(0.1)
+    comparison.check(3, {OFF_POLICY: 0.2}, _metrics(0.86))
+    comparison.check(4, {OFF_POLICY: 0.0}, _metrics(0.05))
+    comparison.check(5, {OFF_POLICY: 0.0}, _metrics(0.86))
