@@ -24,11 +24,13 @@ from services.trainer.losses.measures import COUNTS, HISTOGRAMS, MAXIMA, SUMS
 class StepMetrics:
     """Collects sums and maxima of `losses.LossOutput`s on the device until `report`."""
 
-    def __init__(self, device: torch.device, reference: bool, clips: bool) -> None:
-        """`reference`: whether there is a reference to measure the KL to. `clips`: whether clip bounds can act."""
+    def __init__(self, device: torch.device, reference: bool, clips: bool, corrects: bool) -> None:
+        """`reference`: whether there is a reference to measure the KL to. `clips`: whether clip bounds can act. `corrects`:
+        whether a separate correction accounts for the policy that sampled.
+        """
         self._sums: list[Tensor] = []  # of each row, float64
         self._maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device)
-        self._reference, self._clips = reference, clips
+        self._reference, self._clips, self._corrects = reference, clips, corrects
 
     def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """Add one row."""
@@ -55,10 +57,6 @@ class StepMetrics:
             "ratio/train/mean": mean["ratio"],
             "ratio/train/var": max(mean["ratio_squared"] - mean["ratio"] ** 2, 0.0),
             "entropy/train/mean": mean["entropy"],
-            "correction/train/mean": mean["rho"],
-            "correction/train/weight_mean": mean["rho_weight"],
-            "correction/train/clip_fraction": mean["rho_clipped"],
-            "correction/train/drop_fraction": mean["rho_dropped"],
             "logprob_gap/train/mean": mean["logprob_gap"],
             "logprob_gap/train/max": largest["logprob_gap"],
             "advantage/train/mean": mean["advantage"],
@@ -73,6 +71,13 @@ class StepMetrics:
             record["flops/train/sum"] = needed
         if self._clips:  # where they cannot act, 0 would look like a policy that hardly moves
             record |= {"clip_low/train/fraction": mean["clip_low"], "clip_high/train/fraction": mean["clip_high"]}
+        if self._corrects:  # where there is none, its weight of 1 would look like a policy that hardly moves
+            record |= {
+                "correction/train/mean": mean["rho"],
+                "correction/train/weight_mean": mean["rho_weight"],
+                "correction/train/clip_fraction": mean["rho_clipped"],
+                "correction/train/drop_fraction": mean["rho_dropped"],
+            }
         if self._reference:
             record |= {"kl/train/mean": mean["kl"], **{f"kl/train/{name}": mean[name] for name in ESTIMATORS}}
         return record

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from services.config import ConfigError, RunConfig
 from services.config.model_files import check_model
+from services.config.reading.loss_in_words import clips
 from services.protocol.messages import StepPlan
 from services.trainer import losses, ranks
-from services.trainer.losses.in_words import clips
 from services.trainer.model import export, flops
 from services.trainer.model import policy_network as model
 from services.trainer.model.attention import UnsupportedModel
@@ -138,7 +138,8 @@ class Policy:
                 old = [_score_frozen(self.engine, row) for row in rows]
         self.engine.train()
         rate = self._set_learning_rate(plan.step)
-        metrics, norms = StepMetrics(self.device, self.reference is not None, clips(self.config, len(batches))), []
+        acts = clips(self.config, len(batches)), not self.config.loss.from_behaviour
+        metrics, norms = StepMetrics(self.device, self.reference is not None, *acts), []
         greatest = self.config.optimizer.max_grad_norm
         done: list[_Row] = []
         for batch, planned, counts in zip(batches, plan.denominators, token_counts, strict=True):

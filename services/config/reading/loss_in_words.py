@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
-from services.config.loss import CLIPS, POLICIES
+from services.config.loss import CLIPS, POLICIES, PUBLISHED
 from services.config.root import RunConfig
 
 
@@ -42,5 +43,6 @@ def loss_in_words(config: RunConfig) -> Iterator[str]:
             f'loss.denominator = "{loss.denominator}", where the paper of GRPO takes the mean of each response first: '
             'loss.denominator = "sequence".'
         )
-    if loss.policy == "gspo" and loss.denominator != "sequence":
-        yield f'loss.denominator = "{loss.denominator}", where the paper of GSPO takes the mean over responses: "sequence".'
+    for key, published in PUBLISHED.get(loss.policy, {}).items():
+        if (given := getattr(loss, key)) != published:
+            yield f"loss.{key} = {json.dumps(given)}, where the paper of {loss.policy.upper()} has {json.dumps(published)}."

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from services.config.reading.loss_in_words import clips, loss_in_words
 from services.trainer import losses
-from services.trainer.losses.in_words import clips, loss_in_words
 from tests.support.tiny_model import make_config
 from tests.trainer.losses.tokens import make_tokens
 
@@ -50,6 +50,13 @@ def test_what_the_ratio_is_taken_to_is_said() -> None:
                                                              ("dapo", "token", False)])  # fmt: skip
 def test_a_mean_other_than_the_papers_is_said(policy: str, denominator: str, said: bool) -> None:
     assert ("the paper of" in _words(loss={"policy": policy, "denominator": denominator})) == said
+
+
+def test_clip_bounds_other_than_the_papers_are_said() -> None:
+    assert "the paper of" not in _words(loss={"policy": "gspo"})
+    words = _words(loss={"policy": "gspo", "clip_low": 0.2})
+    assert "loss.clip_low = 0.2, where the paper of GSPO has 0.0003." in words
+    assert "loss.clip_high" not in words
 
 
 @pytest.mark.parametrize(
