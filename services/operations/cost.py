@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.operations import account
 from services.operations.history import STEP, history_of
 
+if TYPE_CHECKING:
+    from services.operations.samples.outcomes import SampledTokens
+
 REWARD = "reward/gen/mean"
 TENTH = 10  # reward at begin and end: means over a tenth of the steps
 NEGLIGIBLE_S = 0.005
+TRAINED, SOLVED, GAINED = "a million trained tokens", "a solved prompt", "a point of mean reward gained"
+LEFT_OUT = "no prices per trained token and solved prompt, because the sample log is not complete"
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,9 @@ class Cost:
     solved: int
     """Solved prompts."""
     yields: dict[str, float]
-    """What the run has produced, by unit; units of which it has produced none are left out."""
+    """What the run has produced, by unit; units of which it has produced none, or an unknown amount, are left out."""
+    note: str = ""
+    """Which units are left out because the sample log is not complete, and why; empty: none."""
 
     @property
     def total(self) -> float:
@@ -43,30 +51,32 @@ def cost_of(folder: Path) -> Cost | None:
     found = account.read(folder)
     if not found.pods:
         return None
-    tokens, solved = _tokens(folder)
+    log = _logged(folder)
+    tokens, solved, missing = (log.by_outcome, log.solved, log.missing) if log else (dict[str, float](), 0, "")
     spent = {name: seconds for name, seconds in account.by_outcome(found, tokens).items() if seconds >= NEGLIGIBLE_S}
     steps = history_of(folder / "metrics.jsonl", STEP, lambda record: record.get(REWARD))
     known = [reward for _, reward in sorted(steps.rows.items()) if reward is not None]
     return Cost(
         spent, found.device_seconds("trainer"), found.device_seconds("generator"),
         {name: pod.seconds() | {"devices": pod.devices} for name, pod in found.pods.items()},
-        tokens, solved, _yields(tokens.get("trained", 0.0), solved, known),
+        tokens, solved, _yields(log, known), f"{LEFT_OUT}: {missing}" if missing else "",
     )  # fmt: skip
 
 
-def _tokens(folder: Path) -> tuple[dict[str, float], int]:
+def _logged(folder: Path) -> SampledTokens | None:
     if not (folder / "samples").is_dir():  # pyarrow takes long to import
-        return {}, 0
+        return None
     try:
         from services.operations.samples.outcomes import sampled_tokens
     except ImportError:  # pyarrow is not installed
-        return {}, 0
-    found = sampled_tokens(folder)
-    return found.by_outcome, found.solved
+        return None
+    return sampled_tokens(folder)
 
 
-def _yields(trained: float, solved: int, rewards: list[float]) -> dict[str, float]:
+def _yields(log: SampledTokens | None, rewards: list[float]) -> dict[str, float]:
     tenth = max(1, len(rewards) // TENTH)
     gained = sum(rewards[-tenth:]) / tenth - sum(rewards[:tenth]) / tenth if len(rewards) > 1 else 0.0
-    found = {"a million trained tokens": trained / 1e6, "a solved prompt": float(solved), "a point of mean reward gained": gained}
+    found = {GAINED: gained}
+    if log and not log.missing:
+        found = {TRAINED: log.by_outcome.get("trained", 0.0) / 1e6, SOLVED: float(log.solved)} | found
     return {what: count for what, count in found.items() if count > 0}

@@ -14,13 +14,14 @@ from services.config import to_toml
 from services.console.__main__ import main
 from services.operations import account
 from services.operations.account import Account, by_outcome
+from services.operations.cost import cost_of
 from services.operations.samples.columns import SCHEMA
-from services.operations.samples.folder import LogPosition
+from services.operations.samples.folder import LogPosition, LogStatus, SampleFolder
 from services.operations.samples.outcomes import sampled_tokens
 from services.protocol.messages import PodStatus
 from services.runtime.processes.activity import ACTIVITIES, Activity, process_age_s
-from services.tracker.samples.writer import PartWriter
-from tests.operations.samples.made import columns_of
+from services.tracker.samples.writer import MERGED, PartWriter
+from tests.operations.samples.made import columns_of, made_row
 from tests.support.harness import small_config
 
 
@@ -136,3 +137,58 @@ def test_cost_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     table = " ".join(capsys.readouterr().out.split())
     assert "total 2.667 100.0% 5.333" in table
     assert "a solved prompt: 5.333" in table
+
+
+def test_unit_prices_of_a_partial_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, None)))
+    found = Account()
+    found.observe([(status("trainer-0", "a", training=3600.0), 0.0)], 1e9, 1.0)
+    account.write(tmp_path, found)
+    writer = PartWriter(tmp_path / "samples", 8)
+    writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0, share=0.25))
+    assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4)
+    writer.write(columns_of([made_row(4 + i, length=100) for i in range(4)]), LogPosition(1, 1))  # resumed with another share
+    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5)
+
+    writer.note(LogStatus(first_step=3))
+    changes = tmp_path / "changes.jsonl"
+    assert note_of(tmp_path).endswith("the log begins at step 3")
+    changes.write_text('{"step": 3, "changes": {}}\n')
+    assert note_of(tmp_path).endswith("the log begins at step 3")
+    changes.write_text('{"step": 3, "forked_from": "runs/old", "changes": {}}\n')
+    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5), "the run itself begins there"
+
+    writer.note(LogStatus({"stale": 2, "filtered": 1}))
+    assert note_of(tmp_path).endswith("not complete: 3 groups were missed because the tracker was behind or not running")
+    writer.note(LogStatus())
+    writer.write(columns_of([made_row(8 + i, length=100) for i in range(4)]), LogPosition(1, 1))
+    writer.tidy()
+    assert note_of(tmp_path).endswith("not complete: the oldest completions were deleted (samples.keep)")
+    assert main(["cost", str(tmp_path)]) == 0
+    assert note_of(tmp_path) in capsys.readouterr().out
+
+
+def cost_of_tokens(folder: Path) -> tuple[dict[str, float], int]:
+    """Return the tokens and solved prompts by which the prices of a complete log are divided."""
+    cost = cost_of(folder)
+    assert cost is not None
+    assert not cost.note
+    assert cost.yields == {"a million trained tokens": cost.tokens["trained"] / 1e6, "a solved prompt": cost.solved}
+    return cost.tokens, cost.solved
+
+
+def note_of(folder: Path) -> str:
+    """Return why the prices are left out."""
+    cost = cost_of(folder)
+    assert cost is not None
+    assert cost.tokens
+    assert not cost.yields
+    return cost.note
+
+
+def test_files_of_different_shares_are_not_merged(tmp_path: Path) -> None:
+    writer = PartWriter(tmp_path, 10**6)
+    for i in range(MERGED + 1):
+        writer.write(columns_of([made_row(i)]), LogPosition(1, i, share=1.0 if i else 0.5))
+        writer.tidy()
+    assert [(part.rows, part.position.share) for part in SampleFolder(tmp_path).refresh()] == [(1, 0.5), (MERGED, 1.0)]

@@ -30,6 +30,7 @@ def cost(run: str, price: float, as_json: bool) -> int:
             "device_seconds": found.spent, "total": total, "price_per_hour": price, "cost": total / HOUR_S * price,
             "trainer": found.trainer, "generator": found.generator, "pods": found.pods, "tokens": found.tokens,
             "solved_prompts": found.solved, "per": {what: total / count for what, count in found.yields.items()},
+            "note": found.note,
         })  # fmt: skip
         return EXIT_OK
     rows = [("spent on", "device-hours", "share", *(("cost",) if price else ()))]
@@ -44,6 +45,8 @@ def cost(run: str, price: float, as_json: bool) -> int:
         print(f"{what}: {_money(seconds, price) if price else f'{seconds / HOUR_S:,.4g} device-hours'}")
     if not found.tokens:
         print("the seconds of generation are not divided by outcome: there is no sample log (samples.keep)")
+    if found.note:
+        print(found.note)
     return EXIT_OK
 
 

@@ -34,6 +34,8 @@ class LogPosition(msgspec.Struct):
     begun: dict[str, int] = {}
     """Incarnation -> its first step: later ones of earlier incarnations were undone."""
     format: int = FORMAT
+    share: float = 1.0
+    """`samples.share` when the file was written."""
 
 
 class LogStatus(msgspec.Struct):

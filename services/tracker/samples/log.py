@@ -123,7 +123,8 @@ class SampleLog:
         rows = LoggedRows(self._reader, self._config.advantage.kind, time.time())
         for group in groups:
             rows.add(group, payloads.get(group.payload), gaps.get(group.step) if group.outcome == "trained" else None)
-        writer.write(rows.columns(), LogPosition(self._position.incarnation, upto, self._position.begun))
+        now, share = self._position, self._config.samples.share
+        writer.write(rows.columns(), LogPosition(now.incarnation, upto, now.begun, share=share))
         self._remember(group.key for group in groups)
         self._metrics.samples.inc(len(rows))
         writer.tidy()

@@ -70,7 +70,10 @@ class PartWriter:
     def _alike(self, parts: Sequence[Part]) -> bool:
         small = sum(part.size_bytes for part in parts) <= MERGED_BYTES
         few = sum(part.rows for part in parts) * PART_OF_KEPT <= self._keep
-        return small and few and len({len(f"{part.batches - 1:x}") if part.batches > 1 else 0 for part in parts}) == 1
+        of_share = len({part.position.share for part in parts}) == 1
+        return (
+            small and few and of_share and len({len(f"{part.batches - 1:x}") if part.batches > 1 else 0 for part in parts}) == 1
+        )
 
     def _put(self, table: Any, first: int, last: int, position: LogPosition) -> Part:
         path = self.folder.path / name_of(first, last)

@@ -239,6 +239,7 @@ async def test_a_share_is_logged_and_a_step_without_any_of_it_is_done(store: Sto
     await follow_once(store, config, tmp_path)
     assert {group for group, _, _ in outcomes(tmp_path)} == {name for name in names if is_sampled(name, 0.3)}
     assert await covered(store, team, 5) == 6
+    assert {part.position.share for part in SampleFolder(tmp_path / SAMPLES).refresh()} == {0.3}
 
 
 async def test_a_log_that_begins_late_says_so(store: Store, quick: None, tmp_path: Path) -> None:
