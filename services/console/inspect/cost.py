@@ -44,7 +44,7 @@ def cost(run: str, price: float, as_json: bool) -> int:
         seconds = total / count
         print(f"{what}: {_money(seconds, price) if price else f'{seconds / HOUR_S:,.4g} device-hours'}")
     if not found.tokens:
-        print("the seconds of generation are not divided by outcome: there is no sample log (samples.keep)")
+        print("generation time is not broken down by outcome, because there is no sample log (samples.keep)")
     if found.note:
         print(found.note)
     return EXIT_OK
