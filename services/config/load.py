@@ -274,7 +274,7 @@ def _assigned(tree: dict[str, Any], parts: list[str], text: str, place: str, pla
             return [f"{place}: {'.'.join(parts)} = {text}: {why}: correct the key"]
     if (table := _table(node)) is None:
         return [f"{place}: {'.'.join(parts)} = {text}: {'.'.join(parts[:-1])} is not a section: correct the key"]
-    table[parts[-1]] = _value(text)
+    table[parts[-1]] = value_of(text)
     places.put(".".join(parts), place)
     return []
 
@@ -283,7 +283,7 @@ def _table(node: object) -> dict[str, Any] | None:
     return cast("dict[str, Any]", node) if isinstance(node, dict) else None
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """Parse a TOML value; return text that is not one unchanged, so that strings need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

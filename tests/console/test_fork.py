@@ -86,6 +86,33 @@ def test_the_new_run_has_the_checkpoint_as_its_own(old: RunFolder, capsys: pytes
     assert line["changes"] == {"optimizer.learning_rate": [1e-6, 3e-5], "sampling.group_size": [4, 2]}
 
 
+@pytest.mark.parametrize(
+    ("before", "arguments", "loss"),
+    [
+        (["loss.policy=gspo"], ["loss.policy=dapo"], (0.2, 0.272, "token")),
+        (["loss.policy=dapo"], ["loss.policy=gspo"], (3e-4, 4e-4, "sequence")),
+        (["loss.policy=gspo"], ['loss.policy="dapo"', "loss.clip_low=0.0003"], (3e-4, 0.272, "token")),
+        (["loss.policy=gspo", "loss.clip_high=5e-4"], ["loss.policy=dapo"], (0.2, 5e-4, "token")),
+        (["loss.policy=gspo"], ["loss.policy=gspo"], (3e-4, 4e-4, "sequence")),
+        (["loss.policy=gspo"], ["loss.policy=dapo", "loss.policy=cispo"], (0.2, 0.272, "token")),
+    ],
+)
+def test_another_loss_has_its_own_defaults(
+    tmp_path: Path,
+    old: RunFolder,
+    before: list[str],
+    arguments: list[str],
+    loss: tuple[float, float, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run's file has every key, also those that nobody set."""
+    config = small_config(tmp_path, None, *before)
+    old.write(config)
+    checkpoint(config, 5)
+    new = load(forked(capsys, *arguments)["file"], environ={}).loss
+    assert (new.clip_low, new.clip_high, new.denominator) == loss
+
+
 def test_by_default_it_is_the_latest_checkpoint(old: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     told = forked(capsys)
     assert (told["run"], told["step"], told["file"]) == ("small-at-3", 3, "small-at-3.toml")
@@ -105,6 +132,7 @@ def test_by_default_it_is_the_latest_checkpoint(old: RunFolder, capsys: pytest.C
         (["replay.capacity=50"], "replay.capacity = 50 cannot differ from 100000 in a fork"),
         (['verifiers=[{kind="python", function="m:f"}]'], "need other fields of the rows of source 'main'"),
         (["--at", "2"], "--at 2: the checkpoint of step 2 in"),
+        (["loss.policy=ppo"], "loss.policy = 'ppo': must be one of grpo, dapo"),
         (["run.stepz=2"], "run.stepz = 2 is not a known key; did you mean 'steps'?"),
     ],
 )

@@ -7,15 +7,18 @@ cannot continue with is refused with the reason. Groups that were not trained on
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from pydantic import ValidationError
 
 from services.config import ConfigError, RunConfig, digest, to_toml
-from services.config.load import NOT_DEFINING, load_with_places
+from services.config.load import NOT_DEFINING, load_with_places, value_of
+from services.config.loss import Loss
 from services.config.reading.differences import differing
 from services.config.reading.places import COMMAND_LINE
 from services.config.root import Api, Redis, Web
@@ -85,9 +88,10 @@ def _checkpoint(old: RunFolder, at: int | None) -> Saved:
 
 
 def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[str]) -> RunConfig:
-    """Return the new run's configuration. Raise `ConfigError` for settings that the checkpoint cannot go on with."""
+    """Return the new run's configuration. Raise `ConfigError` if the checkpoint cannot continue with it."""
     named = [f"run.name={held.run.name}-at-{step}", f"run.dir={old.path.parent}"]
-    config, places = load_with_places(old.config, [*named, *overrides], environ={}, before=lambda _: held)
+    given = [*named, *_defaults_of_loss(held.loss, overrides), *overrides]
+    config, places = load_with_places(old.config, given, environ={}, before=lambda _: held)
     faults = [
         f"{places.of(key) or COMMAND_LINE}: {key} = {now!r} cannot differ from {before!r} in a fork, since {why}: leave it "
         "out, or start a new run from the export"
@@ -108,6 +112,23 @@ def _configured(old: RunFolder, held: RunConfig, step: int, overrides: Sequence[
     if (old.redis / "password").exists():
         away["redis"] = Redis(appendfsync=config.redis.appendfsync, max_memory_mib=config.redis.max_memory_mib)
     return config.model_copy(update=away)
+
+
+def _defaults_of_loss(held: Loss, overrides: Sequence[str]) -> list[str]:
+    """Return overrides for a fork with another loss.policy: keys that have a default of the old policy get that of the new one.
+
+    The file of a run has every key, so that the defaults of the new policy would never apply.
+    """
+    asked = [text for key, _, text in (override.partition("=") for override in overrides) if key.strip() == "loss.policy"]
+    if not asked or (policy := value_of(asked[-1])) == held.policy:
+        return []
+    try:
+        before, now = Loss(policy=held.policy).model_dump(mode="json"), Loss(policy=policy).model_dump(mode="json")
+    except ValidationError:
+        return []  # loading names the fault
+    kept = held.model_dump(mode="json")
+    changed = [key for key in now if key != "policy" and kept[key] == before[key] != now[key]]
+    return [f"loss.{key}={json.dumps(now[key])}" for key in changed]
 
 
 def _differences(held: RunConfig, config: RunConfig) -> dict[str, tuple[object, object]]:
