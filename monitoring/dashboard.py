@@ -47,6 +47,9 @@ OVERVIEW = (
     Panel("Trainer phases", (
         (f"sum by (run, phase) (rate(grpo_trainer_phase_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{phase}}"),
     ), "Share of the trainer's time.", "percentunit"),
+    Panel("Generator activities", (
+        (f"avg by (run, activity) (rate(grpo_generator_activity_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{activity}}"),
+    ), "Share of the generators' time. `idle` is the wait for tickets, usually for the trainer.", "percentunit"),
     Panel("Why no step is prepared", (
         (f"sum by (run, why) (rate(grpo_dataprep_wait_seconds_total{{{SCOPE}}}[$__rate_interval]))", "{{why}}"),
     ), "Share of dataprep's time: `ahead` means that the run waits for the trainer, `groups` that it waits for generators.",
