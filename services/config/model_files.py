@@ -50,7 +50,7 @@ def unusable(path: str, what: str, error: Exception) -> ConfigError:
         reason = f"{reason[: REASON_CHARACTERS - 1]}…"
     remedy = "save the whole model there, with its tokenizer"
     if not Path(path).is_dir():
-        remedy = "correct the path to a folder, or the name; a private or gated model needs HF_TOKEN"
+        remedy = "correct the path to a folder, or the name (a private or gated model needs HF_TOKEN)"
     return ConfigError(f"model.path = {path!r} {what}: {reason}; {remedy}")
 
 

@@ -11,12 +11,15 @@ import pytest
 import redis
 
 from services.config import RunConfig, load, to_toml
+from services.config.model_files import unusable
 from services.console.__main__ import main
 from services.console.doctor import Finding, functions, gathered, machine, packages, resources, secrets, server
 from services.console.doctor.model import model
+from services.console.doctor.preflight import preflight
 from services.console.doctor.rows import data
 from services.console.doctor.server import Asked, judge
 from services.console.local.redis_server import RedisServer, find_server
+from services.dataprep.prompts.errors import DataError
 from services.protocol.messages import PodStatus
 from services.runtime.process_tools import CONFIG_ENV
 from services.store import Store
@@ -174,6 +177,25 @@ def test_a_package_that_only_some_runs_need(
     monkeypatch.setattr(packages, "there", lambda name: name not in ("obstore", "pyarrow"))
     without = small_config(tmp_path, None, "samples.keep=0", "sync.backend=store")
     assert only(packages.packages(without), "packages").state == "ok"
+
+
+def test_a_model_that_is_not_on_the_hub_hides_nothing_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(path: str) -> Path:
+        raise DataError(str(unusable(path, "is neither a folder nor a model available on the hub", OSError("404; not found"))))
+
+    monkeypatch.setattr("services.dataprep.prompts.catalogue.tokenizer_folder", unreachable)
+    monkeypatch.setattr(functions, "verifiers", lambda config, remote: ())
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    config = small_config(tmp_path, None, "model.path=nobody/nothing")
+    found = preflight(config, [], {}, own=True)
+    fault = only(found, "data source main")
+    assert fault.detail == "model.path = 'nobody/nothing' is neither a folder nor a model available on the hub: 404; not found"
+    assert fault.remedy == "correct the path to a folder, or the name (a private or gated model needs HF_TOKEN)"
+    assert not [one for one in found if one.what == "model"], "that it is downloaded"
+    (tmp_path / "data.jsonl").unlink()
+    found = preflight(config, [], {}, own=True)
+    assert only(found, "data source main").detail.startswith("data.sources.0.path = ")
+    assert only(found, "model").state == "note"
 
 
 def test_a_machine_that_is_not_well(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

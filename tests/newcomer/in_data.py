@@ -10,6 +10,16 @@ PATH, FIELD = "data.sources.0.path", "data.sources.0.prompt_field"
 
 MISTAKES = [
     Mistake("no_data", PATH, "'rows.jsonl'", "correct the path", [drop("rows.jsonl")]),
+    Mistake(
+        "no_data_nor_tokenizer", PATH, "'rows.jsonl'", "correct the path", [drop("rows.jsonl"), drop("model/tokenizer.json")]
+    ),
+    Mistake(
+        "not_json_nor_tokenizer",
+        PATH,
+        "rows.jsonl:3",
+        "fix or remove the line",
+        [row(3, '{"prompt": "say 3"'), drop("model/tokenizer.json")],
+    ),
     Mistake("data_is_a_folder", PATH, "'model'", "correct the path", [sub('"rows.jsonl"', '"model"')]),
     Mistake("empty", PATH, "'rows.jsonl'", "add prompts", [put("rows.jsonl", "")]),
     Mistake("blank_lines", PATH, "'rows.jsonl'", "add prompts", [put("rows.jsonl", "\n\n")]),

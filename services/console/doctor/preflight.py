@@ -89,10 +89,14 @@ def faults_of(
 
 
 def without_repeats(found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings without faults whose text another had: the tokenizer's come up again where data is read."""
+    """Return the findings without faults whose text another had: the tokenizer's come up again where data is read.
+
+    Notes on a model that cannot be downloaded, or is faulty otherwise, are left out, too.
+    """
     seen, kept = set[str](), list[Finding]()
+    faulty = any(one.state == "fault" and one.detail.startswith("model.path = ") for one in found)
     for one in found:
-        if one.state != "fault" or one.detail not in seen:
+        if not (one.state == "fault" and one.detail in seen) and not (faulty and one.what == "model" and one.state == "note"):
             kept.append(one)
         seen.add(one.detail)
     return kept

@@ -1,13 +1,14 @@
 """Checks of the data: every row of every prompt source is read, tokenised and measured.
 
-Guarantees: a fault names the key, the file and the line; of several in one source the first are named, and all are counted.
+Guarantees: a fault names the key, the file and the line; of several in one source the first are named, and all are counted. Those
+of a file are found even if the model's tokenizer cannot be loaded.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from services.console.doctor import Finding, fault, ok, told
 from services.console.doctor.model import with_model_path
 
 if TYPE_CHECKING:
-    from services.dataprep.prompts.rows import Needs
+    from services.dataprep.prompts.rows import Needs, PromptRow
 
 SHOWN = 3  # faulty rows of a source that are named
 KEYS = ("prompt_field", "answer_field", "answer_pattern", "columns", "options", "task")
@@ -28,9 +29,18 @@ FIELDS = ("prompt_field", "answer_field")
 
 def data(config: RunConfig) -> Iterator[Finding]:
     """Read and tokenise every row of every prompt source."""
-    for section, sources in (("data", config.data.sources), ("evaluation", config.evaluation.sources)):
-        for index, source in enumerate(sources):
-            yield from _source(f"{section} source {source.name}", f"{section}.sources.{index}", source, config)
+    yield from _sources("data", config.data.sources, config)
+    yield from evaluation_data(config)
+
+
+def evaluation_data(config: RunConfig) -> Iterator[Finding]:
+    """Read and tokenise every row of the prompt sources of evaluation."""
+    yield from _sources("evaluation", config.evaluation.sources, config)
+
+
+def _sources(section: str, sources: Sequence[Source], config: RunConfig) -> Iterator[Finding]:
+    for index, source in enumerate(sources):
+        yield from _source(f"{section} source {source.name}", f"{section}.sources.{index}", source, config)
 
 
 def _source(what: str, key: str, source: Source, config: RunConfig) -> Iterator[Finding]:
@@ -42,52 +52,55 @@ def _source(what: str, key: str, source: Source, config: RunConfig) -> Iterator[
     from services.dataprep.prompts.catalogue import PromptSource
 
     try:
+        if isinstance(source, FileSource) and (faults := list(_faults(source, config))):
+            yield from _of_rows(what, key, source, faults)
+            return
         read = PromptSource(config, [source])
     except ConfigError as error:
-        faults = list(_faults(source, config)) if isinstance(source, FileSource) else []
-        for line in faults[:SHOWN] or [str(with_model_path(error, config))]:
-            yield told(what, ConfigError(_with_key(line, key, source)))
-        if len(faults) > SHOWN:
-            path = f"{key}.path = {getattr(source, 'path', '')!r}"
-            yield fault(what, f"{path}: {len(faults)} rows are faulty; the first are named", "fix or remove them")
-        return
+        yield told(what, ConfigError(_with_key(str(with_model_path(error, config)), key, source)))
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # what libraries raise for data that they did not expect
         path = f"{key}.{'path' if isinstance(source, FileSource) else 'task'}"
         yield fault(what, f"{path} = {getattr(source, path.rpartition('.')[2])!r}: {error}", "fix the data")
-        return
-    if empty := list(_empty(source, config)) if isinstance(source, FileSource) else []:
-        for line in empty[:SHOWN]:
-            yield told(what, ConfigError(_with_key(line, key, source)))
-        return
-    yield ok(what, f"{len(read)} rows, the longest prompt has {read.longest} tokens")
+    else:
+        yield ok(what, f"{len(read)} rows, the longest prompt has {read.longest} tokens")
+
+
+def _of_rows(what: str, key: str, source: FileSource, faults: Sequence[str]) -> Iterator[Finding]:
+    """Name the first faulty rows of a file, and count them."""
+    for line in faults[:SHOWN]:
+        yield told(what, ConfigError(_with_key(line, key, source)))
+    if len(faults) > SHOWN:
+        detail = f"{key}.path = {source.path!r}: {len(faults)} rows are faulty; the first are named"
+        yield fault(what, detail, "fix or remove them")
 
 
 def _faults(source: FileSource, config: RunConfig) -> Iterator[str]:
-    """Return the faults of all rows of a JSONL file, one each; none if it cannot be read by lines."""
-    from services.dataprep.prompts.rows import read_jsonl_row
+    """Return the faults of all rows of a file, one each; only the first of a file that cannot be read by lines."""
+    from services.dataprep.prompts.rows import read_jsonl_row, read_rows
 
-    if source.kind != "jsonl" or not Path(source.path).is_file():
+    needs = _needs(source, config)
+    if source.kind == "jsonl" and Path(source.path).is_file():
+        with Path(source.path).open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        yield from _empty(read_jsonl_row(line, source, needs, f"{source.path}:{number}"), source, needs)
+                    except ConfigError as error:
+                        yield str(error)
         return
-    needs = _needs(source, config)
-    with Path(source.path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    read_jsonl_row(line, source, needs, f"{source.path}:{number}")
-                except ConfigError as error:
-                    yield str(error)
+    try:
+        for row in read_rows(source, needs):
+            yield from _empty(row, source, needs)
+    except ConfigError as error:
+        yield str(error)
 
 
-def _empty(source: FileSource, config: RunConfig) -> Iterator[str]:
-    """Return the rows whose prompt is empty, or whose answer is although verifiers compare with it."""
-    from services.dataprep.prompts.rows import read_rows
-
-    needs = _needs(source, config)
-    for row in read_rows(source, needs):
-        if isinstance(row.prompt, str) and not row.prompt.strip():
-            yield f"{row.where}: field {source.prompt_field!r} is empty: fill in or remove the row"
-        elif needs.answer and not row.answer.strip():
-            yield f"{row.where}: field {source.answer_field!r} is empty: fill in or remove the row"
+def _empty(row: PromptRow, source: FileSource, needs: Needs) -> Iterator[str]:
+    """Return the fault of a row whose prompt is empty, or whose answer is although verifiers compare with it."""
+    if isinstance(row.prompt, str) and not row.prompt.strip():
+        yield f"{row.where}: field {source.prompt_field!r} is empty: fill in or remove the row"
+    elif needs.answer and not row.answer.strip():
+        yield f"{row.where}: field {source.answer_field!r} is empty: fill in or remove the row"
 
 
 def _needs(source: FileSource, config: RunConfig) -> Needs:

@@ -16,7 +16,7 @@ from services.console.doctor import Finding, gathered, machine, release, server
 from services.console.doctor import reach as collective
 from services.console.doctor.model import model
 from services.console.doctor.packages import there
-from services.console.doctor.preflight import faults_of, preflight
+from services.console.doctor.preflight import faults_of, preflight, without_repeats
 from services.console.doctor.rows import data
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, ConsoleError
 from services.console.local.plan import visible_gpus
@@ -86,5 +86,5 @@ async def examine(config: RunConfig, redis_url: str = "") -> list[Finding]:
 async def examine_release(config: RunConfig) -> list[Finding]:
     """Return the findings on what the pods of a release share: Redis, model, data and each other."""
     found = [finding async for finding in server.server(config, config.redis.url, "")]
-    found += gathered([("model", lambda: model(config)), ("data", lambda: data(config))])
+    found += without_repeats(gathered([("model", lambda: model(config)), ("data", lambda: data(config))]))
     return found + [finding async for finding in release.services(config)]
