@@ -158,7 +158,7 @@ class PodStatus(msgspec.Struct, frozen=True):
     fetching: str = ""  # `<trainer's fence>/<version>`: the oldest version of weights that it still reads from the store
     weights: dict[
         str, float
-    ] = {}  # of its last weights. Generator: bytes, pause_s, catch_ups. Trainer: bytes, share, changed, delta
+    ] = {}  # of its last weights. Generator: bytes (from a store), pause_s, catch_ups. Trainer: bytes, share, changed, delta
 
     @property
     def member(self) -> str:

@@ -170,8 +170,10 @@ class WeightFollower:
         """Report new weights, and what they took."""
         pause_s, nbytes = time.monotonic() - self._paused_at, self.engine.fetched_bytes
         self.metrics.pause_s.observe(pause_s)
-        self.metrics.fetched_bytes.inc(nbytes)
-        took = {"bytes": float(nbytes), "pause_s": pause_s, "catch_ups": float(self._catch_ups)}
+        took = {"pause_s": pause_s, "catch_ups": float(self._catch_ups)}
+        if nbytes is not None:
+            self.metrics.fetched_bytes.inc(nbytes)
+            took["bytes"] = float(nbytes)
         self.service.say(phase="ready", version=version, trainer_fence=fence, weights=took)
 
     async def _reach(self, current: Round) -> None:

@@ -42,8 +42,8 @@ class WeightReceiver(Protocol):
         ...
 
     @property
-    def fetched_bytes(self) -> int:
-        """Return the bytes that the last `stage` read from a store of versions; 0 without one."""
+    def fetched_bytes(self) -> int | None:
+        """Return the bytes that the last `stage` read from a store of versions; None without one."""
         ...
 
     async def pause(self) -> None:

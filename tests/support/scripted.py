@@ -59,7 +59,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.version, self.whole, self.world, self.stages = -1, True, 1, True
-        self.fetched_bytes = 0
+        self.fetched_bytes: int | None = None
         self._go = asyncio.Event()
         self._go.set()
         self._running: dict[str, _Running] = {}

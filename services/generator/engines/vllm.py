@@ -55,7 +55,7 @@ class VllmEngine:
         self.whole = True
         self.world = 1
         self.stages = False
-        self.fetched_bytes = 0
+        self.fetched_bytes: int | None = None
         self._staged = -1  # the version staged in the workers, ready to be applied
         self._loads = 0  # weights applied; a version that is trained again is other weights
         self._started: AsyncLLM | None = None
@@ -200,7 +200,8 @@ class VllmEngine:
             while not failures:
                 states = set(await self._llm.collective_rpc("weight_stage_state"))
                 if states == {"staged"}:
-                    self.fetched_bytes = sum(await self._llm.collective_rpc("weights_fetched"))
+                    fetched = await self._llm.collective_rpc("weights_fetched")
+                    self.fetched_bytes = None if None in fetched else sum(fetched)
                     self._staged = version
                     return
                 if "staging" not in states:

@@ -22,7 +22,7 @@ class SyncMember(Answer):
     fetching: str
     """`<trainer's fence>/<version>`: the oldest version of the store that it still reads; empty: it reads none."""
     bytes: int | None
-    """Bytes that its last weights took; null: unknown."""
+    """Bytes that its last weights took from the store of versions; null: it fetches from none."""
     pause_s: float | None
     """Seconds that it paused to apply them; null: it has not."""
     catch_ups: int

@@ -159,8 +159,8 @@ class JoiningEngine(WeightTransferEngine[JoinInfo, ReceiveInfo]):
 class StagingEngine(JoiningEngine):
     """Receives into host memory while generation continues."""
 
-    fetched_bytes = 0
-    """What the last transfer read from a store of versions."""
+    fetched_bytes: int | None = None
+    """What the last transfer read from a store of versions; None without one."""
     _staging: Future[list[tuple[str, torch.Tensor]]] | None = None
 
     def take(self, connection: Any, deadline: Deadline, version: int) -> list[tuple[str, torch.Tensor]]:
@@ -258,7 +258,7 @@ class WorkerExtension:
         assert isinstance(self.weight_transfer_engine, StagingEngine)
         return self.weight_transfer_engine.stage_state()
 
-    def weights_fetched(self) -> int:
+    def weights_fetched(self) -> int | None:
         """Return `StagingEngine.fetched_bytes` of this worker."""
         assert isinstance(self.weight_transfer_engine, StagingEngine)
         return self.weight_transfer_engine.fetched_bytes

@@ -1,0 +1,52 @@
+"""`inspect_sync` tells bytes that are unknown from bytes that are none, by what generators and the trainer report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.console.inspect.sync_table import sync_table
+from services.console.local.redis_server import RedisServer
+from services.generator.metrics import GeneratorMetrics
+from services.operations.inspection.sync import inspect_sync
+from services.protocol.messages import PodStatus
+from services.runtime.service import Service
+from services.store import Store
+from services.weights.member import WeightFollower
+from tests.support.harness import small_config
+
+
+class Engine:
+    """What a follower reads of an engine that holds new weights."""
+
+    def __init__(self, fetched_bytes: int | None) -> None:
+        self.fetched_bytes = fetched_bytes
+
+
+@pytest.mark.parametrize(("fetched_bytes", "shown"), [(None, "–"), (0, "0"), (12_345, "12,345")])
+async def test_bytes_of_a_generator(
+    store: Store, server: RedisServer, tmp_path: Path, fetched_bytes: int | None, shown: str
+) -> None:
+    status = PodStatus("generator", "generator-0", "boot", "here", 1, "", "ready", 2, 1, {})
+    service = Service("generator", small_config(tmp_path, server, f"run.name={store.keys.name}"), store, status)
+    engine: Any = Engine(fetched_bytes)
+    WeightFollower(service, engine, GeneratorMetrics(service.registry))._say_held(3, 1)
+    await store.fleet.beat(service.status, 60.0)
+    found = await inspect_sync(store, 60.0)
+    assert [(member.version, member.bytes) for member in found.members] == [(3, fetched_bytes)]
+    assert service.registry.get_sample_value("grpo_generator_fetched_weights_bytes_total") == (fetched_bytes or 0)
+    (row,) = [line.split() for line in str(sync_table(found)).splitlines() if line.startswith("generator-0")]
+    assert row[1:4] == ["3", "0", shown]
+
+
+async def test_what_the_trainer_sent(store: Store) -> None:
+    trainer = PodStatus("trainer", "trainer-0", "boot", "here", 1, "", "training", 2, 0, {})
+    assert (await inspect_sync(store, 60.0)).sent_bytes is None
+    for delta, encoding in ((1.0, "delta"), (0.0, "anchor")):
+        sent = {"bytes": 10.0, "share": 0.25, "changed": 0.5, "delta": delta}
+        await store.fleet.beat(msgspec.structs.replace(trainer, weights=sent), 60.0)
+        found = await inspect_sync(store, 60.0)
+        assert (found.sent_bytes, found.sent_share, found.changed_share, found.encoding) == (10, 0.25, 0.5, encoding)
