@@ -234,7 +234,7 @@ class TrainLoop:
             "time/transfer_s": report.transfer_s,
             "fleet/generators": float(len(report.members)),
             "sync/attempts": float(report.attempts),
-            **{f"sync/{name}": value for name, value in self._sent().items() if name != "delta"},
+            **{f"sync/{name}": value for name, value in self._sent().items()},
         }
 
     def _sent(self) -> dict[str, float]:

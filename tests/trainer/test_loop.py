@@ -10,7 +10,7 @@ import pytest
 from services.trainer.loop import TrainLoop
 from services.trainer.step.policy import Trained
 from services.trainer.throughput import Throughput
-from services.weights.leader import Stopped
+from services.weights.leader import Stopped, SyncReport
 
 
 class Interrupted(TrainLoop):
@@ -19,7 +19,7 @@ class Interrupted(TrainLoop):
     def __init__(self) -> None:
         plan = SimpleNamespace(step=4, stats={"tokens/gen/total": 7.0}, total_tokens=9, traces=[])
         self.step, self.fence, self.recorded = 3, 1, []
-        self.config: Any = SimpleNamespace(loss=SimpleNamespace(correction_max_gap=0.1))
+        self._comparison: Any = SimpleNamespace(check=lambda step, stats, metrics: None)
         self.commands: Any = SimpleNamespace(lead=lambda name, step: (plan, Trained({"loss/train/sum": 0.5}, {})))
         self.store: Any = SimpleNamespace(
             steps=SimpleNamespace(commit=lambda fence, step: step), monitor=SimpleNamespace(record=self.recorded.append)
@@ -50,3 +50,16 @@ def test_a_step_that_was_committed_is_recorded_even_if_the_stop_comes_during_its
     assert (record["step"], record["loss/train/sum"]) == (4, 0.5)
     assert record["time/step_s"] >= record["time/train_s"]
     assert (record["time/wait_s"], loop._waited_s) == (0.25, 0.0), "the next record begins at zero"
+
+
+@pytest.mark.parametrize("delta", [1.0, 0.0])
+def test_the_record_of_a_step_has_what_its_sync_sent(delta: float) -> None:
+    loop, told = Interrupted(), list[object]()
+    sent = {"bytes": 10.0, "share": 0.25, "changed": 0.5, "delta": delta}
+    loop.worker = SimpleNamespace(sender=SimpleNamespace(sent=sent))  # type: ignore[assignment]
+    loop._say = lambda **changes: told.append(changes)
+    record = loop._sync_metrics(SyncReport(4, 1, ("generator-0:boot",), 1, 2.0, 0.5))
+    assert {name: value for name, value in record.items() if name.startswith("sync/")} == {
+        "sync/attempts": 1.0, "sync/bytes": 10.0, "sync/share": 0.25, "sync/changed": 0.5, "sync/delta": delta,
+    }  # fmt: skip
+    assert told == [{"weights": sent}]
