@@ -15,9 +15,10 @@ from services.config.model_files import unusable
 from services.console.__main__ import main
 from services.console.doctor import Finding, functions, gathered, machine, packages, resources, secrets, server
 from services.console.doctor.model import model
-from services.console.doctor.preflight import preflight
+from services.console.doctor.preflight import check_again, preflight
 from services.console.doctor.rows import data
 from services.console.doctor.server import Asked, judge
+from services.console.local.lock import FolderLock
 from services.console.local.redis_server import RedisServer, find_server
 from services.dataprep.prompts.errors import DataError
 from services.protocol.messages import PodStatus
@@ -196,6 +197,39 @@ def test_a_model_that_is_not_on_the_hub_hides_nothing_of_the_data(tmp_path: Path
     found = preflight(config, [], {}, own=True)
     assert only(found, "data source main").detail.startswith("data.sources.0.path = ")
     assert only(found, "model").state == "note"
+
+
+def test_a_run_that_resumes_is_checked_for_what_may_change(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faults(*overrides: str) -> set[str]:
+        now = load(tmp_path / "run.toml", overrides, environ={})
+        return {one.what for one in check_again(now, config, [], {}) if one.state == "fault"}
+
+    monkeypatch.setattr(resources, "_free_bytes", lambda: 30 * 2**30)
+    assert faults() == set()
+    (tmp_path / "data.jsonl").unlink()  # dataprep compares it with what the run began with
+    source = '{ name = "test", kind = "jsonl", path = "/nonexistent" }'
+    evaluation = (f"evaluation.sources=[{source}]", "evaluation.every_steps=1", "evaluation.min_training_generators=0")
+    changed = (*evaluation, "generator.count=64", "web.host=192.0.2.1", "web.port=80", "checkpoint.keep=900000000000")
+    assert faults(*changed) == {"evaluation source test", "memory", "ports", "disk"}
+    monkeypatch.setattr(packages, "there", lambda name: name != "obstore")
+    assert faults("sync.backend=store", "sync.folder=s3://bucket/run", "api.token_file=/nonexistent") == {"packages", "secrets"}
+    with FolderLock(tmp_path / "small", 0.0, say=print):
+        assert faults(*changed) == {"evaluation source test"}, "memory and ports are those of the run itself"
+
+
+def test_the_checkpoints_of_a_run_need_no_further_space(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "LEAST_FREE_BYTES", 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6})())
+    many = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep": 15})})
+    assert only(resources.disk(many), "disk").state == "fault"
+    written = tmp_path / "small" / "checkpoints" / "step-00000003" / "trainer"
+    written.mkdir(parents=True)
+    (written / "state-0.pt").write_bytes(bytes(10**6))
+    assert only(resources.disk(many), "disk").state == "ok"
 
 
 def test_a_machine_that_is_not_well(tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

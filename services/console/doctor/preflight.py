@@ -5,9 +5,9 @@ Guarantees: nothing is started or written; torch and vLLM are not imported here;
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from services.config import ConfigError, RunConfig
 from services.config.load import Before
@@ -17,11 +17,12 @@ from services.console.doctor import Finding, functions, gathered, of_configurati
 from services.console.doctor.environments import environments
 from services.console.doctor.model import model
 from services.console.doctor.packages import packages, there
-from services.console.doctor.rows import data
-from services.runtime.tracing import check_tracing
-from services.runtime.tracking import check_tracking
+from services.console.doctor.rows import data, evaluation_data
+from services.console.local.lock import holder
 
 Check = Callable[[RunConfig], list[Finding]]
+CheckAgain = Callable[[RunConfig, RunConfig], list[Finding]]
+"""Checks a run that has begun: its configuration now, and the one in its folder."""
 Look = tuple[str, Callable[[], Iterable[Finding]]]
 
 
@@ -30,12 +31,9 @@ def preflight(
 ) -> list[Finding]:
     """Return the findings. `own`: the run has its own Redis, and all its services are here. `remote`: also call services that are
     verifiers, which need not answer before a run begins."""
-    looks: list[Look] = [
+    looks = [
         ("packages", lambda: packages(config)),
-        ("disk", lambda: resources.disk(config)),
-        ("memory", lambda: resources.memory(config, gpus)),
-        ("GPUs for this run", lambda: resources.fleet(config, gpus)),
-        ("ports", lambda: resources.ports(config, own)),
+        *_machine(config, gpus, own),
         ("secrets", lambda: secrets.secrets(config, environ, own)),
     ]
     slow: list[Look] = [("functions", lambda: functions.functions(config))]
@@ -51,25 +49,37 @@ def preflight(
     return without_repeats(found)
 
 
-def check_again(config: RunConfig) -> list[Finding]:
-    """Return the findings about a run that has begun: what it needs besides the data and functions that it began with."""
+def check_again(config: RunConfig, held: RunConfig, gpus: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
+    """Return the findings about a run on this machine that has begun as `held`: what it needs besides its data and functions.
+
+    Evaluation may change, so that its rows are read then. While processes of an earlier start still run, memory and ports are
+    theirs: then the machine is not looked at.
+    """
 
     def model_files() -> Iterable[Finding]:
-        check_model(config)
-        return ()
-
-    def trackers() -> Iterable[Finding]:
-        check_tracking(config, os.environ)
-        check_tracing(config)
-        return ()
-
-    found = list[Finding]()
-    for what, look in (("model", model_files), ("secrets", trackers)):
         try:
-            found += look()
+            check_model(config)
         except ConfigError as error:
-            found.append(told(what, error))
-    return found
+            yield told("model", error)
+
+    looks: list[Look] = [("packages", lambda: packages(config)), ("model", model_files)]
+    found = holder(Path(config.run.dir) / config.run.name)
+    if found is None or found.readers:
+        looks += _machine(config, gpus, own=True)
+    looks.append(("secrets", lambda: secrets.secrets(config, environ, own=True)))
+    if config.evaluation != held.evaluation and there("tokenizers") and there("jinja2"):
+        looks.append(("data", lambda: evaluation_data(config)))
+    return without_repeats(gathered(looks))
+
+
+def _machine(config: RunConfig, gpus: Sequence[str], own: bool) -> list[Look]:
+    """Return what is looked at of this machine."""
+    return [
+        ("disk", lambda: resources.disk(config)),
+        ("memory", lambda: resources.memory(config, gpus)),
+        ("GPUs for this run", lambda: resources.fleet(config, gpus)),
+        ("ports", lambda: resources.ports(config, own)),
+    ]
 
 
 def faults_of(

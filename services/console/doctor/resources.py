@@ -25,7 +25,7 @@ MEMORY = Path("/proc/meminfo")
 
 
 def disk(config: RunConfig) -> Iterator[Finding]:
-    """Check that the run's folder is writable and has space for its checkpoints."""
+    """Check that the run's folder is writable and has space for its checkpoints, besides those that it has."""
     given = f"run.dir = {config.run.dir!r}"
     folder = Path(config.run.dir).resolve()
     there = next(place for place in (folder, *folder.parents) if place.exists())
@@ -38,7 +38,8 @@ def disk(config: RunConfig) -> Iterator[Finding]:
         return
     weights = _weights(config)
     kept = config.checkpoint.keep + 1
-    needed = max(LEAST_FREE_BYTES, kept * (STATE_BYTES + _width(config)) * weights.parameters)
+    checkpoints = kept * (STATE_BYTES + _width(config)) * weights.parameters
+    needed = max(LEAST_FREE_BYTES, checkpoints - _written_bytes(folder / config.run.name / "checkpoints"))
     free = shutil.disk_usage(there).free
     detail = (
         f"{free / GIBIBYTE:.1f} GiB free at {there}; checkpoint.keep = {config.checkpoint.keep} and logs need up to "
@@ -108,6 +109,10 @@ def _weights(config: RunConfig) -> Weights:
     folder = folder_of(config.model.path)
     found = weights_of(folder) if folder else ""
     return Weights(0, 0) if isinstance(found, str) else found
+
+
+def _written_bytes(checkpoints: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoints.glob("step-*/**/*") if file.is_file())
 
 
 def _width(config: RunConfig) -> int:

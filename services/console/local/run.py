@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from services.config import RunConfig, digest, load
 from services.console.display.plain import PlainDisplay
-from services.console.doctor.preflight import Check, preflight
+from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
 from services.console.local import conditions, summary
 from services.console.local.changes import changes, in_words, record
@@ -77,7 +77,11 @@ def run(options: Options, planner: Planner = plan_units, check: Check | None = N
 
 def _run(options: Options, planner: Planner, check: Check | None) -> int:
     gpus = visible_gpus(os.environ)
-    config, places = checked(options, check or (lambda config: preflight(config, gpus, os.environ, own=True)))
+    config, places = checked(
+        options,
+        check or (lambda config: preflight(config, gpus, os.environ, own=True)),
+        lambda config, held: check_again(config, held, gpus, os.environ),
+    )
     url, password = redis_of(options, config)
     folder = RunFolder.of(config)
     backend = forced_backend(config, gpus)

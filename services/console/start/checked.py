@@ -11,7 +11,7 @@ from services.config import ConfigError, RunConfig
 from services.config.load import load_with_places
 from services.config.reading.places import KeyPlaces
 from services.console.doctor import Finding
-from services.console.doctor.preflight import Check, check_again, faults_of
+from services.console.doctor.preflight import Check, CheckAgain, faults_of
 from services.console.errors import EXIT_CONFIG, ConsoleError
 from services.console.local.code import with_kept_code
 from services.console.local.folder import RunFolder, check_redis
@@ -50,11 +50,11 @@ def placed_error(error: StoreError, options: Options, url: str, places: KeyPlace
     return StoreError(places.told(said if said.startswith("redis.url = ") else f"redis.url = {url!r}: {said}"))
 
 
-def checked(options: Options, check: Check) -> tuple[RunConfig, KeyPlaces]:
+def checked(options: Options, check: Check, again: CheckAgain) -> tuple[RunConfig, KeyPlaces]:
     """Load the configuration and check everything that the run needs. Return it, and where its keys are set.
 
-    A run that has begun resumes with the data and functions that it began with, which its services compare. Raises `ConfigError`
-    with all faults.
+    A run that has begun resumes with the data and functions that it began with, which its services compare: `again` checks the
+    rest. Raises `ConfigError` with all faults.
     """
 
     def begun(config: RunConfig) -> RunConfig | None:
@@ -62,7 +62,8 @@ def checked(options: Options, check: Check) -> tuple[RunConfig, KeyPlaces]:
 
     def needed(config: RunConfig) -> list[Finding]:
         redis = check_redis(config, redis_of(options, config)[0])
-        return [*redis, *(check_again(config) if begun(config) and not RunFolder.of(config).untrained else check(config))]
+        held = None if RunFolder.of(config).untrained else begun(config)
+        return [*redis, *(check(config) if held is None else again(config, held))]
 
     loaded, found = faults_of(lambda before: load_with_places(options.file, options.overrides, before=before), needed, begun)
     faults = [one.line for one in found if one.state == "fault"]
