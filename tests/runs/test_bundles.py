@@ -186,3 +186,16 @@ def test_nothing_that_a_bundle_names_is_executed(recorded: Recorded, tmp_path: P
     assert code == 2
     assert "is code" in found["error"]
     assert not mark.exists()
+
+
+def test_a_replay_needs_no_gpu(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def on_gpu(bundle: Bundle) -> Bundle:
+        config = bundle.config
+        for before, now in (('attention = "auto"', 'attention = "flex"'), ("compile = false", "compile = true")):
+            assert config.count(before) == 1
+            config = config.replace(before, now)
+        return msgspec.structs.replace(bundle, config=config)
+
+    path = recorded.change(FIRST, tmp_path / "gpu.bundle", on_gpu)
+    code, found = _replay(capsys, path, "loss")
+    assert (code, found.get("different")) == (0, 0), found

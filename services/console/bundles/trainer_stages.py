@@ -70,7 +70,10 @@ def trained(file: BundleFile, config: RunConfig, loss_only: bool, save: Path | N
 
 
 def _prepare(file: BundleFile, config: RunConfig, work: Path) -> None:
-    """Write what the ranks read: configuration, model, state. Raises `ConsoleError`."""
+    """Write what the ranks read: configuration, model, state. Raises `ConsoleError`.
+
+    Settings that need a GPU are replaced, for the ranks see none.
+    """
     bundle, model = file.bundle, Path(config.model.path)
     if file.has(bundles.MODEL):
         model = file.unpack(bundles.MODEL, work)
@@ -81,7 +84,8 @@ def _prepare(file: BundleFile, config: RunConfig, work: Path) -> None:
             file.unpack(bundles.STATE, work)
         else:
             _verify(Path(bundle.origin.folder), bundle, f"the checkpoint of step {bundle.origin.step}")
-    changes = {"run": {"dir": str(work)}, "model": {"path": str(model)}}
+    trainer = {"attention": "auto", "compile": False}
+    changes = {"run": {"dir": str(work)}, "model": {"path": str(model)}, "trainer": trainer}
     placed = config.model_copy(update={name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()})
     (work / "config.toml").write_text(to_toml(placed), encoding="utf-8")
 
