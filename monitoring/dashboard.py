@@ -1,4 +1,4 @@
-"""The Grafana dashboard: a hand-written overview, then a row per package with a panel for every metric it declares."""
+"""The Grafana dashboard: a hand-written overview, a row per package with a panel for every metric it declares, a row of vLLM."""
 
 from __future__ import annotations
 
@@ -72,6 +72,19 @@ OVERVIEW = (
     ), "0: no limit.", "bytes"),
 )  # fmt: skip
 
+RATE = f"{{{SCOPE}}}[$__rate_interval]"
+VLLM = (
+    Panel("KV cache in use", ((f"max by (run, pod) (vllm:kv_cache_usage_perc{{{SCOPE}}})", "{{pod}}"),),
+        "Share of the KV cache's blocks in use.", "percentunit"),
+    Panel("Prefix cache hits", ((
+        f"sum by (run, pod) (rate(vllm:prefix_cache_hits_total{RATE})) / "
+        f"sum by (run, pod) (rate(vllm:prefix_cache_queries_total{RATE}))", "{{pod}}",
+    ),), "Share of prefilled tokens found in the prefix cache.", "percentunit"),
+    Panel("Preemptions", ((f"sum by (run, pod) (rate(vllm:num_preemptions_total{RATE}))", "{{pod}}"),),
+        "Completions per second that lost their KV cache to others, and are prefilled again."),
+)  # fmt: skip
+"""Metrics of vLLM itself, which no service declares; tests/generator/test_engine.py checks that it has them."""
+
 
 def panel_of(metric: Declared) -> Panel:
     """Return the chart of one metric: a counter's rate, two quantiles of a histogram."""
@@ -103,6 +116,7 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
     yield "Overview", list(OVERVIEW)
     for room in declared.ROOMS:
         yield TITLES[room], [panel_of(metric) for metric in declared.of(room)]
+    yield "vLLM", list(VLLM)
 
 
 def as_json() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,9 +16,11 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from monitoring.__main__ import ROOT
+from monitoring.dashboard import VLLM
 from services.config import ConfigError
 from services.generator.engines.base import make_engine
 from services.generator.engines.template import TITLE
@@ -100,6 +103,11 @@ async def test_vllm_s_own_metrics_are_served_with_the_pod_s_labels(served: Serve
     before = generated()
     made = await served.engine.generate("metrics", prompt(2), 1, SamplingParameters(16))
     assert generated() - before == len(made.tokens)
+    names = {sample.name for family in REGISTRY.collect() for sample in family.samples}
+    charted = {name for panel in VLLM for target, _ in panel.targets for name in re.findall(r"vllm:\w+", target)}
+    documented = set(re.findall(r"vllm:\w+", (ROOT / "docs" / "metrics.md").read_text()))
+    assert len(charted) == 4
+    assert charted == documented <= names
 
 
 async def test_logprobs_under_top_k_are_those_of_the_truncated_distribution(served: Served) -> None:
