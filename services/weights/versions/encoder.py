@@ -10,7 +10,7 @@ a version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -81,6 +81,11 @@ def partition_shards(parameters: Mapping[str, torch.nn.Parameter], rank: int) ->
             read = _partition_reader(parameter, start - begin, count)
             shards.append(Shard(index, start, count, not parameter.requires_grad, read))
     return shards
+
+
+def rounded(shard: Shard, dtype: torch.dtype) -> Shard:
+    """Return a shard whose elements are read in `dtype`."""
+    return replace(shard, read=lambda: shard.read().to(dtype))
 
 
 class ShardEncoder:

@@ -18,11 +18,12 @@ import structlog
 import torch
 
 from services.config import RunConfig
+from services.weights.collective import TensorMeta
 from services.weights.host_memory import describe
 from services.weights.sender import SendFailed
 from services.weights.versions import catalogue, manifest
 from services.weights.versions.catalogue import CATALOGUE, MANIFEST, Catalogue, Entry, folder_of
-from services.weights.versions.encoder import EncodedPart, ShardEncoder, partition_shards, whole_shards
+from services.weights.versions.encoder import EncodedPart, ShardEncoder, partition_shards, rounded, whole_shards
 from services.weights.versions.manifest import DataPart, TensorPiece, Weight
 from services.weights.versions.objects import open_objects
 
@@ -66,7 +67,11 @@ class StoreWeightSender:
         """`parameters` are those of the model; `sources` names those that each weight is made of: itself, or W, A and B."""
         self._place, self._lead, self._gather = config.weights_place, rank == 0, gather
         distinct = _distinct(parameters, sources)
-        self._tensors = [describe(name, parameter) for name, parameter in distinct.items()]
+        dtypes = _dtypes(parameters, sources)
+        self._tensors = [
+            TensorMeta(name, str(dtypes[name]).removeprefix("torch."), describe(name, parameter).shape)
+            for name, parameter in distinct.items()
+        ]
         places = {id(parameter): i for i, parameter in enumerate(distinct.values())}
         self._weights = [
             Weight(name, [places[id(parameters[part])] for part in parts], config.lora.scale if len(parts) > 1 else 0.0)
@@ -75,7 +80,8 @@ class StoreWeightSender:
         self._full_nbytes = sum(meta.nbytes for meta in self._tensors)
         partitioned = any(hasattr(parameter, "ds_id") for parameter in distinct.values())
         shards = partition_shards(distinct, rank) if partitioned else whole_shards(distinct, rank, ranks)
-        self._encoder = ShardEncoder(shards, rank)
+        read_as = [dtypes[meta.name] for meta in self._tensors]
+        self._encoder = ShardEncoder([rounded(shard, read_as[shard.tensor]) for shard in shards], rank)
         self._objects = open_objects(self._place)
         self._delta: tuple[int, int, EncodedPart] | None = None  # base, version and bytes of the last one, for retries
         self._anchor: tuple[int, Future[Described]] | None = None  # version, and what this rank is writing of it
@@ -260,6 +266,14 @@ class StoreWeightSender:
     def _write_catalogue(self, changed: Catalogue) -> None:
         self._objects.put(f"{changed.fence}/{CATALOGUE}", [catalogue.encode(changed)])
         self._catalogue = changed
+
+
+def _dtypes(parameters: Mapping[str, torch.nn.Parameter], sources: Mapping[str, Sequence[str]]) -> dict[str, torch.dtype]:
+    """Return the dtype in which each parameter travels: adapters, which are trained in float32, in that of what they adapt."""
+    found = {name: parameter.dtype for name, parameter in parameters.items()}
+    for weight, *adapter in sources.values():
+        found |= dict.fromkeys(adapter, parameters[weight].dtype)
+    return found
 
 
 def _distinct(

@@ -40,4 +40,5 @@ def test_adapters_alone_travel_and_are_merged_to_the_bit(tmp_path: Path, dtype: 
         assert "lm_head.weight" in held
     sent = sender.sent
     assert sent["delta"]
-    assert sent["bytes"] <= sum(weight.numel() * 4 for weight in adapters)
+    assert sent["bytes"] <= sum(weight.numel() * dtype.itemsize for weight in adapters)
+    assert {weight.dtype for weight in adapters} == {torch.float32}, "they are trained in float32 and travel in the model's dtype"
