@@ -19,6 +19,11 @@ PAGES = {
 """Path of every page by name, with placeholders for a step, a group, a dead letter and a completion."""
 KEPT = "grpo-token"  # where the page keeps the token (static/api.js)
 LIMIT_MS = 60_000  # for any wait for the page, on a busy machine
+# Rules of axe-core that every page must satisfy: WCAG 2.2 A and AA, and best practices.
+AXE = """async () => {
+    const found = await axe.run(document, { resultTypes: ['violations'] });
+    return found.violations.map(one => `${one.id}: ${one.help}: ` + one.nodes.slice(0, 3).map(node => node.html).join(' | '));
+}"""
 
 
 def why_not() -> str:

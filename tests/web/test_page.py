@@ -14,17 +14,12 @@ import httpx
 import pytest
 
 from tests.web import browser as browsers
-from tests.web.browser import NARROW, PAGES, WIDE, a_sample, chromium, go, opened, settle
+from tests.web.browser import AXE, NARROW, PAGES, WIDE, a_sample, chromium, go, opened, settle
 from tests.web.world import REASON, Shown, kill, shown
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-"),
 ]  # fmt: skip
-# Rules of axe-core that every page must satisfy: WCAG 2.2 A and AA, and best practices.
-AXE = """async () => {
-    const found = await axe.run(document, { resultTypes: ['violations'] });
-    return found.violations.map(one => `${one.id}: ${one.help}: ` + one.nodes.slice(0, 3).map(node => node.html).join(' | '));
-}"""
 
 
 @pytest.fixture(scope="module")

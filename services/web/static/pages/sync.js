@@ -1,7 +1,7 @@
 // Weight syncs: the current or last round, its members' acknowledgements, and how long rounds take.
 import { useAnswer } from "../api.js";
 import { Chart } from "../charts/chart.js";
-import { bytes, count, duration, percent, plain } from "../format.js";
+import { bytes, count, duration, NOTHING, percent, plain } from "../format.js";
 import { Answer, Badge, Empty, Facts, Name, Page, Panel, Table } from "../parts.js";
 import { version } from "../run.js";
 import { html, useMemo } from "../vendor/htm-preact.js";
@@ -10,34 +10,51 @@ import { waiting } from "./waiting.js";
 const POINTS = 400;
 const PHASES = { done: "good", failed: "bad" };
 
-const MEMBER_COLUMNS = [
-  { head: "Member", cell: (row) => html`<${Name}>${row.member}<//>` },
-  { head: "First rank", num: true, title: "in the collective group; the sender is rank 0", cell: (row) => count(row.rank) },
-  { head: "Acknowledged", cell: (row) => (row.stage ? html`<${Badge} kind=${row.stage === "failed" ? "bad" : "good"}>${plain(row.stage)}<//>` : html`<span class="note">nothing yet</span>`) },
-  { head: "Bytes", num: true, title: "that its last weights took from the store", cell: (row) => bytes(row.weights?.bytes) },
-  { head: "Pause", num: true, title: "to apply its last weights", cell: (row) => duration(row.weights?.pause_s) },
-  { head: "Catch-ups", num: true, title: "times that it fetched weights outside rounds", cell: (row) => count(row.weights?.catch_ups) },
+const COLUMNS = [
+  { head: "Generator", cell: (row) => html`<${Name}>${row.member}<//>` },
+  { head: "Version", num: true, title: "policy version that it holds", cell: (row) => (row.pod ? version(row.pod.version) : NOTHING) },
+  { head: "First rank", num: true, title: "in the collective group of the round; the sender is rank 0", cell: (row) => count(row.rank) },
+  { head: "Acknowledged", cell: (row) => (row.stage ? html`<${Badge} kind=${row.stage === "failed" ? "bad" : "good"}>${plain(row.stage)}<//>` : html`<span class="note">${row.rank === undefined ? "not in the round" : "nothing yet"}</span>`) },
+  { head: "Bytes", num: true, title: "fetched from the store for its current weights", cell: (row) => bytes(row.pod?.weights.bytes) },
+  { head: "Pause", num: true, title: "engine pause while its current weights were applied", cell: (row) => duration(row.pod?.weights.pause_s) },
+  { head: "Catch-ups", num: true, title: "number of times it fetched weights outside a round", cell: (row) => count(row.pod?.weights.catch_ups) },
   { head: "Detail", wide: true, cell: (row) => html`<${Name}>${row.detail}<//>` },
 ];
 
-function Round({ sync, pods }) {
-  const { round, acknowledged } = sync;
-  if (!round) return html`<${Panel} title="Round"><${Empty}>No round has been opened yet. The first one starts when the trainer has loaded, before the first ticket is issued.<//><//>`;
-  const said = new Map(acknowledged.map((ack) => [ack.member, ack]));
-  const members = new Set([...Object.keys(round.members), ...said.keys()]);
-  const took = new Map(pods.map((pod) => [`${pod.name}:${pod.boot}`, pod.weights]));
-  const rows = [...members].sort().map((member) => ({ member, rank: round.members[member], weights: took.get(member), ...said.get(member) }));
+// What the trainer sent last; a trainer that always sends all weights does not say.
+function Sent({ pods }) {
+  const sent = pods.find((pod) => pod.kind === "trainer" && pod.weights.delta !== undefined)?.weights;
+  if (!sent) return NOTHING;
+  return html`${bytes(sent.bytes)}, ${percent(sent.share, 2)} of the weights <${Badge}>${sent.delta ? "delta" : "whole"}<//>`;
+}
+
+function Round({ round, pods }) {
+  if (!round) return html`<${Panel} title="Round"><${Empty}>No round has been opened yet. The first one starts once the trainer has loaded its model, before the first ticket is issued.<//><//>`;
   return html`<${Panel} title=${`Round ${round.attempt}`} note=${`sends ${version(round.version)}`}>
     <${Facts}
       of=${[
         ["Phase", html`<${Badge} kind=${PHASES[round.phase] ?? "warn"}>${plain(round.phase)}<//>`],
         ["Version sent", version(round.version)],
+        ["Sent last", html`<${Sent} pods=${pods} />`, "by the trainer: delta, only what changed since the version before; whole, all weights"],
         ["Collective group", `epoch ${round.epoch}, ${round.world_size} ranks over ${plain(round.backend)}`],
-        round.port > 0 && ["Meets at", html`<${Name}>${`${round.host}:${round.port}`}<//>`],
+        round.port > 0 && ["Rendezvous", html`<${Name}>${`${round.host}:${round.port}`}<//>`],
         ["Trainer", `fence ${round.trainer_fence}`],
       ]}
     />
-    <${Table} label="Members of the round" columns=${MEMBER_COLUMNS} rows=${rows} rowKey=${(row) => row.member} empty="The round has no members: no generator holds older weights, or there are no generators." />
+  <//>`;
+}
+
+// All generators, and those of the round that have gone since.
+function Generators({ sync, fleet }) {
+  const pods = new Map(fleet.pods.filter((pod) => pod.kind === "generator").map((pod) => [`${pod.name}:${pod.boot}`, pod]));
+  const said = new Map(sync.acknowledged.map((ack) => [ack.member, ack]));
+  const ranks = sync.round?.members ?? {};
+  const members = [...new Set([...pods.keys(), ...Object.keys(ranks), ...said.keys()])].sort();
+  const rows = members.map((member) => ({ member, rank: ranks[member], pod: pods.get(member), ...said.get(member) }));
+  const rest = fleet.total - fleet.pods.length;
+  return html`<${Panel} title="Generators">
+    <${Table} label="Generators" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.member} empty="There are no generators." />
+    ${rest > 0 && html`<p class="note">The figures of ${count(rest)} more pods are not shown; grpo inspect sync lists all generators.</p>`}
   <//>`;
 }
 
@@ -71,7 +88,8 @@ export function SyncPage({ frame }) {
   const unready = waiting("Weight sync", frame);
   if (unready) return unready;
   return html`<${Page} title="Weight sync" lead="After each step, the generators receive the new weights while they generate.">
-    <${Round} sync=${frame.sync} pods=${frame.fleet.pods} />
+    <${Round} round=${frame.sync.round} pods=${frame.fleet.pods} />
+    <${Generators} sync=${frame.sync} fleet=${frame.fleet} />
     <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} />`}<//>
   <//>`;
 }

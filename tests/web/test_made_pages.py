@@ -1,0 +1,103 @@
+"""Pages of a run that is made up: what a small real run does not show, such as long completions and members outside a round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from services.console.local.redis_server import RedisServer
+from services.protocol.messages import PodStatus, Round
+from services.store import Store
+from tests.operations.samples.made import made_row, write_log
+from tests.support.flow import start, trainer_fence
+from tests.support.harness import save_tokenizer_folder, small_config
+from tests.web import browser as browsers
+from tests.web.browser import AXE, WIDE, chromium, opened, settle
+from tests.web.served import served
+
+pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
+WORDS = [f"w{i}" for i in range(2_100)]
+ASKED = 60  # times that the first prompt was asked
+CHOSEN = "() => [...document.querySelectorAll('.token')].findIndex(one => one.ariaCurrent === 'true')"
+
+
+def sample_of(epoch: int) -> str:
+    return f"{epoch}-0.7~{epoch}~trained~0"
+
+
+def logged() -> list[dict[str, Any]]:
+    """Return completions of one prompt, one in each epoch; the first two are long and end differently."""
+    texts = [" ".join([*WORDS, "one"]), " ".join([*WORDS[:10], "other", *WORDS[10:]])]
+    rows = [
+        made_row(
+            0, group=f"{epoch}-0", step=epoch, payload=f"{epoch}-0.7", completion=texts[epoch] if epoch < 2 else f"in {epoch}",
+            tokens=[5, 6, 7, 8, 9], logprobs=[-0.05, -0.25, -3.0, float("nan"), -1.0], gaps=[0.0005, -0.25, 0.5, None, 0.0],
+        )
+        for epoch in range(ASKED)
+    ]  # fmt: skip
+    return [*rows, made_row(40, group="0-9", payload="0-9.7", step=1)]
+
+
+@pytest_asyncio.fixture
+async def url(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterator[str]:
+    config = small_config(tmp_path, server, f"run.name={store.keys.name}", "fleet.ttl_s=120")
+    save_tokenizer_folder(tmp_path / "model")
+    write_log(tmp_path / store.keys.name / "samples", logged())
+    await start(store)
+    async with served(config, store) as url:
+        yield url
+
+
+async def visit(url: str, look: Callable[[Any], None], size: dict[str, int] = WIDE) -> None:
+    """Open a page in a browser and look at it, on another thread. It must not complain, and must be accessible."""
+    axe = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
+
+    def opening() -> None:
+        with chromium() as browser, opened(browser, url, size=size) as page:
+            settle(page)
+            look(page)
+            page.evaluate(axe)
+            assert page.evaluate(AXE) == []
+            assert page.complaints == []
+
+    await asyncio.to_thread(opening)
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    return [text.strip() for text in page.eval_on_selector_all(selector, "all => all.map(one => one.innerText)")]
+
+
+def generator(name: str, version: int, weights: dict[str, float]) -> PodStatus:
+    return PodStatus("generator", name, "b00t", "here", 1, "", "ready", version, 1, {}, weights=weights)
+
+
+async def test_weight_sync_shows_what_was_sent_and_every_generator(store: Store, url: str) -> None:
+    trainer = generator("trainer-0", 5, {"bytes": 2.0**20, "share": 0.05, "changed": 0.01, "delta": 1.0})
+    await store.fleet.beat(msgspec.structs.replace(trainer, kind="trainer", world=0), 60.0)
+    await store.fleet.beat(generator("generator-0", 5, {"bytes": 2048.0, "pause_s": 0.5, "catch_ups": 3.0}), 60.0)
+    await store.fleet.beat(generator("generator-1", 4, {"pause_s": 0.25, "catch_ups": 0.0}), 60.0)
+    fence = await trainer_fence(store)
+    members = {"generator-1:b00t": 1, "generator-2:gone": 2}
+    await store.fleet.set_round(fence, Round(1, 5, "join", members, 3, "nccl", "here", 29500, 1, fence))
+
+    def look(page: Any) -> None:
+        rows = "table[aria-label=Generators] tbody tr"
+        page.wait_for_selector(f"{rows} >> nth=1")
+        cells = {row[0]: row[1:] for row in page.eval_on_selector_all(
+            rows, "all => all.map(row => [...row.querySelectorAll('td')].map(one => one.innerText.trim()))"
+        )}  # fmt: skip
+        assert cells["generator-0:b00t"][:6] == ["v5", "–", "not in the round", "2.0 KiB", "0.5 s", "3"]
+        assert cells["generator-1:b00t"][:6] == ["v4", "1", "nothing yet", "–", "0.3 s", "0"]
+        assert cells["generator-2:gone"][:6] == ["–", "2", "nothing yet", "–", "–", "–"]
+        assert len(cells) == 3
+        sent = page.inner_text("section[aria-label^=Round] dl div:has(dt:text-is('Sent last')) dd")
+        assert " ".join(sent.split()) == "1.0 MiB, 5.00 % of the weights delta"
+
+    await visit(f"{url}/#/sync", look)
