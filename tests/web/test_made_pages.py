@@ -101,3 +101,21 @@ async def test_weight_sync_shows_what_was_sent_and_every_generator(store: Store,
         assert " ".join(sent.split()) == "1.0 MiB, 5.00 % of the weights delta"
 
     await visit(f"{url}/#/sync", look)
+
+
+async def test_the_overview_has_pass_at_k_once_there_are_rounds(store: Store, url: str) -> None:
+    await store.monitor.record({"step": 0.0, "time_s": 1.0, "run/incarnation": 1.0, "reward/train/mean": 0.5})
+
+    def without(page: Any) -> None:
+        page.wait_for_selector("figure.chart >> text=Groups without signal")
+        assert page.query_selector("figure.chart >> text=pass@k") is None
+
+    await visit(url, without)
+    body = {"eval/version": 4, "run/incarnation": 1.0, "eval/math/pass@2": 0.75, "eval/all/pass@2": 0.75}
+    await store.client.xadd(store.keys.evaluations, {"m": msgspec.json.encode(body)})
+
+    def look(page: Any) -> None:
+        page.wait_for_selector("figure.chart:has-text('pass@k') .legend >> text=math pass@2")
+        assert "0.750" in page.inner_text("figure.chart:has-text('pass@k') .legend")
+
+    await visit(url, look)

@@ -1,25 +1,14 @@
 // Evaluation rounds on held-out prompts, each with a single policy version.
 import { useAnswer } from "../api.js";
-import { Chart } from "../charts/chart.js";
+import { keysOf, named, Passes } from "../charts/passes.js";
 import { count, duration, fixed, percent, plain } from "../format.js";
 import { Ago, Answer, Badge, Empty, Facts, Meter, Page, Panel, Table } from "../parts.js";
 import { version } from "../run.js";
-import { html, useMemo } from "../vendor/htm-preact.js";
+import { html } from "../vendor/htm-preact.js";
 import { waiting } from "./waiting.js";
 
 const MOST = 100;
 const ALL = "all";
-
-const passes = (round) => Object.keys(round).filter((key) => /^eval\/.+\/pass@\d+$/.test(key)).sort();
-
-// "eval/gsm8k/pass@8" -> "gsm8k pass@8". With a single source, "all" would repeat it and is left out.
-const named = (key) => plain(key.replace(/^eval\//, "").replace(/\/(pass@)/, " $1"));
-
-function keysOf(rounds) {
-  const keys = [...new Set(rounds.flatMap(passes))].sort();
-  const sources = new Set(keys.map((key) => key.split("/").slice(1, -1).join("/")).filter((source) => source !== ALL));
-  return sources.size > 1 ? keys : keys.filter((key) => !key.startsWith(`eval/${ALL}/`));
-}
 
 function Open({ evaluation, every }) {
   const { round, abandoned, dealt_with: dealtWith } = evaluation;
@@ -43,13 +32,6 @@ function Open({ evaluation, every }) {
 
 function Rounds({ rounds }) {
   const keys = keysOf(rounds);
-  const lines = useMemo(() => {
-    const oldest = [...rounds].reverse();
-    return {
-      xs: oldest.map((round) => round["eval/version"]),
-      of: keys.slice(0, 4).map((key, i) => ({ label: named(key), values: oldest.map((round) => round[key] ?? null), colour: `--line-${i + 1}`, dots: true })),
-    };
-  }, [rounds]);
   const columns = [
     { head: "Version", num: true, cell: (round) => version(round["eval/version"]) },
     ...keys.map((key) => ({ head: named(key), num: true, cell: (round) => fixed(round[key], 3) })),
@@ -59,7 +41,7 @@ function Rounds({ rounds }) {
     { head: "Took", num: true, cell: (round) => duration(round["eval/wall_s"]) },
     { head: "When", num: true, cell: (round) => html`<${Ago} at=${round.time_s} />` },
   ];
-  return html`${rounds.length > 0 && html`<div class="charts one"><${Chart} title="pass@k" unit="share of prompts" x="version" xs=${lines.xs} lines=${lines.of} show=${(v) => fixed(v, 3)} /></div>`}
+  return html`${rounds.length > 0 && html`<div class="charts one"><${Passes} rounds=${rounds} /></div>`}
     <${Panel} title="Completed rounds" note=${rounds.length === MOST ? `the last ${MOST}` : ""}>
       <${Table} label="Completed rounds" columns=${columns} rows=${rounds} rowKey=${(round) => round["eval/version"]} empty="No round has been completed yet." />
     <//>`;

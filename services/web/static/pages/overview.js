@@ -2,6 +2,7 @@
 import { useAnswer } from "../api.js";
 import { Chart } from "../charts/chart.js";
 import { laid } from "../charts/lines.js";
+import { Passes } from "../charts/passes.js";
 import { Smoothing } from "../charts/smoothing.js";
 import { count, duration, fixed, percent, plain, short } from "../format.js";
 import { Ago, Answer, Badge, Facts, Meter, Page, Panel, Tile } from "../parts.js";
@@ -13,6 +14,8 @@ import { waiting } from "./waiting.js";
 
 const POINTS = 400;
 const RECENT = 6;
+const ROUNDS = 100;
+const NONE = [];
 
 function Tiles({ frame, about, metrics }) {
   const { state } = frame;
@@ -90,7 +93,7 @@ const linesOf = (columns, lines, bound) =>
 
 const has = (columns, lines) => lines.some(([, key]) => columns[key].some((value) => value !== null));
 
-function Charts({ data, other, bound }) {
+function Charts({ data, other, bound, rounds }) {
   const drawn = useMemo(
     () =>
       CHARTS.filter(([, , , lines], i) => i < CORE || has(data.columns, lines)).map(([title, unit, show, lines]) => ({
@@ -101,7 +104,8 @@ function Charts({ data, other, bound }) {
       })),
     [data, other, bound],
   );
-  return html`<div class="charts">${drawn.map((chart) => html`<${Chart} key=${chart.title} ...${chart} />`)}</div>`;
+  const [reward, ...rest] = drawn.map((chart) => html`<${Chart} key=${chart.title} ...${chart} />`);
+  return html`<div class="charts">${reward}${rounds.length > 0 && html`<${Passes} key="pass@k" rounds=${rounds} />`}${rest}</div>`;
 }
 
 // What holds for all charts: how much they are smoothed, and the run that is laid over this one.
@@ -121,6 +125,7 @@ export function OverviewPage({ frame, about }) {
   const last = frame ? `${frame.steps.revision}/${frame.steps.count}` : null;
   const series = useAnswer(frame ? `v1/console/series?points=${POINTS}` : "", 0, last);
   const steps = useAnswer(frame ? `v1/console/steps?limit=${RECENT}` : "", 0, last);
+  const rounds = useAnswer(frame?.rounds.count ? `v1/console/evaluations?limit=${ROUNDS}` : "", 0, frame && `${frame.rounds.revision}/${frame.rounds.count}`);
   const against = useStore(route).query.get("against") ?? "";
   const other = useAnswer(against && `v1/console/runs/${encodeURIComponent(against)}/series?points=${POINTS}`);
   const unready = waiting("Overview", frame);
@@ -132,7 +137,7 @@ export function OverviewPage({ frame, about }) {
     <${Tiles} frame=${frame} about=${about} metrics=${metrics} />
     <${ChartTools} against=${against} />
     ${other.error && html`<p class="fault" role="status">${other.error.message}</p>`}
-    <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} other=${other.data} bound=${bound} />`}<//>
+    <${Answer} of=${series}>${(data) => html`<${Charts} data=${data} other=${other.data} bound=${bound} rounds=${rounds.data?.rounds ?? NONE} />`}<//>
     <div class="columns">
       <${StatePanel} frame=${frame} />
       <${Panel} title="Last steps" tools=${html`<a href=${link("steps")}>All steps</a>`}>
