@@ -67,7 +67,7 @@ class WholeSample(BaseModel):
     tokens: list[SampledToken]
     """Its tokens; empty without a tokenizer."""
     note: str
-    """Why there are no tokens; empty if there are."""
+    """Why tokens are missing; empty if none are."""
 
 
 class LogReader:
@@ -135,10 +135,18 @@ def samples_router(service: Service) -> APIRouter:
             SampledToken(text=text, logprob=_finite(logprob), gap=_finite(gap))
             for text, logprob, gap in zip(pieces, logprobs, gaps, strict=False)
         ]
-        note = "" if pieces else reader.why_not if tokens else "its tokens have been deleted"
-        return WholeSample(row=row, tokens=given, note=note)
+        return WholeSample(row=row, tokens=given, note=_note(reader, len(tokens), bool(pieces)))
 
     return router
+
+
+def _note(reader: TextReader, tokens: int, readable: bool) -> str:
+    """Return why tokens of a completion are missing from its page; empty: none are."""
+    if not tokens:
+        return "its tokens have been deleted"
+    if not readable:
+        return reader.why_not
+    return f"Only the first {TOKENS:,} of {tokens:,} tokens are shown." if tokens > TOKENS else ""
 
 
 def _cut(text: str | None) -> str | None:

@@ -212,9 +212,9 @@ async def test_account_configuration_and_a_comparison_are_pages(served: str, fol
             browser.go(page, "samples")
             page.click("main td a[href^='#/samples/'] >> nth=0")
             page.click("main button:has-text('Compare') >> nth=0")
-            page.wait_for_selector("pre[aria-label='Differences of the two completions']")
+            page.wait_for_selector("pre[aria-label='Differences between the two completions']")
             page.click("main button:has-text('Close')")
-            page.wait_for_selector("pre[aria-label='Differences of the two completions']", state="detached")
+            page.wait_for_selector("pre[aria-label='Differences between the two completions']", state="detached")
             assert page.complaints == []
 
     await asyncio.to_thread(look)

@@ -19,7 +19,7 @@ from tests.operations.samples.made import made_row, write_log
 from tests.support.flow import start, trainer_fence
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.web import browser as browsers
-from tests.web.browser import AXE, WIDE, chromium, opened, settle
+from tests.web.browser import AXE, NARROW, WIDE, chromium, opened, settle
 from tests.web.served import served
 
 pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
@@ -74,6 +74,72 @@ def texts(page: Any, selector: str) -> list[str]:
     return [text.strip() for text in page.eval_on_selector_all(selector, "all => all.map(one => one.innerText)")]
 
 
+async def test_what_is_cut_says_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.web.samples.TOKENS", 3)
+
+    def look(page: Any) -> None:
+        page.wait_for_selector("main .banner:has-text('Only the first 3 of 5 tokens are shown.')")
+        assert len(texts(page, ".token")) == 3
+        page.click("main button:has-text('Compare') >> nth=0")
+        page.wait_for_selector("main .banner:has-text('Only the first 2,000 words of each completion are compared.')")
+        assert texts(page, "main pre ins") == ["other"]
+        page.click("main button:has-text('Compare') >> nth=5")
+        page.wait_for_selector("main p:has-text('differ in too many words')")
+
+    await visit(f"{url}/#/samples/{sample_of(0)}", look)
+
+
+async def test_every_completion_of_the_prompt_can_be_reached(url: str) -> None:
+    table = "table[aria-label='Completions of the same prompt']"
+
+    def look(page: Any) -> None:
+        page.click("main button:has-text('Compare') >> nth=4")
+        page.wait_for_selector("pre[aria-label='Differences between the two completions']")
+        assert texts(page, "main .banner") == [], "both are compared to their ends"
+        page.wait_for_selector(f"{table} tr.current")
+        assert len(texts(page, f"{table} tbody tr")) == 50
+        pager = "nav[aria-label='Pages of completions of the same prompt']"
+        assert "1 to 50 of 60" in page.inner_text(pager)
+        page.click(f"{pager} >> text=Next")
+        page.wait_for_selector(f"{table} a[href='#/steps/59']")
+        assert "51 to 60 of 60" in page.inner_text(pager)
+        page.click("main a:has-text('Open in Samples')")
+        page.wait_for_selector("main h1:has-text('Samples')")
+        page.wait_for_selector("main :text('60 of 61')")
+
+    await visit(f"{url}/#/samples/{sample_of(3)}", look)
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW])
+async def test_a_token_is_chosen_by_pointer_or_keyboard(url: str, size: dict[str, int]) -> None:
+    def look(page: Any) -> None:
+        chosen = "main .chosen[aria-live=polite]"
+        page.wait_for_selector(f"{chosen}:has-text('arrow keys')")
+        assert "-0.1 or more" in page.inner_text("main p:has(.span-key)")
+        page.click(".token >> nth=1")
+        page.wait_for_selector(f"{chosen}:has-text('Token 1: ')")
+        assert "logprob -0.250, gap −0.2500" in page.inner_text(chosen)
+        page.focus("pre[aria-label='Tokens of the completion']")
+        for key, at in (
+            ("ArrowRight", 2),
+            ("ArrowRight", 3),
+            ("ArrowLeft", 2),
+            ("End", 4),
+            ("Home", 0),
+            ("ArrowDown", 4),
+            ("ArrowUp", 0),
+        ):
+            page.keyboard.press(key)
+            page.wait_for_function(f"() => ({CHOSEN})() === {at}")
+        page.click(".token >> nth=3")
+        page.wait_for_selector(f"{chosen}:has-text('no logprob')")
+        page.select_option("#colour-by", "gap")
+        page.wait_for_selector("main p:has(.span-key):has-text('up to 0.001')")
+        assert page.evaluate(CHOSEN) == 3
+
+    await visit(f"{url}/#/samples/{sample_of(2)}", look, size)
+
+
 def generator(name: str, version: int, weights: dict[str, float]) -> PodStatus:
     return PodStatus("generator", name, "b00t", "here", 1, "", "ready", version, 1, {}, weights=weights)
 
@@ -119,3 +185,17 @@ async def test_the_overview_has_pass_at_k_once_there_are_rounds(store: Store, ur
         assert "0.750" in page.inner_text("figure.chart:has-text('pass@k') .legend")
 
     await visit(url, look)
+
+
+async def test_a_group_whose_tokens_were_deleted_leads_to_the_sample_log(store: Store, url: str) -> None:
+    await store.client.setbit(store.keys.trained(0), 9, 1)
+
+    def look(page: Any) -> None:
+        page.wait_for_selector("main :text('its plan and tokens were deleted')")
+        page.click("main a:has-text('sample log')")
+        page.wait_for_selector("main h1:has-text('Samples')")
+        settle(page)
+        assert page.input_value("#filter-where") == "group == '0-9'"
+        assert texts(page, "table[aria-label=Completions] td[data-label=Completion]") == ["0-9, 0"]
+
+    await visit(f"{url}/#/groups/0-9", look)

@@ -2,7 +2,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { count, plain, printable, span } from "./format.js";
 import { skew } from "./live.js";
-import { now, useStore } from "./state.js";
+import { choose, now, useStore } from "./state.js";
 
 // A page. Its heading takes the focus when the page opens, so that keyboard and screen reader start there.
 export function Page({ title, lead, tools, children }) {
@@ -109,6 +109,18 @@ export const Pager = ({ label, back, next, children }) =>
     <button type="button" disabled=${!next} onClick=${next}>Next</button>
   </nav>`;
 
+// The pager of a list that is read in pages of `page` rows, of which this one has `shown`; the address keeps the offset.
+export function Pages({ label, offset, page, shown, total }) {
+  const last = offset + shown;
+  if (!offset && last >= total) return null;
+  const go = (to) => () => choose({ offset: String(Math.max(0, to) || "") });
+  return html`<${Pager} label=${label} back=${offset > 0 && go(offset - page)} next=${last < total && go(offset + page)}>
+    ${shown ? `${count(offset + 1)} to ${count(last)}` : "none"} of ${count(total)}<//>`;
+}
+
+// Untrusted text, with escapes for characters that cannot be shown.
+export const Printable = ({ text }) => printable(text).map((piece, i) => (piece.escape ? html`<span class="escape" key=${i}>${piece.text}</span>` : piece.text));
+
 const FIRST = 4000; // characters of a long text shown at first
 const MORE = 20000; // characters added by each press of the button
 
@@ -118,9 +130,7 @@ export function Passage({ text, label }) {
   useEffect(() => setShown(FIRST), [text]);
   const cut = text.length > shown;
   return html`<div class="passage">
-      <pre tabindex=${text.length > 600 ? "0" : undefined} aria-label=${label}>${printable(cut ? text.slice(0, shown) : text).map((piece, i) =>
-        piece.escape ? html`<span class="escape" key=${i}>${piece.text}</span>` : piece.text,
-      )}${text === "" && html`<span class="escape">empty</span>`}</pre>
+      <pre tabindex=${text.length > 600 ? "0" : undefined} aria-label=${label}><${Printable} text=${cut ? text.slice(0, shown) : text} />${text === "" && html`<span class="escape">empty</span>`}</pre>
     </div>
     ${cut &&
     html`<p class="more">

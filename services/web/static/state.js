@@ -49,6 +49,9 @@ addEventListener("hashchange", () => route.set(readRoute()));
 
 export const link = (...path) => `#/${path.map(encodeURIComponent).join("/")}`;
 
+// A link to the sample log, searched: "#/samples?where=…".
+export const linkToSamples = (query) => `${link("samples")}?${new URLSearchParams(query)}`;
+
 // Navigate to the same page with other options, e.g. another sort order.
 export const choose = (changes) => {
   const { path, query } = route.get();

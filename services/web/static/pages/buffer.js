@@ -1,7 +1,7 @@
 // The replay table: how full it is, how it is sampled, and its groups.
 import { useAnswer } from "../api.js";
 import { count, fixed, percent, range, short } from "../format.js";
-import { Answer, Meter, Name, Page, Pager, Panel, Table, Tile } from "../parts.js";
+import { Answer, Meter, Name, Page, Pages, Panel, Table, Tile } from "../parts.js";
 import { choose, link, route, useStore } from "../state.js";
 import { html } from "../vendor/htm-preact.js";
 
@@ -42,21 +42,18 @@ export function BufferPage() {
     <${Answer} of=${answer}>
       ${(found) => {
         const weighted = found.weight_sum !== null;
-        const last = offset + found.groups.length;
         const uses = Object.entries(found.uses).map(([times, groups]) => `${count(groups)} used ${times}×`);
         return html`<dl class="tiles">
             <${Tile} label="Groups" value=${count(found.size)} unit=${`of ${count(found.capacity)}`} note=${html`<${Meter} value=${found.size} of=${found.capacity} label="Groups in the table" />`} />
             <${Tile} label="Sampler" value=${found.sampler} note=${`remover ${found.remover}`} />
-            <${Tile} label="Uses" value=${found.max_uses || "any"} unit="max" note=${uses.join(", ") || "the table is empty"} />
+            <${Tile} label="Uses" value=${found.max_uses || "unlimited"} unit=${found.max_uses ? "max" : ""} note=${uses.join(", ") || "the table is empty"} />
             <${Tile} label="Inserted in total" value=${count(found.inserted)} note=${`${count(found.drawn)} sampled`} />
             <${Tile} label="Next step" value=${found.next_step} note=${weighted ? `sum of weights ${short(found.weight_sum)}` : "lags are relative to it"} />
           </dl>
           <${Panel} title="Groups" tools=${html`<${Sorting} sort=${sort} reverse=${reverse} weighted=${weighted} />`}>
             <${Table} label="Groups of the buffer" columns=${columns(weighted)} rows=${found.groups} rowKey=${(row) => row.group}
               empty=${offset ? "There are no groups on this page." : "The buffer is empty. Groups enter when generators finish them, and leave when a step samples them."} />
-            ${(offset > 0 || last < found.size) &&
-            html`<${Pager} label="Pages of groups" back=${offset > 0 && (() => choose({ offset: String(Math.max(0, offset - PAGE) || "") }))}
-              next=${last < found.size && (() => choose({ offset: String(offset + PAGE) }))}>${count(offset)} to ${count(last - 1)} of ${count(found.size)}<//>`}
+            <${Pages} label="Pages of groups" offset=${offset} page=${PAGE} shown=${found.groups.length} total=${found.size} />
           <//>`;
       }}
     <//>

@@ -1,9 +1,10 @@
 // One group: where it is or how it ended, its prompt, and each completion with its scores and advantage.
 import { useAnswer } from "../api.js";
 import { count, duration, fixed, percent, plain, range, short, signed } from "../format.js";
-import { Answer, Badge, Facts, Name, Page, Pager, Panel, Passage } from "../parts.js";
-import { choose, link, route, useStore } from "../state.js";
+import { Answer, Badge, Facts, Name, Page, Pages, Panel, Passage } from "../parts.js";
+import { link, linkToSamples, route, useStore } from "../state.js";
 import { html } from "../vendor/htm-preact.js";
+import { quoted } from "./samples/samples.js";
 
 const PAGE = 16;
 const PLACES = { replay: "good", drawn: "good", trained: "good", failed: "bad", dropped: "warn", requeued: "warn" };
@@ -62,7 +63,7 @@ const Completion = ({ completion, most }) =>
       <div><dt>Length</dt><dd>${count(completion.length)} tokens</dd></div>
       ${completion.tool_tokens > 0 && html`<div><dt>From tools</dt><dd>${count(completion.tool_tokens)} tokens</dd></div>`}
       ${completion.turns > 1 && html`<div><dt>Turns</dt><dd>${count(completion.turns)}</dd></div>`}
-      ${completion.tool_s > 0 && html`<div><dt>In its environment</dt><dd>${duration(completion.tool_s)}</dd></div>`}
+      ${completion.tool_s > 0 && html`<div><dt>Environment time</dt><dd>${duration(completion.tool_s)}</dd></div>`}
     </dl>
     ${completion.segments.map((segment, i) => {
       const titled = completion.segments.length > 1;
@@ -71,6 +72,9 @@ const Completion = ({ completion, most }) =>
     })}
     ${Object.entries(completion.note ?? {}).map(([verifier, said]) => html`<p key=${verifier} class="note">${plain(verifier)}: ${plain(JSON.stringify(said))}</p>`)}
   </article>`;
+
+// The sample log keeps completions whose tokens were deleted here. A group enters it when it ends.
+const logged = (group, found) => (!found || found.outcome) && html`<a href=${linkToSamples({ where: `group == ${quoted(group)}` })}>Its completions in the sample log</a>`;
 
 const facts = (found) => [
   ["Place", html`<${Badge} kind=${PLACES[found.place] ?? "calm"}>${found.place}<//> ${plain(found.where)}`],
@@ -91,21 +95,18 @@ export function GroupPage({ path }) {
   const { query } = useStore(route);
   const offset = Number(query.get("offset")) || 0;
   const answer = useAnswer(`v1/groups/${encodeURIComponent(path[1])}?limit=${PAGE}&offset=${offset}`);
-  return html`<${Page} title=${`Group ${plain(path[1])}`} lead="One prompt with its completions, scores and advantages.">
+  return html`<${Page} title=${`Group ${plain(path[1])}`} lead="One prompt with its completions, scores and advantages." tools=${logged(path[1], answer.data)}>
     <${Answer} of=${answer}>
       ${(found) => {
         const most = Math.max(0, ...found.completions.map((completion) => Math.abs(completion.advantage ?? 0)));
         const rewards = found.completions.map((completion) => completion.reward).filter((reward) => reward !== null);
         const mean = rewards.length ? `mean reward ${fixed(rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length, 3)}` : "";
-        const last = offset + found.completions.length;
         return html`<${Panel} title="State"><${Facts} of=${facts(found)} />${found.notes.map((note) => html`<p class="fault" key=${note}>${plain(note)}</p>`)}<//>
           ${found.prompt && html`<${Panel} title="Prompt" note=${`${count(found.prompt.tokens)} tokens`}><${Tokens} passage=${found.prompt} label="Text of the prompt" /><//>`}
           ${found.completions.length > 0 &&
           html`<${Panel} title="Completions" note=${`${count(found.size)}${found.completions.length === found.size && mean ? `, ${mean}` : ""}`} kind="bare">
             ${found.completions.map((completion) => html`<${Completion} key=${completion.index} completion=${completion} most=${most} />`)}
-            ${(offset > 0 || last < found.size) &&
-            html`<${Pager} label="Pages of completions" back=${offset > 0 && (() => choose({ offset: String(Math.max(0, offset - PAGE) || "") }))}
-              next=${last < found.size && (() => choose({ offset: String(offset + PAGE) }))}>${count(offset)} to ${count(last - 1)} of ${count(found.size)}<//>`}
+            <${Pages} label="Pages of completions" offset=${offset} page=${PAGE} shown=${found.completions.length} total=${found.size} />
           <//>`}`;
       }}
     <//>

@@ -1,7 +1,7 @@
 // The trained steps, and one step: its groups, how they are packed, and its metrics.
 import { useAnswer } from "../api.js";
 import { count, fixed, percent, plain, range, short } from "../format.js";
-import { Answer, Badge, Facts, Meter, Page, Pager, Panel, Table } from "../parts.js";
+import { Answer, Badge, Facts, Meter, Page, Pager, Pages, Panel, Table } from "../parts.js";
 import { choose, link, route, useStore } from "../state.js";
 import { html } from "../vendor/htm-preact.js";
 import { StepsTable } from "./steps_table.js";
@@ -65,10 +65,7 @@ function Plan({ plan }) {
     <//>
     <${Panel} title="Groups of the step">
       <${Table} label="Groups of the step" columns=${GROUP_COLUMNS} rows=${plan.groups} rowKey=${(row) => row.group} empty="The step has no groups." />
-      ${(plan.offset > 0 || plan.offset + plan.groups.length < plan.size) &&
-      html`<${Pager} label="Pages of groups" back=${plan.offset > 0 && (() => choose({ offset: String(Math.max(0, plan.offset - GROUPS) || "") }))}
-        next=${plan.offset + plan.groups.length < plan.size && (() => choose({ offset: String(plan.offset + GROUPS) }))}>
-        ${count(plan.offset)} to ${count(plan.offset + plan.groups.length - 1)} of ${count(plan.size)}<//>`}
+      <${Pages} label="Pages of groups" offset=${plan.offset} page=${GROUPS} shown=${plan.groups.length} total=${plan.size} />
     <//>`;
 }
 
@@ -106,7 +103,7 @@ function Histogram({ title, of, bins }) {
   const columns = [
     { head: "Up to", num: true, cell: ([bound]) => (bound === Infinity ? "any" : String(bound)) },
     { head: "Share", num: true, cell: ([, number]) => percent(number / total, 1) },
-    { head: "Of the fullest bin", cell: ([bound, number]) => html`<${Meter} value=${number} of=${most} label=${`Up to ${bound}`} />` },
+    { head: "Relative to the fullest bin", cell: ([bound, number]) => html`<${Meter} value=${number} of=${most} label=${`Up to ${bound}`} />` },
   ];
   return html`<section aria-label=${title}><h3>${title} <span class="unit">${count(total)} ${of}</span></h3>
     <${Table} label=${title} columns=${columns} rows=${bins} rowKey=${([bound]) => bound} empty="" />

@@ -1,11 +1,11 @@
 // The sample log: every completion of the run, searched and filtered by the server.
 import { useAnswer } from "../../api.js";
 import { count, plain, range, short, signed } from "../../format.js";
-import { Answer, Badge, Name, Page, Pager, Panel, Table } from "../../parts.js";
+import { Answer, Badge, Name, Page, Pages, Panel, Table } from "../../parts.js";
 import { choose, link, route, useStore } from "../../state.js";
 import { html, useMemo } from "../../vendor/htm-preact.js";
 
-const PAGE = 50;
+export const PAGE = 50;
 const OUTCOMES = ["trained", "filtered", "stale", "evicted", "failed"];
 const KINDS = { trained: "good", filtered: "calm", stale: "warn", evicted: "warn", failed: "bad" };
 const SORTS = [["", "newest"], ["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["step", "step"], ["oldest", "policy version"], ["gap_max", "largest gap"]];
@@ -21,7 +21,8 @@ const FIELDS = [
   ["source", "Source", "search", (value) => `source == ${quoted(value)}`],
 ];
 
-const quoted = (text) => `'${text.replaceAll("\\", "\\\\").replaceAll("'", "\\'").replaceAll("\n", "\\n")}'`;
+// A text as the expressions of the search write it.
+export const quoted = (text) => `'${text.replaceAll("\\", "\\\\").replaceAll("'", "\\'").replaceAll("\n", "\\n")}'`;
 
 export const keyOf = (row) => [row.payload, row.step, row.outcome, row.sample ?? ""].join("~");
 
@@ -57,7 +58,7 @@ function Filters({ query }) {
     <div class="field">
       <label for="filter-order">Order</label>
       <select id="filter-order" name="reverse">
-        ${[["", "as it is"], ["true", "reversed"]].map(([value, words]) => html`<option key=${value} value=${value} selected=${value === (query.get("reverse") ?? "")}>${words}</option>`)}
+        ${[["", "default"], ["true", "reversed"]].map(([value, words]) => html`<option key=${value} value=${value} selected=${value === (query.get("reverse") ?? "")}>${words}</option>`)}
       </select>
     </div>
     <div class="field whole">
@@ -71,7 +72,7 @@ function Filters({ query }) {
 
 export const COLUMNS = [
   { head: "Step", num: true, cell: (row) => html`<a href=${link("steps", row.step)}>${row.step}</a>` },
-  { head: "Completion of", cell: (row) => html`<a href=${link("samples", keyOf(row))}>${plain(row.group)}${row.sample === null ? "" : `, ${row.sample}`}</a>` },
+  { head: "Completion", cell: (row) => html`<a href=${link("samples", keyOf(row))}>${plain(row.group)}${row.sample === null ? "" : `, ${row.sample}`}</a>` },
   { head: "Outcome", cell: (row) => html`<${Badge} kind=${KINDS[row.outcome] ?? "calm"}>${plain(row.outcome)}<//>${row.truncated && html` <${Badge} kind="warn">truncated<//>`}` },
   { head: "Reward", num: true, cell: (row) => short(row.reward) },
   { head: "Advantage", num: true, cell: (row) => signed(row.advantage) },
@@ -89,7 +90,7 @@ export const pathOf = (query, limit = PAGE) => {
 function missing(found) {
   const missed = Object.values(found.missed_groups).reduce((sum, groups) => sum + groups, 0);
   return [
-    found.searched < found.of && `The search took too long: only the last ${count(found.searched)} were searched. Narrow it by step.`,
+    found.searched < found.of && `The search took too long: only the newest ${count(found.searched)} completions were searched. Narrow the search by step.`,
     missed > 0 && `${count(missed)} groups are missing from the log, because the tracker was behind or not running.`,
     found.first_step > 0 && `The log begins at step ${found.first_step}.`,
   ].filter(Boolean);
@@ -107,11 +108,8 @@ export function SamplesPage({ frame }) {
     <${Answer} of=${answer}>
       ${(found) => html`<${Panel} title="Completions" note=${`${count(found.total)} of ${count(found.of)}`}>
         ${missing(found).map((text) => html`<p class="banner" key=${text}>${text}</p>`)}
-        <${Table} label="Completions" columns=${COLUMNS} rows=${found.rows} rowKey=${keyOf} empty=${found.of ? "No completion matches." : "Nothing is logged yet. The tracker writes completions when their group ends; samples.keep = 0 turns it off."} />
-        ${(offset > 0 || offset + found.rows.length < found.total) &&
-        html`<${Pager} label="Pages of completions" back=${offset > 0 && (() => choose({ offset: String(Math.max(0, offset - PAGE) || "") }))}
-          next=${offset + found.rows.length < found.total && (() => choose({ offset: String(offset + PAGE) }))}>
-          ${count(offset)} to ${count(offset + found.rows.length - 1)} of ${count(found.total)}<//>`}
+        <${Table} label="Completions" columns=${COLUMNS} rows=${found.rows} rowKey=${keyOf} empty=${found.of ? "No completion matches." : "Nothing is logged yet. The tracker writes completions when their group ends; samples.keep = 0 turns the log off."} />
+        <${Pages} label="Pages of completions" offset=${offset} page=${PAGE} shown=${found.rows.length} total=${found.total} />
       <//>`}
     <//>
   <//>`;

@@ -1,15 +1,21 @@
 // The difference of two texts, word by word. Pure.
 
-const MOST = 4000; // words of a text; a longer one is compared up to there
-const FARTHEST = 1000; // words by which two texts may differ before they are called too different
+export const MOST = 2000; // words of a text; a longer one is compared up to there
+const FARTHEST = 1000; // words and spaces by which two texts may differ before they are called too different
 
-const words = (text) => (text.match(/\s+|[^\s]+/g) ?? []).slice(0, MOST);
+// Words and the spaces between them, in turn.
+const words = (text) => text.match(/\s+|[^\s]+/g) ?? [];
 
-// Pieces {text, kind}, kind "same", "gone" (only in `before`) or "new" (only in `after`); null if the texts differ too much.
-// Myers' algorithm (1986): the shortest script of deletions and insertions, by the farthest-reaching path of each diagonal.
+// {pieces, cut}: the pieces {text, kind}, kind "same", "gone" (only in `before`) or "new" (only in `after`), or null if the texts
+// differ too much; and whether a text was longer than what was compared.
 export function difference(before, after) {
-  const from = words(before);
-  const to = words(after);
+  const [from, to] = [words(before), words(after)];
+  const cut = Math.max(from.length, to.length) > 2 * MOST;
+  return { pieces: compared(from.slice(0, 2 * MOST), to.slice(0, 2 * MOST)), cut };
+}
+
+// Myers' algorithm (1986): the shortest script of deletions and insertions, by the farthest-reaching path of each diagonal.
+function compared(from, to) {
   const reach = new Map([[1, 0]]);
   const trace = [];
   for (let cost = 0; cost <= Math.min(FARTHEST, from.length + to.length); cost += 1) {
