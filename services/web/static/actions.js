@@ -38,7 +38,7 @@ export const resume = () =>
 export const scale = (there, most) =>
   askFor({
     title: "Number of generators",
-    text: "New generators join the next weight sync. Surplus generators finish or hand back their work, and exit.",
+    text: "New generators join the next weight sync. Surplus generators finish their work or hand it back, and exit.",
     fields: [
       {
         name: "replicas", label: "Generators", kind: "number", min: 0, value: String(there), required: true,
@@ -56,7 +56,7 @@ export const scale = (there, most) =>
 export const checkpoint = () =>
   perform(async () => {
     const asked = await act("v1/checkpoint", { why: "web console" });
-    return asked.saved ? `The checkpoint of step ${asked.step} is already written.` : `Checkpoint requested, of step ${asked.step} or the step in training.`;
+    return asked.saved ? `The checkpoint of step ${asked.step} has already been written.` : `Checkpoint requested for step ${asked.step}, or for the step in training.`;
   });
 
 export const restore = (step) =>
@@ -100,7 +100,7 @@ export const requeue = (id, done) =>
 export const requeueAll = (total, done) =>
   askFor({
     title: "Requeue all dead letters",
-    text: `The tickets of ${total} dead letters are issued again. Those that never counted as failed stay.`,
+    text: `The tickets of ${total} dead letters are issued again. Letters whose ticket never counted as failed stay.`,
     submit: "Requeue all",
     run: async () => {
       const found = await act("v1/deadletters/requeue", { all: true });

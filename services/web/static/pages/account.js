@@ -27,7 +27,7 @@ function Spent({ data, price }) {
   const of = (what) => [plain(what), price ? short(((total / HOUR_S) * price) / data.yields[what]) : `${short(total / HOUR_S / data.yields[what])} device-hours`];
   return html`<${Panel} title="Where the time went" note=${`${fixed(total / HOUR_S, 3)} device-hours${price ? `, ${short((total / HOUR_S) * price)} in total` : ""}`} tools=${html`<${Price} price=${price} />`}>
       <${Table} label="Device-hours by outcome" columns=${columns} rows=${sorted(data.spent)} rowKey=${([name]) => name} empty="Nothing has been spent yet." />
-      ${!data.divided && html`<p class="note">The time of generation is not divided by outcome, since there is no sample log (samples.keep).</p>`}
+      ${!data.divided && html`<p class="note">Generation time is not broken down by outcome, because there is no sample log (samples.keep).</p>`}
     <//>
     <${Panel} title="Cost per unit">
       ${Object.keys(data.yields).length ? html`<${Facts} of=${Object.keys(data.yields).map(of)} />` : html`<p class="empty">Nothing has been trained yet.</p>`}
@@ -37,7 +37,7 @@ function Spent({ data, price }) {
 export function AccountPage() {
   const answer = useAnswer("v1/console/account", EVERY_S);
   const price = Number(useStore(route).query.get("price")) || 0;
-  return html`<${Page} title="Account" lead="What the time of the run's devices was spent on.">
+  return html`<${Page} title="Account" lead="What the run's devices spent their time on.">
     <${Answer} of=${answer}>${(data) => (data.missing ? html`<p class="empty">${data.missing}</p>` : html`<${Spent} data=${data} price=${price} />`)}<//>
   <//>`;
 }

@@ -26,7 +26,7 @@ export function ConfigurationPage() {
       ${(data) => {
         const rows = every ? data.keys : data.keys.filter((row) => row.changed);
         return html`<${Panel} title="Keys" note=${`${count(rows.length)} of ${count(data.keys.length)}`} tools=${html`<${Shown} every=${every} />`}>
-          <${Table} label="Keys of the configuration" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.key} empty="Every key has its default." />
+          <${Table} label="Keys of the configuration" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.key} empty="Every key has its default value." />
         <//>`;
       }}
     <//>

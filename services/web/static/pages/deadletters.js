@@ -25,7 +25,7 @@ export function DeadLettersPage({ frame }) {
   const before = query.get("before") ?? "";
   const answer = useAnswer(`v1/deadletters?limit=${PAGE}&before=${encodeURIComponent(before)}`, 0, `${frame?.dead_letters} ${done}`);
   const again = () => setDone(done + 1);
-  return html`<${Page} title="Dead letters" lead="Tickets that failed permanently, with the reason. A requeued ticket is issued again with the next free slot."
+  return html`<${Page} title="Dead letters" lead="Tickets that failed permanently, each with its reason. A requeued ticket is issued again with the next free slot."
     tools=${answer.data?.total > 0 && html`<${Operator}><${Action} onClick=${() => requeueAll(answer.data.total, again)}>Requeue all …<//><//>`}>
     <${Answer} of=${answer}>
       ${(found) =>

@@ -32,7 +32,7 @@ const columns = (frame) => [
   { head: "Pod", cell: (pod) => html`<${Name}>${pod.name}<//>` },
   { head: "Phase", cell: (pod) => html`<${Phase} pod=${pod} />` },
   { head: "Weights", num: true, cell: (pod) => (pod.kind === "generator" ? html`<${Weights} pod=${pod} published=${frame.state.published_version} />` : null) },
-  { head: "Groups", num: true, title: "tickets in flight, of the engine's limit", cell: carried },
+  { head: "Groups", num: true, title: "tickets in flight, out of the engine's limit", cell: carried },
   { head: "Running", num: true, title: "completions running in its engine", cell: (pod) => gauge(pod, "running") },
   { head: "Waiting", num: true, title: "completions waiting for its engine", cell: (pod) => gauge(pod, "waiting") },
   { head: "KV cache", num: true, cell: (pod) => gauge(pod, "kv_usage", percent) },
