@@ -303,7 +303,7 @@ async def test_text_of_others_controls_no_terminal(store: Store, run: Path, show
         await show(verbs.group, one.ticket_id, 0, 16),
         await show(verbs.buffer, "order", False, 0, 20),
         await show(verbs.dead_letters, 20, ""),
-        await show(verbs.dead_letter, letter.id),
+        await show(verbs.dead_letter, [letter.id]),
         await show(verbs.requeue, [letter.id], False, ""),
         await show(verbs.group, one.ticket_id, 0, 16, as_json=True),
         await show(verbs.dead_letters, 20, "", as_json=True),
@@ -606,18 +606,22 @@ async def test_dead_letters_come_in_pages_and_whole(store: Store, show: Show) ->
     rest = await tell(show, verbs.dead_letters, 2, page["next"])
     assert ([row["reason"] for row in rest["letters"]], rest["next"]) == (["one broke"], None)
     assert f"more with --before {ids[1]}" in (await show(verbs.dead_letters, 2, ""))[1]
-    found = await tell(show, verbs.dead_letter, ids[0])
+    found = await tell(show, verbs.dead_letter, [ids[0]])
     assert (found["kind"], found["fields"]["id"], found["fields"]["prompt"]) == ("ticket", "0-0", [5, 6, 7])
-    assert "answer  " in (await show(verbs.dead_letter, ids[0]))[1]
+    assert "answer  " in (await show(verbs.dead_letter, [ids[0]]))[1]
+    several = await tell(show, verbs.dead_letter, ids[1:])
+    assert [(one["id"], one["reason"]) for one in several] == [(ids[1], "two broke"), (ids[2], "three broke")]
+    _, text = await show(verbs.dead_letter, ids[1:])
+    assert text.index("two broke") < text.index("three broke")
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00\xff\x1b[2J", b"x" * 100_000])
 async def test_a_body_that_is_no_message_is_shown_as_digits(store: Store, show: Show, body: bytes) -> None:
     await start(store)
     id = (await store.client.xadd(store.keys.deadletter, {"ticket": b"\xff\x1b", "reason": "?", "body": body})).decode()
-    found = await tell(show, verbs.dead_letter, id)
+    found = await tell(show, verbs.dead_letter, [id])
     assert (found["kind"], bytes.fromhex(found["hex"]), found["failed"]) == ("bytes", body, False)
-    _, text = await show(verbs.dead_letter, id)
+    _, text = await show(verbs.dead_letter, [id])
     assert len(text) < 2000
 
 
@@ -632,18 +636,18 @@ async def test_a_header_with_numbers_that_are_none_is_shown(store: Store, show: 
     assert any("rewards must be finite" in note for note in waiting["notes"])
     await settle(store, team, "failed:rewards are not finite")
     (letter,) = await store.dead_letters.page()
-    found = await tell(show, verbs.dead_letter, letter.id)
+    found = await tell(show, verbs.dead_letter, [letter.id])
     assert (found["kind"], found["fields"]["rewards"]) == ("header", [None, None, 0.0, 1.0])
 
 
 @pytest.mark.parametrize("id", ["nothing", "5-", "99999999999999999999999-0"])
 async def test_an_id_that_is_none_is_an_error(store: Store, show: Show, id: str) -> None:
     await start(store)
-    for verb, arguments in ((verbs.dead_letter, (id,)), (verbs.dead_letters, (20, id))):
+    for verb, arguments in ((verbs.dead_letter, ([id],)), (verbs.dead_letters, (20, id))):
         with pytest.raises(ConsoleError, match="is not the id of a dead letter"):
             await show(verb, *arguments)
     with pytest.raises(ConsoleError, match="there is no dead letter 5-5: it was requeued or trimmed"):
-        await show(verbs.dead_letter, "5-5")
+        await show(verbs.dead_letter, ["5-5"])
 
 
 async def test_requeue_takes_ids_a_reason_or_all(store: Store, show: Show) -> None:
@@ -715,6 +719,7 @@ def test_the_command_line_reaches_every_verb(server: RedisServer, tmp_path: Path
             (("inspect", "sync"), "published"),
             (("inspect", "deadletter"), "broke"),
             (("inspect", "deadletter", id), "ticket, "),
+            (("inspect", "deadletter", id, id), "ticket, "),
             (("replay", "requeue", "--reason", "broke"), "1 requeued, 0 refused"),
         ):
             code, text, errors = grpo(*arguments)

@@ -87,7 +87,8 @@ def sync(run: Run = "", redis_url: RedisUrl = "", as_json: Json = False) -> int:
 @inspect_app.command()
 def deadletter(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID] [RUN]", help="Dead letter to show with its body; default: list them.")
+        list[str] | None,
+        typer.Argument(metavar="[ID]... [RUN]", help="Dead letters to show with their bodies; default: list them."),
     ] = None,
     redis_url: RedisUrl = "",
     limit: Limit = 20,
@@ -99,7 +100,7 @@ def deadletter(
 
     run, ids = run_and_ids(words or [])
     if ids:
-        return finish(verbs.dead_letter(run, redis_url, ids[0], as_json))
+        return finish(verbs.dead_letter(run, redis_url, ids, as_json))
     return finish(verbs.dead_letters(run, redis_url, limit, before, as_json))
 
 

@@ -95,13 +95,17 @@ async def dead_letters(run: str, redis_url: str, limit: int, before: str, as_jso
     return EXIT_OK
 
 
-async def dead_letter(run: str, redis_url: str, id: str, as_json: bool) -> int:
-    """Show the contents of a dead letter."""
+async def dead_letter(run: str, redis_url: str, ids: Sequence[str], as_json: bool) -> int:
+    """Show the contents of dead letters; of several, JSON is a list."""
     from services.operations.inspection.deadletters import inspect_dead_letter
 
     async with _looking(run, redis_url) as attached:
-        found = await inspect_dead_letter(attached.store, id)
-    _show(found, "dead_letter_table", as_json)
+        found = [await inspect_dead_letter(attached.store, id) for id in ids]
+    if as_json:
+        print_json(found[0] if len(found) == 1 else found)
+        return EXIT_OK
+    for letter in found:
+        _show(letter, "dead_letter_table", as_json)
     return EXIT_OK
 
 
