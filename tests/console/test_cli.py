@@ -9,9 +9,11 @@ import resource
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from typer.main import get_command
 
 from services.config import digest, load_resolved, to_toml
@@ -175,6 +177,16 @@ async def begin(folder: RunFolder, server: RedisServer) -> None:
     await store.close()
 
 
+def questions(monkeypatch: pytest.MonkeyPatch, act: Callable[[], int]) -> tuple[int, list[str]]:
+    """Act on a terminal where somebody answers no. Return the exit code and the questions."""
+    asked = list[str]()
+    with monkeypatch.context() as terminal:
+        terminal.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        terminal.setattr("sys.stderr.isatty", lambda: True, raising=False)
+        terminal.setattr(typer, "confirm", lambda question, err: asked.append(question) or False)
+        return act(), asked
+
+
 def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own server is down. Each command starts it briefly, and requests persist."""
     import asyncio
@@ -203,6 +215,10 @@ def test_verbs_on_a_run_that_sleeps(capsys: pytest.CaptureFixture[str], tmp_path
     )
     assert grpo(capsys, "resume", "small")[0] == 0
     assert grpo(capsys, "pause", "small", "--role", "king")[0] == 2
+    assert questions(monkeypatch, lambda: grpo(capsys, "stop", "nowhere")[0]) == (2, [])
+    question = "End run small in runs/small permanently? To resume it later, press Ctrl-C in grpo run instead."
+    assert questions(monkeypatch, lambda: grpo(capsys, "stop")[0]) == (130, [question]), "the newest run is named"
+    assert json.loads(grpo(capsys, "status", "small", "--json")[1])["state"]["stopping"] == ""
     assert grpo(capsys, "stop", "small", "--why", "enough")[0] == 0
     status = json.loads(grpo(capsys, "status", "small", "--json")[1])
     assert (status["state"]["paused"], status["state"]["stopping"]) == ({}, f"{getpass.getuser()}: enough")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +56,8 @@ class Reached:
     state: RunState | None = None
     """Its state before the request; None: reached through endpoints."""
     live: bool = True
+    named: str = ""
+    """What a question calls it."""
 
 
 @contextlib.asynccontextmanager
@@ -67,7 +69,7 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
             with client_of(target.api, target.token_file, target.ca_file, target.run) as client:
                 from services.runtime.http.control import HttpControl
 
-                yield Reached(HttpControl(client))
+                yield Reached(HttpControl(client), named=f"the run of {target.api}")
             return
         async with attach(target.run, target.redis_url) as attached:
             name = f"run {attached.name}: "
@@ -75,7 +77,8 @@ async def reach(target: Target) -> AsyncIterator[Reached]:
             follows = attached.key("fleet.scaling") in (None, "request")
             fleet = None if follows or attached.config is None else attached.config.fleet
             control = RunControl(attached.store, attached.ttl_s, fleet, attached.folder.checkpoints if attached.folder else None)
-            yield Reached(control, name, later(attached), state, attached.live)
+            where = f" in {attached.folder.path}" if attached.folder else ""
+            yield Reached(control, name, later(attached), state, attached.live, f"run {attached.name}{where}")
     except (InvalidRequest, NotFound, Refused) as error:
         raise ConsoleError(f"{name}{error}", EXIT_CONFIG) from None
 
@@ -127,11 +130,12 @@ async def resume(target: Target, role: str, wait_s: float) -> int:
     return concluded(target, f"{run.prefix}{', '.join(roles)} resumed{run.later}", left, wait_s)
 
 
-async def stop(target: Target, why: str, wait_s: float) -> int:
-    """End a run early."""
+async def stop(target: Target, why: str, wait_s: float, ask: Callable[[str], None]) -> int:
+    """End a run early. `ask` ends the command if the answer to a question is no."""
     async with reach(target) as run:
         if run.state is not None and run.state.finished:
             raise Refused(f"it has already finished: {run.state.finished}")
+        ask(f"End {run.named} permanently? To resume it later, press Ctrl-C in grpo run instead.")
         left = await run.control.stop(why or "grpo stop", who(), wait_s)
     return concluded(
         target, f"{run.prefix}stop requested: the trainer finishes its step, saves and ends the run{run.later}", left, wait_s

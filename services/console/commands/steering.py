@@ -151,10 +151,8 @@ def stop(
     """
     from services.console.commands import control
 
-    if not yes and not as_json:
-        confirm(f"End run {run or 'in the newest folder'} permanently? To resume it later, press Ctrl-C in grpo run instead.")
-
-    return finish(control.stop(control.Target(run, redis_url, api, token_file, ca_file, as_json), why, wait))
+    ask = (lambda question: None) if yes or as_json else confirm
+    return finish(control.stop(control.Target(run, redis_url, api, token_file, ca_file, as_json), why, wait, ask))
 
 
 def number_and_run(words: Sequence[str]) -> tuple[int, str]:
