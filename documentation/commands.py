@@ -13,7 +13,7 @@ from services.console.errors import EXIT_CODES
 INTRODUCTION = """# Command line
 
 `RUN` is a run's folder, or its name under `runs/`; without it, a command takes the newest run. `--json` prints JSON. `--wait`
-waits until the request has taken effect, at most 300 seconds or the number given.
+waits until the request has taken effect, at most for the number of seconds given or, without one, 300 (`grpo smoke`: 600).
 """
 WIDTH = 110
 

@@ -18,7 +18,7 @@ from services.console.arguments import only, quicken
 from services.console.commands import running, steering, watching
 from services.console.commands.inspecting import inspect_app, replay_app
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
-from services.console.options import DEFAULT_WAIT_S, KUBE_CONTEXT, KubeContext, Namespace, Version
+from services.console.options import DEFAULT_WAIT_S, KUBE_CONTEXT, NAMESPACES, SMOKE_WAIT_S, KubeContext, Namespace, Version
 
 COLLECT_AFTER = 100_000  # objects made and not deleted; commands that end at once make 30,000 to 50,000
 
@@ -94,13 +94,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_waits(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with the default after each `--wait` that has no number."""
-    given: list[str] = []
+    """Return the arguments with the command's default after each `--wait` that has no number."""
+    given, wait_s = list[str](), SMOKE_WAIT_S if _verb(argv) == "smoke" else DEFAULT_WAIT_S
     for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         given.append(word)
         if word == "--wait" and not after.replace(".", "", 1).isdigit():
-            given.append(str(DEFAULT_WAIT_S))
+            given.append(str(wait_s))
     return given
+
+
+def _verb(argv: Sequence[str]) -> str:
+    """Return the name of the command, before which there may be options of a cluster."""
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("-"):
+            return word
+        if word in (KUBE_CONTEXT, *NAMESPACES):
+            next(words, "")
+    return ""
 
 
 def _report_known(error: Exception) -> int:

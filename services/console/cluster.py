@@ -21,9 +21,8 @@ from typing import Any, BinaryIO
 
 from services.console.commands.control import who
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, ConsoleError
-from services.console.options import KUBE_CONTEXT, confirm
+from services.console.options import KUBE_CONTEXT, NAMESPACES, confirm
 
-NAMESPACES = ("-n", "--namespace")
 HERE = frozenset({"init", "run", "fork", "ls", "doctor", "score", "rows", "config", "version", "compare", "replay-step", "acl"})
 """Commands about files of this machine."""
 READERS = ("trainer", "tracker", "web")

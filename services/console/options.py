@@ -37,6 +37,7 @@ def confirm(question: str) -> None:
 Version = Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")]
 
 KUBE_CONTEXT = "--kube-context"
+NAMESPACES = ("-n", "--namespace")
 KubeContext = Annotated[
     str,
     typer.Option(
@@ -67,9 +68,13 @@ CaFile = Annotated[
 ]
 WaitS = Annotated[
     float,
-    typer.Option("--wait", metavar="[SECONDS]", min=0, max=3600, help="Wait for completion, at most this long; default: 300."),
-]
+    typer.Option(
+        "--wait", metavar="[SECONDS]", min=0, max=3600, show_default=False,
+        help="Wait for completion, at most this long; without a number: 300.",
+    ),
+]  # fmt: skip
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")]
 DEFAULT_WAIT_S = 300  # of `--wait` without a number
+SMOKE_WAIT_S = 600  # the same of `grpo smoke`, which waits for steps
 Listen = Annotated[bool, typer.Option("--listen", help="Only test a collective: wait for another machine to connect.")]
 Reach = Annotated[str, typer.Option(metavar="HOST:PORT", help="Only test a collective: connect to the address --listen prints.")]

@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from services.config import digest, load_resolved, to_toml
-from services.console.__main__ import app, main
+from services.console.__main__ import app, main, with_waits
 from services.console.local.folder import RunFolder
 from services.console.local.redis_server import RedisServer, start_server
 from services.protocol.messages import PodStatus
@@ -161,6 +161,30 @@ def test_every_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     verbs = [name for name in get_command(app).commands if name not in ("inspect", "replay")]
     assert len(verbs) > 20
     assert [name for name in verbs if "--json" not in grpo(capsys, name, "--help")[1]] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "wait"),
+    [
+        ("pause small --wait", "300"),
+        ("pause smoke --wait --json", "300"),
+        ("smoke --wait", "600"),
+        ("--kube-context here smoke small --wait --steps 5", "600"),
+        ("smoke small --wait 20", "20"),
+        ("pause --wait 0.5 small", "0.5"),
+    ],
+)
+def test_a_wait_without_a_number_is_that_of_its_command(words: str, wait: str) -> None:
+    given = with_waits(words.split())
+    assert given[given.index("--wait") + 1] == wait
+    assert given.count("--wait") == 1
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "scale", "drain", "checkpoint", "restore", "record", "stop", "smoke"])
+def test_help_names_one_number_of_seconds_to_wait(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    text = " ".join(grpo(capsys, command, "--help")[1].partition("[SECONDS]")[2].split()).partition(" --")[0]
+    assert ("default: 600." if command == "smoke" else "without a number: 300.") in text
+    assert "[default: " not in text
 
 
 LONG_NAME = "z-release-with-a-name-of-forty-characters-dataprep-7f9c5d8b6d-x2x4z"

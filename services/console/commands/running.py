@@ -9,7 +9,7 @@ import typer
 
 from services.console.commands import finish
 from services.console.errors import EXIT_CONFIG, EXIT_OK, ConsoleError
-from services.console.options import File, Json, Listen, Overrides, Reach, RedisUrl, Run, Yes
+from services.console.options import SMOKE_WAIT_S, File, Json, Listen, Overrides, Reach, RedisUrl, Run, Yes
 
 
 def init(
@@ -91,8 +91,15 @@ def smoke(
     steps: Annotated[int, typer.Option(min=1, help="Number of further steps to wait for.")] = 3,
     limit_s: Annotated[
         float,
-        typer.Option("--wait", "--limit-s", metavar="[SECONDS]", min=0, help="Wait for them, at most this long; default: 600."),
-    ] = 600.0,
+        typer.Option(
+            "--wait",
+            "--limit-s",
+            metavar="[SECONDS]",
+            min=0,
+            show_default=False,
+            help="Wait for them, at most this long; default: 600.",
+        ),
+    ] = SMOKE_WAIT_S,
     as_json: Json = False,
 ) -> int:
     """Verify that a run makes progress.
