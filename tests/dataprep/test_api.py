@@ -76,6 +76,19 @@ async def test_a_group_is_shown_with_its_text_and_its_place(http: httpx.AsyncCli
     assert is_problem(await http.get("/v1/groups/0-0", params={"limit": 65}), 422, "limit")
 
 
+async def test_a_group_without_its_tokens_names_the_sample_log(http: httpx.AsyncClient, store: Store) -> None:
+    team = await start(store)
+    await buffer(store, team, 1)
+    await prepare(store, team, 0, ["0-0"])
+    await store.steps.commit(team.trainer, 0)
+    await store.steps.publish(team.trainer, 1)
+    await store.steps.checkpointed(team.trainer, 0)
+    await store.steps.retire()
+    found = (await http.get("/v1/groups/0-0")).json()
+    assert (found["place"], found["completions"]) == ("trained", [])
+    assert """grpo samples RUN --where "group == '0-0'" shows them""" in found["where"]
+
+
 async def test_a_step_is_shown_or_said_not_to_be_there(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 2)

@@ -181,7 +181,8 @@ def _ended(found: Whereabouts) -> dict[str, Any]:
     if found.trained:
         return {
             "place": "trained",
-            "where": "trained; its plan and tokens were deleted after a checkpoint",
+            "where": "trained; its plan and tokens were deleted after a checkpoint: "
+            f"""grpo samples RUN --where "group == '{found.ticket}'" shows them, if they are logged""",
             "trained": True,
             "outcome": "trained",
         }
