@@ -57,6 +57,7 @@ def test_every_endpoint_by_its_method(served: dict[str, str]) -> None:
         assert data.buffer(limit=2).size == 4
         assert len(data.group("0-0").completions) == 4
         assert data.step(0).step == 0
+        assert data.sync().published == data.state().state.published_version  # type: ignore[union-attr]
         (letter,) = data.dead_letters().letters
         assert data.dead_letter(letter.id).ticket == letter.ticket
         assert [one.id for one in data.requeue([letter.id]).requeued] == [letter.id]

@@ -89,6 +89,14 @@ async def test_a_group_without_its_tokens_names_the_sample_log(http: httpx.Async
     assert """grpo samples RUN --where "group == '0-0'" shows them""" in found["where"]
 
 
+async def test_weight_sync_is_shown(http: httpx.AsyncClient, store: Store) -> None:
+    await start(store)
+    await store.fleet.beat(PodStatus("generator", "generator-0", "b", "here", 1, "", "ready", 0, 1, {}), 60.0)
+    found = (await http.get("/v1/sync")).json()
+    assert (found["published"], found["sent_bytes"]) == (0, None)
+    assert [(one["member"], one["behind"], one["bytes"]) for one in found["members"]] == [("generator-0:b", 0, None)]
+
+
 async def test_a_step_is_shown_or_said_not_to_be_there(http: httpx.AsyncClient, store: Store) -> None:
     team = await start(store)
     await buffer(store, team, 2)

@@ -19,6 +19,7 @@ from services.operations.inspection.deadletters import DeadLetterBody, DeadLette
 from services.operations.inspection.group import Group
 from services.operations.inspection.ledger import AuditReport
 from services.operations.inspection.step import Step
+from services.operations.inspection.sync import SyncAnswer
 from services.runtime.http.models import Desired, Draining, Live, Ready, RunDesire, Scaled, ScaleRequest, State
 from services.store.calls.inspection import Sort
 from services.store.records import PauseMode
@@ -127,6 +128,10 @@ class Client:
     def step(self, number: int, offset: int = 0, limit: int = 100) -> Step:
         """Return a step and a page of its groups. Served by dataprep."""
         return self._ask("GET", f"/v1/steps/{number}", Step, parameters={"offset": offset, "limit": limit})
+
+    def sync(self) -> SyncAnswer:
+        """Return the last round of weight sync and what each generator holds. Served by dataprep."""
+        return self._ask("GET", "/v1/sync", SyncAnswer)
 
     def dead_letters(self, before: str = "", limit: int = 100) -> DeadLetters:
         """List the dead letters. Served by dataprep."""

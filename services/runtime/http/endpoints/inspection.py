@@ -1,4 +1,4 @@
-"""Endpoints that inspect the run: its replay table, groups, steps and dead letters (docs/inspect.md)."""
+"""Endpoints that inspect the run: its replay table, groups, steps, weight sync and dead letters (docs/inspect.md)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from services.operations.inspection.deadletters import (
 )
 from services.operations.inspection.group import Group, inspect_group
 from services.operations.inspection.step import Step, inspect_step
+from services.operations.inspection.sync import SyncAnswer, inspect_sync
 from services.operations.inspection.text import TextReader
 from services.runtime.http.endpoints.control import run_control
 from services.runtime.http.models import RequeueRequest
@@ -50,6 +51,11 @@ def inspection_router(service: Service) -> APIRouter:
     async def step(n: Annotated[int, Path(ge=0, le=2**31)], offset: Offset = 0, limit: Limit = 100) -> Step:
         """Return a step's plan and a page of its groups or, once the step is retired, its metrics."""
         return await inspect_step(store, n, config.trainer.row_tokens, offset, limit)
+
+    @router.get("/sync")
+    async def sync() -> SyncAnswer:
+        """Return the last round of weight sync, what the trainer sent, and what each generator holds."""
+        return await inspect_sync(store, config.fleet.ttl_s)
 
     @router.get("/deadletters", responses=problems(404))
     async def dead_letters(before: str = "", limit: Limit = 100) -> DeadLetters:
