@@ -84,7 +84,8 @@ class Reference(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (Hu et al. 2021). With a rank, only they are trained, in float32, and generators receive merged weights.
+    """Low-rank adapters (Hu et al. 2021). With a rank, only they are trained, in float32. Generators receive merged weights or,
+    with `sync.backend = "store"`, the adapters, which they merge.
 
     There is no dropout: it would make the scored policy differ from the one that sampled.
     """
