@@ -29,6 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--join-s", type=float, default=3.0, help="sync.join_deadline_s")
     parser.add_argument("--transfer-s", type=float, default=4.0, help="sync.transfer_deadline_s")
     parser.add_argument("--encoding", choices=("full", "delta"), default="full", help="sync.encoding")
+    parser.add_argument("--backend", choices=("gloo", "store"), default="gloo", help="sync.backend; a store is a folder")
     parser.add_argument("--folder", type=Path, help="keep everything here; default: a temporary folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> int:
     outcome = Outcome()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # either way nothing is left running
     try:
-        with open_campaign(folder, names, networks, options.join_s, options.transfer_s, outcome, options.encoding) as campaign:
+        way = (f"sync.backend={options.backend}", f"sync.encoding={options.encoding}", f"sync.folder={folder / 'versions'}")
+        with open_campaign(folder, names, networks, options.join_s, options.transfer_s, outcome, way) as campaign:
             campaign.run(sequence(options.seed, options.rounds, kinds, names), tell)
     except KeyboardInterrupt:
         outcome.violations.append("interrupted")

@@ -22,6 +22,7 @@ from services.console.local.redis_server import RedisServer
 from services.protocol.messages import Round
 from services.weights.host_memory import lay_end_to_end
 from services.weights.leader import SyncReport
+from services.weights.versions.objects import Data, FolderObjects
 from tests.support.rounds_world import World, open_world
 from tests.sync_faults.faults import Fault
 from tests.sync_faults.member import digest
@@ -216,9 +217,9 @@ def open_campaign(
     join_s: float,
     transfer_s: float,
     outcome: Outcome,
-    encoding: str = "full",
+    way: Sequence[str] = (),
 ) -> Iterator[Campaign]:
-    """A campaign whose members are being started."""
+    """A campaign whose members are being started. `way`: how weights travel, keys of `sync`."""
     torch.set_num_threads(1)
     network = Networks() if networks else Loopback()
     server = RedisServer(folder / "redis")
@@ -228,12 +229,13 @@ def open_campaign(
     lay_end_to_end(model)  # as the trainer does: buckets are sent from where they lie
     members: dict[str, Member] = {}
     try:
-        given = (*limits, "run.name=rounds", "fleet.ttl_s=5", f"sync.encoding={encoding}")
+        given = (*limits, "run.name=rounds", "fleet.ttl_s=5", *way)
         with open_world(folder, server, *given, model=model, bucket_bytes=BUCKET) as world:
             try:
                 for i, name in enumerate(names):
                     place = ("127.0.0.1", server.port)
-                    members[name] = Member(name, i % 2 == 1, network, world.config, world.portal, place)
+                    streams = i % 2 == 1 and world.config.sync.backend != "store"
+                    members[name] = Member(name, streams, network, world.config, world.portal, place)
                 campaign = Campaign(world, members, outcome)
                 with _watched(world, campaign):
                     yield campaign
@@ -248,7 +250,7 @@ def open_campaign(
 @contextmanager
 def _watched(world: World, campaign: Campaign) -> Iterator[None]:
     """Let the campaign see phases and buckets as they come."""
-    opening, broadcast = world.rounds._open, sending.begin_broadcast
+    opening, broadcast, put = world.rounds._open, sending.begin_broadcast, FolderObjects.put
 
     def opened(current: Round) -> None:
         opening(current)
@@ -258,11 +260,15 @@ def _watched(world: World, campaign: Campaign) -> Iterator[None]:
         campaign.sends(buffer.numel())
         return broadcast(group, buffer, deadline)
 
-    world.rounds._open, sending.begin_broadcast = opened, sends
+    def puts(self: FolderObjects, name: str, data: Data) -> None:
+        campaign.sends(BUCKET)  # of a version in a store: its part, its manifest, the catalogue
+        put(self, name, data)
+
+    world.rounds._open, sending.begin_broadcast, FolderObjects.put = opened, sends, puts
     try:
         yield
     finally:
-        sending.begin_broadcast = broadcast
+        sending.begin_broadcast, FolderObjects.put = broadcast, put
 
 
 def _names(report: SyncReport) -> set[str]:
