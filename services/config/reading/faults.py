@@ -17,6 +17,7 @@ KINDS = ("jsonl", "parquet", "reasoning_gym", "math", "exact", "regex", "length"
 REPLACED = {
     "data.source": "is now a list, data.sources: write [[data.sources]] for [data.source], sources = [{ ... }] for source = "
     "{ ... }, data.sources.0.KEY for data.source.KEY",
+    "model.chat_template": "is a key of another section: set data.chat_template",
     "generator.max_expiries": "was removed, and 16 leases of a ticket may expire: remove the key",
     "generator.gpu_memory_utilization": "is an engine option of vLLM now: set generator.engine_options.gpu_memory_utilization",
     "generator.partial_every_s": "was removed, and unfinished completions are saved every 5 s: remove the key",
@@ -40,7 +41,7 @@ REPLACED = {
         for name in ("top_p", "top_k")
     },
 }
-"""Keys of older versions, and what to do instead."""
+"""Keys of older versions, or that belong to another section, and what to do instead."""
 ELSEWHERE = {
     "lr": "optimizer.learning_rate",
     "num_generations": "sampling.group_size",
