@@ -155,7 +155,7 @@ CARRIED_OUT: dict[str, Any] = {
 """Keys that say how and where a run is executed. They may change when it is resumed."""
 
 CHANGEABLE: dict[str, Any] = {"run": {"steps"}, "optimizer": True, "filters": True, "evaluation": True}
-"""Keys that say how a run goes on. They may change when it is resumed, which is recorded: from there on it is another course."""
+"""Keys that say how a run continues. They may change when it is resumed; each change is recorded with its step."""
 NOT_DEFINING = {**CARRIED_OUT, **CHANGEABLE, "run": CARRIED_OUT["run"] | CHANGEABLE["run"]}
 
 

@@ -1,7 +1,7 @@
 """Check values before a release changes anything: `python -m services.console.release_check CONFIG --before CONFIG`.
 
 The chart runs it before an install or upgrade (charts/templates/check.yaml). It refuses a configuration that is invalid, and one
-that the run of this name in Redis cannot go on with.
+that the run of this name in Redis cannot continue with.
 
 Guarantees: it only reads; the last line says what is wrong and what to do. A Redis that cannot be reached refuses nothing: an
 upgrade may be what repairs it.
@@ -27,7 +27,7 @@ AGAIN = "nothing was changed. Fix it, then run the same command again, as `helm 
 
 
 def refusal(state: RunState | None, config: RunConfig, before: RunConfig | None) -> str:
-    """Return why the run in Redis cannot go on with `config`, or an empty string. `before`: the last release's configuration."""
+    """Return why the run in Redis cannot continue with `config`, or "". `before`: the last release's configuration."""
     if state is None or state.config == digest(config):
         return ""
     what = "a key that defines it has changed"
@@ -37,7 +37,7 @@ def refusal(state: RunState | None, config: RunConfig, before: RunConfig | None)
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         what = f"{told}{more}" if found else "the content of a file that a verifier or an environment names has changed"
     return (
-        f"run {config.run.name!r} exists and cannot go on with these values: {what}. Set config.run.name to a new name to "
+        f"run {config.run.name!r} exists and cannot continue with these values: {what}. Set config.run.name to a new name to "
         "start another run, or undo the change"
     )
 

@@ -10,7 +10,7 @@ from services.config.root import RunConfig
 
 
 def clips(config: RunConfig, mini_batches: int) -> bool:
-    """Return whether the clip bounds can act in a step of so many mini-batches. Of a custom loss nobody knows."""
+    """Return whether the clip bounds can act in a step of that number of mini-batches. Assume it of a custom loss."""
     return config.loss.from_behaviour or mini_batches > 1 or config.loss.policy not in POLICIES
 
 

@@ -1,6 +1,6 @@
 """Tells a person what changed between two looks at a run: its condition, how its trainer resumed, how far services are loaded.
 
-Guarantees: each change is told once. A service that works is not told about again before it is started anew.
+Guarantees: each change is reported once. A service that works is not reported again until it is restarted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What was changed of a run when it was resumed: its history keeps every change with its step.
+"""Records which settings changed when a run was resumed, each with the step from which it holds.
 
-Guarantees: only keys of `CHANGEABLE` are ever changed; a run without a line in `changes.jsonl` went on as it began.
+Guarantees: only keys of `CHANGEABLE` ever change; a run without a line in `changes.jsonl` has the settings that it began with.
 """
 
 from __future__ import annotations

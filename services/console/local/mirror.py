@@ -43,7 +43,7 @@ class Mirror:
             new, forgot = self._history.add(record)
             row = self.rows[int(record[self._key])] if new else {}
             if forgot:
-                self._write_anew()
+                self._rewrite()
             elif new:
                 self._file.write(msgspec.json.encode(row) + b"\n")
             added += [row] if new else []
@@ -52,9 +52,9 @@ class Mirror:
     def outlive(self, steps: Mirror) -> None:
         """Remove the evaluation rounds of policy versions that `steps` has replaced."""
         if self._history.outlive(steps._history):
-            self._write_anew()
+            self._rewrite()
 
-    def _write_anew(self) -> None:
+    def _rewrite(self) -> None:
         fresh = self._path.with_suffix(".new")
         fresh.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in self.rows.values()))
         fresh.replace(self._path)
