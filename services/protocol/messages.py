@@ -183,5 +183,5 @@ class Round(msgspec.Struct, frozen=True):
 
 SYNC_PHASES = ("gather", "join", "pause", "transfer")
 """Phases of a round that its members acknowledge, in order."""
-CHANGED = "arrived changed: "
+CHANGED = "corrupted in transfer: "
 """Prefix of the detail of a `failed` acknowledgement of the phase transfer, followed by the first weight that changed."""

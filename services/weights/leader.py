@@ -188,7 +188,7 @@ class SyncRounds:
         self._changed = {detail.removeprefix(CHANGED) for detail in acks.values() if detail.startswith(CHANGED)}
         for tensor in sorted(self._changed & before):
             raise Fatal(
-                f"weight {tensor!r} arrived changed in two consecutive transfers, last at {', '.join(sorted(acks))}: check "
+                f"weight {tensor!r} was corrupted in two consecutive transfers, last at {', '.join(sorted(acks))}: check "
                 "memory and network there and at the trainer; sync.verify = false would train without noticing"
             )
 

@@ -222,7 +222,7 @@ def test_weights_that_arrive_changed_are_not_applied_and_come_again(world: World
     assert report.members == (good,)
     assert world.versions() == {"a": 1, "b": 0}
     assert torch.equal(world.engines["b"].weights["weight"], before)
-    assert world.rounds._acks()[bad] == ("failed", "arrived changed: weight")
+    assert world.rounds._acks()[bad] == ("failed", "corrupted in transfer: weight")
     report = world.rounds.catch_up(1)
     assert report is not None
     assert report.members == (bad,)
@@ -235,7 +235,7 @@ def test_a_weight_that_arrives_changed_twice_in_a_row_ends_the_run(world: World)
     world.member("a")
     world.member("b", Flipping(2))
     world.rounds.run(0)
-    with pytest.raises(Fatal, match=r"'weight' arrived changed in two consecutive transfers, .* at b:boot.*sync\.verify"):
+    with pytest.raises(Fatal, match=r"'weight' was corrupted in two consecutive transfers, .* at b:boot.*sync\.verify"):
         world.rounds.run(1)
     assert world.versions() == {"a": 1, "b": -1}
 

@@ -98,7 +98,7 @@ async def test_vllm_keeps_its_weights_when_a_version_is_damaged(publishing: Publ
         path = path.parents[1] / f"{publishing.version}.anchor" / "0.0"
     whole = path.read_bytes()
     path.write_bytes(whole[:-100] + bytes(100))
-    with pytest.raises(TransferFailed, match=f"version {publishing.version} failed|arrived changed"):
+    with pytest.raises(TransferFailed, match=f"version {publishing.version} failed|corrupted in transfer"):
         await publishing.apply(folder)
     assert (publishing.engine.version, publishing.engine.whole) == (before, True)
     publishing.model, changed = model, publishing.model
