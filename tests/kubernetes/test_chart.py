@@ -160,15 +160,17 @@ def test_a_single_value_changes_what_is_rendered_and_stays_valid(path: str, valu
 
 def test_whole_numbers_stay_whole_and_text_stays_text(tmp_path: Path) -> None:
     odd = 'a "b" \\n #{ü} \n####\\s*(.+)'
-    values = chart.changed({}, "config.generator.engine_options", {"max_model_len": 4096, "rope": {"factor": 1.5, "on": True}})
+    values = chart.changed(
+        {}, "config.generator.engine_options", {"max_num_batched_tokens": 4096, "rope": {"factor": 1.5, "on": True}}
+    )
     values = chart.changed(values, "config.data.system_prompt", odd)
     values = chart.changed(values, "config.optimizer", {"learning_rate": 1e-6, "betas": [0.9, 0.95]})
     config = chart.named(chart.render(values), "ConfigMap", "demo-config")["data"]["config.toml"]
     (tmp_path / "config.toml").write_text(config)
     loaded = load_resolved(tmp_path / "config.toml")
     options = loaded.generator.engine_options
-    assert options == {"max_model_len": 4096, "rope": {"factor": 1.5, "on": True}}
-    assert isinstance(options["max_model_len"], int)
+    assert options == {"max_num_batched_tokens": 4096, "rope": {"factor": 1.5, "on": True}}
+    assert isinstance(options["max_num_batched_tokens"], int)
     assert loaded.data.system_prompt == odd
     assert loaded.optimizer.learning_rate == 1e-6
 
