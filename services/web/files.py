@@ -56,6 +56,8 @@ class CostReport(BaseModel):
     generator: dict[str, float]
     yields: dict[str, float]
     """What the run has produced: unit, such as "a solved prompt" -> number."""
+    note: str = ""
+    """Which units are left out because the sample log is not complete, and why; empty: none."""
     divided: bool
     """Whether the time of generation is divided by outcome, which needs the sample log."""
     missing: str
@@ -107,7 +109,7 @@ def files_router(service: Service) -> APIRouter:
         if found is None:
             return CostReport(spent={}, trainer={}, generator={}, yields={}, divided=False, missing=NO_ACCOUNT)
         return CostReport(
-            spent=found.spent, trainer=found.trainer, generator=found.generator, yields=found.yields,
+            spent=found.spent, trainer=found.trainer, generator=found.generator, yields=found.yields, note=found.note,
             divided=bool(found.tokens), missing="",
         )  # fmt: skip
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from services.config import ConfigError, RunConfig
 from services.config.load import Before
 from services.config.model_files import check_model
+from services.config.reading.loss_in_words import loss_in_words
 from services.config.reading.places import KeyPlaces
-from services.console.doctor import Finding, functions, gathered, of_configuration, placed, resources, secrets, told
+from services.console.doctor import Finding, functions, gathered, note, of_configuration, placed, resources, secrets, told
 from services.console.doctor.environments import environments
 from services.console.doctor.model import model
 from services.console.doctor.packages import packages, there
@@ -35,6 +36,7 @@ def preflight(
         ("packages", lambda: packages(config)),
         *_machine(config, gpus, own),
         ("secrets", lambda: secrets.secrets(config, environ, own)),
+        ("loss", lambda: (note("loss", sentence) for sentence in loss_in_words(config))),
     ]
     slow: list[Look] = [("functions", lambda: functions.functions(config))]
     if there("tokenizers") and there("jinja2"):

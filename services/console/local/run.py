@@ -21,6 +21,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from services.config import RunConfig, digest, load
+from services.config.reading.loss_in_words import loss_in_words
 from services.console.display.plain import PlainDisplay
 from services.console.doctor.preflight import Check, check_again, preflight
 from services.console.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, ConsoleError
@@ -104,6 +105,8 @@ def _run(options: Options, planner: Planner, check: Check | None) -> int:
                 folder.clear()
             with _redis(config, folder, url, password) as (config, server):
                 config = _written(config, folder, before, step)
+                for sentence in loss_in_words(config):
+                    print(f"loss: {sentence}", flush=True)
                 environ = common_environment(os.environ, config, gpus)
                 return asyncio.run(_Job(options, config, folder, planner, gpus, server, lock.fd, environ, step).run())
     except InUse as error:

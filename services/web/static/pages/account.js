@@ -30,7 +30,8 @@ function Spent({ data, price }) {
       ${!data.divided && html`<p class="note">Generation time is not broken down by outcome, because there is no sample log (samples.keep).</p>`}
     <//>
     <${Panel} title="Cost per unit">
-      ${Object.keys(data.yields).length ? html`<${Facts} of=${Object.keys(data.yields).map(of)} />` : html`<p class="empty">Nothing has been trained yet.</p>`}
+      ${Object.keys(data.yields).length ? html`<${Facts} of=${Object.keys(data.yields).map(of)} />` : !data.note && html`<p class="empty">Nothing has been trained yet.</p>`}
+      ${data.note && html`<p class="note">${data.note}</p>`}
     <//>`;
 }
 
