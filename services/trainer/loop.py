@@ -134,11 +134,11 @@ class TrainLoop:
         while True:
             self._tick()
             state = self.recovery.stay_in_step(self.step)
-            self.saving.heed(state, self.step)
+            self.saving.save_if_requested(state, self.step)
             paused = state.pause_modes.get(self.service.kind, "")
             if state.stopping or (state.prepared_step > self.step and not paused):
                 return state
-            self.saving.relieve(self.step)
+            self.saving.save_if_redis_is_nearly_full(self.step)
             self._say(phase="paused" if paused else "waiting for data", paused=paused)
             if not paused:
                 self.rounds.catch_up(self.step + 1)

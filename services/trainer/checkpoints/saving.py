@@ -38,8 +38,8 @@ class Saving:
     ) -> None:  # fmt: skip
         self._config, self._store, self._fence, self._commands, self._recovery = config, store, fence, commands, recovery
         self._call, self._say = call, say
-        self._relieved = -1  # the last step saved early; Redis may not have shrunk since
-        self._heeded = ""  # the last checkpoint request that was handled
+        self._saved_early = -1  # the last step saved early; Redis may not have shrunk since
+        self._handled = ""  # the last checkpoint request that was handled
         self.last = -1
         """Last step covered by a checkpoint."""
         self.failed = 0
@@ -49,23 +49,23 @@ class Saving:
         """Return whether a checkpoint is due after `step`, which is not the last one."""
         return (step + 1) % self._config.checkpoint.every_steps == 0 and step + 1 < self._config.run.steps
 
-    def relieve(self, step: int) -> None:
-        """Save early when Redis is nearly full, so that it can drop old steps. Saves again only after memory use has fallen
+    def save_if_redis_is_nearly_full(self, step: int) -> None:
+        """Save early when Redis is nearly full, so that it can drop old steps. Save again only after memory use has fallen
         once.
         """
         used, limit = self._call(self._store.run.memory(self._config.redis.max_memory_mib << 20))
         if not limit or used < EARLY * limit:
-            self._relieved = -1
-        elif self._relieved < 0 and step > self.last:
-            self._relieved = step
+            self._saved_early = -1
+        elif self._saved_early < 0 and step > self.last:
+            self._saved_early = step
             log.info("saving early, so that Redis can free memory", used_mib=used >> 20, limit_mib=limit >> 20)
             self.save(step, must=False)
 
-    def heed(self, state: RunState, step: int) -> None:
+    def save_if_requested(self, state: RunState, step: int) -> None:
         """Save if a checkpoint was requested: once per request, so that a full disk is not retried forever."""
-        if not state.checkpoint or state.checkpoint == self._heeded or step < 0:
+        if not state.checkpoint or state.checkpoint == self._handled or step < 0:
             return
-        self._heeded = state.checkpoint
+        self._handled = state.checkpoint
         if step == self.last:
             self._call(self._store.steps.checkpointed(self._fence, step))
         else:

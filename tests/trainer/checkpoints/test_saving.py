@@ -53,21 +53,21 @@ def test_one_that_fails_is_told_and_kills_only_what_has_no_later_chance(tmp_path
 
 def test_a_request_is_seen_to_once_and_ended_by_what_is_saved(tmp_path: Path) -> None:
     noted, request = Noted(tmp_path, "disk full"), SimpleNamespace(checkpoint="17 by hand")
-    heed: Any = noted.saving.heed
-    heed(SimpleNamespace(checkpoint=""), 4)
+    save: Any = noted.saving.save_if_requested
+    save(SimpleNamespace(checkpoint=""), 4)
     assert noted.did == []
     for _ in range(3):
-        heed(request, 4)
+        save(request, 4)
     assert noted.did == ["save 4", "step 4, attempt 1: disk full"]
     noted.problem = ""
-    heed(SimpleNamespace(checkpoint="18 again"), 4)
-    heed(SimpleNamespace(checkpoint="19 there is one"), 4)
+    save(SimpleNamespace(checkpoint="18 again"), 4)
+    save(SimpleNamespace(checkpoint="19 there is one"), 4)
     assert noted.did[2:] == ["save 4", "covered", "whole 4", "whole 4"]
 
 
 def test_nothing_is_saved_before_anything_is_trained(tmp_path: Path) -> None:
     noted = Noted(tmp_path)
-    noted.saving.heed(SimpleNamespace(checkpoint="17 too early"), -1)  # type: ignore[arg-type]
+    noted.saving.save_if_requested(SimpleNamespace(checkpoint="17 too early"), -1)  # type: ignore[arg-type]
     noted.saving.save(-1)
     assert noted.did == []
 
@@ -89,6 +89,6 @@ def test_one_is_due_every_so_many_steps_and_early_once_when_redis_is_nearly_full
     for step, used in ((4, 69), (5, 71), (5, 95), (6, 95), (7, 69), (8, 71)):
         noted.memory = (used * MIB, 100 * MIB)
         noted.did.clear()
-        saving.relieve(step)
+        saving.save_if_redis_is_nearly_full(step)
         seen.append(noted.did[:1])
     assert seen == [[], ["save 5"], [], [], [], ["save 8"]], "what fills it is not what checkpoints cover, until it falls"
