@@ -26,7 +26,7 @@ from services.config.loss import settle
 from services.config.reading.derived import derived
 from services.config.reading.faults import explained, models_of, without
 from services.config.reading.places import COMMAND_LINE, KeyPlaces
-from services.config.reading.unused_keys import unread
+from services.config.reading.unused_keys import unused_keys
 from services.config.root import Redis, RunConfig
 from services.config.training import Trainer
 
@@ -235,8 +235,8 @@ def _read_template(tree: dict[str, Any], folder: Path) -> list[str]:
 
 def _refused(config: RunConfig, before: Before) -> list[str]:
     """Return the keys that have no effect, except those of the configuration that the run began with."""
-    if (found := list(unread(config))) and (begun := before(config)):
-        known = set(unread(begun))
+    if (found := list(unused_keys(config))) and (begun := before(config)):
+        known = set(unused_keys(begun))
         found = [line for line in found if line not in known]
     return found
 

@@ -19,7 +19,7 @@ Rules = Iterator[tuple[str, str, str]]
 """Unused keys, the reason, and what would make them effective (empty if nothing sensible does)."""
 
 
-def unread(config: RunConfig) -> Iterator[str]:
+def unused_keys(config: RunConfig) -> Iterator[str]:
     """Describe every key that is set without effect: key, value and remedy. The command line cannot remove a key of the file but
     can set it to its default, so the remedy names both."""
     for rules in (_prompts, _admission, _filters, _replay, _loss, _training, _sync, _evaluation, _surroundings):
