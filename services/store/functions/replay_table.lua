@@ -46,7 +46,8 @@ local function close_table(t)
   end
 end
 
-local function tally(t, uses, change)
+-- Change the number of groups that were drawn `uses` times; `close_table` writes it.
+local function count_uses(t, uses, change)
   t.uses[uses] = (t.uses[uses] or 0) + change
 end
 
@@ -116,7 +117,7 @@ local function enter_table(t, group, seq, oldest, weight, variate)
     redis.call('ZADD', t.key .. 'weight', weight, group)
     add_weight(t, weight)
   end
-  tally(t, 0, 1)
+  count_uses(t, 0, 1)
   t.size, t.inserted = t.size + 1, t.inserted + 1
 end
 
@@ -130,7 +131,7 @@ local function leave_table(t, group)
     redis.call('ZREM', t.key .. 'weight', group)
   end
   local uses = tonumber(redis.call('HGET', t.prefix .. ':group:' .. group, 'uses'))
-  tally(t, uses, -1)
+  count_uses(t, uses, -1)
   t.size = t.size - 1
   return uses
 end

@@ -47,8 +47,8 @@ register_leader('prepare', {
   if t.clocked then ring_clocks(t, groups, variates) end
   for _, group in ipairs(groups) do
     local uses = redis.call('HINCRBY', prefix .. ':group:' .. group, 'uses', 1)
-    tally(t, uses - 1, -1)
-    tally(t, uses, 1)
+    count_uses(t, uses - 1, -1)
+    count_uses(t, uses, 1)
     if uses == 1 then fresh[#fresh + 1] = group end
     if t.max_uses > 0 and uses >= t.max_uses then
       leave_table(t, group)
