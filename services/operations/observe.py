@@ -1,7 +1,7 @@
 """Reads the state of a run for the console, one poll at a time. A poll is only roughly consistent.
 
 Guarantees: a poll that fails keeps the last result and sets `fault`; metrics are passed on in order, each entry once.
-Waits for: Redis, at most `LOOK_LIMIT_S`. Unblocks: the supervisor and the screen, which read `Observer.look`.
+Waits for: Redis, at most `POLL_LIMIT_S`. Unblocks: the supervisor and the screen, which read `Observer.last`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from services.protocol.errors import StoreError
 from services.protocol.messages import PodStatus
 from services.store import RunState, Store
 
-LOOK_EVERY_S = 0.5
-LOOK_LIMIT_S = 5.0
+POLL_EVERY_S = 0.5
+POLL_LIMIT_S = 5.0
 BATCH = 1000  # entries of the metrics stream read by one poll
 
 
@@ -28,7 +28,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Look:
+class Poll:
     """The result of one poll of the run."""
 
     at: float = float("-inf")  # monotonic seconds just before the poll began
@@ -53,15 +53,15 @@ class Observer:
 
     def __init__(self, store: Store, ttl_s: float) -> None:
         self.store, self._ttl_s = store, ttl_s
-        self.last = Look()
+        self.last = Poll()
         self.fault = ""  # why the last poll failed, or empty
         self._after = self._evaluated = "-"
 
-    async def look(self) -> Look | None:
+    async def poll(self) -> Poll | None:
         """Poll now. Return None, with `fault` set, if Redis does not respond."""
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(LOOK_LIMIT_S):
+            async with asyncio.timeout(POLL_LIMIT_S):
                 state = await self.store.run.state()
                 members = await fleet(self.store, self._ttl_s)
                 entries = await self.store.monitor.metrics(self._after, BATCH)
@@ -74,17 +74,17 @@ class Observer:
             self._after = entries[-1][0]
         if rounds:
             self._evaluated = rounds[-1][0]
-        self.last = Look(begun, state, members, [record for _, record in entries], [record for _, record in rounds])
+        self.last = Poll(begun, state, members, [record for _, record in entries], [record for _, record in rounds])
         return self.last
 
-    async def look_to_the_end(self) -> list[Look]:
+    async def poll_to_end(self) -> list[Poll]:
         """Poll until the metrics stream has no more entries."""
-        looks: list[Look] = []
-        while (look := await self.look()) is not None:
-            looks.append(look)
-            if len(look.records) < BATCH:
+        polls: list[Poll] = []
+        while (poll := await self.poll()) is not None:
+            polls.append(poll)
+            if len(poll.records) < BATCH:
                 break
-        return looks
+        return polls
 
 
 async def fleet(store: Store, ttl_s: float) -> list[Member]:

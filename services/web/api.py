@@ -83,7 +83,7 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
     @router.get("/series", summary="Series")
     async def charted(points: Annotated[int, Query(ge=1, le=series.MOST_POINTS)] = 400) -> Series:
         """Return the charted metrics of all steps, in at most `points` points."""
-        await watch.look()
+        await watch.poll()
         steps, columns = await asyncio.to_thread(series.drawn, dict(watch.steps.rows), points)
         return Series(revision=watch.steps.incarnation, steps=steps, columns=columns)
 
@@ -92,7 +92,7 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
         before: Annotated[int, Query(ge=0, le=2**31)] = 2**31, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50
     ) -> StepsPage:
         """List the steps before `before`, newest first."""
-        await watch.look()
+        await watch.poll()
         found = sorted((step for step in watch.steps.rows if step < before), reverse=True)
         page = [StepMetricsEntry(step=step, metrics=_named(watch.steps.rows[step])) for step in found[:limit]]
         return StepsPage(total=len(watch.steps.rows), steps=page, next=page[-1].step if len(found) > limit else None)
@@ -100,7 +100,7 @@ def console_router(service: Service, watch: Watch) -> APIRouter:
     @router.get("/evaluations")
     async def evaluations(limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100) -> Rounds:
         """List the completed evaluation rounds, newest first."""
-        await watch.look()
+        await watch.poll()
         found = [watch.rounds.rows[version] for version in sorted(watch.rounds.rows, reverse=True)[:limit]]
         return Rounds(rounds=found)
 

@@ -18,7 +18,7 @@ from services.config import RunConfig
 from services.operations.history import EVALUATED, INCARNATION, STEP, History, recorded
 from services.operations.inspection.ledger import AuditReport, audit_of_end
 from services.operations.inspection.step import Step
-from services.operations.observe import Look
+from services.operations.observe import Poll
 from services.protocol.errors import StoreError
 from services.runtime.checkpoints import CheckpointFolder
 from services.runtime.http.endpoints import checkpoints
@@ -53,7 +53,7 @@ class FolderWatch(Watch):
         self._config, self._folder = config, folder
         self._read_s: tuple[float, ...] = ()
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Read the files if they have changed."""
         async with self._once:
             files = [self._folder / "metrics.jsonl", self._folder / "evaluations.jsonl"]
@@ -67,8 +67,8 @@ class FolderWatch(Watch):
                     self.rounds.add(record)
                 self.rounds.outlive(self.steps)
                 self._read_s = changed_s
-                self._observer.last = Look(state=self._state(steps[-1] if steps else {}))
-            self._looked_at = max(changed_s)
+                self._observer.last = Poll(state=self._state(steps[-1] if steps else {}))
+            self._polled_at = max(changed_s)
 
     def _state(self, last: dict[str, Any]) -> RunState:
         step = int(last.get(STEP, -1))
@@ -115,7 +115,7 @@ def _kept(service: Service, folder: Path, watch: FolderWatch) -> APIRouter:
     @router.get("/steps/{n}")
     async def step(n: Annotated[int, InPath(ge=0, le=2**31)]) -> Step:
         """Return a step's metrics."""
-        await watch.look()
+        await watch.poll()
         found = next((one for one in reversed(list(recorded(folder / "metrics.jsonl"))) if one.get(STEP) == n), None)
         if found is None:
             raise HTTPException(404, f"step {n} is not in metrics.jsonl")

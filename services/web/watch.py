@@ -1,7 +1,7 @@
 """Polls the run for all open pages: once a second, and not at all while no page is open.
 
 Guarantees: there is one poll at a time, whatever triggers it; a poll that fails keeps the last result and its time.
-Waits for: Redis, at most `LOOK_LIMIT_S`, and an open page. Unblocks: the pages, through the feed.
+Waits for: Redis, at most `POLL_LIMIT_S`, and an open page. Unblocks: the pages, through the feed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.operations.awaited import awaited
 from services.operations.condition import Condition, condition
 from services.operations.figures import left_s
 from services.operations.history import EVALUATED, STEP, History
-from services.operations.observe import LOOK_LIMIT_S, Member, Observer
+from services.operations.observe import POLL_LIMIT_S, Member, Observer
 from services.protocol.errors import StoreError
 from services.protocol.messages import Round
 from services.runtime.loops import Loop, end_tasks
@@ -32,7 +32,7 @@ from services.store.calls.evaluation import EvaluationState
 from services.web import series
 from services.web.feed import Feed
 
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 LOOP_LIMIT_S = 30.0  # for one iteration of the loop: several times the limit of its polls
 PODS_SHOWN = 250  # per frame, about 100 KB
 RECENT = 21  # steps from which the time left is estimated
@@ -50,7 +50,7 @@ Describe = Callable[[RunState | None], Condition]
 
 @dataclass(frozen=True)
 class Seen:
-    """What is polled in addition to the observer's `Look`."""
+    """What is polled in addition to the observer's `Poll`."""
 
     evaluation: EvaluationState | None = None
     round: Round | None = None
@@ -69,9 +69,9 @@ class Watch:
         self.rounds: History[dict[str, Any]] = History(EVALUATED, dict)
         self._store, self._ttl_s = store, ttl_s
         self._observer = Observer(store, ttl_s)
-        self._seen, self._looked_at, self._fault = Seen(), 0.0, ""
+        self._seen, self._polled_at, self._fault = Seen(), 0.0, ""
         self._once = asyncio.Lock()
-        self._looked = float("-inf")
+        self._polled = float("-inf")
 
     async def follow(self, stopping: asyncio.Event, loop: Loop) -> None:
         """Poll while a page is open, until `stopping` is set; then poll once more, so that pages show the final state."""
@@ -80,13 +80,13 @@ class Watch:
             await self._wait(stopping)
             loop.progress()
             loop.limit_s = LOOP_LIMIT_S
-            await self.look()
+            await self.poll()
             await self.feed.publish("frame", self.frame())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), LOOK_EVERY_S)
+                await asyncio.wait_for(stopping.wait(), POLL_EVERY_S)
             loop.limit_s = float("inf")
         if self.feed.watchers:
-            await self.look()
+            await self.poll()
             await self.feed.publish("bye", self.frame())
         await self.feed.close()
 
@@ -100,29 +100,29 @@ class Watch:
         finally:
             await end_tasks(tasks)
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Poll now, unless the last poll was less than half an interval ago."""
         async with self._once:
-            if time.monotonic() - self._looked < LOOK_EVERY_S / 2:
+            if time.monotonic() - self._polled < POLL_EVERY_S / 2:
                 return
-            looks = await self._observer.look_to_the_end()
+            polls = await self._observer.poll_to_end()
             self._fault = self._observer.fault
             try:
-                async with asyncio.timeout(LOOK_LIMIT_S):
+                async with asyncio.timeout(POLL_LIMIT_S):
                     if not self._fault:
                         round, acknowledged = await self._store.fleet.round()
                         evaluation = await self._store.evaluation.state(self._ttl_s)
                         self._seen = Seen(evaluation, round, acknowledged, await self._store.dead_letters.count())
-                        self._looked_at = time.time()
+                        self._polled_at = time.time()
             except (StoreError, RedisError, OSError, TimeoutError) as error:
                 self._fault = str(error) or "no response"
-            for look in looks:
-                for record in look.records:
+            for poll in polls:
+                for record in poll.records:
                     self.steps.add(record)
-                for record in look.evaluations:
+                for record in poll.evaluations:
                     self.rounds.add(record)
             self.rounds.outlive(self.steps)
-            self._looked = time.monotonic()
+            self._polled = time.monotonic()
 
     def frame(self) -> bytes:
         """Return the run as last polled, as JSON."""
@@ -131,7 +131,7 @@ class Watch:
         return msgspec.json.encode(
             {
                 "at": time.time(),
-                "looked_at": self._looked_at,
+                "looked_at": self._polled_at,
                 "fault": self._fault,
                 "condition": found,
                 "awaited": "" if found.word == "stopped" else self._awaited(state),

@@ -79,23 +79,23 @@ async def test_a_frame_is_the_run_as_it_stands(http: httpx.AsyncClient, store: S
     assert second["at"] >= first["at"] + 0.5  # type: ignore[operator]
 
 
-async def test_everybody_who_watches_shares_one_look(http: httpx.AsyncClient, store: Store) -> None:
+async def test_everybody_who_watches_shares_one_poll(http: httpx.AsyncClient, store: Store) -> None:
     await start(store)
 
-    async def looks() -> int:
+    async def polls() -> int:
         stats = await store.client.info("commandstats")
         return stats["cmdstat_zrange"]["calls"] if "cmdstat_zrange" in stats else 0
 
-    before = await looks()
+    before = await polls()
     pages = [asyncio.create_task(frames(http, 3)) for _ in range(20)]
     found = await asyncio.gather(*pages)
     assert {len(each) for each in found} == {3}
-    assert await looks() - before < 40, "twenty pages of three frames must not take sixty looks"
+    assert await polls() - before < 40, "twenty pages of three frames must not take sixty polls"
 
     async def resting() -> bool:
-        at = await looks()
+        at = await polls()
         await asyncio.sleep(2.5)
-        return await looks() == at
+        return await polls() == at
 
     await wait_until(resting, 60.0)  # no page is open
 
@@ -184,7 +184,7 @@ async def test_the_account_comes_judged_and_facts_are_the_runs(http: httpx.Async
 async def test_redis_that_does_not_answer_is_said_and_the_last_look_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await start(store)
     watch = Watch(store, 3.0)
-    await watch.look()
+    await watch.poll()
     good = msgspec.json.decode(watch.frame())
 
     async def gone() -> None:
@@ -192,7 +192,7 @@ async def test_redis_that_does_not_answer_is_said_and_the_last_look_stays(store:
 
     monkeypatch.setattr(store.run, "state", gone)
     await asyncio.sleep(1.0)  # a poll is reused for half a second
-    await watch.look()
+    await watch.poll()
     bad = msgspec.json.decode(watch.frame())
     assert (good["fault"], bad["fault"]) == ("", "Redis went away")
     assert bad["state"] == good["state"]

@@ -1,4 +1,4 @@
-"""Tells a person what changed between two looks at a run: its condition, how its trainer resumed, how far services are loaded.
+"""Tells a person what changed between two polls of a run: its condition, how its trainer resumed, how far services are loaded.
 
 Guarantees: each change is reported once. A service that works is not reported again until it is restarted.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from services.console.display.base import Display
 from services.operations.condition import Condition, condition
 from services.operations.figures import duration
-from services.operations.observe import Look, Member
+from services.operations.observe import Member, Poll
 
 LOADING = {
     "starting": "starting",
@@ -23,7 +23,7 @@ LOADING = {
 
 
 class Announcer:
-    """Compares each look with the one before."""
+    """Compares each poll with the one before."""
 
     def __init__(self, display: Display, note: Callable[[Condition], None], last_resumed: str = "") -> None:
         """`note` receives each condition of the run. `last_resumed`: what its trainer said when it was started before."""
@@ -45,30 +45,30 @@ class Announcer:
         """Return whether any of these pods got beyond loading since it was started."""
         return not self._working.isdisjoint(pods)
 
-    def look(self, look: Look) -> None:
-        """Tell what changed."""
-        found = condition(look.state, live=True)
+    def announce(self, poll: Poll) -> None:
+        """Tell what has changed since the last poll."""
+        found = condition(poll.state, live=True)
         if found != self._condition:
             self._note(found)
-            if found.detail and look.state is not None and not look.finished:
+            if found.detail and poll.state is not None and not poll.finished:
                 self._display.event(str(found))
             elif self._condition is not None and self._condition.word == "paused" and found.word == "running":
                 self._display.event("running again")
             self._condition = found
-        resumed = look.state.resumed if look.state else ""
+        resumed = poll.state.resumed if poll.state else ""
         if resumed not in ("", self._resumed):
             self._display.event(f"trainer: {resumed}")
         self._resumed = resumed
-        self._load(look)
+        self._load(poll)
 
-    def _load(self, look: Look) -> None:
+    def _load(self, poll: Poll) -> None:
         """Tell which pods entered a phase of loading, or began to work, one line for all in the same phase."""
         entered: dict[str, list[Member]] = {}
-        for member in look.members:
+        for member in poll.members:
             name, phase = member.status.name, member.status.phase
             if name not in self._begun or name in self._working or self._phases.get(name) == phase:
                 continue
-            if member.age_s > look.at - self._begun[name]:  # the last heartbeat of the process before
+            if member.age_s > poll.at - self._begun[name]:  # the last heartbeat of the process before
                 continue
             self._phases[name] = phase
             entered.setdefault(LOADING.get(phase, "ready"), []).append(member)
@@ -76,5 +76,5 @@ class Announcer:
                 self._working.add(name)
         for words, members in entered.items():
             names = sorted(member.status.name for member in members)
-            after_s = max(look.at - self._begun[name] for name in names)
+            after_s = max(poll.at - self._begun[name] for name in names)
             self._display.loading(f"{', '.join(names)}: {words}, {duration(after_s)} after its start")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from services.operations.observe import Look
+from services.operations.observe import Poll
 
 
 class Display(Protocol):
@@ -23,6 +23,6 @@ class Display(Protocol):
         """Show newly recorded steps."""
         ...
 
-    def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
+    def draw(self, poll: Poll, waiting: Mapping[str, float]) -> None:
         """Show the latest observation. `waiting`: seconds until each dead child is restarted."""
         ...

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from services.operations.figures import left_s, step_line
-from services.operations.observe import Look
+from services.operations.observe import Poll
 
 
 class PlainDisplay:
@@ -37,7 +37,7 @@ class PlainDisplay:
             self._rows.append(row)
             _print(step_line(row, self._steps, left_s(self._rows, self._steps)))
 
-    def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
+    def draw(self, poll: Poll, waiting: Mapping[str, float]) -> None:
         """Do nothing: plain lines are never redrawn."""
 
 

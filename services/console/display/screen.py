@@ -23,7 +23,7 @@ from services.operations import figures
 from services.operations.awaited import awaited
 from services.operations.condition import condition
 from services.operations.figures import NOTHING, duration, number
-from services.operations.observe import Look
+from services.operations.observe import Poll
 
 EVENTS = 6  # lines kept on the screen
 
@@ -38,7 +38,7 @@ class ScreenDisplay:
         self._run, self._steps, self._tail = run, steps, tail
         self._rows = list(rows)
         self._events: deque[str] = deque(maxlen=EVENTS)
-        self._look, self._waiting = Look(), dict[str, float]()
+        self._poll, self._waiting = Poll(), dict[str, float]()
         self._live = Live(console=console, auto_refresh=False, get_renderable=self.render)
 
     def __enter__(self) -> Self:
@@ -61,10 +61,10 @@ class ScreenDisplay:
         """Add steps, which the next `draw` shows."""
         self._rows.extend(rows)
 
-    def draw(self, look: Look, waiting: Mapping[str, float]) -> None:
+    def draw(self, poll: Poll, waiting: Mapping[str, float]) -> None:
         """Redraw. Called twice a second."""
-        self._look, self._waiting = look, dict(waiting)
-        self._events.extend(self._tail.look())
+        self._poll, self._waiting = poll, dict(waiting)
+        self._events.extend(self._tail.poll())
         self._live.refresh()
 
     def render(self) -> RenderableType:
@@ -75,18 +75,18 @@ class ScreenDisplay:
             Text(),
             self._figures(),
             Text(),
-            fleet_table(self._look.members, self._waiting),
+            fleet_table(self._poll.members, self._waiting),
         ]
-        parts += waiting_lines(self._look.members)
+        parts += waiting_lines(self._poll.members)
         if self._events:
             parts += [Text(), *(Padding(Text(line, style="yellow"), (0, 0, 0, 2)) for line in self._events)]
         return Group(*parts)
 
     def _progress(self) -> RenderableType:
-        done = self._look.committed_step + 1
+        done = self._poll.committed_step + 1
         left = figures.left_s(self._rows, self._steps)
         grid = Table.grid(padding=(0, 2))
-        found = condition(self._look.state, live=True)
+        found = condition(self._poll.state, live=True)
         grid.add_row(
             Text(f"  {self._run}", style="bold"), ProgressBar(self._steps, done, width=40), f"{done}/{self._steps} steps",
             f"{duration(left)} left" if left else "", Text(found.word, style=COLOURS[found.word]),
@@ -95,7 +95,7 @@ class ScreenDisplay:
 
     def _condition(self) -> list[RenderableType]:
         """Return a line with what there is to say of the run's condition, and one with what it waits for."""
-        state, pods = self._look.state, [member.status for member in self._look.members]
+        state, pods = self._poll.state, [member.status for member in self._poll.members]
         what = awaited(state, pods, state.scale.wanted if state else None)
         found = condition(state, live=True)
         lines = [str(found) if found.detail else "", f"waiting for {what}" if what else ""]
@@ -103,7 +103,7 @@ class ScreenDisplay:
 
     def _figures(self) -> RenderableType:
         last = self._rows[-1] if self._rows else {}
-        state = self._look.state
+        state = self._poll.state
         slots = f"{state.slots_used}/{state.slots}" if state else NOTHING
         shown = [
             ("reward", number(last, figures.REWARD, ".3f")),

@@ -1,6 +1,6 @@
 """Reads warnings and errors from the pods' JSON logs as they are written.
 
-Guarantees: each poll reads only what was appended since the last one, at most the last `LOOK_BYTES` per pod. Warnings of
+Guarantees: each poll reads only what was appended since the last one, at most the last `POLL_BYTES` per pod. Warnings of
 vLLM and other libraries, of which a healthy run has dozens, are left to the log; their errors are not.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from services.console.printable import printable
 from services.runtime.processes.causes import one_line
 
-LOOK_BYTES = 256 * 1024
+POLL_BYTES = 256 * 1024
 SHOWN = 160  # characters of a warning; its log has the rest
 LEVELS = ("warning", "error", "critical")
 NOISY = ("vllm", "py.warnings", "DeepSpeed", "transformers", "torch")  # loggers whose warnings tell an operator nothing
@@ -33,19 +33,19 @@ class WarningsTail:
         self._folder = folder
         self._read: dict[Path, int] = {path: path.stat().st_size for path in folder.glob("*.log")}
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         """Return the new warnings as lines `pod: event: error`."""
-        return [line for path in sorted(self._folder.glob("*.log")) for line in self._look_at(path)]
+        return [line for path in sorted(self._folder.glob("*.log")) for line in self._poll_file(path)]
 
-    def _look_at(self, path: Path) -> list[str]:
+    def _poll_file(self, path: Path) -> list[str]:
         start, end = self._read.get(path, 0), path.stat().st_size
         if end <= start:
             return []
         with path.open("rb") as file:
-            file.seek(max(start, end - LOOK_BYTES))
-            chunk = file.read(LOOK_BYTES)
+            file.seek(max(start, end - POLL_BYTES))
+            chunk = file.read(POLL_BYTES)
         whole = chunk[: chunk.rfind(b"\n") + 1]
-        self._read[path] = max(start, end - LOOK_BYTES) + len(whole)
+        self._read[path] = max(start, end - POLL_BYTES) + len(whole)
         return [f"{path.stem}: {text}" for line in whole.splitlines() if (text := _warning(line))]
 
 

@@ -25,7 +25,7 @@ from services.console.local.redis_server import RedisServer
 from services.console.printable import printable
 from services.operations import figures
 from services.operations.condition import Condition
-from services.operations.observe import LOOK_EVERY_S, Look, Observer
+from services.operations.observe import POLL_EVERY_S, Observer, Poll
 from services.protocol.errors import StoreError
 from services.runtime.entry import EXIT_UNLOADED
 from services.runtime.processes.causes import most_telling
@@ -83,51 +83,51 @@ class Launcher:
 
     async def run(self) -> LaunchOutcome:
         """Start everything and supervise it to the end."""
-        looking = asyncio.create_task(self._look())
+        polling = asyncio.create_task(self._poll())
         try:
             while self._outcome is None:
                 self._rescale()
-                await self._tick(looking)
+                await self._tick(polling)
                 self._keep_redis()
                 for child in list(self.children):
                     self._keep(child)
                 if self._outcome is None and self.observer.last.finished:
                     self._outcome = LaunchOutcome("finished", self.observer.last.finished, EXIT_OK)
-            await self._end(self._outcome, looking)
+            await self._end(self._outcome, polling)
         finally:
             for child in self.children:
                 child.kill()
             self._quit.set()
-            await asyncio.wait([looking])  # not cancelled: it is short, and a client may swallow the cancellation
-        for look in await self.observer.look_to_the_end():
-            self._take_in(look)
+            await asyncio.wait([polling])  # not cancelled: it is short, and a client may swallow the cancellation
+        for poll in await self.observer.poll_to_end():
+            self._take_in(poll)
         return self._outcome
 
-    async def _tick(self, looking: asyncio.Task[None]) -> None:
-        await asyncio.wait([looking], timeout=TICK_S)
-        if looking.done():
-            looking.result()
+    async def _tick(self, polling: asyncio.Task[None]) -> None:
+        await asyncio.wait([polling], timeout=TICK_S)
+        if polling.done():
+            polling.result()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         silent = ""
         while not self._quit.is_set():
-            look = await self.observer.look()
-            if look is not None:
-                self._take_in(look)
+            poll = await self.observer.poll()
+            if poll is not None:
+                self._take_in(poll)
             if self.observer.fault and not silent and self.server is None:
                 self.display.event(f"Redis does not respond: {self.observer.fault}")
             silent = self.observer.fault
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._quit.wait(), LOOK_EVERY_S)
+                await asyncio.wait_for(self._quit.wait(), POLL_EVERY_S)
 
-    def _take_in(self, look: Look) -> None:
-        self._announcer.look(look)
-        self.display.steps(self.mirror.add(look.records))
+    def _take_in(self, poll: Poll) -> None:
+        self._announcer.announce(poll)
+        self.display.steps(self.mirror.add(poll.records))
         self.evaluations.outlive(self.mirror)
-        for record in self.evaluations.add(look.evaluations):
+        for record in self.evaluations.add(poll.evaluations):
             self.display.event(figures.evaluation_line(record))
         now = time.monotonic()
-        self.display.draw(look, {name: max(0.0, due - now) for name, due in self._due.items()})
+        self.display.draw(poll, {name: max(0.0, due - now) for name, due in self._due.items()})
 
     def _keep_redis(self) -> None:
         if self.server is None or self.server.alive:
@@ -207,16 +207,16 @@ class Launcher:
         self._decide(child, codes, now)
 
     def _decide(self, child: ChildService, codes: Sequence[int | None], now: float) -> None:
-        look = self.observer.last
+        poll = self.observer.last
         pod = next(pod for pod, code in zip(child.pods, codes, strict=True) if code is not None)
-        if self._restores_next(child, codes, look):
+        if self._restores_next(child, codes, poll):
             child.kill()
             self._start(child)
             return
         said = printable(most_telling([each.cause() for each in child.pods]))
         decision, self._records[child.name] = supervision.decide(
-            child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=look.committed_step,
-            over=bool(look.finished), redis_served=self.server is not None or look.state is not None, cause=said,
+            child.name, self._records[child.name], codes, lived_s=now - child.started, committed_step=poll.committed_step,
+            over=bool(poll.finished), redis_served=self.server is not None or poll.state is not None, cause=said,
             worked=self._announcer.worked([each.name for each in child.pods]),
         )  # fmt: skip
         if isinstance(decision, supervision.Ended):
@@ -234,9 +234,9 @@ class Launcher:
             f"{pod.name} {account}{f': {said}' if said else ''}; restarting {child.name} in {decision.pause_s:g} s"
         )
 
-    def _restores_next(self, child: ChildService, codes: Sequence[int | None], look: Look) -> bool:
+    def _restores_next(self, child: ChildService, codes: Sequence[int | None], poll: Poll) -> bool:
         """Return whether a trainer ended to restore a checkpoint, as it was requested: that is no failure, the first time."""
-        state = look.state
+        state = poll.state
         if child.name != TRAINER or state is None or state.restore < 0 or EXIT_FAILED not in codes:
             return False
         request = (state.restore, state.incarnation)
@@ -246,7 +246,7 @@ class Launcher:
         self.display.event(f"the trainer restarts to restore the checkpoint of step {state.restore}")
         return True
 
-    async def _end(self, outcome: LaunchOutcome, looking: asyncio.Task[None]) -> None:
+    async def _end(self, outcome: LaunchOutcome, polling: asyncio.Task[None]) -> None:
         """Wait for every child to exit: on its own if the run has finished, otherwise on request; kill it past its limit."""
         self._due.clear()
         asked, told = outcome.status != "finished", False
@@ -256,7 +256,7 @@ class Launcher:
         else:
             self._see_out()
         while self._left():
-            await self._tick(looking)
+            await self._tick(polling)
             self._keep_redis()  # the trainer needs it to save
             waited = time.monotonic() - began
             if self._signals > 1:

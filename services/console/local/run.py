@@ -227,12 +227,12 @@ class _Job:
             await store.run.request_restore(self.restore)
         observer = Observer(store, self.config.fleet.ttl_s)
         before = summary.read(self.folder.summary)
-        for look in await observer.look_to_the_end():
-            mirror.add(look.records)
-            evaluations.add(look.evaluations)
+        for poll in await observer.poll_to_end():
+            mirror.add(poll.records)
+            evaluations.add(poll.evaluations)
         evaluations.outlive(mirror)
         if await store.run.set_steps(self.config.run.steps):
-            await observer.look_to_the_end()
+            await observer.poll_to_end()
         if how := observer.last.finished:
             print(f"run {self.config.run.name} has already finished ({how}); use --fresh to start over", flush=True)
             if before.get("status") == "finished":

@@ -1,4 +1,4 @@
-"""What a person is told between two looks, each thing once."""
+"""What a person is told between two polls, each thing once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from services.console.display.announcer import Announcer
 from services.operations.condition import Condition
-from services.operations.observe import Look, Member
+from services.operations.observe import Member, Poll
 from services.protocol.messages import PodStatus
 from services.store import RunState
 
@@ -25,12 +25,12 @@ class Told:
         self.event = self.events.append
 
     def steps(self, rows: Sequence[Mapping[str, float]]) -> None: ...
-    def draw(self, look: Look, waiting: Mapping[str, float]) -> None: ...
+    def draw(self, poll: Poll, waiting: Mapping[str, float]) -> None: ...
 
 
-def look(at: float, phases: Mapping[str, str], **changes: Any) -> Look:
+def poll(at: float, phases: Mapping[str, str], **changes: Any) -> Poll:
     pods = [PodStatus(name.partition("-")[0], name, "b", "here", 1, "", phase, -1, 1, {}) for name, phase in phases.items()]
-    return Look(at, replace(STATE, **changes), [Member(pod, 0.1) for pod in pods])
+    return Poll(at, replace(STATE, **changes), [Member(pod, 0.1) for pod in pods])
 
 
 def test_phases_of_loading_are_told_with_times_and_together() -> None:
@@ -43,7 +43,7 @@ def test_phases_of_loading_are_told_with_times_and_together() -> None:
         (120.0, {"generator-0": "ready", "generator-1": "loading"}),
         (121.0, {"generator-0": "unsynced", "generator-1": "draining"}),
     ):  # fmt: skip
-        announcer.look(look(at, phases))
+        announcer.announce(poll(at, phases))
     assert told.phases == [
         "generator-0: starting, 1.0 s after its start", "generator-0, generator-1: loading the model, 3.0 s after its start",
         "generator-0: ready, 20 s after its start", "generator-1: ready, 21 s after its start",
@@ -51,17 +51,17 @@ def test_phases_of_loading_are_told_with_times_and_together() -> None:
     assert announcer.worked(["generator-0"])
     announcer.started(["generator-0"], 200.0)
     assert not announcer.worked(["generator-0"])
-    announcer.look(Look(200.05, STATE, look(0, {"generator-0": "ready"}).members))  # the heartbeat of the process before
+    announcer.announce(Poll(200.05, STATE, poll(0, {"generator-0": "ready"}).members))  # the heartbeat of the process before
     assert not announcer.worked(["generator-0"])
 
 
 def test_a_pause_is_told_with_who_and_why_and_so_is_its_end() -> None:
     told, noted = Told(), list[Condition]()
     announcer = Announcer(told, noted.append)
-    announcer.look(look(1.0, {}))
+    announcer.announce(poll(1.0, {}))
     for at in (2.0, 3.0):
-        announcer.look(look(at, {}, paused={"trainer": "ada: lunch"}))
-    announcer.look(look(4.0, {}))
+        announcer.announce(poll(at, {}, paused={"trainer": "ada: lunch"}))
+    announcer.announce(poll(4.0, {}))
     assert told.events == ["paused: trainer by ada: lunch", "running again"]
     assert [found.word for found in noted] == ["running", "paused", "running"]
 
@@ -70,5 +70,5 @@ def test_how_the_trainer_resumed_is_told_once() -> None:
     told = Told()
     announcer = Announcer(told, lambda _: None)
     for at in (1.0, 2.0):
-        announcer.look(look(at, {}, resumed="resumed from checkpoint 20; a later checkpoint was passed over: it is damaged"))
+        announcer.announce(poll(at, {}, resumed="resumed from checkpoint 20; a later checkpoint was passed over: it is damaged"))
     assert told.events == ["trainer: resumed from checkpoint 20; a later checkpoint was passed over: it is damaged"]

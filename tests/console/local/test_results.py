@@ -86,13 +86,13 @@ async def test_an_observer_passes_every_entry_on_once(store: Store) -> None:
     for step in range(BATCH + 5):
         await store.monitor.record({"step": float(step)})
     observer = Observer(store, ttl_s=5.0)
-    looks = await observer.look_to_the_end()
-    assert [len(look.records) for look in looks] == [BATCH, 5]
+    polls = await observer.poll_to_end()
+    assert [len(poll.records) for poll in polls] == [BATCH, 5]
     await store.monitor.record({"step": BATCH + 5.0})
-    look = await observer.look()
-    assert look is not None
-    assert look.records == [{"step": BATCH + 5.0}]
-    assert (look.state, look.finished, look.committed_step) == (None, "", -1)
+    poll = await observer.poll()
+    assert poll is not None
+    assert poll.records == [{"step": BATCH + 5.0}]
+    assert (poll.state, poll.finished, poll.committed_step) == (None, "", -1)
 
 
 def test_a_summary_by_hand(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from services.console.display.screen import ScreenDisplay
 from services.console.display.warnings_tail import WarningsTail
 from services.operations import figures
-from services.operations.observe import Look, Member
+from services.operations.observe import Member, Poll
 from services.protocol.messages import PodStatus
 from services.store import RunState
 
@@ -49,7 +49,7 @@ def test_a_run_in_full_swing(tmp_path: Path) -> None:
     with screen:
         screen.steps([{"step": 10, "time_s": 58.0}, step])
         screen.event("trainer-0 was killed by signal 9; restarting trainer in 0.5 s")
-        screen.draw(Look(0.0, STATE, [Member(POD, 4.2)]), {"trainer": 3.0})
+        screen.draw(Poll(0.0, STATE, [Member(POD, 4.2)]), {"trainer": 3.0})
         text = drawn(screen)
     for expected in (
         "12/100 steps", "2:56 left", "paused: trainer by lunch",
@@ -66,7 +66,7 @@ def test_what_pods_wait_for_is_shown(tmp_path: Path) -> None:
     screen, away = screen_of(tmp_path), "waiting for verifier 'judge' at http://judge: connection refused, for 12 s\x1b[2J"
     pods = [msgspec.structs.replace(POD, name=f"generator-{i}", waiting=away) for i in range(5)]
     with screen:
-        screen.draw(Look(0.0, STATE, [Member(pod, 0.1) for pod in pods]), {})
+        screen.draw(Poll(0.0, STATE, [Member(pod, 0.1) for pod in pods]), {})
         text = drawn(screen)
     assert "generator-0: waiting for verifier 'judge' at http://judge: connection refused, for 12 s\\e[2J" in text
     assert text.count("waiting for verifier") == 3
@@ -78,12 +78,12 @@ def test_the_tail_reads_what_is_appended_and_whole_lines_only(tmp_path: Path) ->
     log = tmp_path / "trainer-0.log"
     log.write_text(json.dumps({"event": "old", "level": "error"}) + "\n")
     tail = WarningsTail(tmp_path)
-    assert tail.look() == []
+    assert tail.poll() == []
     line = json.dumps({"event": "new", "level": "error"})
     with log.open("a") as file:
         file.write(line[:10])
         file.flush()
-        assert tail.look() == []
+        assert tail.poll() == []
         file.write(line[10:] + "\n")
-    assert tail.look() == ["trainer-0: new"]
-    assert tail.look() == []
+    assert tail.poll() == ["trainer-0: new"]
+    assert tail.poll() == []
