@@ -68,9 +68,9 @@ def _kinds(models: list[type[BaseModel]], place: str) -> Iterator[Key]:
         for key in _keys(model, ""):
             if key.key != "kind":
                 kinds_of.setdefault(key, []).extend(kinds)
-    most = max(map(len, kinds_of.values()))
+    kind_count = max(map(len, kinds_of.values()))
     for key, kinds in kinds_of.items():
-        yield replace(key, key=f"{place}.{key.key}" if len(kinds) == most else f"{place}({', '.join(kinds)}).{key.key}")
+        yield replace(key, key=f"{place}.{key.key}" if len(kinds) == kind_count else f"{place}({', '.join(kinds)}).{key.key}")
 
 
 def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:

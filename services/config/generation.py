@@ -120,11 +120,11 @@ def check_engine_options(generator: Generator) -> None:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise ValueError for an impossible smallest group."""
-    least, most = sampling.min_group_size, sampling.group_size
-    if least and not 2 <= least <= most:
+    minimum, maximum = sampling.min_group_size, sampling.group_size
+    if minimum and not 2 <= minimum <= maximum:
         raise ValueError(
-            f"sampling.min_group_size = {least} must be from 2, since rollouts of a group are compared, to sampling.group_size = "
-            f"{most}; or 0, which requires all of them"
+            f"sampling.min_group_size = {minimum} must be from 2, since rollouts of a group are compared, to "
+            f"sampling.group_size = {maximum}; or 0, which requires all of them"
         )
 
 

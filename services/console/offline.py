@@ -59,8 +59,8 @@ class Offline:
         if self._tokenizer is None:
             self._tokenizer = PromptTokenizer(tokenizer_folder(self._config.model.path), self._config.data)
         tokens = self._tokenizer.completions(completions)
-        most = self._config.sampling.max_tokens
-        finish = ["length" if len(ids) >= most else "stop" for ids in tokens]
+        limit = self._config.sampling.max_tokens
+        finish = ["length" if len(ids) >= limit else "stop" for ids in tokens]
         return Job(source.name, list(completions), row.answer, row_text(row, self._config.data), finish, tokens)
 
     def first_answer(self, source: Source) -> Job:

@@ -131,11 +131,11 @@ class DataprepLoop:
 
     async def _turn(self, fence: int, state: RunState) -> bool:
         """Settle, then make a step or else issue tickets. Return whether anything was done."""
-        next_step, most = state.prepared_step + 1, self.config.admission.prompts_per_step
+        next_step, wanted = state.prepared_step + 1, self.config.admission.prompts_per_step
         base = await self._rebase(fence, next_step)
         settled = await self._settle(fence, next_step, base)
         oldest_fresh = next_step - self.config.admission.max_staleness
-        swept = await self.store.replay.sweep_and_peek(fence, oldest_fresh, most, self.rules.replaced)
+        swept = await self.store.replay.sweep_and_peek(fence, oldest_fresh, wanted, self.rules.replaced)
         self.metrics.stale.inc(swept.stale)
         again = await self.issuer.issue_again(fence) if swept.reissue else 0
         if again < swept.reissue:

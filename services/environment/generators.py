@@ -42,7 +42,7 @@ class GeneratorFleet:
 
     def __init__(self, service: Service) -> None:
         config = service.config
-        self._service, self._most = service, config.model.max_tokens
+        self._service = service
         verify = ssl.create_default_context(cafile=config.api.ca_file or None)
         self._poster = Poster(api_tokens(config).operate, verify, config.api.server_name)
         self._pods: dict[str, PodStatus] = {}  # by member: those that generate for training

@@ -115,12 +115,12 @@ class GroupRunner:
         return ""
 
     async def run(
-        self, group: HeldGroup, manner: Manner, turns: TurnLog, begun: Mapping[int, tuple[int, list[bytes]]], least: int
+        self, group: HeldGroup, manner: Manner, turns: TurnLog, begun: Mapping[int, tuple[int, list[bytes]]], minimum: int
     ) -> list[FinishedRollout]:
         """Run the rollouts of a fit ticket to their end, and return those that finished, by sample.
 
         `begun` holds, by sample, the restarts and the records of rollouts that another pod began. Raises `RolloutFailed` if
-        fewer than `least` finish, and `LeaseLost`.
+        fewer than `minimum` finish, and `LeaseLost`.
         """
         environment, ticket = self._config.environment_of(group.ticket.source), group.ticket
         assert environment is not None, "the ticket was found fit"
@@ -134,9 +134,11 @@ class GroupRunner:
             for task in tasks:  # if one has failed, the others are still running
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if len(group.finished) < least:
+        if len(group.finished) < minimum:
             reasons = "; ".join(f"rollout {sample}: {why}" for sample, why in sorted(group.failed.items()))
-            raise RolloutFailed(f"{len(group.finished)} of {ticket.group_size} rollouts finished, fewer than {least}: {reasons}")
+            raise RolloutFailed(
+                f"{len(group.finished)} of {ticket.group_size} rollouts finished, fewer than {minimum}: {reasons}"
+            )
         return [done for _, done in sorted(group.finished.items())]
 
     async def score(self, ticket: Ticket, done: list[FinishedRollout]) -> ScoredGroup:

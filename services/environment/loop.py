@@ -116,10 +116,10 @@ class EnvironmentLoop(TicketHolder[HeldGroup]):
         """Run the rollouts of a ticket, score them and submit the group."""
         ticket, claim = rollout.ticket, rollout.claim
         turns = CommittedTurns(self.store.tickets, self.name, claim)
-        least = self.config.sampling.min_group_size or ticket.group_size
+        minimum = self.config.sampling.min_group_size or ticket.group_size
         try:
             done = await self._groups.run(
-                rollout, Manner.training(self.config), turns, await self.store.tickets.turns(ticket.id), least
+                rollout, Manner.training(self.config), turns, await self.store.tickets.turns(ticket.id), minimum
             )
         except LeaseLost:
             return False

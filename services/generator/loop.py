@@ -149,13 +149,13 @@ class RolloutLoop(RolloutWorker):
         ticket is claimed now and then, in case it fails only at the groups at hand.
         """
         held, share, now = self.generating, self.share, time.monotonic()
-        most = Bounds.of(self.config).scoring - len(self.rollouts)
+        free = Bounds.of(self.config).scoring - len(self.rollouts)
         if self.verifiers.waiting:
-            return min(1, most) if held == 0 and now >= self._claimed_at + PROBE_S else 0
+            return min(1, free) if held == 0 and now >= self._claimed_at + PROBE_S else 0
         within = min(self.limit.groups, share) - held
         if within > 0:
-            return min(within, most)
-        return min(self.limit.groups - held, share, most) if now >= self._spare_from else 0
+            return min(within, free)
+        return min(self.limit.groups - held, share, free) if now >= self._spare_from else 0
 
     async def _claim(self) -> int:
         if self.evaluating or self._obstacle():
@@ -260,10 +260,10 @@ class RolloutLoop(RolloutWorker):
             loop.progress()
             await asyncio.sleep(POLL_S)
 
-    async def _give_back(self, most: int) -> None:
-        """Hand back up to `most` tickets that are queued in the engine, newest first, so that another pod may run them."""
+    async def _give_back(self, count: int) -> None:
+        """Hand back up to `count` tickets that are queued in the engine, newest first, so that another pod may run them."""
         running = self.engine.snapshot()
-        for rollout in list(reversed(self.rollouts.values()))[: max(0, most)]:
+        for rollout in list(reversed(self.rollouts.values()))[: max(0, count)]:
             begun = any(
                 done is not None or len(running.get(rollout.request(sample), NOTHING).tokens)
                 for sample, done in enumerate(rollout.completions)

@@ -111,10 +111,10 @@ class Serving:
 
     def _prefix(self, request: GenerationRequest) -> Generated | None:
         """Return the tokens that a fit request continues."""
-        prompt, most = request.prompt, self._config.model.max_tokens
-        if prompt.ndim != 1 or prompt.dtype.kind != "i" or not 0 < len(prompt) <= most - request.max_tokens:
+        prompt, limit = request.prompt, self._config.model.max_tokens
+        if prompt.ndim != 1 or prompt.dtype.kind != "i" or not 0 < len(prompt) <= limit - request.max_tokens:
             raise NotServed(
-                422, f"a context of shape {prompt.shape} and {request.max_tokens} tokens after it do not fit into {most}"
+                422, f"a context of shape {prompt.shape} and {request.max_tokens} tokens after it do not fit into {limit}"
             )
         if prompt.min() < 0 or prompt.max() >= self._vocabulary or request.max_tokens < 1:
             raise NotServed(422, f"token ids must be in 0..{self._vocabulary - 1}, and max_tokens at least 1")

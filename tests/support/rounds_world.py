@@ -97,7 +97,7 @@ class World:
 
     def hold(self, name: str, version: int) -> None:
         """Let a member evaluate a version until `release`: it has no room for tickets, and so never finds that none is left."""
-        self.lanes[name]._most, self.lanes[name].version = 0, version
+        self.lanes[name]._limit, self.lanes[name].version = 0, version
 
     def release(self, name: str) -> None:
         """Return a member to training."""

@@ -50,16 +50,16 @@ class Launcher:
     """Supervises the children that `plan` returns for a number of generators."""
 
     def __init__(
-        self, plan: Callable[[int], Sequence[ServicePlan]], count: int, most: int | None, observer: Observer, mirror: Mirror,
+        self, plan: Callable[[int], Sequence[ServicePlan]], count: int, limit: int | None, observer: Observer, mirror: Mirror,
         evaluations: Mirror, display: Display, *, logs: Path, environ: Mapping[str, str], lock_fd: int,
         server: RedisServer | None, note: Callable[[Condition], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """`count`: number of generators until another is requested. `most`: the most that the GPUs allow; None: no bound.
+        """`count`: number of generators until another is requested. `limit`: the number that the GPUs allow; None: no bound.
         `note` receives each condition of the run.
         """
         self.observer, self.display, self.server = observer, display, server
         self.mirror, self.evaluations = mirror, evaluations
-        self._plan, self._count, self._most = plan, count, most
+        self._plan, self._count, self._limit = plan, count, limit
         self._logs, self._environ, self._lock_fd = logs, environ, lock_fd
         self.children: list[ChildService] = []
         self.restarts = {"redis": 0} if server else {}
@@ -145,7 +145,7 @@ class Launcher:
 
     def _rescale(self) -> None:
         """Start missing children and drain surplus ones. A child that is draining is started again only after it exits."""
-        generators, refusal = wanted_generators(self.observer.last.state, self._count, self._most)
+        generators, refusal = wanted_generators(self.observer.last.state, self._count, self._limit)
         plans = {plan.name: plan for plan in self._plan(generators)}
         if generators != self._generators:
             if refusal:

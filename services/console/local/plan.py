@@ -62,8 +62,8 @@ def plan_units(config: RunConfig, config_path: Path, gpus: Sequence[str] = ()) -
     ]
 
 
-def most_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
-    """Return the most generators that the GPUs allow.
+def max_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
+    """Return the largest number of generators that the GPUs allow.
 
     None: no bound, on CPUs and where weights travel through host memory, because generators then share GPUs.
     """
@@ -72,16 +72,16 @@ def most_generators(config: RunConfig, gpus: Sequence[str]) -> int | None:
     return (len(gpus) - config.trainer.ranks) // config.generator.tensor_parallel
 
 
-def wanted_generators(state: RunState | None, count: int, most: int | None) -> tuple[int, str]:
+def wanted_generators(state: RunState | None, count: int, limit: int | None) -> tuple[int, str]:
     """Return the number of generators to run, and why it is lower than the desired number (empty: it is not).
 
-    `count`: the number until another is requested. `most`: the most that the GPUs allow; the desired number may have been set
+    `count`: the number until another is requested. `limit`: the number that the GPUs allow; the desired number may have been set
     on a larger machine.
     """
     wanted = count if state is None or state.scale.wanted is None else state.scale.wanted
-    if most is None or wanted <= most:
+    if limit is None or wanted <= limit:
         return wanted, ""
-    return most, f"{wanted} generators desired, but there are GPUs for only {most}"
+    return limit, f"{wanted} generators desired, but there are GPUs for only {limit}"
 
 
 def sharing(config: RunConfig, gpus: Sequence[str]) -> bool:

@@ -34,8 +34,8 @@ from services.console.local.mirror import EVALUATED, Mirror
 from services.console.local.plan import (
     common_environment,
     forced_backend,
+    max_generators,
     memory_share,
-    most_generators,
     plan_units,
     visible_gpus,
 )
@@ -272,10 +272,10 @@ class _Job:
                 page = f"http://{config.web.host}:{config.web.port}"
                 link = f"{page}/#token={api_tokens(config).operate}" if sys.stdout.isatty() else ""
                 display.event(f"web console: {link or f'{page}, with the token in {config.api.token_file}'}")
-            most = most_generators(config, self.gpus)
-            await observer.store.run.bound_generators(most)
+            limit = max_generators(config, self.gpus)
+            await observer.store.run.bound_generators(limit)
             launcher = Launcher(
-                self._plan, config.generator.count, most, observer, mirror, evaluations, display, logs=self.folder.logs,
+                self._plan, config.generator.count, limit, observer, mirror, evaluations, display, logs=self.folder.logs,
                 environ=self.environ, lock_fd=self.lock_fd, server=self.server, note=partial(conditions.note, self.folder),
             )  # fmt: skip
             loop = asyncio.get_running_loop()

@@ -219,8 +219,8 @@ def _shared(samples: _Samples) -> np.ndarray:
 def _deal_rows(rows: list[list[int]], costs: np.ndarray, ranks: int) -> list[list[list[int]]]:
     """Return [rank][row] -> samples, with empty rows if the number of rows is not divisible by the ranks."""
     dealt = deal([int(costs[row].sum()) for row in rows], ranks)
-    most = max(len(places) for places in dealt)
-    return [[rows[place] for place in places] + [[]] * (most - len(places)) for places in dealt]
+    rows_per_rank = max(len(places) for places in dealt)
+    return [[rows[place] for place in places] + [[]] * (rows_per_rank - len(places)) for places in dealt]
 
 
 def _row(groups: Sequence[PlanGroup], samples: _Samples, row: Sequence[int]) -> list[Sample]:

@@ -57,11 +57,11 @@ def _filtered(header: Header, config: RunConfig) -> str:
 
 
 def _fault(header: Header, next_step: int, config: RunConfig) -> str:
-    most = config.sampling.group_size
-    least, n = config.sampling.min_group_size or most, len(header.rewards)
-    if not least <= n <= most:
-        remedy = f", of which sampling.min_group_size requires {least}" if least < most else ""
-        return f"the header has {n} rewards, but sampling.group_size is {most}{remedy}"
+    maximum = config.sampling.group_size
+    minimum, n = config.sampling.min_group_size or maximum, len(header.rewards)
+    if not minimum <= n <= maximum:
+        remedy = f", of which sampling.min_group_size requires {minimum}" if minimum < maximum else ""
+        return f"the header has {n} rewards, but sampling.group_size is {maximum}{remedy}"
     columns = {
         "truncated": header.truncated, **{f"scores of {k}": v for k, v in header.scores.items()},
         **{name: column for name in ("solved", "turns", "tool_s") if (column := getattr(header, name))},
@@ -107,12 +107,12 @@ def _score_fault(header: Header, config: RunConfig) -> str:
     """Return what is wrong with the rewards and scores of a header, or empty."""
     verifiers = named(config.verifiers)
     bounds = {name: verifier.bounds or (-MOST_SCORE, MOST_SCORE) for name, verifier in verifiers}
-    most = math.fsum(abs(verifier.weight) * max(map(abs, bounds[name])) for name, verifier in verifiers)
+    limit = math.fsum(abs(verifier.weight) * max(map(abs, bounds[name])) for name, verifier in verifiers)
     if environment := config.environment_of(header.source):
         bounds[environment.name] = -MOST_SCORE, MOST_SCORE
-        most += MOST_SCORE
-    if not all(abs(reward) <= most * (1 + ROUNDING) for reward in header.rewards):
-        return f"rewards {header.rewards} are not within {most:g}, the most that the verifiers can give"
+        limit += MOST_SCORE
+    if not all(abs(reward) <= limit * (1 + ROUNDING) for reward in header.rewards):
+        return f"rewards {header.rewards} are not within {limit:g}, the most that the verifiers can give"
     for name, scores in header.scores.items():
         verifier, _, part = name.partition(".")
         if verifier not in bounds:

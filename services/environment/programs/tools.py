@@ -129,12 +129,12 @@ async def answered(
     return replies
 
 
-def shortened(text: str, most: int) -> str:
-    """Return a text, cut to at most `most` characters with a note of how many it had."""
-    if len(text) <= most:
+def shortened(text: str, limit: int) -> str:
+    """Return a text, cut to at most `limit` characters with a note of how many it had."""
+    if len(text) <= limit:
         return text
     note = f" … ({len(text)} characters, cut)"
-    return (text[: max(0, most - len(note))] + note)[:most]
+    return (text[: max(0, limit - len(note))] + note)[:limit]
 
 
 def lists_code(program: object, listed: Sequence[Any]) -> bool:

@@ -99,10 +99,10 @@ class Recorder:
             recorder._append(turn, history, tools, text, _chain(history, tools)[-1], sampled)
         return recorder
 
-    def plan(self, messages: object, tools: object = None, most: int = LONGEST) -> Call:
+    def plan(self, messages: object, tools: object = None, limit: int = LONGEST) -> Call:
         """Return what to ask the policy for a conversation, in OpenAI's form. Changes nothing.
 
-        Raises `BadMessages`; also `TooLong`, for a text that surely has more than `most` tokens.
+        Raises `BadMessages`; also `TooLong`, for a text that surely has more than `limit` tokens.
         """
         given, functions = normalised(messages), normalised_tools(tools)
         chains = _chain(given, functions)
@@ -110,7 +110,7 @@ class Recorder:
         if base >= 0:
             mark = self._marks[base]
             history = [*mark.history, mark.reply.message, *given[known:]]
-            text = self._rendered(history, functions, most)
+            text = self._rendered(history, functions, limit)
             before = self._texts[mark.segment][: mark.text]
             added = extension(self._chat, before, mark.history, functions, mark.reply, text)
             if added is not None:
@@ -119,25 +119,25 @@ class Recorder:
                 segment = mark.segment if self._is_last(base) else len(self._ids)
                 return Call(ids, segment, base, len(kept), history, len(given) - known, functions, text, chains[-1])
         else:
-            history, text = given, self._rendered(given, functions, most)
+            history, text = given, self._rendered(given, functions, limit)
         new = len(given) - known
         return Call(self._chat.encode(text), len(self._ids), base, 0, history, new, functions, text, chains[-1])
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], most: int) -> str:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], limit: int) -> str:
         text = self._chat.render(messages, tools)
-        if self._chat.exceeds(text, most):
-            raise TooLong(f"the conversation has {len(text)} characters, which are more than {most} tokens")
+        if self._chat.exceeds(text, limit):
+            raise TooLong(f"the conversation has {len(text)} characters, which are more than {limit} tokens")
         return text
 
-    def plan_text(self, prompt: str | list[int], most: int = LONGEST) -> Call:
+    def plan_text(self, prompt: str | list[int], limit: int = LONGEST) -> Call:
         """Return what to ask the policy for a text, or token ids, to continue. Changes nothing. Raises like `plan`.
 
         It extends a turn of this kind if it begins with all tokens of that turn or, where only text was sampled, with their text.
         """
         if not prompt or (isinstance(prompt, list) and not self._chat.has_tokens(prompt)):
             raise BadMessages("prompt must be a non-empty text, or a non-empty list of the model's token ids")
-        if isinstance(prompt, str) and self._chat.exceeds(prompt, most):
-            raise TooLong(f"the prompt has {len(prompt)} characters, which are more than {most} tokens")
+        if isinstance(prompt, str) and self._chat.exceeds(prompt, limit):
+            raise TooLong(f"the prompt has {len(prompt)} characters, which are more than {limit} tokens")
         begun = [turn for turn in range(len(self.turns)) if self._begins(turn, prompt)]
         base = max(begun, key=lambda turn: (self._marks[turn].ids, self._is_last(turn), turn), default=-1)
         history, kept, before = list[dict[str, Any]](), list[int](), ""

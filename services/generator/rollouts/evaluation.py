@@ -47,7 +47,7 @@ class EvaluationWorker(RolloutWorker):
         """The policy version that this pod is kept on, or None while it trains."""
         self._member = service.status.member
         training = Bounds.of(self.config).runnable * self.config.sampling.group_size
-        self._most = max(1, training // self.config.evaluation.samples)  # tickets, for as many completions as in training
+        self._limit = max(1, training // self.config.evaluation.samples)  # tickets, for as many completions as in training
         self._closed = self._leaving = False
         self.serving = Serving(self.config, engine, engine, self.sampling, self._unable, len(tokenizer))
         self._turns = asyncio.Lock()  # keeps claims from racing with handing everything back
@@ -96,7 +96,7 @@ class EvaluationWorker(RolloutWorker):
 
     async def _turn(self, version: int) -> None:
         """Claim as many tickets as fit; return to training when none are left or the round is over."""
-        room = self._most - len(self.rollouts)
+        room = self._limit - len(self.rollouts)
         if room <= 0:
             return
         found = await self.store.evaluation.claim(self._member, version, self.config.generator.lease_s, room, MAX_EXPIRIES)

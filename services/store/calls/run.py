@@ -77,9 +77,9 @@ class Runs(Facet):
         """Request a number of generators for the run, which also holds after an interruption."""
         await self._desire("scale:generator", f"{replicas} {why}")
 
-    async def bound_generators(self, most: int | None) -> None:
+    async def bound_generators(self, limit: int | None) -> None:
         """Set how many generators fit where they are started; None: no bound."""
-        await self._desire("most:generator", "" if most is None else str(most))
+        await self._desire("most:generator", "" if limit is None else str(limit))
 
     async def followed_generators(self, replicas: int) -> None:
         """Record, from a cluster's scaler, the replicas on which the request and the Deployment agree."""

@@ -17,8 +17,8 @@ Answer = TypeVar("Answer")
 class Batcher(Generic[Item, Answer]):
     """Batches calls: `call(items)` answers several at once, in order; its error is the error of each."""
 
-    def __init__(self, call: Callable[[list[Item]], Awaitable[list[Answer]]], most: int, max_calls: int) -> None:
-        self._call, self._most, self._max_calls = call, most, max_calls
+    def __init__(self, call: Callable[[list[Item]], Awaitable[list[Answer]]], max_items: int, max_calls: int) -> None:
+        self._call, self._max_items, self._max_calls = call, max_items, max_calls
         self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
         self._busy = 0  # calls in flight
         self._tasks: set[asyncio.Task[None]] = set()
@@ -43,7 +43,7 @@ class Batcher(Generic[Item, Answer]):
 
     def _next(self) -> list[tuple[Item, asyncio.Future[Answer]]]:
         self._waiting = [(item, future) for item, future in self._waiting if not future.done()]  # drop cancelled items
-        batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+        batch, self._waiting = self._waiting[: self._max_items], self._waiting[self._max_items :]
         return batch
 
     async def _answer(self, batch: list[tuple[Item, asyncio.Future[Answer]]]) -> None:

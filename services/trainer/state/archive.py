@@ -49,9 +49,9 @@ def share(sizes: Mapping[str, int], rank: int, ranks: int) -> set[str]:
     loads = [0] * ranks
     mine = set()
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = loads.index(min(loads))
-        loads[least] += sizes[name]
-        if least == rank:
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name]
+        if lightest == rank:
             mine.add(name)
     return mine
 

@@ -10,8 +10,8 @@ class LengthVerifier:
     """Scores 0 up to `max_tokens - soft_tokens`, then falls linearly to -1 at `max_tokens`."""
 
     def __init__(self, config: LengthConfig, source: Source) -> None:
-        self._most, self._soft = config.max_tokens, config.soft_tokens
+        self._limit, self._soft = config.max_tokens, config.soft_tokens
 
     def score(self, tokens: list[int]) -> float:
         """Return the score in -1..0 of one completion."""
-        return -min(1.0, max(0, len(tokens) - (self._most - self._soft)) / self._soft)
+        return -min(1.0, max(0, len(tokens) - (self._limit - self._soft)) / self._soft)

@@ -52,29 +52,29 @@ async def post(http: httpx.AsyncClient, url: str, body: bytes, token: ServiceTok
             asyncio.timeout(limit_s),
             http.stream("POST", url, content=body, headers={**HEADERS, **token.headers}) as reply,
         ):
-            most = REPLY_BYTES if reply.is_success else EXCERPT_BYTES
-            return _judged(reply, await _read(reply, most), most, token)
+            limit = REPLY_BYTES if reply.is_success else EXCERPT_BYTES
+            return _judged(reply, await _read(reply, limit), limit, token)
     except TimeoutError:
         raise Unavailable(f"no answer within timeout_s = {limit_s:g}") from None
     except httpx.TransportError as error:
         raise Unavailable(token.redacted(_cause(error))) from None
 
 
-async def _read(reply: httpx.Response, most: int) -> bytes:
-    """Return the body, or its first bytes, more than `most`."""
+async def _read(reply: httpx.Response, limit: int) -> bytes:
+    """Return the body, or its first bytes, more than `limit`."""
     data = bytearray()
     async for chunk in reply.aiter_raw():
         data += chunk
-        if len(data) > most:
+        if len(data) > limit:
             break
     return bytes(data)
 
 
-def _judged(reply: httpx.Response, data: bytes, most: int, token: ServiceToken) -> bytes:
+def _judged(reply: httpx.Response, data: bytes, limit: int, token: ServiceToken) -> bytes:
     status = reply.status_code
     if reply.is_success:
-        if len(data) > most:
-            raise UnusableReply(f"answered with more than {most} bytes")
+        if len(data) > limit:
+            raise UnusableReply(f"answered with more than {limit} bytes")
         if reply.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise UnusableReply("answered with a compressed body, which was not asked for")
         return data

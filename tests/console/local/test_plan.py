@@ -15,8 +15,8 @@ from services.console.local.folder import RunFolder, resolve
 from services.console.local.plan import (
     common_environment,
     forced_backend,
+    max_generators,
     memory_share,
-    most_generators,
     plan_units,
     sharing,
     visible_gpus,
@@ -78,11 +78,11 @@ def test_a_run_grows_by_its_last_generators_and_as_far_as_there_are_gpus(tmp_pat
     eight = list("01234567")
     small, grown = (config(tmp_path, "trainer.ranks=2", f"generator.count={count}") for count in (2, 6))
     assert plan_units(grown, Path("c"), eight)[: 2 + 2] == plan_units(small, Path("c"), eight)
-    assert most_generators(small, eight) == 6
-    assert most_generators(config(tmp_path, "trainer.ranks=2", "generator.tensor_parallel=4"), eight) == 1
-    assert most_generators(small, []) is None
-    assert most_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"]) is None
-    assert most_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # already shared
+    assert max_generators(small, eight) == 6
+    assert max_generators(config(tmp_path, "trainer.ranks=2", "generator.tensor_parallel=4"), eight) == 1
+    assert max_generators(small, []) is None
+    assert max_generators(config(tmp_path, 'sync.backend="gloo"'), ["0", "1"]) is None
+    assert max_generators(config(tmp_path, "generator.count=2"), ["0"]) is None  # already shared
 
 
 def test_the_request_counts_and_else_the_configuration(tmp_path: Path) -> None:

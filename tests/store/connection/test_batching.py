@@ -19,7 +19,7 @@ async def test_those_who_ask_while_a_call_is_under_way_share_the_next() -> None:
         await gate.wait()
         return [10 * item for item in items]
 
-    calls = Batcher(call, most=4, max_calls=1)
+    calls = Batcher(call, max_items=4, max_calls=1)
     first = asyncio.create_task(calls.ask(0))
     await wait_until(lambda: batches == [[0]])
     others = [asyncio.create_task(calls.ask(i)) for i in range(1, 7)]
@@ -43,7 +43,7 @@ async def test_no_more_calls_than_allowed() -> None:
         under_way -= 1
         return items
 
-    calls = Batcher(call, most=2, max_calls=2)
+    calls = Batcher(call, max_items=2, max_calls=2)
     assert await asyncio.gather(*(calls.ask(i) for i in range(20))) == list(range(20))
     assert most == 2
 
@@ -54,7 +54,7 @@ async def test_an_error_reaches_everybody_in_the_call_and_nobody_after_it() -> N
             raise ValueError("three")
         return items
 
-    calls = Batcher(call, most=2, max_calls=1)
+    calls = Batcher(call, max_items=2, max_calls=1)
     outcomes = await asyncio.gather(*(calls.ask(i) for i in (1, 2, 3, 4, 5)), return_exceptions=True)
     assert [outcome if isinstance(outcome, int) else str(outcome) for outcome in outcomes] == [1, 2, "three", "three", 5]
     with pytest.raises(ValueError, match="three"):
