@@ -71,7 +71,7 @@ class Requests(Protocol):
         """Prepare the requests for new weights. `frozen`: the engine is not sampling, so there is nothing to wait for."""
         ...
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue after the weights were applied, or after the round continued without this pod."""
         ...
 
@@ -270,7 +270,7 @@ class WeightFollower:
             if not self.frozen:
                 await self.engine.resume()
         if self._in_flight is not None:
-            self._in_flight.go_on()
+            self._in_flight.resume()
         self.service.notifications.notify("version")
 
     async def _obeying(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,7 +1,7 @@
 """Handles unfinished completions when new weights are applied, as `sync.in_flight` says.
 
 Guarantees: with `keep` nothing waits, and completions continue under the new weights. With `drain` and `abort` every completion
-has a single version: those that do not end in time restart, and none starts between `quiesce` and `go_on`.
+has a single version: those that do not end in time restart, and none starts between `quiesce` and `resume`.
 Waits for: completions to end, at most `sync.drain_deadline_s`. Unblocked by: the engine.
 """
 
@@ -26,7 +26,7 @@ class InFlight:
         self._open.set()
         self._idle.set()
         self._running: set[str] = set()
-        self._anew: set[str] = set()  # stopped, and to be restarted
+        self._restarting: set[str] = set()  # stopped, and to be restarted
 
     async def generate(
         self, request_id: str, prompt: list[int], seed: int, sampling: SamplingParameters, prefix: Generated | None = None
@@ -46,8 +46,8 @@ class InFlight:
                 self._running.discard(request_id)
                 if not self._running:
                     self._idle.set()
-                stopped = request_id in self._anew
-                self._anew.discard(request_id)
+                stopped = request_id in self._restarting
+                self._restarting.discard(request_id)
             if done.finish != "aborted" or not stopped:
                 return done
             prefix = self._give_up(done)
@@ -61,10 +61,10 @@ class InFlight:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), self._limit_s)
         if self._running:
-            self._anew |= self._running
+            self._restarting |= self._running
             await self._engine.abort(list(self._running))
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume after the weights were applied, or after the round proceeded without this pod."""
         self._open.set()
 

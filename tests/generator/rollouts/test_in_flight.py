@@ -43,7 +43,7 @@ class Pod:
         await self.engine.pause()
         self.engine.version = version
         await self.engine.resume()
-        self.in_flight.go_on()
+        self.in_flight.resume()
 
     async def made(self, tokens: int) -> None:
         """Wait until the completion has so many tokens."""
