@@ -17,7 +17,7 @@ CUT_OFF = "length"
 
 
 def restorable(records: Sequence[Record]) -> bool:
-    """Return whether a rollout can go on from its records: its last reply has the environment's state."""
+    """Return whether a rollout can be continued from its records: its last reply has the environment's state."""
     replies = [record for record in records if isinstance(record, EnvironmentReply)]
     return bool(replies) and bool(replies[-1].snapshot)
 

@@ -1,7 +1,7 @@
 """The policy as environments reach it: completions of whichever generators there are, over HTTP.
 
 Guarantees: a request ends with a completion, or with `GenerationFailed` if no generator would ever serve it; a generator that
-drains, restarts or dies costs a delay: the request goes on elsewhere, from the tokens returned. Turns of one rollout stay with
+drains, restarts or dies costs a delay: the request continues elsewhere, from the tokens returned. Turns of one rollout stay with
 one generator while it is there, since it has the rollout's prefix in its cache.
 Waits for: a generator that can sample. Unblocked by: the fleet's heartbeats (`follow`).
 """

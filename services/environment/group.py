@@ -212,7 +212,7 @@ class GroupRunner:
         self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
         records: list[Record], row: Row,
     ) -> LiveRollout | None:  # fmt: skip
-        """Return a rollout that goes on from its records; None: it cannot, or they are not what a rollout records."""
+        """Return a rollout continued from its records; None: it cannot be, or they are not what a rollout records."""
         if not restorable(records):
             return None
         try:

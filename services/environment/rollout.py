@@ -1,7 +1,7 @@
 """One rollout: the policy's turns and the environment's replies, each committed before the next begins.
 
 Guarantees: a turn is committed before its tools run, and what they replied before the policy reads it, so nothing is sampled
-twice and no tool call is made twice; after the loss of its pod a rollout goes on where it was if its environment can be restored,
+twice and no tool call is made twice; after the loss of its pod a rollout resumes where it was if its environment can be restored,
 and otherwise starts again, under the same seed.
 """
 
@@ -109,7 +109,7 @@ class LiveRollout:
         self.asked = AskedTurns()
         self._began, self._read = time.monotonic(), 0  # tokens that the policy has read
         self.truncated = False
-        self.lost: LeaseLost | StoreError | None = None  # why it cannot go on here
+        self.lost: LeaseLost | StoreError | None = None  # why it cannot continue here
         self._asked = len(self.recorder.turns)  # turns begun
         self._committing = asyncio.Lock()
         self._calls, self._calls_began, self._policy_s = 0, 0.0, 0.0  # under way, since when any has been, time before that
@@ -196,7 +196,7 @@ class LiveRollout:
         return TurnReply(message, generated, Usage(len(call.tokens), len(generated.tokens)))
 
     async def append(self, record: Record) -> None:
-        """Commit a record. Raises `LeaseLost` and `StoreError`, after which the rollout cannot go on here."""
+        """Commit a record. Raises `LeaseLost` and `StoreError`, after which the rollout cannot continue here."""
         try:
             if not await self._commit(len(self._records), pack_record(record)):
                 raise LeaseLost

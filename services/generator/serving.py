@@ -70,7 +70,7 @@ class Serving:
     async def generate(self, request: GenerationRequest, gone: Callable[[], asyncio.Future[None]]) -> bytes:
         """Complete a request and return the encoded `Partial`. Raises `NotServed`.
 
-        `gone` returns a future that completes when nobody waits for the reply any more.
+        `gone` returns a future that completes once nobody waits for the reply.
         """
         prefix = self._prefix(request)
         if why := self._obstacle(request):

@@ -15,7 +15,7 @@ OPEN, RUN, CLOSE = "/v1/sandboxes/open", "/v1/sandboxes/run", "/v1/sandboxes/clo
 URL_ENV = "GRPO_SANDBOX_URL"
 """Variable with the address of the service. Where it is set, code that the policy writes runs in sandboxes."""
 REQUEST_BYTES = 2 << 20
-"""Most bytes of a request: the code, and the files of a rollout that goes on."""
+"""Most bytes of a request: the code, and the files of a rollout that is continued."""
 
 
 class SandboxName(msgspec.Struct, frozen=True, array_like=True):

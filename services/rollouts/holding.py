@@ -29,8 +29,8 @@ log = structlog.get_logger()
 LEASE_SHARE = 3  # renewals per lease
 SUBMIT_AGAIN_S = 1.0
 MAX_EXPIRIES = 16
-"""Leases of one ticket that may expire, because the pod that held it died, before it is given up: one that kills its generator
-may cost so many restarts, and pods that are evicted one after the other do not use them up."""
+"""Leases of one ticket that may expire, because the pod that held it died, before it is given up: a ticket that kills its
+generator costs at most this many restarts, and pods that are evicted one after the other do not use them up."""
 FAILURES = ("verifier", "generation", "store", "other")
 """Causes of a failed ticket, as metrics name them."""
 

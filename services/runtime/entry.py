@@ -81,7 +81,7 @@ def unloaded(after_s: float) -> str:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process, whose work is done, with an exit code that a late SIGTERM does not change any more.
+    """End this process, whose work is done, with an exit code that a late SIGTERM cannot change.
 
     Threads and what is registered for the end run as usual, but the interpreter does not free its modules: with an engine's
     libraries loaded that takes seconds, in which devices are held and a cluster sends SIGTERM, because the drain is over.

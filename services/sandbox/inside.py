@@ -3,7 +3,7 @@
 The service sends this file and those that it imports into the pod (execution.py), so an image needs nothing but Python 3.9.
 
 Guarantees: a call with the same number runs once, however often it is asked for: whoever comes later waits for the same result.
-The call goes on if the connection ends, and ends within its time limit, with all of its processes. Whatever the code does to
+The call continues if the connection ends, and ends within its time limit, with all of its processes. Whatever the code does to
 these processes and files, it does to its own rollout alone.
 """
 

@@ -59,7 +59,7 @@ class AskedTurns:
     def begin(
         self, digest: bytes, attempt: int, gone: Gone, turn: Coroutine[Any, Any, TurnReply], base: dict[str, Any]
     ) -> AskedTurn:
-        """Begin a turn, which goes on when its client has gone."""
+        """Begin a turn, which continues even if its client disconnects."""
         asked = AskedTurn(digest, attempt, gone, asyncio.create_task(turn), base)
         self._turns.append(asked)
         asked.turn.add_done_callback(lambda done: self._ended(asked, done))

@@ -33,7 +33,7 @@ class ContextFull(RequestRefused):
 
 
 class TurnLost(Exception):
-    """A turn could not be kept: the rollout ends here, and goes on or starts again elsewhere."""
+    """A turn could not be kept: the rollout ends here, and is continued or restarted elsewhere."""
 
 
 class Overrides(NamedTuple):

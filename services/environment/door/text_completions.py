@@ -14,7 +14,7 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("best_of", (1,)),
     ("echo", (False,)),
     ("suffix", ("",)),
-    ("logprobs", (False, True, 0, 1)),  # as a number, it asks for so many alternatives: the sampled token is the only one
+    ("logprobs", (False, True, 0, 1)),  # a number is a count of alternatives: there is only the sampled token
 )
 LONGEST_DEFAULT = 16
 """Tokens of a completion that names no limit, as OpenAI has it."""

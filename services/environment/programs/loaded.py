@@ -1,6 +1,6 @@
 """A class of one's own as an environment: one object takes part in each rollout (docs/environments.md).
 
-What the class may define, each of it sync or async: `tools`, a list of its methods' names, which an object may set anew in
+What the class may define, each of it sync or async: `tools`, a list of its methods' names, which an object may replace in
 `__init__`, `start` or `restore`; `start(row)`, which returns further messages or nothing; `turn(message)`, which returns a text,
 messages, or None to end the rollout; `score()`, a number or a dict of numbers; `close()`; `snapshot()` and `restore(state)`,
 between which there is JSON.

@@ -28,7 +28,7 @@ MESSAGE_BYTES = 16 << 20
 """Largest message of a server."""
 CONNECT_S = 60.0
 GRACE_S = 0.5
-"""For which a server may go on after its input has ended."""
+"""How long a server may keep running after its input has ended."""
 ERROR_LINES = 5
 
 Incoming = MemoryObjectSendStream["SessionMessage | Exception"]

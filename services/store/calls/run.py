@@ -38,7 +38,7 @@ class Runs(Facet):
         return kept or b""
 
     async def set_steps(self, steps: int) -> bool:
-        """Give a run that is resumed another number of steps; one that had finished goes on if it has steps left.
+        """Give a run that is resumed another number of steps; one that had finished continues if it has steps left.
 
         Return whether the number changed.
         """

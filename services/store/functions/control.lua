@@ -35,7 +35,7 @@ register('create', {
   return 1
 end)
 
--- args: number of steps. A run that is resumed may be given another number; if it had finished and has steps left, it goes on.
+-- args: number of steps. A run that is resumed may be given another number; if it had finished and has steps left, it continues.
 -- Returns 1 if the number changed, 0 if not or if there is no run.
 register('set_steps', {'steps', POSITIVE}, function(prefix, args)
   local key = prefix .. ':run'

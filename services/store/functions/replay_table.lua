@@ -172,8 +172,8 @@ local function change_weights(t, names, weights)
   for to, list in pairs(added) do call_over(list, 'ZADD', t.key .. (to > 0 and 'clock:' .. to or 'idle')) end
 end
 
--- Multiply the weights of groups issued after `after`, at most so many that the server stays responsive. Returns how many, and the
--- sequence of the last one.
+-- Multiply the weights of groups issued after `after`, at most SCALED_TOGETHER of them, so that the server stays responsive. Returns
+-- how many, and the sequence of the last one.
 local function scale_weights(t, factor, after)
   local found = redis.call('ZRANGE', t.key .. 'order', '(' .. after, '+inf', 'BYSCORE', 'LIMIT', 0, SCALED_TOGETHER, 'WITHSCORES')
   local names, weights = {}, {}

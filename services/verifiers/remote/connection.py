@@ -25,7 +25,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Limits of the pause before a request is repeated, which doubles each time: a service that restarts is found within seconds, and
 one that is overloaded is asked by few."""
 AWAY_S, AWAY_TRIES = 5.0, 3
-"""A service is waited for once it has not answered for so long, or so many requests in a row have failed."""
+"""A service is waited for once it has not answered for this long, or this many requests in a row have failed."""
 
 
 class Silence:

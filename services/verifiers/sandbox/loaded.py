@@ -77,7 +77,7 @@ class LoadedVerifier:
             raise TimeoutError(f"a call took longer than timeout_s = {self._limit_s:g}") from None
 
     def _timed(self, calls: int, function: Callable[[], Any]) -> Any:
-        """Call a function. Past the limit of so many calls SIGALRM, with its default action, ends the process."""
+        """Call a function. Past the time limit of `calls` calls SIGALRM, with its default action, ends the process."""
         signal.setitimer(signal.ITIMER_REAL, self._limit_s * calls + ASYNC_GRACE_S * self.is_async)
         try:
             return function()

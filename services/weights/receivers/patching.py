@@ -63,7 +63,7 @@ class Patcher:
             self._said = str(error)
 
     def distrust(self, reason: str) -> None:
-        """Take no patches any more, from the next transfer of all weights on."""
+        """Take no more patches, from the next transfer of all weights on."""
         self._distrusted = reason
 
     def find(
