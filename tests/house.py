@@ -1,6 +1,6 @@
-"""Measure the structure of the repository: `python -m tests.house [--json] [--types]`.
+"""Measure the structure and the wording of the repository: `python -m tests.house [--json] [--types]`.
 
-Prints each measure beside its bound. `tests/test_house.py` holds the bounds, so that structure only improves. `--types` adds the
+Prints each measure beside its bound. `tests/test_house.py` holds the bounds, so that both only improve. `--types` adds the
 type errors of the strict packages, which takes a minute.
 """
 
@@ -27,6 +27,9 @@ SUITE_SECONDS = (ROOT / "build" / "suite_seconds.json", ROOT / "tests" / "suite_
 """What `make test` writes, and a copy of it from a quiet machine, which is used where `make test` has not run."""
 TICKET_TYPES = {"Ticket", "Tickets", "Claim"}
 STORES = {"store", "_store"}
+ODD_WORDS = ("anew", "amid", "amidst", "for want of", "to be had", "relieve", "relieves", "relieved", "heed", "heeds", "heeded")
+"""Words of code and pages that readers stumble over, although each is English. As a part of a name they count, too."""
+_ODD = re.compile("|".join(rf"(?<![a-z]){words}(?![a-z])".replace(" ", r"\s+") for words in ODD_WORDS), re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Measure:
 
 def measure(types: bool = False) -> list[Measure]:
     """Measure everything; the type errors only with `types`."""
-    quick = [files_a_folder(), duplicate_classes(), keys(), function_max(), services_lines(), ticket_files(), suite_s()]
+    structure = [files_a_folder(), duplicate_classes(), keys(), function_max(), services_lines(), ticket_files()]
+    quick = [*structure, odd_words(), suite_s()]
     return [*quick, strict_errors() if types else Measure("strict_errors", None, 0, "measured with --types")]
 
 
@@ -118,6 +122,26 @@ def ticket_files() -> Measure:
     """
     found = [_shown(path) for path, tree in _trees() if any(map(_knows_tickets, ast.walk(tree)))]
     return Measure("ticket_files", len(found), 40, ", ".join(found))
+
+
+def odd_words() -> Measure:
+    """Count the `ODD_WORDS` in the code of services and the pages of docs.
+
+    Vendored files and docs/log.md, whose entries stay as they were written, do not count.
+    """
+    files = [*_modules(), *sorted(SERVICES.rglob("*.js")), *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [
+        f"{_shown(path)}:{line} {word}"
+        for path in files
+        if path != ROOT / "docs" / "log.md" and "vendor" not in path.parts
+        for line, word in odd_words_of(path.read_text(encoding="utf-8"))
+    ]
+    return Measure("odd_words", len(found), 0, ", ".join(found))
+
+
+def odd_words_of(text: str) -> list[tuple[int, str]]:
+    """Return the odd words in a text, each with its line."""
+    return [(text.count("\n", 0, found.start()) + 1, " ".join(found[0].split())) for found in _ODD.finditer(text)]
 
 
 def suite_s() -> Measure:

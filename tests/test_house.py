@@ -12,7 +12,7 @@ from tests.house import Measure
 
 @pytest.mark.parametrize(
     "measure",
-    [house.files_a_folder, house.duplicate_classes, house.keys, house.function_max, house.ticket_files],
+    [house.files_a_folder, house.duplicate_classes, house.keys, house.function_max, house.ticket_files, house.odd_words],
     ids=lambda measure: measure.__name__,
 )
 def test_a_measure_is_within_its_bound(measure) -> None:
@@ -26,6 +26,12 @@ def test_measures_find_something() -> None:
     tickets = house.ticket_files()
     assert "services/generator/loop.py" in tickets.where
     assert "services/trainer" not in tickets.where
+
+
+def test_odd_words_are_found_in_names_and_across_lines() -> None:
+    text = "start anew\ndef relieve(): ...\nself._heeded = 1\nStopped for\n    want of memory. Amid\n"
+    assert house.odd_words_of(text) == [(1, "anew"), (2, "relieve"), (3, "heeded"), (4, "for want of"), (5, "Amid")]
+    assert house.odd_words_of("a pyramid, heedless; wanted for one of them; unrelieved, to be handed") == []
 
 
 def test_the_table_marks_what_exceeds_its_bound() -> None:
