@@ -88,9 +88,9 @@ class BroadcastEncoder:
             shards: list[Shard] = []
             for place, meta in enumerate(bucket.tensors):
                 itemsize = getattr(torch, meta.dtype).itemsize
-                count, most = meta.nbytes // itemsize, max(1, PIECE_BYTES // itemsize)
-                for start in range(0, max(1, count), most):
-                    length = min(most, count - start)
+                count, limit = meta.nbytes // itemsize, max(1, PIECE_BYTES // itemsize)
+                for start in range(0, max(1, count), limit):
+                    length = min(limit, count - start)
                     shards.append(Shard(index, start, length, meta.name in frozen, self._reader(place, start, length)))
                 index += 1
             yield ShardEncoder(shards, number)

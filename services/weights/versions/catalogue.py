@@ -89,7 +89,7 @@ class Catalogue(msgspec.Struct, frozen=True):
         return Catalogue(self.fence, [*(known for known in self.entries if known.folder != entry.folder), entry])
 
     def trimmed(self) -> Catalogue:
-        """Return the catalogue from the last anchor but one on: who has begun with that one can go on."""
+        """Return the catalogue from the last anchor but one on: who has begun with that one can continue."""
         anchors = sorted(entry.version for entry in self.entries if entry.base is None)
         first = anchors[-2] if len(anchors) > 1 else anchors[0] if anchors else 0
         kept = [entry for entry in self.entries if entry.version > first or (entry.version == first and entry.base is None)]

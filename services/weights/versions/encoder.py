@@ -1,7 +1,7 @@
 """The bits that a rank published last, and what has changed since.
 
 Guarantees: `encode` brings its copy (the base) to the weights' present bits and returns the change that does so; `whole`
-describes the base itself, so an anchor can be written from it while training goes on. Each rank encodes pieces of its own: no
+describes the base itself, so an anchor can be written from it while training continues. Each rank encodes pieces of its own: no
 weight is gathered, at any ZeRO stage.
 Cost: a copy in host memory of this rank's pieces, which over all ranks is one copy of the weights; reading them and the copy once
 a version.
@@ -58,9 +58,9 @@ def whole_shards(parameters: Mapping[str, torch.nn.Parameter], rank: int, ranks:
     shards: list[Shard] = []
     turn = 0
     for index, parameter in enumerate(parameters.values()):
-        most = max(1, PIECE_BYTES // parameter.element_size())
-        for start in range(0, max(1, parameter.numel()), most):
-            count = min(most, parameter.numel() - start)
+        limit = max(1, PIECE_BYTES // parameter.element_size())
+        for start in range(0, max(1, parameter.numel()), limit):
+            count = min(limit, parameter.numel() - start)
             if turn % ranks == rank:
                 shards.append(Shard(index, start, count, not parameter.requires_grad, _reader(parameter, start, count)))
             turn += 1
@@ -74,10 +74,10 @@ def partition_shards(parameters: Mapping[str, torch.nn.Parameter], rank: int) ->
         partition: torch.Tensor = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
         size, numel = partition.numel(), int(parameter.ds_numel)  # pyright: ignore[reportAttributeAccessIssue]
         begin, end = min(numel, rank * size), min(numel, (rank + 1) * size)  # the last partitions are padded
-        most = max(1, PIECE_BYTES // partition.element_size())
-        starts = range(begin, end, most) if numel else range(1 if rank == 0 else 0)
+        limit = max(1, PIECE_BYTES // partition.element_size())
+        starts = range(begin, end, limit) if numel else range(1 if rank == 0 else 0)
         for start in starts:
-            count = min(most, end - start)
+            count = min(limit, end - start)
             read = _partition_reader(parameter, start - begin, count)
             shards.append(Shard(index, start, count, not parameter.requires_grad, read))
     return shards

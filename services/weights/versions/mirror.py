@@ -117,7 +117,7 @@ class WeightMirror:
         for piece in manifest.pieces:
             of_part.setdefault(piece.part if piece.blocks else -1, []).append(piece)
         awaited, running = set(range(len(manifest.parts))), deque[Future[None]]()
-        with ThreadPoolExecutor(THREADS, "apply-weights") as threads:  # on any error, ends once nobody writes any more
+        with ThreadPoolExecutor(THREADS, "apply-weights") as threads:  # on any error, ends once nobody writes
 
             def put(index: int, data: memoryview) -> None:
                 for pieces in _groups(of_part.pop(index, [])):
