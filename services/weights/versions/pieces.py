@@ -10,6 +10,7 @@ compressed by zstd where that makes them smaller. Works on host memory; imports 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,16 @@ from services.weights.versions.positions import (
 LEVEL = 1  # of zstd: higher ones gained nothing on gaps and differences
 PAYS = 0.95  # a block is stored compressed below this share of its size
 _STRIDE = 1 << 20  # bytes compared at a time, which stay in the L2 cache: twice as fast as all at once
+
+
+class _Own(threading.local):
+    """What each thread has for itself: making a decompressor takes as long as using it."""
+
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_own = _Own()
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ def _restored(stored: memoryview, raw: int, compressed: bool) -> np.ndarray:
         announced = zstandard.get_frame_parameters(stored).content_size
         if announced != raw:
             raise InvalidVersion(f"a compressed block of {announced} bytes instead of {raw}")
-        restored = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw, allow_extra_data=False)
+        restored = _own.decompressor.decompress(stored, max_output_size=raw, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise InvalidVersion(f"a damaged block: {error}") from None
     if len(restored) != raw:
