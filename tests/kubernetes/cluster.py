@@ -107,7 +107,8 @@ class Cluster:
     def of(self, component: str) -> list[Pod]:
         """Pods of a component that are not on their way out, oldest first."""
         key = "app.kubernetes.io/component"
-        return [pod for pod in self.pods.values() if pod.template["metadata"]["labels"][key] == component and not pod.leaving]
+        pods = list(self.pods.values())  # the controllers add others meanwhile
+        return [pod for pod in pods if pod.template["metadata"]["labels"][key] == component and not pod.leaving]
 
     def _keep(self) -> None:
         """The controllers and the kubelet: as many generators and trainer pods as are wanted, and every container up."""

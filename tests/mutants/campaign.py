@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import resource
@@ -82,6 +83,7 @@ def _try(guard: Guard, order: Sequence[Killer], answer: Connection) -> None:
     os.setpgid(0, 0)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
+    gc.freeze()  # what the process that forked had loaded may have threads there, and cannot be collected here
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder))
         server.start()

@@ -23,7 +23,7 @@ PATHS = {
     "/srv/grpo/models/absent": ("is not a folder (at /srv/grpo/models/absent)", "correct the path"),
     "owner/absent": (
         "couldn't connect|outgoing traffic has been disabled",
-        "correct the path to a folder, or the name; a private or",
+        "correct the path to a folder, or the name (a private or",
     ),
 }
 

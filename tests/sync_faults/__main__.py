@@ -60,7 +60,9 @@ def main(argv: list[str]) -> int:
     outcome = Outcome()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # either way nothing is left running
     try:
-        way = (f"sync.backend={options.backend}", f"sync.encoding={options.encoding}", f"sync.folder={folder / 'versions'}")
+        way = (f"sync.backend={options.backend}", f"sync.encoding={options.encoding}")
+        if options.backend == "store":
+            way = (*way, f"sync.folder={folder / 'versions'}")
         with open_campaign(folder, names, networks, options.join_s, options.transfer_s, outcome, way) as campaign:
             campaign.run(sequence(options.seed, options.rounds, kinds, names), tell)
     except KeyboardInterrupt:
