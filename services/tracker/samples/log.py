@@ -4,7 +4,7 @@ Guarantees: a group is in the log once for each step and outcome, however often 
 files, and Redis keeps groups until they are acknowledged. Training never waits for it: Redis keeps a bounded amount
 (functions/prelude.lua) while the lease is renewed, and counts what is missed otherwise.
 
-Waits for: committed steps, groups that were dropped, and the disk. Unblocked by: `LONGEST_S`; the end of the run.
+Waits for: committed steps, groups that were dropped, and the disk. Unblocked by: `POLL_S` (pace.py); the end of the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import structlog
@@ -29,15 +28,15 @@ from services.runtime.loops import Loop
 from services.store import Store
 from services.store.records import RunState
 from services.tracker.metrics import TrackerMetrics
+from services.tracker.samples import pace
 from services.tracker.samples.ended import EndedGroups, pieces
-from services.tracker.samples.pace import Pace
 from services.tracker.samples.rows import EndedGroup, Gaps, LoggedRows
 from services.tracker.samples.writer import PartWriter
 
 log = structlog.get_logger()
 
 LEASE_S = 300.0  # groups wait this long for a tracker that is gone
-KNOWN = 50_000  # completions whose identity is kept, to skip what Redis lost the acknowledgement of
+KNOWN = 50_000  # groups whose identity is kept, to skip what Redis lost the acknowledgement of
 
 
 class SampleLog:
@@ -48,19 +47,21 @@ class SampleLog:
         self._config, self._store, self._path, self._stopping = config, store, folder / SAMPLES, stopping
         self._metrics, self._reader = metrics, TextReader(config.model.path, download=True)
         self._known: OrderedDict[tuple[str, int, str], None] = OrderedDict()
-        self._position, self._missed = LogPosition(), dict[str, int]()
-        self._ended, self._pace = EndedGroups(store, config.samples.share), Pace()
+        self._position = LogPosition()
+        self._missed, self._counted = dict[str, int](), dict[str, int]()  # recorded in the log; counted by this Redis
+        self._ended, self._pace = EndedGroups(store, config.samples.share), pace.Pace()
 
     async def follow(self, loop: Loop) -> None:
         """Follow the run until it ends or `stopping` is set, and everything that ended by then is logged."""
         writer = await asyncio.to_thread(PartWriter, self._path, self._config.samples.keep)
         self._position = writer.folder.position
-        self._missed = writer.folder.status().missed
+        self._missed = dict(writer.folder.status().missed)
+        self._counted = dict(self._missed)
         await asyncio.to_thread(self._recognise, writer)
         while True:
             last = self._stopping.is_set()  # read first, so that everything that ended by then is logged
             try:
-                more = await self._advance(writer, loop)
+                more = await self._advance(writer, loop, last)
             except StoreError:
                 if last:
                     break  # Redis stopped first
@@ -71,17 +72,19 @@ class SampleLog:
             if last:
                 break
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pace.wait_s):
+                async with asyncio.timeout(pace.POLL_S):
                     await self._stopping.wait()
         self.done.set()
 
-    async def _advance(self, writer: PartWriter, loop: Loop) -> bool:
-        """Log one batch. Return whether there is more."""
+    async def _advance(self, writer: PartWriter, loop: Loop, last: bool) -> bool:
+        """Log one batch, if it is time or the `last` one. Return whether there is more."""
         state = await self._store.run.state()
         if state is None or state.restoring >= 0:
             return False
         self._attach(writer, state)
-        await self._acknowledge(())
+        dropped = await self._acknowledge(())
+        if not last and not self._pace.due(state.committed_step - self._position.step, dropped):
+            return False
         found = await self._ended.after(self._position.step, state)
         new = [group for group in found.groups if group.key not in self._known]
         cpu_s = 0.0
@@ -137,24 +140,33 @@ class SampleLog:
 
     def _recognise(self, writer: PartWriter) -> None:
         """Read the identities of what was logged last."""
-        rows, tables = 0, list[Any]()
+        groups, found = 0, list[dict[tuple[str, int, str], None]]()
         for part in reversed(writer.folder.parts):
-            if rows > KNOWN:
+            if groups > KNOWN:
                 break
-            tables.append(pq.read_table(part.path, columns=["payload", "step", "outcome"]))
-            rows += part.rows
-        for table in reversed(tables):
+            table = pq.read_table(part.path, columns=["payload", "step", "outcome"])
             columns = (table[name].to_pylist() for name in ("payload", "step", "outcome"))
-            self._remember(zip(*columns, strict=True))
+            found.append(dict.fromkeys(zip(*columns, strict=True)))
+            groups += len(found[-1])
+        for keys in reversed(found):
+            self._remember(keys)
 
     async def _note_missed(self, writer: PartWriter) -> None:
+        """Record what Redis says is missed. What was recorded stays, also if a Redis that was lost counts from 0 again."""
         missed = await self._store.samples.missed()
-        if missed != self._missed:
-            more = sum(missed.values()) - sum(self._missed.values())
-            log.warning(
-                "groups are missing from the sample log: the tracker was behind or not running", groups=more, missed=missed
-            )
-            self._missed = missed
-            status = writer.folder.status()
-            await asyncio.to_thread(writer.note, LogStatus(missed, status.first_step))
-        self._metrics.missed_groups.set(sum(missed.values()))
+        if missed != self._counted:
+            if any(missed.get(outcome, 0) < count for outcome, count in self._counted.items()):
+                self._counted = {}
+            more = {outcome: count - self._counted.get(outcome, 0) for outcome, count in missed.items()}
+            self._counted = missed
+            if any(more.values()):
+                log.warning(
+                    "groups are missing from the sample log: the tracker was behind or not running",
+                    groups=sum(more.values()),
+                    missed=more,
+                )
+                for outcome, count in more.items():
+                    self._missed[outcome] = self._missed.get(outcome, 0) + count
+                status = LogStatus(self._missed, writer.folder.status().first_step)
+                await asyncio.to_thread(writer.note, status)
+        self._metrics.missed_groups.set(sum(self._missed.values()))

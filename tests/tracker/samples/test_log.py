@@ -261,6 +261,37 @@ async def test_what_was_missed_is_in_the_folder(store: Store, quick: None, tmp_p
     assert metrics.get_sample_value("grpo_tracker_missed_groups") == 1
 
 
+async def test_counts_of_a_redis_that_is_lost_are_kept(store: Store, quick: None, tmp_path: Path) -> None:
+    team = await start(store, slots=64)
+    await store.samples.log(1, -1, 1.0, 0.0)
+    await dropped(store, team, "filtered:zero", 0)
+    await follow_once(store, config_of(tmp_path), tmp_path)
+    await store.client.delete(store.keys.samples_state)
+    metrics = await follow_once(store, config_of(tmp_path), tmp_path)
+    assert SampleFolder(tmp_path / SAMPLES).status().missed == {"filtered": 1}
+    assert metrics.get_sample_value("grpo_tracker_missed_groups") == 1
+
+
+async def test_a_log_that_is_seldom_written_misses_no_step(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first file the next would be due in a million seconds, but for the steps that wait."""
+    for name, value in {"POLL_S": 0.01, "SHARE": 1e-12, "LONGEST_S": 1e6, "WAITING_BYTES": 1 << 60}.items():
+        monkeypatch.setattr(pace, name, value)
+    team, stopping, steps = await start(store, slots=256), asyncio.Event(), 33
+    made = SampleLog(config_of(tmp_path), store, tmp_path, stopping, TrackerMetrics(CollectorRegistry()))
+    following = asyncio.create_task(made.follow(Loop("samples", made.follow, 60)))
+    await wait_until(lambda: store.client.hexists(store.keys.samples_state, "share"))
+    for step in range(steps):
+        await trained(store, team, step)
+        await wait_until(lambda step=step: step - made._position.step < 2 * pace.WAITING_STEPS)
+        if step % 11 == 10:
+            await covered(store, team, step)
+    stopping.set()
+    await following
+    assert await store.samples.missed() == {}
+    assert {step for _, _, step in outcomes(tmp_path)} == set(range(steps))
+    assert len(SampleFolder(tmp_path / SAMPLES).refresh()) <= steps / pace.WAITING_STEPS + 3
+
+
 async def test_a_process_killed_again_and_again_logs_every_group_once(store: Store, server: RedisServer, tmp_path: Path) -> None:
     """Real processes and SIGKILL, while groups end."""
     config = config_of(tmp_path, server, f"run.name={store.keys.name}")
