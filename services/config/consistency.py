@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from services.config.environments import check_environments
 from services.config.evaluation import check_evaluation
-from services.config.generation import check_engine_options, check_sampling
+from services.config.generation import check_sampling
 from services.config.loss import check_loss
 from services.config.root import RunConfig
 from services.config.verifiers import check_verifiers
@@ -22,7 +22,6 @@ def broken(config: RunConfig) -> Iterator[str]:
     for check in (
         lambda: check_loss(config.loss, config.advantage.kind),
         lambda: check_sampling(config.sampling),
-        lambda: check_engine_options(config.generator),
         lambda: check_verifiers(config.verifiers, sources),
         lambda: check_environments(config.environments, config.verifiers, sources),
         lambda: check_evaluation(evaluation, config.sampling, *room, generators),

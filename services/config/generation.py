@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -109,13 +110,11 @@ OWNED_OPTIONS = {
 """Arguments of vLLM that would make its logprobs those of another distribution than the trainer's, each with the reason."""
 
 
-def check_engine_options(generator: Generator) -> None:
-    """Raise ValueError for an engine argument that must stay as it is."""
+def owned_options(generator: Generator) -> Iterator[str]:
+    """Describe every engine argument that is set and must stay as it is."""
     for name, reason in OWNED_OPTIONS.items():
         if generator.engine == "vllm" and name in generator.engine_options:
-            raise ValueError(
-                f"generator.engine_options.{name} = {generator.engine_options[name]!r} cannot be set: {reason}; remove it"
-            )
+            yield f"generator.engine_options.{name} = {generator.engine_options[name]!r} cannot be set: {reason}; remove it"
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from services.config.consistency import broken
 from services.config.environments import code_of, environment_file
-from services.config.generation import Generator
+from services.config.generation import Generator, owned_options
 from services.config.loss import settle
 from services.config.reading.derived import derived
 from services.config.reading.faults import explained, models_of, without
@@ -234,11 +234,17 @@ def _read_template(tree: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _refused(config: RunConfig, before: Before) -> list[str]:
-    """Return the keys that have no effect, except those of the configuration that the run began with."""
-    if (found := list(unused_keys(config))) and (begun := before(config)):
-        known = set(unused_keys(begun))
+    """Return the keys that have no effect and the engine's options that must not be set, except those of the configuration that
+    the run began with, which an earlier version accepted.
+    """
+    if (found := _unwanted(config)) and (begun := before(config)):
+        known = set(_unwanted(begun))
         found = [line for line in found if line not in known]
     return found
+
+
+def _unwanted(config: RunConfig) -> list[str]:
+    return [*unused_keys(config), *owned_options(config.generator)]
 
 
 def _text(path: Path) -> str:

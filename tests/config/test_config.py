@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tomli_w
 from pydantic import BaseModel
 
 from services.config import ConfigError, RunConfig, digest, load, load_resolved, to_toml
@@ -316,6 +317,16 @@ def test_the_resolved_configuration_reads_back_equal_whatever_the_environment(
     assert to_toml(load_resolved(resolved)) == to_toml(config)
     keys = tomllib.loads(resolved.read_text())
     assert keys.keys() == RunConfig.model_fields.keys(), "nothing is left to a default of another version"
+
+
+def test_a_run_with_an_engine_option_that_was_accepted_stays_readable(file: Path, tmp_path: Path) -> None:
+    tree = tomllib.loads(to_toml(settings(file)))
+    tree["generator"]["engine_options"] = {"max_model_len": 96}
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(tomli_w.dumps(tree))
+    assert load_resolved(resolved).generator.engine_options == {"max_model_len": 96}
+    with pytest.raises(ConfigError, match=r"engine_options\.max_model_len = 96 cannot be set"):
+        load(resolved, [], environ={})
 
 
 def test_the_digest_is_that_of_the_run_and_not_of_its_addresses(file: Path) -> None:
