@@ -81,6 +81,8 @@ class VersionReader:
                 self._apply(fetch, pool, deadline, fetch.entry.version == version)
             objects, nbytes = sum(1 + len(entry.parts) for entry in way), sum(entry.nbytes for entry in way)
             full = way[-1].full_nbytes if way else 0
+        except TimeoutError:  # of a future, without a text
+            raise TimeoutError(f"version {version} was not fetched in {time.monotonic() - began:.0f} s") from None
         except OSError as error:
             raise RuntimeError(f"cannot fetch version {version}: {error}") from error
         except WeightChanged:  # what arrived was damaged, or what was here: the next attempt begins with an anchor
