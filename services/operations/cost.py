@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.operations import account
-from services.operations.history import STEP, history_of
+from services.operations.history import INCARNATION, STEP, history_of
 
 if TYPE_CHECKING:
     from services.operations.samples.outcomes import SampledTokens
@@ -51,11 +52,11 @@ def cost_of(folder: Path) -> Cost | None:
     found = account.read(folder)
     if not found.pods:
         return None
-    log = _logged(folder)
+    steps = history_of(folder / "metrics.jsonl", STEP, lambda record: (record.get(INCARNATION, 0.0), record.get(REWARD)))
+    log = _logged(folder, {step: incarnation for step, (incarnation, _) in steps.rows.items()})
     tokens, solved, missing = (log.by_outcome, log.solved, log.missing) if log else (dict[str, float](), 0, "")
     spent = {name: seconds for name, seconds in account.by_outcome(found, tokens).items() if seconds >= NEGLIGIBLE_S}
-    steps = history_of(folder / "metrics.jsonl", STEP, lambda record: record.get(REWARD))
-    known = [reward for _, reward in sorted(steps.rows.items()) if reward is not None]
+    known = [reward for _, (_, reward) in sorted(steps.rows.items()) if reward is not None]
     return Cost(
         spent, found.device_seconds("trainer"), found.device_seconds("generator"),
         {name: pod.seconds() | {"devices": pod.devices} for name, pod in found.pods.items()},
@@ -63,14 +64,14 @@ def cost_of(folder: Path) -> Cost | None:
     )  # fmt: skip
 
 
-def _logged(folder: Path) -> SampledTokens | None:
+def _logged(folder: Path, steps: Mapping[int, float]) -> SampledTokens | None:
     if not (folder / "samples").is_dir():  # pyarrow takes long to import
         return None
     try:
         from services.operations.samples.outcomes import sampled_tokens
     except ImportError:  # pyarrow is not installed
         return None
-    return sampled_tokens(folder)
+    return sampled_tokens(folder, steps)
 
 
 def _yields(log: SampledTokens | None, rewards: list[float]) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 
 from services.config import to_toml
 from services.console.__main__ import main
+from services.console.errors import ConsoleError
+from services.console.local.folder import RunFolder
 from services.operations import account
 from services.operations.account import Account, by_outcome
 from services.operations.cost import cost_of
@@ -123,9 +127,9 @@ def test_cost_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         row | {"payload": "0-1.1", "step": 2, "outcome": "trained", "reason": "", "length": 310, "solved": True},  # replayed
         row | {"payload": "0-2.1", "step": 1, "outcome": "filtered", "reason": "zero", "length": 110, "solved": False},
     ]
-    PartWriter(run / "samples", 1000).write(columns_of(rows), LogPosition(1, 2))
+    PartWriter(run / "samples", 1000).write(columns_of(rows), LogPosition(1, 5, share=1.0))
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "reward/gen/mean": 0.1 * i}) + "\n" for i in range(6)))
-    assert sampled_tokens(run).by_outcome == {"trained": 300.0, "filtered: zero": 100.0}
+    assert sampled_tokens(run, {}).by_outcome == {"trained": 300.0, "filtered: zero": 100.0}
     assert main(["cost", str(run), "--json", "--price", "2"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["device_seconds"] == {"trained": 2 * 1800 + 2700, "filtered: zero": 900, "loading": 1200, "idle": 1200}
@@ -147,8 +151,8 @@ def test_unit_prices_of_a_partial_log(tmp_path: Path, capsys: pytest.CaptureFixt
     writer = PartWriter(tmp_path / "samples", 8)
     writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0, share=0.25))
     assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4)
-    writer.write(columns_of([made_row(4 + i, length=100) for i in range(4)]), LogPosition(1, 1))  # resumed with another share
-    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5)
+    writer.write(columns_of([made_row(4 + i, length=100) for i in range(4)]), LogPosition(1, 1, share=1.0))
+    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5), "resumed with another share"
 
     writer.note(LogStatus(first_step=3))
     changes = tmp_path / "changes.jsonl"
@@ -161,11 +165,80 @@ def test_unit_prices_of_a_partial_log(tmp_path: Path, capsys: pytest.CaptureFixt
     writer.note(LogStatus({"stale": 2, "filtered": 1}))
     assert note_of(tmp_path).endswith("not complete: 3 groups were missed because the tracker was behind or not running")
     writer.note(LogStatus())
-    writer.write(columns_of([made_row(8 + i, length=100) for i in range(4)]), LogPosition(1, 1))
+    writer.write(columns_of([made_row(8 + i, length=100) for i in range(4)]), LogPosition(1, 1, share=1.0))
     writer.tidy()
     assert note_of(tmp_path).endswith("not complete: the oldest completions were deleted (samples.keep)")
     assert main(["cost", str(tmp_path)]) == 0
     assert note_of(tmp_path) in capsys.readouterr().out
+
+
+def test_a_log_that_ends_early(tmp_path: Path) -> None:
+    writer = begun(tmp_path)
+    writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 9, share=1.0))
+    trained(tmp_path, range(60))
+    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "it may lag behind a run at work"
+    (tmp_path / "condition.json").write_text('{"condition": {"word": "running", "detail": ""}, "at": 1.0}')
+    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1)
+    trained(tmp_path, range(61))
+    assert note_of(tmp_path).endswith("not complete: the sample log ends at step 9, the run at step 60")
+    trained(tmp_path, range(14))
+    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1)
+    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
+    assert note_of(tmp_path).endswith("the sample log ends at step 9, the run at step 13"), "nobody runs it"
+    trained(tmp_path, range(14))
+    (tmp_path / "condition.json").write_text('{"condition": {"word": "finished", "detail": ""}, "at": 1.0}')
+    assert note_of(tmp_path).endswith("the sample log ends at step 9, the run at step 13")
+    trained(tmp_path, range(13))
+    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "the last steps may have had no group to log"
+    trained(tmp_path, range(4, 9), incarnation=2)
+    assert note_of(tmp_path).endswith("the sample log ends at step 3, the run at step 8"), "restored, and not logged since"
+    writer.write(columns_of([made_row(4 + i, length=100) for i in range(4)]), LogPosition(2, 8, share=0.25))
+    trained(tmp_path, range(21))
+    assert cost_of_tokens(tmp_path) == ({"trained": 2000.0}, 5), "of a share, more steps have no group"
+    trained(tmp_path, range(22))
+    assert note_of(tmp_path).endswith("the sample log ends at step 8, the run at step 21")
+    assert sampled_tokens(begun(tmp_path / "empty").folder.path.parent, dict.fromkeys(range(51), 1.0)).missing == (
+        "the sample log is empty, the run at step 50"
+    )
+
+
+def test_a_log_of_an_unknown_share(tmp_path: Path) -> None:
+    writer = begun(tmp_path, "samples.share=0.25")
+    writer.write(columns_of([made_row(i, length=100) for i in range(4)]), LogPosition(1, 0))
+    assert cost_of_tokens(tmp_path) == ({"trained": 1600.0}, 4), "the run's configuration tells"
+    for text in ("[samples]\nshare = 0.0\n", "[samples]\nshare = 'all'\n", "samples = 1\n", "[samples"):
+        (tmp_path / "config.toml").write_text(text)
+        assert note_of(tmp_path).endswith("the share of the groups that are logged (samples.share) is unknown")
+    (tmp_path / "config.toml").unlink()
+    assert note_of(tmp_path).endswith("the share of the groups that are logged (samples.share) is unknown")
+    (tmp_path / "config.toml").write_text("[samples]\n")
+    assert cost_of_tokens(tmp_path) == ({"trained": 400.0}, 1), "a key that is left out has its default"
+
+
+def test_no_fork_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    folder = RunFolder.of(config)
+    folder.path.mkdir(parents=True)
+    folder.config.write_text("[run]\nsteps = 'many'\n")
+    with pytest.raises(ConsoleError, match=r"cannot read .*; choose another run\.name or delete it with --fresh$") as refused:
+        folder.check(config)
+    assert "grpo fork" not in str(refused.value)
+
+
+def begun(folder: Path, *overrides: str) -> PartWriter:
+    """Begin a run with an account; return the writer of its log."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text(to_toml(small_config(folder, None, *overrides)))
+    found = Account()
+    found.observe([(status("trainer-0", "a", training=3600.0), 0.0)], 1e9, 1.0)
+    account.write(folder, found)
+    return PartWriter(folder / "samples", 1000)
+
+
+def trained(folder: Path, steps: Iterable[int], incarnation: int = 0) -> None:
+    """Write the records of these steps."""
+    records = [{"step": step} | ({"run/incarnation": float(incarnation)} if incarnation else {}) for step in steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def cost_of_tokens(folder: Path) -> tuple[dict[str, float], int]:

@@ -40,7 +40,8 @@ class RunFolder(RunPaths):
         try:
             return load_resolved(self.config)
         except ConfigError as error:
-            raise ConsoleError(self._refusal(f"a configuration that this version cannot read ({error})"), EXIT_CONFIG) from None
+            what = f"a configuration that this version cannot read ({error})"
+            raise ConsoleError(self._refusal(what, "choose another run.name"), EXIT_CONFIG) from None  # grpo fork reads it too
 
     def check(self, config: RunConfig) -> bool:
         """Return whether the folder already holds this run. Raise `ConsoleError` if it holds a different one."""
@@ -48,7 +49,8 @@ class RunFolder(RunPaths):
             return False
         if digest(held) != digest(config):
             what = f"a run with another configuration: {_differences(held, config)}"
-            raise ConsoleError(self._refusal(f"{what}. These keys define the run and cannot change"), EXIT_CONFIG)
+            remedy = "choose another run.name, continue from a checkpoint with grpo fork,"
+            raise ConsoleError(self._refusal(f"{what}. These keys define the run and cannot change", remedy), EXIT_CONFIG)
         return True
 
     def holds(self, config: RunConfig) -> bool:
@@ -59,9 +61,8 @@ class RunFolder(RunPaths):
         except ConfigError:
             return False
 
-    def _refusal(self, what: str) -> str:
-        remedy = "choose another run.name, continue from a checkpoint with grpo fork, or delete it with --fresh"
-        return f"{self.path} contains {what}; {remedy}"
+    def _refusal(self, what: str, remedy: str) -> str:
+        return f"{self.path} contains {what}; {remedy} or delete it with --fresh"
 
     def clear(self) -> None:
         """Delete the run, except for the lock. Refuse a folder that holds anything but a run."""

@@ -1,11 +1,14 @@
 """What became of the sampled tokens of a run, from its sample log.
 
-Guarantees: with `samples.share` below 1, counts are estimates for all groups; if the log lacks other groups, `missing` says why.
+Guarantees: with `samples.share` below 1, counts are estimates for all groups; if the log lacks other groups, or its share is not
+known, `missing` says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +22,15 @@ from services.operations.samples.folder import SAMPLES, Part, SampleFolder
 
 CHANGES = "changes.jsonl"
 """Changes of a run's configuration; of a fork, its first line has `forked_from` and its first step."""
+CONFIG = "config.toml"
+CONDITION = "condition.json"
+METRICS = "metrics.jsonl"
+FEW = 3
+"""Steps by which a complete log of all groups may end early; a log of a share may have no group of more steps."""
+BEHIND = 50
+"""Steps by which the log of a run at work may lag."""
+SILENT_S = 60.0
+"""Seconds without a step after which the log has caught up, if it is still written."""
 _COLUMNS = ["payload", "step", "outcome", "reason", "length", "tool_tokens", "solved"]
 
 
@@ -31,16 +43,23 @@ class SampledTokens:
     solved: int = 0
     """Trained groups with a solved completion."""
     missing: str = ""
-    """Why the log lacks groups of the run, besides those that are not in its share; empty: it has them all."""
+    """Why the counts are not those of the whole run: the log lacks groups that are in its share, or its share is unknown; empty:
+    they are."""
 
 
-def sampled_tokens(folder: Path) -> SampledTokens:
-    """Return what the log in a run's folder says; steps that a restore has undone count, for their tokens were sampled."""
+def sampled_tokens(folder: Path, steps: Mapping[int, float]) -> SampledTokens:
+    """Return what the log in a run's folder says; steps that a restore has undone count, for their tokens were sampled.
+
+    `steps`: every step of the run -> its incarnation, 0: unknown.
+    """
     log = SampleFolder(folder / SAMPLES)
-    if not log.refresh():
-        return SampledTokens(missing=", ".join(_missing(log, folder)))
+    log.refresh()
+    configured = _configured_share(folder) if any(not part.position.share for part in log.parts) else 0.0
+    missing = ", ".join(_missing(log, folder, steps, configured))
+    if not log.parts:
+        return SampledTokens(missing=missing)
     arrow: Any = pa
-    groups = arrow.concat_tables([_counted(part) for part in log.parts]).group_by(["payload", "outcome", "reason"])
+    groups = arrow.concat_tables([_counted(part, configured) for part in log.parts]).group_by(["payload", "outcome", "reason"])
     groups = groups.aggregate([("sampled", "sum"), ("step", "count_distinct"), ("right", "max"), ("stands_for", "mean")])
     found, right = dict[str, float](), dict[str, float]()
     for row in groups.to_pylist():
@@ -49,22 +68,22 @@ def sampled_tokens(folder: Path) -> SampledTokens:
         if row["outcome"] == "trained" and row["right_max"]:
             right[row["payload"]] = row["stands_for_mean"]
     ordered = dict(sorted(found.items(), key=lambda one: -one[1]))
-    return SampledTokens(ordered, round(sum(right.values())), ", ".join(_missing(log, folder)))
+    return SampledTokens(ordered, round(sum(right.values())), missing)
 
 
-def _counted(part: Part) -> Any:
-    """Return the rows of a file, each with the sampled tokens and the number of groups that it stands for."""
+def _counted(part: Part, configured: float) -> Any:
+    """Return the rows of a file, each with the sampled tokens and the number of groups that it stands for; 1 if unknown."""
     arrow: Any = pa
     compute: Any = pc
-    table, stands_for = part.read(_COLUMNS), arrow.scalar(1 / part.position.share)
+    table, stands_for = part.read(_COLUMNS), arrow.scalar(1 / (part.position.share or configured or 1.0))
     sampled = compute.subtract(compute.fill_null(table["length"], 0), compute.fill_null(table["tool_tokens"], 0))
     table = table.append_column("sampled", compute.multiply(sampled, stands_for))
     table = table.append_column("right", compute.fill_null(table["solved"], False).cast(arrow.int8()))
     return table.append_column("stands_for", arrow.repeat(stands_for, table.num_rows))
 
 
-def _missing(log: SampleFolder, folder: Path) -> Iterator[str]:
-    """Yield why groups are missing from the log."""
+def _missing(log: SampleFolder, folder: Path, steps: Mapping[int, float], configured: float) -> Iterator[str]:
+    """Yield why the counts are not those of the whole run."""
     status, parts = log.status(), log.parts
     if missed := sum(status.missed.values()):
         yield f"{missed:,} groups were missed because the tracker was behind or not running"
@@ -74,6 +93,43 @@ def _missing(log: SampleFolder, folder: Path) -> Iterator[str]:
         yield "the oldest completions were deleted (samples.keep)"
     if log.damaged or any(log.path.glob("damaged-*")) or any(after.first > before.last + 1 for before, after in pairwise(parts)):
         yield "a file of the log is missing or damaged"
+    if any(not (part.position.share or configured) for part in parts):
+        yield "the share of the groups that are logged (samples.share) is unknown"
+    yield from _ends_early(log, folder, steps, log.position.share or configured or 1.0)
+
+
+def _ends_early(log: SampleFolder, folder: Path, steps: Mapping[int, float], share: float) -> Iterator[str]:
+    """Yield whether the run has trained more steps since the log's last one than its tracker would leave out."""
+    end = log.position
+    later = [step for step, life in steps.items() if (life or end.incarnation, step) > (end.incarnation, end.step)]
+    allowed = FEW / share if _over(folder) else max(BEHIND, FEW / share)
+    if later and max(later) - min(later) + 1 > allowed:
+        where = f"ends at step {min(later) - 1}" if log.parts else "is empty"
+        yield f"the sample log {where}, the run at step {max(later)}"
+
+
+def _over(folder: Path) -> bool:
+    """Return whether the run has ended or is silent, as its folder tells; a cluster's has no condition."""
+    try:
+        noted: Any = msgspec.json.decode((folder / CONDITION).read_bytes())
+        if noted["condition"]["word"] not in ("running", "paused"):
+            return True
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        pass
+    try:
+        return time.time() - (folder / METRICS).stat().st_mtime > SILENT_S
+    except OSError:
+        return False
+
+
+def _configured_share(folder: Path) -> float:
+    """Return `samples.share` of the run's configuration; 0: it cannot be read."""
+    try:
+        tree: dict[str, Any] = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        share = float(tree.get("samples", {}).get("share", 1.0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0.0
+    return share if 0 < share <= 1 else 0.0
 
 
 def _began_at(folder: Path) -> int:
