@@ -80,8 +80,9 @@ class Loss(Section):
     """In a response whose mean |ratio - 1| / 2 exceeds this, tokens that the update would move further get weight 0.
     0: no mask."""
     correction_max_gap: float = Field(default=0.1, ge=0)
-    """Largest mean difference, in nats, between the logprobs of engine and trainer on the first step, where both have the same
-    weights. Above it the run stops, since they compute different models. 0: no limit."""
+    """Largest mean difference, in nats, between the logprobs of engine and trainer where both have the same weights: on the
+    first step of each trainer process that trains no older groups. Above it the run stops, since they compute different models.
+    0: no limit."""
     denominator: Literal["token", "constant", "sequence", "group"] = "token"
     """How the sum over tokens is normalised: `token`, mean over the tokens of all ranks; `constant`, divided by
     `denominator_tokens`; `sequence` (the default of `gspo`) or `group`, mean over responses or groups of their mean over
