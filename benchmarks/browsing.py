@@ -7,7 +7,8 @@ keyboard, and links. `page_ms` is the median time from a key or a click to the n
 pages, and `page_cpu_ms` the processor time of server, browser and driver for it; `first_page_s` is the first page, for which the
 server reads the log. `sample_ms` opens a completion with its tokens, `same_prompt_ms` is the time until the same prompt's
 completions at all steps are there, `compare_ms` shows one of them word by word against the other. `text_page_s` searches all
-texts for a word.
+texts for a word. Then every page is opened, checked for accessibility by axe-core, and drawn into `--screenshots`; `pages` says
+how many.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import psutil
 from benchmarks.common import arguments, report, run
 from benchmarks.seeing import logged_run
 from services.web.serving import show
-from tests.web.browser import chromium, opened, settle, why_not
+from tests.web.browser import PAGES, chromium, opened, settle, violations, why_not
 
 FORMS: tuple[dict[str, str], ...] = (
     {"most": "0.2", "from": "40", "sort": "length"},
@@ -116,7 +117,25 @@ class Reader:
         settle(self.page)
 
 
-def browse(url: str, token: str, repeats: int) -> dict[str, list[float]]:
+def look_around(page: Any, url: str, folder: Path | None) -> int:
+    """Open every page that needs no name, and a completion's. Return their number; exit if one violates a rule of axe-core."""
+    page.click(f"{TABLE} td a[href^='#/samples/'] >> nth=0")
+    settle(page)
+    chosen = page.evaluate("() => location.hash").removeprefix("#/samples/")
+    paths = {name: path.replace("{sample}", chosen) for name, path in PAGES.items()}
+    shown = {name: path for name, path in paths.items() if "{" not in path}
+    for name, path in shown.items():
+        page.goto(f"{url}/#/{path}")
+        settle(page)
+        if broken := violations(page):
+            raise SystemExit(f"{name}: {broken}")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=folder / f"{name}.png", full_page=True)
+    return len(shown)
+
+
+def browse(url: str, token: str, repeats: int, folder: Path | None) -> dict[str, list[float]]:
     """Read samples at `url`."""
     with chromium() as browser, opened(browser, url, token=token) as page:
         settle(page)
@@ -129,6 +148,7 @@ def browse(url: str, token: str, repeats: int) -> dict[str, list[float]]:
             reader.read(url)
         page.fill("#filter-text", WORD)
         reader.note("text_page_s", timed(lambda: (page.press("#filter-text", "Enter"), settle(page))))
+        reader.note("pages", look_around(page, url, folder))
         if page.complaints:
             raise SystemExit(f"the page complained: {page.complaints}")
     return reader.seen
@@ -141,7 +161,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
         serving = asyncio.create_task(show(config, store, told.append, until))
         while not told:
             await asyncio.sleep(0.05)
-        found = await asyncio.to_thread(browse, told[0], "benchmark", options.repeats)
+        found = await asyncio.to_thread(browse, told[0], "benchmark", options.repeats, options.screenshots)
         until.set()
         await serving
     return report({"rows": options.rows, "p90_page_ms": float(np.percentile(found["page_ms"], 90))}, found)
@@ -152,6 +172,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000, help="completions of the log")
     parser.add_argument("--repeats", type=int, default=3, help="times that everything is done")
+    parser.add_argument("--screenshots", type=Path, help="folder for pictures of the pages; default: none")
     options = parser.parse_args()
     if reason := why_not():
         parser.error(reason)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def opened(browser: Any, url: str, theme: str = "light", size: dict[str, int] = 
             raise
     finally:
         context.close()
+
+
+def violations(page: Any) -> list[str]:
+    """Return the rules of axe-core that the page violates."""
+    page.evaluate(resources.files("axe_playwright_python").joinpath("axe.min.js").read_text())
+    return page.evaluate(AXE)
 
 
 def go(page: Any, path: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.operations.samples.made import made_row, write_log
 from tests.support.flow import start, trainer_fence
 from tests.support.harness import save_tokenizer_folder, small_config
 from tests.web import browser as browsers
-from tests.web.browser import AXE, NARROW, WIDE, chromium, opened, settle
+from tests.web.browser import NARROW, WIDE, chromium, opened, settle, violations
 from tests.web.served import served
 
 pytestmark = pytest.mark.skipif(bool(browsers.why_not()), reason=browsers.why_not() or "-")
@@ -57,14 +56,12 @@ async def url(store: Store, server: RedisServer, tmp_path: Path) -> AsyncIterato
 
 async def visit(url: str, look: Callable[[Any], None], size: dict[str, int] = WIDE) -> None:
     """Open a page in a browser and look at it, on another thread. It must not complain, and must be accessible."""
-    axe = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
 
     def opening() -> None:
         with chromium() as browser, opened(browser, url, size=size) as page:
             settle(page)
             look(page)
-            page.evaluate(axe)
-            assert page.evaluate(AXE) == []
+            assert violations(page) == []
             assert page.complaints == []
 
     await asyncio.to_thread(opening)

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.web import browser as browsers
-from tests.web.browser import AXE, NARROW, PAGES, WIDE, a_sample, chromium, go, opened, settle
+from tests.web.browser import NARROW, PAGES, WIDE, a_sample, chromium, go, opened, settle, violations
 from tests.web.world import REASON, Shown, kill, shown
 
 pytestmark = [
@@ -63,16 +62,14 @@ def unlock(page: Any, token: str) -> None:
 
 @pytest.mark.parametrize(("theme", "size"), [("light", WIDE), ("dark", NARROW)])
 def test_every_page_is_whole_accessible_and_fits(run: Shown, browser: Any, theme: str, size: dict[str, int]) -> None:
-    axe = resources.files("axe_playwright_python").joinpath("axe.min.js").read_text()
     with opened(browser, run.url, theme, size, run.read_token) as page:
         settle(page)
-        page.evaluate(axe)
         for name, path in places(run).items():
             go(page, path)
             assert page.inner_text("main h1"), name
             assert page.query_selector("main .fault") is None, (name, page.inner_text("main"))
             assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
-            assert page.evaluate(AXE) == [], name
+            assert violations(page) == [], name
         assert page.complaints == []
 
 
