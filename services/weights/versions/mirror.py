@@ -9,7 +9,6 @@ Cost: one copy of the tensors, and while a delta is applied the values that it r
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -29,8 +28,6 @@ NOTHING = (0, -1)
 
 THREADS = min(4, os.cpu_count() or 1)
 """Threads that decode, apply and compare: numpy and zstandard let each other run."""
-QUEUED = 2 * THREADS
-"""Groups of pieces that may wait for them before the next part is taken."""
 GROUP = 1 << 21
 """Elements of a group at least."""
 
@@ -116,7 +113,7 @@ class WeightMirror:
         of_part: dict[int, list[TensorPiece]] = {}
         for piece in manifest.pieces:
             of_part.setdefault(piece.part if piece.blocks else -1, []).append(piece)
-        awaited, running = set(range(len(manifest.parts))), deque[Future[None]]()
+        awaited, running = set(range(len(manifest.parts))), list[Future[None]]()
         with ThreadPoolExecutor(THREADS, "apply-weights") as threads:  # on any error, ends once nobody writes
 
             def put(index: int, data: memoryview) -> None:
@@ -127,8 +124,6 @@ class WeightMirror:
                 if index not in awaited or len(data) != manifest.parts[index].nbytes:
                     raise InvalidVersion(f"a part of version {manifest.version} has {len(data)} bytes, or was not awaited")
                 awaited.remove(index)
-                while len(running) > QUEUED:
-                    running.popleft().result()
                 put(index, data)
             if awaited:
                 raise InvalidVersion(f"version {manifest.version} lacks {len(awaited)} of its parts")
@@ -151,7 +146,7 @@ class WeightMirror:
         return bits(self._tensors[piece.tensor])[piece.start : piece.start + piece.count]
 
     def _make_room(self, manifest: VersionManifest) -> None:
-        """Have memory for an anchor: that of before if its tensors have the same shapes."""
+        """Allocate memory for an anchor, or reuse the memory held if its tensors have the same shapes."""
         self.held = NOTHING
         if self._metas != manifest.tensors:
             self.forget()  # first, so that both are never held
