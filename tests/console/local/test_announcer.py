@@ -1,4 +1,4 @@
-"""What a person is told between two polls, each thing once."""
+"""Messages between two polls: each is printed once."""
 
 from __future__ import annotations
 

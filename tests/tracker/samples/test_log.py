@@ -273,7 +273,7 @@ async def test_counts_of_a_redis_that_is_lost_are_kept(store: Store, quick: None
 
 
 async def test_a_log_that_is_seldom_written_misses_no_step(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its first file the next would be due in a million seconds, but for the steps that wait."""
+    """After the first file the next is due in a million seconds, or once enough steps wait."""
     for name, value in {"POLL_S": 0.01, "SHARE": 1e-12, "LONGEST_S": 1e6, "WAITING_BYTES": 1 << 60}.items():
         monkeypatch.setattr(pace, name, value)
     team, stopping, steps = await start(store, slots=256), asyncio.Event(), 33
