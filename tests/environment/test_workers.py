@@ -233,7 +233,11 @@ async def test_a_command_has_a_folder_of_its_own_and_may_print_without_end() -> 
 
 def descendants(pid: int) -> Iterator[int]:
     """Yield the processes that descend from one."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has just ended
+        return
+    for child in children:
         yield int(child)
         yield from descendants(int(child))
 

@@ -20,6 +20,7 @@ from services.protocol.entries import encode_entry
 from services.verifiers.base import VerifierFailure
 from services.verifiers.sandbox import scratch
 from services.verifiers.sandbox.pool import VerifierPool
+from tests.support.console import lives
 from tests.support.verifiers import scored, verifier
 
 SOURCE = FileSource(kind="jsonl", path="prompts.jsonl")
@@ -45,14 +46,6 @@ async def until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
     while not true():
         assert time.monotonic() < deadline, "it did not come true"
         await asyncio.sleep(0.01)
-
-
-def _exists(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def test_a_group_gets_the_scores_of_all_verifiers():
@@ -113,7 +106,7 @@ async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
         assert time.monotonic() - started < 10
         assert await scored(pool, ["aaa"], "aaa", "main") == {"exact": [1.0], "regex": [1.0]}
         assert pool.pids != [first]
-        assert not _exists(first)
+        assert not lives(first)
         assert pool.counts.failures == 1
         assert pool.counts.restarts == 1
 
@@ -168,7 +161,7 @@ async def test_a_worker_killed_while_idle_costs_no_group():
     async with running(verifier("exact")) as pool:
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: not _exists(pid))
+        await until(lambda: not lives(pid))
         assert await scored(pool, ["a"], "a", "main") == {"exact": [1.0]}
         assert pool.counts.restarts == 1
 
@@ -180,7 +173,7 @@ async def test_a_stopped_worker_is_killed(monkeypatch: pytest.MonkeyPatch):
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(VerifierFailure, match="did not answer and was killed"):
             await scored(pool, ["a"], "a", "main")
-        assert not _exists(pid)
+        assert not lives(pid)
         assert await scored(pool, ["a"], "a", "main") == {"exact": [1.0]}
 
 
@@ -217,7 +210,7 @@ async def test_workers_ignore_ctrl_c_and_end_with_the_pool():
             os.kill(pid, signal.SIGINT)
         assert await asyncio.gather(*(scored(pool, ["a"], "a", "main") for _ in range(4))) == [{"exact": [1.0]}] * 4
         assert pool.pids == pids
-    assert not any(_exists(pid) for pid in pids)
+    assert not any(lives(pid) for pid in pids)
 
 
 async def test_workers_import_no_torch(monkeypatch: pytest.MonkeyPatch):
@@ -257,7 +250,7 @@ async def test_workers_end_when_their_parent_is_killed_and_what_they_leave_is_sw
     assert parent.stdout is not None
     pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
     assert len(pids) == 2
-    assert all(_exists(pid) for pid in pids)
+    assert all(lives(pid) for pid in pids)
     left = await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
     assert len(left) == 2
     old = time.time() - 2 * scratch.YOUNG_S
@@ -267,7 +260,7 @@ async def test_workers_end_when_their_parent_is_killed_and_what_they_leave_is_sw
     assert scratch.sweep() == 0, "their owner lives"
     parent.kill()
     await parent.wait()
-    await until(lambda: not any(_exists(pid) for pid in pids), 60.0)  # the busy one, too, when its time is up
+    await until(lambda: not any(lives(pid) for pid in pids), 60.0)  # the busy one, too, when its time is up
     own = scratch.Scratch()
     os.utime(own.path, (old, old))
     young = tmp_path / f"{scratch.PREFIX}young"
