@@ -39,6 +39,7 @@ from tests.runs.test_run import write_run
 from tests.support import flow
 from tests.support.harness import save_model_folder
 
+CONSOLE = (sys.executable, "-m", "services.console")
 STAGES = ("score", "settle", "pack", "train")
 RUNS: dict[str, tuple[str, ...]] = {
     "plain": ("trainer.deterministic=true",),
@@ -107,9 +108,7 @@ def _started(proc: Path) -> float:
 
 def console(*words: str) -> dict[str, Any]:
     """Run a command of the console with --json."""
-    done = subprocess.run(
-        [sys.executable, "-m", "services.console", *words, "--json"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*CONSOLE, *words, "--json"], capture_output=True, text=True, check=False)
     return json.loads(done.stdout) if done.stdout.strip() else {"error": done.stderr.strip()}
 
 
@@ -121,25 +120,14 @@ def one_run(folder: Path, name: str, overrides: tuple[str, ...], recorded: tuple
         *overrides,
     )  # fmt: skip
     outside = Outside(folder / name)
-    command = [sys.executable, "-m", "services.console", "run", str(path), "--no-screen"]
+    command = [*CONSOLE, "run", str(path), "--no-screen"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     recorders = []
     while not (folder / name / "metrics.jsonl").exists() and process.poll() is None:
         time.sleep(0.1)
     bundles = [folder / f"{name}-{step}.bundle" for step in recorded]
     for step, out in zip(recorded, bundles, strict=True):
-        words = [
-            sys.executable,
-            "-m",
-            "services.console",
-            "record",
-            str(step),
-            str(folder / name),
-            "--out",
-            str(out),
-            "--wait",
-            "300",
-        ]
+        words = [*CONSOLE, "record", str(step), str(folder / name), "--out", str(out), "--wait", "300"]
         if len(recorders) == 2:
             recorders[0].wait()  # two at a time
         recorders.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
@@ -194,8 +182,8 @@ def kill(folder: Path, pod: str) -> None:
 
 
 async def recorder_s(folder: Path, groups: int, step_s: float) -> float:
-    """Seconds that Redis spends on a recorder that waits for a step of `groups` groups, reads it, and waits for its end."""
-    server = RedisServer(folder / "recorder")
+    """Seconds that a new Redis spends on a recorder that waits for a step of `groups` groups, reads it, and waits for its end."""
+    server = RedisServer(folder)
     server.start()
     store = await Store.connect(server.url, "recorder", server.password)
     try:
@@ -229,7 +217,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> object:
     shares = list[float]()
     for name, each in found.items():
         groups = load_resolved(folder / name / "config.toml").admission.prompts_per_step
-        shares.append(await recorder_s(folder, groups, each["step_s"]) / each["step_s"])
+        shares.append(await recorder_s(folder / f"{name}-recorder", groups, each["step_s"]) / each["step_s"])
     total = sum(len(each["results"]) for each in found.values())
     unequal = {bundle: why for each in found.values() for bundle, why in unequal_of(each["results"]).items()}
     equal = total - len(unequal)
