@@ -490,7 +490,7 @@ SUITE = (
         "replaying",
         "Bundles and the account of devices",
         "what was recorded; start and end of processes by the kernel",
-        850,
+        600,
         (
             Figure("replay_equal", "share of bundles all of whose stages replay bit-equal", 1.0, ratio=False),
             Figure("account_closes", "account against device-seconds seen from outside", 0.01, "lower", ratio=False),
