@@ -19,7 +19,18 @@ def die_with_parent() -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free at the moment of the call."""
+    """Return a TCP port that is free at the moment of the call, for a server that sets SO_REUSEADDR, as servers do.
+
+    For a minute the kernel gives it to nobody who asks for any port, as it has a connection in TIME_WAIT: the server that it is
+    meant for may take seconds to start.
+    """
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, 0))
-        return probe.getsockname()[1]
+        probe.listen()
+        port = probe.getsockname()[1]
+        with socket.create_connection((host or "127.0.0.1", port)) as caller:
+            answered, _ = probe.accept()
+            answered.close()  # who closes first keeps the port in TIME_WAIT
+            caller.recv(1)
+        return port

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from services.protocol.payloads import Payload
+from services.runtime.process_tools import free_port
 from services.store import Store
 from services.store.connection.base import Connection
 
@@ -32,9 +32,7 @@ def launch(size: int, jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
     """Run the jobs on `size` ranks and return what each returned, [job][rank]."""
     folder.mkdir(parents=True)
     torch.save(list(jobs), folder / "jobs.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(size):
         environ = os.environ | {
