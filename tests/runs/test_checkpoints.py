@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from services.operations.history import recorded
 from services.runtime.checkpoints import CheckpointFolder
 from tests.support.console import ROOT
 from tests.support.harness import save_model_folder
@@ -61,7 +62,8 @@ def ask(folder: Path, path: str, token: str = "", post: bool = False) -> Any:
 
 
 def record(folder: Path) -> dict[str, float]:
-    return json.loads((folder / NAME / "metrics.jsonl").read_text().splitlines()[-1])
+    *_, last = recorded(folder / NAME / "metrics.jsonl")
+    return last
 
 
 def test_a_checkpoint_life(folder: Path, process: subprocess.Popen[str]) -> None:

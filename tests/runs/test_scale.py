@@ -47,7 +47,8 @@ def look(run: Path, opened: dict[str, int]) -> dict[str, PodStatus]:
 
 def said(run: Path, event: str) -> list[dict[str, Any]]:
     """Return the log lines of the generators' processes with an event, ordered by name and time."""
-    lines = (line for path in sorted((run / "logs").glob("generator-*.log")) for line in path.read_text().splitlines())
+    logs = (path.read_text() for path in sorted((run / "logs").glob("generator-*.log")))
+    lines = (line for text in logs for line in text[: text.rfind("\n") + 1].splitlines())  # the last may be there in part
     return [json.loads(line) for line in lines if f'"{event}"' in line]
 
 

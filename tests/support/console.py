@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from services.operations.history import recorded
 from tests.support.harness import small_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -102,8 +102,7 @@ def lives(pid: int) -> bool:
 
 def steps(run: Path) -> list[int]:
     """The steps of metrics.jsonl, in order."""
-    path = run / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [record["step"] for record in recorded(run / "metrics.jsonl")]
 
 
 def log(run: Path, pod: str) -> str:
