@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
@@ -58,8 +59,9 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     started = time.monotonic()
     await engine.close()
     assert time.monotonic() - started < 12
-    running = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [child for child in running if "EngineCore" in " ".join(child.cmdline())]
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # others end meanwhile
+            assert child.status() == psutil.STATUS_ZOMBIE or "EngineCore" not in " ".join(child.cmdline())
 
 
 def prompt(number: int, length: int = 12) -> list[int]:
@@ -330,7 +332,7 @@ async def test_the_engine_ends_when_its_owner_is_killed(served: Served, tmp_path
     await owner.wait()
     assert core == "spawned" or (len(templates) == 1 and engines == templates)
     assert children
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 60)
     assert not alive
 
 

@@ -16,28 +16,29 @@ PROGRAM = """
 import os, socket, sys, time
 from services.generator.engines import template
 
-def report(path, seconds):
+def report(path, end):
     files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     text = f"{os.environ['LATER']} {os.environ['INODE'] in ''.join(files)} {os.getpid()}"
     with open(path, "w") as file:
         file.write(text)
-    time.sleep(seconds)
+    while not os.path.exists(end):
+        time.sleep(0.02)
 
 if __name__ == "__main__":
     template._fork()
     taken = socket.create_server(("127.0.0.1", 0))
     os.environ.update(LATER="set afterwards", INODE=str(os.fstat(taken.fileno()).st_ino))
-    path, seconds = sys.argv[1], float(sys.argv[2])
-    process = template.TemplateContext().Process(target=report, args=(path, seconds))
+    process = template.TemplateContext().Process(target=report, args=sys.argv[1:])
     process.start()
     process.join()
     print(process.exitcode, flush=True)
 """
 
 
-def program(tmp_path: Path, seconds: float) -> list[str]:
+def program(tmp_path: Path, end: Path) -> list[str]:
+    """Return a program whose process ends once there is a file `end`."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "said"), str(seconds)]
+    return [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "said"), str(end)]
 
 
 def environment() -> dict[str, str]:
@@ -45,16 +46,20 @@ def environment() -> dict[str, str]:
 
 
 def test_a_process_has_the_environment_of_its_start_and_no_connection(tmp_path: Path) -> None:
-    done = subprocess.run(program(tmp_path, 0), env=environment(), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(program(tmp_path, tmp_path), env=environment(), capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "0\n"
     assert (tmp_path / "said").read_text().startswith("set afterwards False ")
 
 
 def test_the_template_ends_with_its_owner(tmp_path: Path) -> None:
-    with subprocess.Popen(program(tmp_path, 0.5), env=environment(), stdout=subprocess.DEVNULL) as owner:
-        wait_until(lambda: (tmp_path / "said").exists() and (tmp_path / "said").read_text())
-        forked = psutil.Process(owner.pid).children(recursive=True)
-        assert int((tmp_path / "said").read_text().split()[-1]) in [process.pid for process in forked]
-        owner.send_signal(signal.SIGKILL)
-    psutil.wait_procs(forked, timeout=30)
+    end = tmp_path / "end"
+    with subprocess.Popen(program(tmp_path, end), env=environment(), stdout=subprocess.DEVNULL) as owner:
+        try:
+            wait_until(lambda: (tmp_path / "said").exists() and (tmp_path / "said").read_text())
+            forked = psutil.Process(owner.pid).children(recursive=True)
+            assert int((tmp_path / "said").read_text().split()[-1]) in [process.pid for process in forked]
+            owner.send_signal(signal.SIGKILL)
+        finally:
+            end.touch()
+    psutil.wait_procs(forked, timeout=60)
     assert not [process for process in forked if process.is_running()]

@@ -145,14 +145,15 @@ class Cluster:
         deadline = time.monotonic() + limit_s
         while not true():
             assert time.monotonic() < deadline, f"{what}\n{self.words()}"
-            looping = [name for name, pod in self.pods.items() if len(pod.codes) > RESTARTS]
+            looping = [name for name, pod in list(self.pods.items()) if len(pod.codes) > RESTARTS]
             assert not looping, f"{what}: {looping} start again and again\n{self.words()}"
             time.sleep(every_s)
 
     def words(self) -> str:
         """What the pods last said."""
-        last = {name: pod.log.read_text(errors="replace")[-2500:] if pod.log.exists() else "" for name, pod in self.pods.items()}
-        return "\n".join(f"== {name} {self.pods[name].codes}\n{text}" for name, text in last.items())
+        pods = list(self.pods.values())
+        last = [pod.log.read_text(errors="replace")[-2500:] if pod.log.exists() else "" for pod in pods]
+        return "\n".join(f"== {pod.name} {pod.codes}\n{text}" for pod, text in zip(pods, last, strict=True))
 
     def close(self) -> None:
         """End everything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 import uuid
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class Network:
         self._made: list[str] = []
         self._names: dict[str, str] = {}
         self._own: dict[str, str] = {}
+        self._adding = threading.Lock()  # the controllers add pods, and so does a test
         _ip("link", "add", self.name, "type", "bridge")
         _ip("link", "set", self.name, "addrgenmode", "none")  # a browser gives up loading when the machine gets an address
         _ip("addr", "add", f"{self.gateway}/24", "dev", self.name)
@@ -48,6 +50,10 @@ class Network:
 
     def add(self, pod: str) -> tuple[str, str]:
         """A namespace for a pod, which knows its own name, and its address."""
+        with self._adding:
+            return self._add(pod)
+
+    def _add(self, pod: str) -> tuple[str, str]:
         number = len(self._made) + 2
         space, address = f"{self.name}-{number}", f"{self._subnet}.{number}"
         outer, inner = f"g{self.name[-6:]}{number}", f"i{self.name[-6:]}{number}"
@@ -72,9 +78,10 @@ class Network:
 
     def call(self, name: str, address: str) -> None:
         """From now on that name means that address, in every namespace."""
-        self._names[name] = address
-        for space in self._made:
-            self._write(HOSTS / space)
+        with self._adding:
+            self._names[name] = address
+            for space in self._made:
+                self._write(HOSTS / space)
 
     def _write(self, folder: Path) -> None:
         lines = ["127.0.0.1 localhost", self._own[folder.name], *(f"{address} {name}" for name, address in self._names.items())]

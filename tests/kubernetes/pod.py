@@ -6,6 +6,7 @@ What a kubelet does and this does not: images (the repository is there instead),
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shlex
 import signal
@@ -224,7 +225,8 @@ class Pod:
         if hook := self.container.get("lifecycle", {}).get("preStop"):
             self.execute(hook["exec"]["command"], deadline - time.monotonic())
         if main := self.main:
-            os.kill(main, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it ends by itself meanwhile
+                os.kill(main, signal.SIGTERM)
         try:
             return self.process.wait(deadline - time.monotonic())
         except subprocess.TimeoutExpired:

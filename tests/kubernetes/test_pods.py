@@ -156,7 +156,7 @@ def known(cluster: Cluster, true: Callable[[RunState], object]) -> Callable[[], 
 def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     for component in (*STAYING, "trainer", "generator"):
         cluster.wait(lambda component=component: not cluster.ready(component), f"{component} is not ready", 400)
-    starts = {name: len(pod.codes) for name, pod in cluster.pods.items()}  # who came before Redis could be reached tried again
+    starts = {name: len(pod.codes) for name, pod in [*cluster.pods.items()]}  # who came before Redis could be reached tried again
 
     # helm test
     (smoke,) = chart.of_kind(cluster.objects, "Pod")
@@ -192,7 +192,7 @@ def test_a_release_trains_scales_and_loses_nothing(cluster: Cluster) -> None:
     # A node of the trainer is lost: both meet again, and go on where they were
     os.kill(cluster.of("trainer")[1].main, signal.SIGKILL)
     goes_on(cluster, "the trainer does not go on without a node", 400)
-    restarted = {name for name, pod in cluster.pods.items() if len(pod.codes) > starts.get(name, 0) and not pod.leaving}
+    restarted = {name for name, pod in list(cluster.pods.items()) if len(pod.codes) > starts.get(name, 0) and not pod.leaving}
     assert restarted == {"demo-trainer-0", "demo-trainer-1"}, cluster.words()
 
     grpo(cluster, "stop", "--why", "seen enough")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -84,7 +84,7 @@ class Observed:
             try:
                 with urllib.request.urlopen(f"{pod.url}/metrics", timeout=30) as answer:
                     text = self.texts[pod.kind] = answer.read().decode()
-            except urllib.error.URLError:
+            except OSError:
                 continue  # it has just begun
             if pod.kind == "tracker":
                 self.backlog = value(text, "grpo_tracker_backlog_steps", tracker="wandb")
@@ -145,7 +145,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
                         break
                 time.sleep(0.5)
             for pid in pids_of(folder, "observed", "tracker-0"):  # `grpo run` would wait for the one that hangs
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it went with its parent
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run([sys.executable, "-m", "services.console", "stop", str(folder / "observed")], check=True)
             finish(process)
         finally:

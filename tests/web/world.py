@@ -168,4 +168,5 @@ def pids(run: Shown, pod: str) -> list[int]:
 def kill(run: Shown, pod: str) -> None:
     """Kill a pod with SIGKILL."""
     for pid in pids(run, pod):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it went with its parent
+            os.kill(pid, signal.SIGKILL)
