@@ -158,6 +158,18 @@ def volunteers(world: World) -> list[str]:
     return [name for name, lane in world.lanes.items() if lane.version is not None]
 
 
+def paused_volunteer(world: World) -> str:
+    """Wait for a volunteer, and have it end no completion; its name."""
+
+    async def pause() -> str:
+        await wait_until(lambda: any(world.lanes[name].rollouts for name in volunteers(world)))
+        (name,) = volunteers(world)
+        await world.engines[name].pause()
+        return name
+
+    return world.portal.call(pause())
+
+
 def test_rounds_are_of_one_version_while_weights_are_synced_and_training_goes_on(tmp_path: Path, server: RedisServer) -> None:
     with leading(tmp_path, server, "generator.engine_options.token_s=0.01", "sync.join_deadline_s=10") as (world, lead):
         engines = members(world, "a", "b", "c")
@@ -226,8 +238,7 @@ def test_a_round_whose_volunteers_are_gone_is_not_reported_and_training_goes_on(
     with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
         members(world, "a", "b")
         world.train(0)
-        world.portal.call(wait_until(lambda: volunteers(world)))
-        (victim,) = volunteers(world)
+        victim = paused_volunteer(world)
         world.kill(victim)
         world.train(1)
         lead.wait_for(0)
@@ -273,8 +284,12 @@ def test_a_completion_of_two_versions_is_refused_by_its_generator(tmp_path: Path
         world.train(0)
         world.portal.call(wait_until(lambda: volunteers(world)))
         (name,) = volunteers(world)
-        world.portal.call(wait_until(lambda: engines[name].gauges().tokens > 0))
-        engines[name].version = 1  # as if new weights had been loaded unnoticed
+
+        async def load() -> None:
+            await wait_until(lambda: engines[name].gauges().tokens > 0)
+            engines[name].version = 1  # as if new weights had been loaded unnoticed
+
+        world.portal.call(load())  # in the loop of the engine, which makes no token meanwhile
         lead.wait_for(0)
         assert "sampled by policy versions" in world.portal.call(world.store.evaluation.state(60)).abandoned
         assert lead.reports() == {}
@@ -295,7 +310,8 @@ def test_a_volunteer_that_drains_hands_its_tickets_back_at_once(tmp_path: Path, 
 
 
 def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.engine_options.token_s=0.01") as (world, lead):
+    slow = ("generator.engine_options.token_s=0.02", "generator.max_concurrent_groups=1")  # so that the round is seen half done
+    with leading(tmp_path, server, *slow) as (world, lead):
         members(world, "a", "b")
         world.train(0)
         lead.wait_for_results(2)
@@ -308,12 +324,13 @@ def test_a_new_leader_finishes_the_round_and_reports_it_once(tmp_path: Path, ser
 
 
 def test_rounds_that_came_due_while_another_was_open_are_skipped_and_counted(tmp_path: Path, server: RedisServer) -> None:
-    with leading(tmp_path, server, "generator.engine_options.token_s=0.6") as (world, lead):  # longer than five syncs
+    with leading(tmp_path, server, "generator.engine_options.token_s=0.05") as (world, lead):
         members(world, "a", "b")
         world.train(0)
-        world.portal.call(wait_until(lambda: volunteers(world)))
+        name = paused_volunteer(world)  # so that its round outlasts five syncs
         for version in range(1, 6):
             world.train(version)
+        world.portal.call(world.engines[name].resume())
         lead.wait_for(4)
         assert set(lead.reports()) == {0}
         assert lead.ledger("evaluations_skipped") == lead.shown("rounds_total", outcome="skipped") == 2
