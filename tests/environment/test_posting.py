@@ -72,7 +72,7 @@ async def test_one_connection_serves_requests_that_follow_each_other() -> None:
         assert served.heads[0].startswith("POST /v1/generate HTTP/1.1\r\n")
         assert "Authorization: Bearer secret\r\n" in served.heads[0]
         one.close()
-        await wait_until(lambda: served.closed == 1, 5.0)
+        await wait_until(lambda: served.closed == 1)
 
 
 async def test_requests_at_the_same_time_have_connections_of_their_own() -> None:
@@ -123,12 +123,12 @@ async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
     async with server() as served, poster() as one:
         served.replies = [b"HTTP/1.1 200 OK\r\n"]  # and no more
         asking = asyncio.create_task(one.post(served.url, "/", b""))
-        await wait_until(lambda: served.heads, 5.0)
+        await wait_until(lambda: served.heads)
         assert served.closed == 0
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await wait_until(lambda: served.closed == 1, 5.0)
+        await wait_until(lambda: served.closed == 1)
         assert (await one.post(served.url, "/", b"next")).body == b"next"
         assert served.connections == 2
 

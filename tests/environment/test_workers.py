@@ -93,14 +93,14 @@ async def test_a_start_that_is_cancelled_leaves_no_half_started_process(world: P
     pool = ProgramPool(world)
     [one] = pool.processes
     starting = asyncio.ensure_future(one.ensure())
-    await wait_until(lambda: one.pid is not None, 10.0)
+    await wait_until(lambda: one.pid is not None)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     await one.ensure()
     await one.do("a", "start", {})
     await pool.close()
     starting = asyncio.ensure_future(one.ensure())
-    await wait_until(lambda: one.pid is not None, 10.0)
+    await wait_until(lambda: one.pid is not None)
     await pool.close()
     assert one.pid is None
     with pytest.raises(asyncio.CancelledError):
@@ -186,9 +186,9 @@ async def test_what_is_under_way_when_a_process_dies_is_suspected(world: PythonE
 
 
 async def test_the_calls_of_a_turn_have_limits_together(world: PythonEnvironment) -> None:
-    async with process(world.model_copy(update={"timeout_s": 6.0})) as one:
+    async with process(world.model_copy(update={"timeout_s": 10.0})) as one:
         await one.do("a", "start", {})
-        said = await call(one, "a", ("say", {"text": "x"}), ("nap", {"seconds": 3.2}), ("say", {"text": "x"}))
+        said = await call(one, "a", ("say", {"text": "x"}), ("nap", {"seconds": 5.2}), ("say", {"text": "x"}))
         assert said[:2] == ["x", "rested"]
         assert said[2].startswith("Error: not called, since the calls before it took too long")
         said = await call(one, "a", *[("large", {})] * 3)
@@ -221,14 +221,13 @@ async def test_a_command_has_a_folder_of_its_own_and_may_print_without_end() -> 
     async with process(AgentEnvironment(name="c", kind="agent", command=[sys.executable, "-c", script])) as one:
         for rollout in "ab":
             assert (await one.do(rollout, "run", given)).value["score"] == 200_000
+        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)  # nothing is left of the first two
         sleeping = asyncio.ensure_future(one.do("c", "run", {**given, "row": {"wait": True}}))
-        assert one.pid is not None
-        assert len(list(descendants(one.pid))) == 1, "nothing is left of the first two, and the third is yet to begin"
-        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 4, 10.0)
+        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 4)
         one.drop("c")
         with pytest.raises(ProgramFailed, match="Cancelled"):
             await sleeping
-        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1, 10.0)
+        await wait_until(lambda: len(list(descendants(one.pid or 0))) == 1)
 
 
 def descendants(pid: int) -> Iterator[int]:

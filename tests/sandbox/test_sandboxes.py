@@ -54,44 +54,44 @@ async def test_code_prints_and_leaves_files_but_no_variables(place: SandboxWorld
 
 LIMITED = {
     "while True: pass": "Error: the code ran longer than 2 s",
-    "import os, time\nos.setsid() if os.fork() else time.sleep(9)\ntime.sleep(9)": "Error: the code ran longer than 2 s",
+    "import os, time\nos.setsid() if os.fork() else time.sleep(900)\ntime.sleep(900)": "Error: the code ran longer than 2 s",
     "while True: print('x' * 10_000)": "Error: the code printed more than 1 MiB",
     "print('x' * 3_000_000)": "Error: the code printed more than 1 MiB",
     "x = bytearray(10 ** 9)": "MemoryError",
     "for i in range(6):\n  with open(f'{i}', 'wb') as f: f.write(bytes(14 << 20))": "may have 64 MiB and 10000 entries; it was",
     "import os; os.kill(os.getpid(), 9)": "the code was killed by SIGKILL",
-    "import subprocess; subprocess.Popen(['sleep', '60']); print('gone')": "gone",
+    "import subprocess; subprocess.Popen(['sleep', '900']); print('gone')": "gone",
     "import os; os.close(1); os.close(2)": "",
     "import sys; sys.exit('done')": "done",
 }
 
 
 async def test_a_call_ends_within_its_limits_with_all_of_its_processes(place: SandboxWorld) -> None:
-    limits = [2.0 if "longer" in said else 20.0 for said in LIMITED.values()]
+    limits = [2.0 if "longer" in said else 100.0 for said in LIMITED.values()]
     tools = [place.tool(f"0-0.7.{sample}.0", limit_s=limit_s) for sample, limit_s in enumerate(limits)]
     answers = await asyncio.gather(*(tool.call({"code": code}) for tool, code in zip(tools, LIMITED, strict=True)))
     for (code, said), answer in zip(LIMITED.items(), answers, strict=True):
         assert said in answer, code
         assert len(answer) < 11_000
     pods = [pod["metadata"]["uid"] for pod in place.cluster.pods.values()]
-    assert [len(processes(uid)) for uid in pods] == [1] * len(LIMITED), "the pods' own"
+    await wait_until(lambda: [len(processes(uid)) for uid in pods] == [1] * len(LIMITED))  # the pods' own
     for tool in tools:
-        tool._limit_s = 20.0
+        tool._limit_s = 100.0
     again = await asyncio.gather(*(tool.call({"code": "1 + 1"}) for tool in tools))
     assert again == ["2"] * len(LIMITED), "the sandboxes are as good as before"
 
 
 async def test_a_call_that_is_asked_for_again_is_the_same_call(place: SandboxWorld, tmp_path: Path) -> None:
     """Connections end in the midst of it, and the service that asked is replaced by one that knows nothing."""
-    tool, log = place.tool(limit_s=20.0), tmp_path / "log"
-    code = f"import time\nwith open({str(log)!r}, 'a') as f: f.write('x')\ntime.sleep(1)\nprint('done')"
+    tool, log = place.tool(limit_s=100.0), tmp_path / "log"
+    code = f"import time\nwith open({str(log)!r}, 'a') as f: f.write('x')\ntime.sleep(3)\nprint('done')"
     call = asyncio.ensure_future(tool.call({"code": code}))
-    await wait_until(log.exists, 20.0)
+    await wait_until(log.exists)
     for _ in range(5):
         await asyncio.to_thread(place.cluster.cut)
         await asyncio.sleep(0.05)
     async with kept(place):
-        again = place.tool(limit_s=20.0)
+        again = place.tool(limit_s=100.0)
         again._sandbox, again._pod = tool._sandbox, tool._pod
         assert await again.call({"code": code}) == "done"
     assert await call == "done"
@@ -101,10 +101,10 @@ async def test_a_call_that_is_asked_for_again_is_the_same_call(place: SandboxWor
 
 async def test_the_same_request_finds_the_same_pod_and_a_new_program_gets_another(place: SandboxWorld) -> None:
     tool = place.tool()
-    opened = await asyncio.gather(*(place.kept.open(tool._sandbox, 10.0) for _ in range(4)))
+    opened = await asyncio.gather(*(place.kept.open(tool._sandbox, 60.0) for _ in range(4)))
     assert len({each.pod for each in opened}) == 1
     async with kept(place) as fresh:
-        assert (await fresh.open(tool._sandbox, 10.0)).pod == opened[0].pod
+        assert (await fresh.open(tool._sandbox, 60.0)).pod == opened[0].pod
     await tool.call({"code": "open('left', 'w').close()"})
     successor = place.tool("0-0.7.0.1")
     assert await successor.call({"code": "import os; os.listdir()"}) == "[]"
@@ -122,7 +122,7 @@ async def test_what_happened_to_a_pod_decides_what_is_told(place: SandboxWorld) 
         await tool.call({"code": "1"})
         call = asyncio.ensure_future(tool.call({"code": "import time; time.sleep(60)"}))
         [pod] = cluster.held()
-        await wait_until(lambda: len(processes(cluster.pods[pod]["metadata"]["uid"])) > 3, 20.0)
+        await wait_until(lambda: len(processes(cluster.pods[pod]["metadata"]["uid"])) > 3)
         await asyncio.to_thread(end, pod, *given)  # pyright: ignore[reportArgumentType]
         try:
             said = await call
@@ -130,7 +130,7 @@ async def test_what_happened_to_a_pod_decides_what_is_told(place: SandboxWorld) 
             return said
         finally:
             await tool.close()
-            await wait_until(lambda: not cluster.pods, 20.0)
+            await wait_until(lambda: not cluster.pods)
 
     assert "ended its sandbox (OOMKilled)" in await during(cluster.end, "", "", "OOMKilled")
     assert "exceeds the limit" in await during(cluster.end, "Evicted", "Usage of EmptyDir volume exceeds the limit 1Gi")
@@ -200,8 +200,9 @@ async def test_a_service_that_is_away_costs_a_delay_and_one_that_stays_away_is_u
 async def test_a_result_that_does_not_come_is_blamed_on_code_that_was_reached_alone(
     place: SandboxWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool, client = place.tool(limit_s=2.0), place.kept._pods.client
+    tool, client = place.tool(), place.kept._pods.client
     assert await tool.call({"code": "1"}) == "1"
+    tool._limit_s = 2.0
     monkeypatch.setattr(keeper, "CALL_MARGIN_S", 0.0)
     honest = client.request
 

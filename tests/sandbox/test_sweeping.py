@@ -86,7 +86,7 @@ async def test_nothing_is_left_of_a_service_that_was_killed_with_a_claim_under_w
     late = place.kept._ready[0]
     name = SandboxName("0-0.7.0.0", "aa")
     async with kept(place, warm=2) as fresh:
-        opened = await fresh.open(name, 10.0)
+        opened = await fresh.open(name, 60.0)
         assert opened.pod
         assert opened.pod != late.name
         again = await place.keeper._claimed(name, "7.0") if place.keeper else None  # with what it knew before

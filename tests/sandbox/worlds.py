@@ -53,7 +53,7 @@ class SandboxWorld:
         self.services.append(SandboxService(SandboxAccess(self.url, derived_token(OPERATE))))
         return self.services[-1]
 
-    def tool(self, rollout: str = "0-0.7.0.0", limit_s: float = 20.0, open_limit_s: float = 60.0) -> SandboxTool:
+    def tool(self, rollout: str = "0-0.7.0.0", limit_s: float = 100.0, open_limit_s: float = 60.0) -> SandboxTool:
         """Return the tool of a rollout."""
         return SandboxTool(rollout, limit_s, 512, self.service(), open_limit_s)
 
