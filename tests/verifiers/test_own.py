@@ -28,7 +28,7 @@ kind = "jsonl"
 path = "d"
 [[verifiers]]
 kind = "python"
-timeout_s = 2
+timeout_s = 100
 """
 ROW = msgspec.json.encode(Row([{"role": "user", "content": "How many?"}], {"level": 3, "tests": ["a", "b"]})).decode()
 
@@ -199,9 +199,9 @@ async def test_the_name_of_a_file_hides_no_module(own: Path) -> None:
 
 
 async def test_asynchronous_calls_of_a_group_run_together(own: Path) -> None:
-    async with scoring(own, "later") as made:  # half a second each
+    async with scoring(own, "later", "timeout_s=3.5") as made:  # half a second each
         found = await made.score(job(*"abcdefgh"))
-    assert found.scores["python"] == [1.0] * 8, "one after the other they would exceed timeout_s = 2"
+    assert found.scores["python"] == [1.0] * 8, "one after the other they would exceed timeout_s = 3.5"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ async def running(
         await pool.close()
 
 
-async def until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
+async def until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, "it did not come true"
@@ -103,7 +103,7 @@ async def test_a_call_past_its_limit_is_a_failure_and_the_worker_is_replaced():
         started = time.monotonic()
         with pytest.raises(VerifierFailure, match=r"'regex', limit 1 s: a call exceeded its time limit"):
             await scored(pool, ["aaa", HOSTILE], "aaa", "main")
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         assert await scored(pool, ["aaa"], "aaa", "main") == {"exact": [1.0], "regex": [1.0]}
         assert pool.pids != [first]
         assert not lives(first)
@@ -260,7 +260,7 @@ async def test_workers_end_when_their_parent_is_killed_and_what_they_leave_is_sw
     assert scratch.sweep() == 0, "their owner lives"
     parent.kill()
     await parent.wait()
-    await until(lambda: not any(lives(pid) for pid in pids), 60.0)  # the busy one, too, when its time is up
+    await until(lambda: not any(lives(pid) for pid in pids))  # the busy one, too, when its time is up
     own = scratch.Scratch()
     os.utime(own.path, (old, old))
     young = tmp_path / f"{scratch.PREFIX}young"

@@ -124,7 +124,7 @@ class FlakyServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(base_url=self.url)
+        self._http = httpx.Client(base_url=self.url, timeout=60)
 
     def start(self) -> None:
         """Start it, again if it ran, and wait until it serves."""
@@ -132,7 +132,7 @@ class FlakyServer:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.verifiers.remote.flaky_server", str(self.port)], stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             try:
                 self._http.get("/seen")

@@ -52,7 +52,7 @@ class Held:
 async def pod(folder: Path, server: RedisServer, rewards: FlakyServer, *overrides: str) -> AsyncIterator[Held]:
     """A pod whose engine holds version 0 of a run, with tickets to work on."""
     verifiers = f'verifiers=[{{kind="http", url="{rewards.url}/score"}}]'
-    config = small_config(folder, server, verifiers, "generator.lease_s=0.5", "generator.max_concurrent_groups=4", *overrides)
+    config = small_config(folder, server, verifiers, "generator.lease_s=2.0", "generator.max_concurrent_groups=4", *overrides)
     async with open_service("generator", config, "generator-0") as service:
         store = service.store
         await store.run.create("config", "data", 4, 16)
@@ -95,7 +95,7 @@ async def test_tickets_are_held_while_the_service_is_away_and_scored_when_it_is_
         assert held.loop.why_idle().startswith(f"waiting for verifier 'http' at {service.url}/score: connection refused")
         await wait_until(lambda: _told(held))
         before = await held.audit()
-        leases = 3 * held.service.config.generator.lease_s
+        leases = 2 * held.service.config.generator.lease_s
         await asyncio.sleep(leases)  # nothing happens, which is the point
         assert await held.audit() == before
         assert before["headers"] == 0
