@@ -19,7 +19,7 @@ from services.store.connection.client import Login
 from tests.support.certificates import Certificates
 
 MASTERS, SLOTS = 3, 16384
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class RedisCluster:

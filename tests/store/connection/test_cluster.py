@@ -75,7 +75,7 @@ class Work:
     async def _goes_on(self) -> None:
         for _ in range(2):  # what was under way before is done then
             done, heard = len(self.submitted) + 5, self.heard + 5
-            await wait_until(lambda done=done, heard=heard: len(self.submitted) >= done and self.heard >= heard, 20)
+            await wait_until(lambda done=done, heard=heard: len(self.submitted) >= done and self.heard >= heard)
 
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as tasks:
