@@ -353,7 +353,7 @@ def grpo_web(*words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str
             yield process, json.loads(process.stdout.readline())
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
 
 
 def test_the_page_of_a_release_is_here_and_follows_its_pod(cluster: Cluster) -> None:

@@ -95,4 +95,4 @@ def test_what_is_added_is_printed_until_ctrl_c(tmp_path: Path) -> None:
         log.write_text("anew\n")
         assert process.stdout.readline() == "anew\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130

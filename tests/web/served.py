@@ -18,7 +18,7 @@ async def served(config: RunConfig, store: Store) -> AsyncIterator[str]:
     told, until = list[str](), asyncio.Event()
     serving = asyncio.create_task(show(config, store, told.append, until))
     try:
-        await wait_until(lambda: told or serving.done(), 30.0)
+        await wait_until(lambda: told or serving.done())
         yield told[0]
     finally:
         until.set()

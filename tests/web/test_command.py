@@ -21,7 +21,7 @@ from services.console.local.plan import plan_units
 from services.console.local.redis_server import RedisServer
 from services.runtime.http.credentials import api_tokens
 from services.store import Store
-from tests.support.console import config_file, environment, grpo, launched, log, processes_of, steps, wait_until
+from tests.support.console import LIMIT_S, config_file, environment, grpo, launched, log, processes_of, steps, wait_until
 from tests.support.harness import small_config
 
 
@@ -59,18 +59,18 @@ def test_grpo_web_shows_a_run_that_has_ended_and_names_a_port_that_is_taken(tmp_
         assert said[2] == api_tokens(load_resolved(run / "config.toml")).operate
         assert f"#token={(run / 'api-read-token').read_text().strip()}" in process.stdout.readline()
         token = {"Authorization": f"Bearer {(run / 'api-read-token').read_text().strip()}"}
-        with httpx.Client(base_url=said[1], headers=token, timeout=30) as http:
+        with httpx.Client(base_url=said[1], headers=token, timeout=LIMIT_S) as http:
             found = http.get("/v1/console/series").json()
             assert found["steps"] == [0, 1, 2, 3]
             assert http.get("/v1/state").json()["state"]["finished"] == "trained 4 of 4 steps"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LIMIT_S) == 0
     wait_until(lambda: processes_of(run) == {}, "its Redis is gone again")
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path) as process:
         assert process.stdout is not None
         found = json.loads(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
-        assert (process.wait(30), process.stdout.read()) == (0, "")
+        assert (process.wait(LIMIT_S), process.stdout.read()) == (0, "")
     assert (found["run"], found["condition"]) == ("small", "finished")
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", found["url"])
     assert found["control"] == f"{found['url']}/#token={api_tokens(load_resolved(run / 'config.toml')).operate}"
@@ -99,7 +99,7 @@ def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
             assert page.stdout.readline() == "run small: running\n"
             said = re.search(r"(http://\S+)/#token=(\S+)", page.stdout.readline())
             assert said
-            http = httpx.Client(base_url=said[1], headers={"Authorization": f"Bearer {said[2]}"}, timeout=30)
+            http = httpx.Client(base_url=said[1], headers={"Authorization": f"Bearer {said[2]}"}, timeout=LIMIT_S)
 
             def word() -> str:
                 with contextlib.suppress(httpx.TransportError), http.stream("GET", "/v1/console/live") as frames:
@@ -109,7 +109,7 @@ def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
 
             assert word() == "running"
             console.send_signal(signal.SIGINT)
-            console.communicate(timeout=30)
+            console.communicate(timeout=LIMIT_S)
             wait_until(lambda: word() == "stopped", "the page reads the stopped run")
             assert grpo("status", run).returncode == 0
             more = grpo("run", file, "run.steps=300", "generator.count=1", FAKE_STEP_S="0.01")
@@ -117,5 +117,5 @@ def test_grpo_web_follows_a_run_that_starts_and_stops(tmp_path: Path) -> None:
             wait_until(lambda: word() == "finished", "the page reads the finished run")
             http.close()
             page.send_signal(signal.SIGTERM)
-            assert page.wait(30) == 0
+            assert page.wait(LIMIT_S) == 0
     wait_until(lambda: processes_of(run) == {}, "its Redis is gone again")

@@ -21,6 +21,7 @@ from services.console.__main__ import main
 from services.console.local.redis_server import RedisServer
 from services.store import Store
 from tests.support.console import (
+    LIMIT_S,
     ROOT,
     command,
     config_file,
@@ -98,8 +99,8 @@ def test_killed_services_and_a_killed_redis_come_back(tmp_path: Path) -> None:
             "another process for each",
         )
         assert now["dataprep-0"] == before["dataprep-0"]
-        assert not lives(child), "a killed service's child lived on"
-        output, _ = console.communicate(timeout=60)
+        wait_until(lambda: not lives(child), "a killed service's child to end")
+        output, _ = console.communicate(timeout=LIMIT_S)
     assert console.returncode == 0
     assert "Redis died and was restarted" in output
     ports = [line for line in log(run, "trainer-0").splitlines() if line.startswith("up at")]
@@ -120,7 +121,7 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(tmp_path: Path, capsys: pytes
         live = grpo("pause", run, "--role", "dataprep", "--why", "lunch")
         assert live.stdout == "run small: dataprep paused\n"
         console.send_signal(signal.SIGINT)
-        output, errors = console.communicate(timeout=30)
+        output, errors = console.communicate(timeout=LIMIT_S)
     assert (console.returncode, errors) == (130, "")
     assert "resume it with: grpo run" in output
     assert processes_of(run) == {}
@@ -147,7 +148,7 @@ def test_a_wait_at_the_end_says_for_whom_and_how_long(tmp_path: Path) -> None:
             assert any(re.search(said, line) for line in console.stdout), said
             console.send_signal(signal.SIGINT)
         assert "finished: run small" in console.stdout.read()
-        assert console.wait(20) == 0
+        assert console.wait(LIMIT_S) == 0
     assert processes_of(run) == {}
 
 
@@ -172,13 +173,13 @@ def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytes
         expected = f"generators: 2 running, 3 desired ({getpass.getuser()}: day)"
         wait_until(lambda: main(["status", str(run)]) == 0 and expected in capsys.readouterr().out, expected)
         assert scale("0") == "run small: desired generators set to 0; the run waits until there is one\n"
-        wait_until(lambda: generators() == {"generator-2"}, "all gone but the deaf one")
+        wait_until(lambda: generators() <= {"generator-2"}, "all gone but the deaf one, which is killed soon")
         scale("5")
         scale("2")
         now = wait_until(lambda: generators() == {"generator-0", "generator-1"} and processes_of(run), "two of them")
         assert now["generator-0"] != first
         console.send_signal(signal.SIGINT)
-        output, errors = console.communicate(timeout=30)
+        output, errors = console.communicate(timeout=LIMIT_S)
     assert (console.returncode, errors) == (130, "")
     assert "generator-2 did not stop within 5 s: killing it" in output
     assert "generator-0 drained and exited" in output
@@ -187,7 +188,7 @@ def test_generators_come_and_go_as_they_are_wanted(tmp_path: Path, capsys: pytes
         wait_until(lambda: len(generators()) == 2, "as many as were wanted last")
         assert main(["stop", str(run)]) == 0
         console.send_signal(signal.SIGINT)
-        console.communicate(timeout=30)
+        console.communicate(timeout=LIMIT_S)
     restarts = json.loads((run / "summary.json").read_text())["restarts"]
     assert set(restarts.values()) == {0}
     for wrong, why in (
@@ -210,9 +211,9 @@ def test_a_console_that_is_killed_takes_its_services_along(tmp_path: Path) -> No
         reached = len(steps(run))
         wait_until(lambda: len(steps(run)) > reached + 2 and log(run, "generator-0").count("deaf") == 2, "further steps")
         console.send_signal(signal.SIGTERM)
-        wait_until(lambda: {"generator-0", "redis"} == set(processes_of(run)), "the others to end")
+        wait_until(lambda: set(processes_of(run)) <= {"generator-0", "redis"}, "the others to end")
         console.send_signal(signal.SIGTERM)
-        console.communicate(timeout=60)
+        console.communicate(timeout=LIMIT_S)
     assert console.returncode == 130
     assert processes_of(run) == {}
     assert steps(run) == list(range(len(steps(run))))
@@ -228,7 +229,7 @@ def test_a_terminal_gets_the_live_screen(tmp_path: Path) -> None:
         while chunk := os.read(terminal, 65536):
             shown += chunk
     os.close(terminal)
-    assert console.wait(timeout=30) == 0
+    assert console.wait(timeout=LIMIT_S) == 0
     assert b"3/3 steps" in shown
     assert b"heartbeat" in shown
     assert b"\x1b[?25h" in shown, "the cursor is not back"
@@ -263,7 +264,7 @@ def test_a_restore_that_was_requested_is_no_failure(tmp_path: Path) -> None:
             await store.close()
 
         asyncio.run(request())
-        output, errors = console.communicate(timeout=60)
+        output, errors = console.communicate(timeout=LIMIT_S)
     assert (console.returncode, errors) == (0, "")
     assert "the trainer restarts to restore the checkpoint of step 1" in output
     assert "failed" not in output
@@ -286,7 +287,7 @@ def test_two_runs_beside_each_other_on_two_kinds_of_redis(
         launched("run", file, "run.name=one", "run.steps=8") as one,
         launched("run", file, "run.name=two", "run.steps=8", "--redis-url", shared) as two,
     ):
-        (_, first), (_, second) = one.communicate(timeout=60), two.communicate(timeout=60)
+        (_, first), (_, second) = one.communicate(timeout=LIMIT_S), two.communicate(timeout=LIMIT_S)
     assert (one.returncode, two.returncode) == (0, 0), first + second
     assert steps(tmp_path / "one") == steps(tmp_path / "two") == list(range(8))
     assert load_resolved(tmp_path / "two" / "config.toml").redis.url == server.url  # without the password
