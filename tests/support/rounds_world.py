@@ -30,7 +30,7 @@ from services.weights.sender import Sender
 from tests.support.harness import PlainTokenizer, small_config
 from tests.support.scripted import ScriptedEngine
 
-LIMITS = ("sync.join_deadline_s=20", "sync.transfer_deadline_s=3", "sync.host=127.0.0.1", "sync.backend=gloo")
+LIMITS = ("sync.join_deadline_s=20", "sync.transfer_deadline_s=8", "sync.host=127.0.0.1", "sync.backend=gloo")
 
 
 class AnyVerifier:

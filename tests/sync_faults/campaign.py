@@ -34,7 +34,7 @@ BUCKET = 1 << 20
 CHANGED = 0.02  # share of the rows that a version changes
 MID_BROADCAST = 3  # the bucket before which a fault of the phase `transfer` comes
 BETWEEN_S = 0.2  # between two rounds: the rest of a step
-LOAD_LIMIT_S = 60.0  # for all members to be there
+LOAD_LIMIT_S = 180.0  # for all members to be there
 SLACK_S = 5.0  # on a machine that others use too
 BACK_LIMIT_S = 180.0  # in which a member has to be back: a new process loads torch first, on a machine that others use too
 

@@ -19,7 +19,7 @@ from tests.faults.proxy import Proxy
 from tests.sync_faults.faults import Fault
 from tests.sync_faults.network import Loopback, Networks
 
-ANSWER_LIMIT_S = 20.0
+ANSWER_LIMIT_S = 60.0
 
 
 class Member:

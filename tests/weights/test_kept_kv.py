@@ -31,7 +31,7 @@ async def keeping(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pai
     folder = tmp_path_factory.mktemp("keeping")
     model = make_model(folder, tied=False)
     engine = VllmEngine()
-    config = make_config(folder, sync={"kv": "keep", "join_deadline_s": 20.0, "transfer_deadline_s": 10.0})
+    config = make_config(folder, sync={"kv": "keep", "join_deadline_s": 20.0, "transfer_deadline_s": 30.0})
     await engine.start(config)
     yield Pair(engine, model, config)
     await engine.close()

@@ -35,7 +35,7 @@ def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
 @pytest.fixture
 def hasty(tmp_path: Path, server: RedisServer) -> Iterator[World]:
     """A world for tests that wait the deadline out."""
-    with open_world(tmp_path, server, "sync.join_deadline_s=2") as world:
+    with open_world(tmp_path, server, "sync.join_deadline_s=4") as world:
         yield world
 
 
@@ -73,7 +73,7 @@ def test_a_member_that_never_answers_is_left_out_within_its_deadline(hasty: Worl
     world.member("stopped", follows=False)
     report = world.rounds.run(0)
     assert report.members == (alive,)
-    assert report.total_s < 2 * (2 + 3)
+    assert report.total_s < world.config.sync.join_deadline_s + 10
 
 
 def test_a_member_that_is_gone_is_not_awaited(world: World) -> None:
@@ -127,7 +127,7 @@ def test_a_member_says_that_it_cannot_reach_the_trainer_and_when_it_can(hasty: W
         await wait_until(acknowledged)
         assert await acknowledged() == (
             "failed",
-            f"cannot reach the trainer at 127.0.0.1:{port} within 1 s: check sync.host, name service and network policies",
+            f"cannot reach the trainer at 127.0.0.1:{port} within 2 s: check sync.host, name service and network policies",
         )
         assert await unreached() == f"127.0.0.1:{port}", "its heartbeat said so before it answered"
         listener.listen()

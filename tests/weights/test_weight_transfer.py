@@ -106,7 +106,7 @@ class Pair:
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(folder, tied=request.param == "tied")
-    config = make_config(folder, sync={"join_deadline_s": 8.0, "transfer_deadline_s": 10.0})
+    config = make_config(folder, sync={"join_deadline_s": 8.0, "transfer_deadline_s": 30.0})
     engine = VllmEngine()
     await engine.start(config)
     yield Pair(engine, model, config)
@@ -337,7 +337,7 @@ async def test_a_round_without_one_member_fails_in_time_on_both_sides_and_sampli
     )
     assert isinstance(results[0], SendFailed)
     assert isinstance(results[1], TransferFailed)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert pair.engine.gauges().tokens > before.tokens, "sampling goes on while the member waits"
     assert (await asyncio.wait_for(running, 60)).finish != "aborted"
     await pair.make_group()

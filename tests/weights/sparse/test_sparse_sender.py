@@ -65,7 +65,7 @@ class Trainer:
         first = {f"w{i}": torch.nn.Parameter(torch.randn(40, 50).bfloat16()) for i in range(2 * RANKS)}
         self.weights = [first, *({n: torch.nn.Parameter(w.detach().clone()) for n, w in first.items()} for _ in range(RANKS - 1))]
         self.transport = Recording()
-        self._barrier, self._said = threading.Barrier(RANKS, timeout=20), list[Any]([None] * RANKS)
+        self._barrier, self._said = threading.Barrier(RANKS, timeout=60), list[Any]([None] * RANKS)
         self._pipes: list[Queue[torch.Tensor]] = [Queue() for _ in range(RANKS)]
         config = make_config(folder)
         config = config.model_copy(
@@ -93,7 +93,7 @@ class Trainer:
         if data is not None:
             self._pipes[source].put(data)
             return None
-        got = self._pipes[source].get(timeout=20)
+        got = self._pipes[source].get(timeout=60)
         assert got.numel() == nbytes
         return got
 
