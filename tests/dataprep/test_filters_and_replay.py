@@ -44,7 +44,7 @@ class Run:
         fence, plans = await self.store.run.attach_trainer(), []
         await self.store.steps.publish(fence, 0)
         for step in range(self.steps):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (plan := await self.store.steps.plan(step)) is None:
                     state = await self.store.run.state()
                     if state is None or state.ended:

@@ -87,7 +87,7 @@ async def train(store: Store, steps: int) -> list[StepPlan]:
     fence, plans = await store.run.attach_trainer(), []
     await store.steps.publish(fence, 0)
     for step in range(steps):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (plan := await store.steps.plan(step)) is None:
                 await generate(store, step)
                 await asyncio.sleep(0.01)

@@ -77,7 +77,7 @@ async def test_a_pod_that_works_has_exited_when_the_hook_ends(config: RunConfig,
         done, took_s = await asyncio.to_thread(hook, tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert took_s < DRAIN_S, "it ended with the pod, not with its time"
-        assert await asyncio.to_thread(process.wait, 30) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
     assert not await store.fleet.members(60)
 
 

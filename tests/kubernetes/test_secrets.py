@@ -118,7 +118,7 @@ class Server:
     def probe(self) -> None:
         """What the kubelet runs every few seconds."""
         command = ["sh", str(self.folder / "files" / "ping.sh")]
-        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -151,7 +151,7 @@ def start(folder: Path, certificates: Certificates | None = None) -> Iterator[Se
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(["sh", str(folder / "files" / "start.sh")], env=server.environ, stdout=log)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while "Ready to accept connections" not in server.log():
             assert process.poll() is None, server.log()
             assert time.monotonic() < deadline

@@ -118,8 +118,8 @@ DATAPREP: list[tuple[Any, dict[str, dict[str, str]]]] = [
 
 
 async def moved(metrics: dict[str, dict[str, str]], value: Value) -> None:
-    """Wait until all of them have moved; `wait_until` raises after 30 s."""
-    await wait_until(lambda: all(value(name, **labels) for name, labels in metrics.items()), 30)
+    """Wait until all of them have moved; `wait_until` raises after a minute."""
+    await wait_until(lambda: all(value(name, **labels) for name, labels in metrics.items()))
 
 
 @pytest.mark.parametrize(("trouble", "metrics"), DATAPREP, ids=lambda given: getattr(given, "__name__", ""))

@@ -29,7 +29,7 @@ STEPS, PER_STEP, SLOTS = 6, 3, 9
 RESTORED = 2  # the step that the run is restored to, after RESTORED_AFTER
 RESTORED_AFTER = 4
 LEASE_S, TTL_S = 0.2, 60.0
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 PHASES = (("gather", "present"), ("join", "joined"), ("pause", "ready"), ("transfer", "applied"), ("done", ""))
 T = TypeVar("T")
 

@@ -14,6 +14,8 @@ from services.runtime.notifications import Notifications
 from services.runtime.view import RunView
 from services.store import Store
 
+LIMIT_S = 30.0  # on a busy machine; a wait that nothing ends lasts twice as long
+
 
 async def _nothing(_: Loop) -> None: ...
 
@@ -26,7 +28,7 @@ def unwatched(name: str) -> Loop:
 async def notifications(store: Store) -> AsyncIterator[Notifications]:
     """A notifications that is connected."""
     notifications = Notifications()
-    wait = asyncio.create_task(notifications.wait("connected-yet", timeout=10.0))
+    wait = asyncio.create_task(notifications.wait("connected-yet", timeout=60.0))
     await asyncio.sleep(0)
     listening = asyncio.create_task(notifications.listen(store))
     await wait  # a new connection rings everything that is waited for
@@ -34,7 +36,7 @@ async def notifications(store: Store) -> AsyncIterator[Notifications]:
     await end_tasks([listening])
 
 
-async def waited(notifications: Notifications, *topics: str, timeout: float = 10.0) -> float:
+async def waited(notifications: Notifications, *topics: str, timeout: float = 60.0) -> float:
     started = time.monotonic()
     await notifications.wait(*topics, timeout=timeout)
     return time.monotonic() - started
@@ -44,12 +46,12 @@ async def test_a_change_in_redis_wakes_who_waits_for_it(store: Store, notificati
     waiting = asyncio.create_task(waited(notifications, "control"))
     await asyncio.sleep(0.01)
     await store.run.create("config", "data", 4, 8)
-    assert await waiting < 5.0
+    assert await waiting < LIMIT_S
 
 
 async def test_a_ring_before_the_wait_is_not_lost(notifications: Notifications) -> None:
     notifications.notify("tickets")
-    assert await waited(notifications, "tickets", "version") < 1.0
+    assert await waited(notifications, "tickets", "version") < LIMIT_S
     assert await waited(notifications, "tickets", "version", timeout=0.05) >= 0.04  # it counted once
 
 
@@ -57,10 +59,10 @@ async def test_a_ring_reaches_everybody_who_waits_for_its_topic(notifications: N
     waiting = [asyncio.create_task(waited(notifications, "control", other)) for other in ("version", "tickets")]
     await asyncio.sleep(0)
     notifications.notify("control")
-    assert max(await asyncio.gather(*waiting)) < 1.0
+    assert max(await asyncio.gather(*waiting)) < LIMIT_S
     notifications.notify("control")
-    assert await waited(notifications, "control", "version") < 1.0
-    assert await waited(notifications, "control", "tickets") < 1.0
+    assert await waited(notifications, "control", "version") < LIMIT_S
+    assert await waited(notifications, "control", "tickets") < LIMIT_S
 
 
 async def test_other_topics_do_not_wake(notifications: Notifications) -> None:

@@ -24,7 +24,7 @@ from tests.storm.world import POLL_S, Pod, World, world
 
 PAUSES_S = {"environment": 2.5, "generator": 3.0, "dataprep": 12.0, "sandbox": 3.0, "node": 1.0}
 """Longest time from when a pod is ready until it is killed. A new leader waits for the lease of the one before."""
-END_LIMIT_S = 30.0
+END_LIMIT_S = 60.0
 
 
 @dataclass
