@@ -86,14 +86,14 @@ async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_
         assert (await process.do("b", "score")).value is None
         process.drop("a")
         process.drop("b")
-        await wait_until(lambda: not servers(), 10.0)
+        await wait_until(lambda: not servers())
 
 
 async def test_a_server_at_a_url_may_be_shared_and_its_rollouts_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     server = serving(port)
     try:
-        await wait_until(lambda: _answers(port), 30.0)
+        await wait_until(lambda: _answers(port))
         monkeypatch.setenv("TESTS_TOKEN", "secret")
         async with worker(url=f"http://127.0.0.1:{port}/mcp", shared=True, token_env="TESTS_TOKEN") as process:
             for rollout in ("a", "b"):
@@ -109,7 +109,7 @@ async def test_a_server_at_a_url_may_be_shared_and_its_rollouts_continued(monkey
                 with pytest.raises(ProgramFailed, match=why):
                     await say(process, rollout, "count")
             server = serving(port)
-            await wait_until(lambda: _answers(port), 30.0)
+            await wait_until(lambda: _answers(port))
             assert (await say(process, "c", "count"))[0] == "1", "rollouts find the server that replaces it"
     finally:
         server.kill()
