@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import time
 
@@ -15,7 +14,7 @@ from tests.faults.kinds import AT_THE_END, AT_THE_START, Fault
 from tests.faults.run_under_test import RunUnderTest
 from tests.faults.watcher import POLL_S, Watcher
 
-LOST_LIMIT_S = 5.0  # how long a call is waited for whose reply is to be lost
+LOST_LIMIT_S, LOST_STEPS = 5.0, 2  # how long a call is waited for whose reply is to be lost, and for how many steps at least
 STARTED_LIMIT_S, ENDED_LIMIT_S = 30.0, 8.0  # the same for a call that a pod makes when it starts, or when it ends
 
 
@@ -74,10 +73,18 @@ class Strike:
             starts = call in AT_THE_START
             self.run.signal(victim, signal.SIGKILL if starts else signal.SIGTERM)
             limit_s = STARTED_LIMIT_S if starts else ENDED_LIMIT_S
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(proxy.lost.wait(), limit_s)
+        await self._lost(proxy.lost, limit_s, 0 if call in AT_THE_START + AT_THE_END else LOST_STEPS)
         proxy.spare()
         return proxy.lost.is_set()
+
+    async def _lost(self, lost: asyncio.Event, limit_s: float, steps: int) -> None:
+        """Wait for as long as it takes a busy machine: at least until so many more steps are committed."""
+        began, since = self.watcher.last.committed, time.monotonic()
+        while not lost.is_set() and self.run.ended is None and not self.watcher.violations:
+            slow = self.watcher.last.committed < began + steps
+            if time.monotonic() - since > (self.limit_s if slow else limit_s):
+                return
+            await asyncio.sleep(POLL_S)
 
     async def _command(self, fault: Fault, victim: str) -> bool:
         """What the server itself is told; past the retries of a store, which would wait a pause out."""
