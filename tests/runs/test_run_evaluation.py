@@ -78,7 +78,7 @@ async def damage(run: Path) -> None:
 async def hang(run: Path, held: Path) -> None:
     """Resume the trainer. While its first step hangs, its liveness probe fails within the loop's limit, for that loop only."""
     close = {"Connection": "close"}  # otherwise a server may close an idle connection just as it is used
-    async with administrator(run) as store, httpx.AsyncClient(timeout=10, headers=close) as http:
+    async with administrator(run) as store, httpx.AsyncClient(timeout=60, headers=close) as http:
         urls = {pod.name: f"{pod.url}/health/live" for pod in await store.fleet.members(TTL_S)}
 
         async def status(pod: str, expected: int) -> bool:

@@ -278,7 +278,7 @@ class Pod:
             time.sleep(0.05)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +319,7 @@ def test_both_trackers_in_a_real_process_that_is_killed_lose_nothing(
         asyncio.run(in_redis(*map(record, (3, 4))))
         pod = Pod(path, tmp_path / "log")
         asyncio.run(in_redis(record(5), end=True))
-        assert pod.process.wait(60) == 0, pod.log.read_text()
+        assert pod.process.wait(150) == 0, pod.log.read_text()
     finally:
         pod.process.kill()
         pod.process.wait()
