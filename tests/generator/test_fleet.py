@@ -129,7 +129,7 @@ async def test_groups_follow_the_speed_of_pods_and_none_lies_idle_in_the_slow_on
 
 
 async def test_pods_share_the_slots_and_take_what_the_others_leave(tmp_path: Path, server: RedisServer) -> None:
-    options = ("generator.max_concurrent_groups=16", "generator.engine_options.token_s=0.3", "generator.drain_s=0")
+    options = ("generator.max_concurrent_groups=16", "generator.engine_options.token_s=1.0", "generator.drain_s=0")
     config = small_config(tmp_path, server, *options)
     async with fleet(config, config, tickets=12, slots=12) as (one, other):
         await wait_until(lambda: len(one.loop.rollouts) + len(other.loop.rollouts) == 12)
