@@ -13,8 +13,12 @@ encoding over those of the training step of `--tokens` (goal 0.05); `send_share`
 from the disk, whose cache is dropped (goal 1.5).
 `versions`: `versions_identical`, the share of the versions that a receiver takes, out of `VERSIONS` of 1 MB, after which blake2b
 of what it holds equals that of the trainer's weights; it misses some and catches up. Others: `versions_compared`, `versions_s`.
+`sampled`: `versions_sampled`, the share of 1,000 versions of 1.6 MB, applied by a real vLLM, whose completions have the logprobs
+that `transformers` computes from the trainer's weights; `versions_told_apart`, of which the weights before have others.
 `pause`: `pause_s_per_gb`, from vLLM's pause to its resumption with the new weights, by GB of weights (goal 0.25).
 `lora`: `lora_share`, bytes of a version of adapters of rank 8 over those of the model (goal 0.01).
+`adapters`: `merged_speed`, tokens/s of vLLM with an adapter merged into its weights over those of vLLM that serves it beside them
+(weights_adapters.py); `served_update_s`, of serving another one in its place, in which a merged one takes the pause.
 `link`: rounds over a link of 100 Mbit/s and 80 ms (slow_link.py; Redis and an S3 server behind it) and over loopback:
 `slow_link_ratio`, (training step + round) on loopback over that on the link (goal 0.9); `slow_round_s`, `slow_join_s`.
 `kv`: `kv_keep_gain`, seconds from the end of a round until `--sequences` of 4,000 tokens have all sampled again, `sync.kv`
@@ -38,7 +42,7 @@ if __name__ == "__main__":  # `python benchmarks/weights.py` from the repository
 
 import torch
 
-from benchmarks import weights_engine
+from benchmarks import weights_adapters, weights_engine
 from benchmarks.common import arguments, report, run
 from services.config.load import validate
 from services.trainer.weight_sender import make_sender
@@ -48,7 +52,7 @@ from services.weights.versions.reader import VersionReader
 from services.weights.versions.sender import StoreWeightSender
 
 FENCE, WARM, STEPS, RATE, VERSIONS, RANK = 1, 2, 4, 1e-6, 1500, 8
-PARTS = ("encoding", "late", "versions", "lora", "pause", "link", "kv")
+PARTS = ("encoding", "late", "versions", "sampled", "lora", "adapters", "pause", "link", "kv")
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Any:
@@ -241,8 +245,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         late(Trained(folder / "late", options.tokens), samples)
     if "versions" in parts:
         versions(folder / "many", samples)
+    if "sampled" in parts:
+        await weights_engine.sampled(folder / "sampled", samples)
     if "lora" in parts:
         lora(folder / "lora", options.tokens, samples)
+    if "adapters" in parts:
+        await weights_adapters.adapters(folder / "adapters", samples)
     if "pause" in parts:
         await weights_engine.pause(folder / "pause", samples)
     if "kv" in parts:

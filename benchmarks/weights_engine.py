@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ from services.generator.engines.vllm import VllmEngine
 from services.protocol.messages import Round
 from services.rollouts.generated import SamplingParameters
 from services.trainer.weight_sender import make_sender
+from tests.support.tiny_vllm import reference_logprobs
 
 SEQUENCES, LENGTH, PAUSES = 64, 4000, 6
+SAMPLED, EQUAL = 1000, 2e-5  # versions; nats between logprobs that count as equal
+SMALL = {
+    "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+"""Of a model of 1.6 MB."""
 
 
 def make_model(folder: Path, **changed: int) -> Any:
@@ -95,14 +103,34 @@ async def pause(folder: Path, samples: dict[str, list[float]]) -> None:
         await served.engine.close()
 
 
+async def sampled(folder: Path, samples: dict[str, list[float]]) -> None:
+    """The share of versions whose completions are those of the trainer's weights: their logprobs equal those of `transformers`.
+
+    A version counts only if the weights before it would have given other logprobs.
+    """
+    served = Served(folder, "float32", 512, "recompute", **SMALL)
+    await served.engine.start(served.config)
+    equal, told_apart, began = 0, 0, time.perf_counter()
+    prompt = torch.randint(3, 1024, (32,)).tolist()
+    try:
+        for version in range(SAMPLED):
+            before = deepcopy(served.model)
+            await served.update()
+            made = await served.engine.generate(f"probe-{version}", prompt, version, SamplingParameters(8))
+            now, last = (reference_logprobs(model, prompt, made.tokens) for model in (served.model, before))
+            equal += float(abs(made.logprobs - now).max()) <= EQUAL
+            told_apart += float(abs(last - now).max()) > 2 * EQUAL
+    finally:
+        await served.engine.close()
+    samples["versions_sampled"] = [equal / SAMPLED]
+    samples["versions_told_apart"] = [told_apart / SAMPLED]
+    samples["sampled_s"] = [time.perf_counter() - began]
+
+
 async def kept(folder: Path, sequences: int, samples: dict[str, list[float]]) -> None:
     """How long that many long sequences need after a round until all sample again, with their KV and without it."""
-    small = {
-        "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32,
-    }  # fmt: skip
     for kv in ("recompute", "keep"):
-        served = Served(folder / kv, "float32", LENGTH + 256, kv, **small)
+        served = Served(folder / kv, "float32", LENGTH + 256, kv, **SMALL)
         await served.engine.start(served.config)
         try:
             await served.update()
