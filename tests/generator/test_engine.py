@@ -37,6 +37,7 @@ from tests.support.tiny_vllm import EOS, assert_greedy, make_config, make_model,
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(400),  # loading vLLM takes minutes on a busy machine
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),  # importing vLLM warns
 ]

@@ -60,6 +60,7 @@ def test_one_bit_is_enough_and_nothing_is_written(tensor: str, place: tuple[int,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.asyncio(loop_scope="function")
 @pytest.mark.filterwarnings("default")  # importing vLLM warns
 async def test_an_engine_that_lost_a_weight_does_not_sample_with_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.weights.test_weight_transfer import PROMPT, Pair, damage_deltas
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(400),  # loading vLLM takes minutes on a busy machine
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),  # importing vLLM warns
 ]

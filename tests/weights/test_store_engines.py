@@ -20,6 +20,7 @@ from tests.support.two_ranks import two_ranks
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(400),  # loading vLLM takes minutes on a busy machine
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),  # importing vLLM warns
 ]

@@ -24,6 +24,7 @@ from tests.weights.test_weight_transfer import Pair
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(400),  # loading vLLM takes minutes on a busy machine
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("default"),  # importing vLLM warns
 ]

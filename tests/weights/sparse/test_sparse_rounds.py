@@ -22,7 +22,7 @@ from tests.weights.test_store_rounds import assert_equal
 if TYPE_CHECKING:
     from tests.weights.sparse.plain_engine import PlainEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # importing vLLM warns
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]  # importing vLLM warns
 
 
 class PatchedEngine(ScriptedEngine):
