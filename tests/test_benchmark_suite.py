@@ -14,8 +14,8 @@ from benchmarks.page import write_page
 from benchmarks.suite import chosen, compared, measure, record, recorded, worse
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("reuse", "fleet")
-"""Not of the suite: half an hour by itself; a part of `growth`."""
+BESIDE = ("reuse", "kept_kv", "fleet")
+"""Not of the suite: half an hour, and a quarter, by themselves; a part of `growth`."""
 REPORTS = re.compile(r"from benchmarks\.common import .*\breport\b")
 MACHINE = {"cpu": "a processor", "cores": 2, "memory_gib": 24.0, "load": [0.1, 0.1, 0.1]}
 
