@@ -22,7 +22,7 @@ from services.trainer.weight_sender import make_weight_sender
 from tests.support.tiny_model import make_payloads
 from tests.support.tiny_vllm import assert_greedy, make_config, make_model, reference_logprobs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]  # importing vLLM and DeepSpeed warns
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]  # vLLM and DeepSpeed warn
 
 STEPS = 4
 CHECKED = (0, 2, STEPS)  # versions after the first sync, a middle step and the last step
