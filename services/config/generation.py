@@ -76,10 +76,11 @@ class Sync(Section):
     records the policy version of every token; `drain` starts no others and lets them finish first, for up to half of
     `join_deadline_s` or `transfer_deadline_s`, whichever is less; `abort` restarts them. With `drain` and `abort` every
     completion has a single version."""
-    kv: Literal["recompute", "keep"] = "recompute"
-    """What happens to the KV cache when new weights are applied. `recompute` drops it, and unfinished completions are prefilled
-    again under the new weights. `keep` lets them continue with their KV cache, computed under older weights; requests that
-    start later never use it. In both cases the logprobs are those with which the tokens were sampled."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """What happens to the KV cache when new weights are applied. `keep` lets unfinished completions continue with their KV
+    cache, computed under older weights; requests that start later never use it. `recompute` drops it, and they are prefilled
+    again under the new weights, which takes time, but makes their later tokens those of the new weights alone. In both cases
+    the logprobs are those with which the tokens were sampled."""
     host: str = ""
     """Address at which generators reach trainer rank 0. Empty: the trainer's host name, or 127.0.0.1 in `grpo run`."""
     verify: bool = True

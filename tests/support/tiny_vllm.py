@@ -49,14 +49,14 @@ def make_model(folder: Path, tied: bool, seed: int = 0) -> Any:
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> RunConfig:
-    """A run configuration around the model in `folder`; `sections` overlay it."""
+    """A run configuration around the model in `folder`; `sections` overlay it. Its logprobs can be compared token by token."""
     tree: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": "float32", "max_tokens": 256},
         "data": {"sources": [{"kind": "jsonl", "path": "prompts.jsonl"}], "max_prompt_tokens": 64},
         "verifiers": [{"kind": "exact"}],
         "sampling": {"max_tokens": 192},
         "generator": {"max_num_seqs": 32, "cpu_kv_cache_mib": 64},
-        "sync": {"host": "127.0.0.1", "join_deadline_s": 10.0, "transfer_deadline_s": 20.0},
+        "sync": {"host": "127.0.0.1", "join_deadline_s": 10.0, "transfer_deadline_s": 20.0, "kv": "recompute"},
     }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}

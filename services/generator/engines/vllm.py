@@ -154,8 +154,10 @@ class VllmEngine:
         """Stop after the current iteration; keep the requests, and drop the KV cache and the prefix cache unless `sync.kv` keeps
         them.
         """
-        async with self._limit(self._config.sync.join_deadline_s, "pause"):
-            await self._llm.pause_generation(mode="keep", clear_cache=self._config.sync.kv == "recompute")
+        sync = self._config.sync
+        clear = sync.kv == "recompute" or sync.in_flight != "keep"
+        async with self._limit(sync.join_deadline_s, "pause"):
+            await self._llm.pause_generation(mode="keep", clear_cache=clear)
 
     async def resume(self) -> None:
         """Resume sampling."""
