@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import typer
 
-from services.console.arguments import only, quicken
+from services.console.arguments import USAGE_ERROR, only, quicken
 from services.console.commands import running, steering, watching
 from services.console.commands.inspecting import inspect_app, replay_app
 from services.console.errors import EXIT_CODES, EXIT_CONFIG, EXIT_OK, EXIT_REDIS, EXIT_STOPPED, ConsoleError
@@ -72,8 +72,6 @@ for command in (  # in the order of --help
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them takes longer than most commands
-    usage_error = typer.BadParameter.__base__  # from the click that typer bundles, which has no public name
-    assert usage_error is not None
     try:
         given = with_waits(sys.argv[1:] if argv is None else argv)
         if any(word.partition("=")[0] == KUBE_CONTEXT for word in given):
@@ -86,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, error.code)
     except KeyboardInterrupt:
         return EXIT_STOPPED
-    except Exception as error:  # typer's and ours, whose types are not imported for --help; any other is raised again
-        if isinstance(error, usage_error):
-            return _report(error.format_message(), EXIT_CONFIG)  # type: ignore[attr-defined]
+    except USAGE_ERROR as error:
+        return _report(error.format_message(), EXIT_CONFIG)
+    except Exception as error:  # ours, whose types are not imported for --help; any other is raised again
         return _report_known(error)
     return result if isinstance(result, int) else EXIT_OK
 

@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperArgument, TyperOption
 
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""What typer raises for arguments that it refuses: a class of the click that it bundles, which has no public name."""
 _UNDECIDED = object()
 
 

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from services.console.arguments import USAGE_ERROR
 from services.console.commands.control import who
 from services.console.errors import EXIT_CONFIG, EXIT_FAILED, ConsoleError
 from services.console.options import KUBE_CONTEXT, NAMESPACES, confirm
@@ -131,7 +132,7 @@ def _named(tree: Any, path: Sequence[str], words: Sequence[str]) -> tuple[str, d
 def _parses(tree: Any, path: Sequence[str], words: Sequence[str], others: dict[str, Any]) -> bool:
     try:
         return _named(tree, path, words) == ("", others)
-    except Exception:  # the parser's usage errors, whose class has no public name
+    except USAGE_ERROR:
         return False
 
 
