@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -19,6 +20,8 @@ import pytest
 
 from services.config import ConfigError
 from services.config.environments import McpEnvironment
+from services.environment.programs.frames import ProgramSetup
+from services.environment.programs.mcp_tools import McpSession, ServerLost
 from services.environment.programs.mcp_transport import _CarefulClient
 from services.environment.programs.pool import ProgramPool
 from services.environment.programs.process import ProgramFailed, ProgramProcess, ProgramUnusable
@@ -72,6 +75,10 @@ async def test_every_rollout_has_a_server_of_its_own_which_nothing_that_it_says_
         assert (await say(process, "a", "count"))[0] == "3"
         assert (await say(process, "b", "count"))[0] == "1"
         assert (await say(process, "a", "count", by="many"))[0].startswith("Error")
+        for by in ("\ud800", functools.reduce(lambda inner, _: [inner], range(300), list[Any]())):
+            said, _ = await say(process, "a", "count", by=by)
+            assert said.startswith("Error: "), "no message can hold it"
+            assert "took longer" not in said
         assert (await say(process, "a", "fail", text="on purpose"))[0].startswith("Error executing tool fail")
         assert (await say(process, "a", "wait", seconds=60))[0] == "Error: the tool took longer than 3 s"
         flood, _ = await say(process, "a", "flood", characters=1_000_000)
@@ -123,6 +130,16 @@ async def test_a_shared_server_that_dies_is_started_again() -> None:
         with pytest.raises(ProgramFailed, match="was lost during a call of 'die'"):
             await say(process, "a", "die")
         assert (await say(process, "b", "count"))[0] == "1"
+
+
+async def test_a_connection_that_has_ended_is_no_tool_that_says_so() -> None:
+    session = McpSession(ProgramSetup("mcp", command=SERVER))
+    try:
+        session.lost(await session.client())
+        with pytest.raises(ServerLost, match=r"the connection to the MCP server .*mcp_server\.py' has ended"):
+            await session.client()
+    finally:
+        await session.close()
 
 
 async def _endless() -> AsyncIterator[bytes]:

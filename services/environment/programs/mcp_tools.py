@@ -13,6 +13,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, cast
 
+from pydantic_core import to_json
+
 from services.environment.programs.frames import ProgramSetup
 from services.environment.programs.loaded import BadReply
 from services.environment.programs.tools import ANSWER_CHARACTERS, ERROR_CHARACTERS, Callee, shortened
@@ -48,7 +50,11 @@ class McpSession:
         """Return the library's client, connected. Raises `ServerLost`."""
         if self._held is None or (self._setup.shared and self._held.over):
             self._held = HeldSession(self._setup)
-        return await asyncio.shield(self._held.opened)
+        held = self._held
+        client = await asyncio.shield(held.opened)
+        if held.over:  # otherwise the library's complaint about a closed client would be taken for what a tool says
+            raise ServerLost(f"the connection to the MCP server {named(self._setup)} has ended{held.why}"[:ERROR_CHARACTERS])
+        return client
 
     def lost(self, client: Any) -> None:
         """Take note that a client's connection has ended."""
@@ -67,6 +73,8 @@ class HeldSession:
     def __init__(self, setup: ProgramSetup) -> None:
         self._setup = setup
         self.closing = asyncio.Event()
+        self.why = ""
+        """What ended the connection, for a message; empty: `closing`."""
         self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold())
 
@@ -106,6 +114,7 @@ class HeldSession:
                 why = "; ".join([_reason(error), *server.errors])[: 3 * ERROR_CHARACTERS]
                 self.opened.set_exception(ServerLost(f"the MCP server {named(self._setup)} cannot be used: {why}"))
                 self.opened.exception()  # it may be that nobody waits
+            self.why = f": {_reason(error)}"
             if isinstance(error, asyncio.CancelledError):
                 raise
 
@@ -128,6 +137,10 @@ class McpTool:
         """Return what the tool says, or what is wrong. Raises `ServerLost`."""
         if not isinstance(arguments, dict):
             return "Error: arguments must be an object"
+        try:
+            to_json(arguments)
+        except ValueError as error:  # such as half a surrogate pair: no message can hold it, and the server would never see it
+            return f"Error: {_reason(error)}"
         client = await self._session.client()
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED

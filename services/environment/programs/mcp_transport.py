@@ -84,14 +84,12 @@ async def _listen(process: asyncio.subprocess.Process, said: Incoming) -> None:
 
 
 async def _tell(process: asyncio.subprocess.Process, told: MemoryObjectReceiveStream[SessionMessage], said: Incoming) -> None:
-    """Write to the server what it is told; if it does not read, close what it says, too."""
+    """Write to the server what it is told; if that fails, close what it says, too, so that no call waits for an answer."""
     assert process.stdin is not None
-    try:
-        async for message in told:
+    with said, contextlib.suppress(ConnectionError, anyio.BrokenResourceError, anyio.ClosedResourceError, ValueError):
+        async for message in told:  # ValueError: it cannot be encoded
             process.stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
             await process.stdin.drain()
-    except (ConnectionError, anyio.BrokenResourceError, anyio.ClosedResourceError):
-        said.close()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -209,7 +209,7 @@ class ProgramProcess:
                     answer.set_result(done)
         except (EOFError, ConnectionError):
             pass
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter: a value that is nested too deep
             why = f"wrote garbage and was killed ({error})"
         await self._end(why)
 

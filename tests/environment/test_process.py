@@ -1,0 +1,24 @@
+"""What a pod makes of the frames that a worker process sends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.config.environments import PythonEnvironment
+from services.environment.programs.process import ProcessLost, ProgramProcess
+from services.verifiers.sandbox.frames import LENGTH
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x92\x01" + b"\x91" * 20_000 + b"\xc0", b"\x93\x01", b"\xc1"], ids=["deep", "cut", "no value"]
+)
+async def test_frames_that_cannot_be_read_end_the_process_and_fail_what_waits_for_it(body: bytes) -> None:
+    process, reader = ProgramProcess(PythonEnvironment(name="e", kind="python", function="m:C")), asyncio.StreamReader()
+    answer = process._waiting[1] = asyncio.get_running_loop().create_future()
+    reader.feed_data(LENGTH.pack(len(body)) + body)
+    async with asyncio.timeout(10):
+        await process._read(reader)
+        with pytest.raises(ProcessLost, match="wrote garbage and was killed"):
+            await answer
