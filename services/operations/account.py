@@ -115,11 +115,14 @@ class Account(msgspec.Struct):
 
 
 def read(folder: Path) -> Account:
-    """Return the account in a run's folder, empty if there is none."""
+    """Return the account in a run's folder, empty if there is none. Raises `FolderError` if it cannot be read."""
+    path = folder / FILE
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Account)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=Account)
+    except FileNotFoundError:
         return Account()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise atomic_folders.FolderError(f"the account {path} cannot be read: {error}") from None
 
 
 def write(folder: Path, account: Account) -> None:

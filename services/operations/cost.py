@@ -48,7 +48,7 @@ class Cost:
 
 
 def cost_of(folder: Path) -> Cost | None:
-    """Return the cost of the run in `folder`; None if it has no account."""
+    """Return the cost of the run in `folder`; None if it has no account. Raises `FolderError` if that cannot be read."""
     found = account.read(folder)
     if not found.pods:
         return None

@@ -74,7 +74,7 @@ class Accountant:
 
     async def follow(self, loop: Loop) -> None:
         """Observe until told to stop, and then until the others have left, too."""
-        found, written = await asyncio.to_thread(account.read, self._folder), 0.0
+        found, written = await asyncio.to_thread(self._read), 0.0
         fleet, until = self._config.fleet, float("inf")
         while True:
             if self._stopping.is_set():
@@ -111,6 +111,13 @@ class Accountant:
         for name, boot in left:
             found.lives_on(name, boot, time.time())
         return bool(left)
+
+    def _read(self) -> account.Account:
+        try:
+            return account.read(self._folder)
+        except FolderError as error:
+            log.warning("beginning another account: the time before counts no longer", error=str(error))
+            return account.Account()
 
     def _write(self, found: account.Account) -> None:
         try:

@@ -20,6 +20,7 @@ from services.config import RunConfig
 from services.config.explain import keys
 from services.operations.cost import Cost, cost_of
 from services.operations.history import STEP, history_of
+from services.runtime.atomic_folders import FolderError
 from services.runtime.service import Service
 from services.web import series
 
@@ -89,7 +90,7 @@ class Accounts:
         self._read_s = -math.inf
 
     async def current(self) -> Cost | None:
-        """Return the account, at most `ACCOUNT_S` old; None: there is none yet."""
+        """Return the account, at most `ACCOUNT_S` old; None: there is none yet. Raises `FolderError` if it cannot be read."""
         async with self._lock:
             if self._found is None or time.monotonic() - self._read_s > ACCOUNT_S:
                 self._found = await asyncio.to_thread(cost_of, self._folder)
@@ -105,9 +106,12 @@ def files_router(service: Service) -> APIRouter:
     @router.get("/account")
     async def account() -> CostReport:
         """Return the run's account by outcome."""
-        found = await accounts.current()
+        try:
+            found, missing = await accounts.current(), NO_ACCOUNT
+        except FolderError as error:
+            found, missing = None, str(error)
         if found is None:
-            return CostReport(spent={}, trainer={}, generator={}, yields={}, divided=False, missing=NO_ACCOUNT)
+            return CostReport(spent={}, trainer={}, generator={}, yields={}, divided=False, missing=missing)
         return CostReport(
             spent=found.spent, trainer=found.trainer, generator=found.generator, yields=found.yields, note=found.note,
             divided=bool(found.tokens), missing="",

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
+from services.config import to_toml
+from services.console.__main__ import main
+from services.console.errors import EXIT_CONFIG
+from services.operations import account
 from services.protocol.messages import PodStatus
 from services.runtime.processes.activity import process_age_s
-from services.tracker.account import Neighbours
+from services.tracker.account import Accountant, Neighbours
+from tests.support.harness import small_config
 
 
 def status(pid: int, age_s: float, host: str = "", **fields: object) -> PodStatus:
@@ -54,3 +63,17 @@ def test_other_processes_are_not_looked_at() -> None:
     assert neighbours.left() == []
     neighbours.meet([(status(parent, age_s), 0.0)])
     assert neighbours.left() == [("generator-0", "a")]
+
+
+def test_an_account_that_cannot_be_read_is_said_to_and_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accountant = Accountant(small_config(tmp_path), MagicMock(), tmp_path, asyncio.Event())
+    with capture_logs() as logs:
+        assert accountant._read() == account.Account(), "there is none"
+        (tmp_path / account.FILE).write_text('{"pods": 1}')
+        assert accountant._read() == account.Account()
+    (warning,) = logs
+    assert warning["log_level"] == "warning"
+    assert "account.json cannot be read: Expected `object`, got `int`" in warning["error"]
+    (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path)))
+    assert main(["cost", str(tmp_path)]) == EXIT_CONFIG
+    assert "account.json cannot be read" in capsys.readouterr().err

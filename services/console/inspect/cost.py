@@ -14,10 +14,14 @@ def cost(run: str, price: float, as_json: bool) -> int:
     """Print the account of a run, with `price` of a device-hour, 0: none."""
     from services.operations.account import FILE
     from services.operations.cost import cost_of
+    from services.runtime.atomic_folders import FolderError
 
     folder = existing(run)
-    with without_numpy():
-        found = cost_of(folder.path)
+    try:
+        with without_numpy():
+            found = cost_of(folder.path)
+    except FolderError as error:
+        raise ConsoleError(str(error), EXIT_CONFIG) from None
     if found is None:
         raise ConsoleError(
             f"{folder.path} has no {FILE}, which the tracker writes; the tracker runs unless samples.keep is 0 and no "
