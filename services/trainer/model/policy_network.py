@@ -104,7 +104,7 @@ def _read(config: Model) -> Any:
             dtype=getattr(torch, config.dtype),
             attn_implementation=NAME,
         )
-    except ConfigError:
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):  # a lack of memory says nothing about the model
         raise
     except Exception as error:  # a model's code may raise anything when it is built with an attention that it does not know
         why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

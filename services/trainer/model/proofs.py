@@ -62,7 +62,7 @@ def prove(
     model.to(_place(model, device))
     try:
         found = _try(model, attach)
-    except UnsupportedModel:
+    except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):  # a lack of memory says nothing about the model
         raise
     except Exception as error:  # a model's code may raise anything for rows that it was not written for
         reason = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -87,6 +87,15 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tiny_model: Path, tmp_p
     assert (tmp_path / "file").is_file(), "nothing was kept"
 
 
+def test_a_lack_of_memory_is_not_blamed_on_the_model(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(proofs, "alone", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        _load(tiny_model, Proofs(tmp_path / "proofs"))
+
+
 def test_a_wrong_model_is_refused_with_the_figures(tmp_path: Path) -> None:
     """Bloom's positions are biases of attention scores, which packed attention does not know."""
     with pytest.raises(UnsupportedModel, match=r"\(BloomForCausalLM\) gives different results .* up to [\d.]+ nats .* [\d.]+%"):
