@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from services.protocol import codec
+from services.protocol.errors import StoreError
 from services.protocol.logprob_gaps import LogprobGaps
-from services.trainer.step.logprob_gaps import codes
+from services.runtime.portal import Portal
+from services.trainer.step.logprob_gaps import GapSender, codes
 
 
 def through(gaps: list[float]) -> list[float]:
@@ -48,3 +54,19 @@ def test_a_row_without_tokens_has_no_code() -> None:
 )
 def test_columns_that_do_not_fit_together_give_nothing(columns: tuple[list[str], list[int], list[int], bytes]) -> None:
     assert LogprobGaps(*columns).by_segment() == {}
+
+
+@pytest.mark.parametrize(("fault", "level"), [(StoreError("away"), "info"), (KeyError("a bug"), "warning")])
+def test_gaps_that_are_not_sent_are_logged_and_stop_nothing(fault: Exception, level: str) -> None:
+    store: Any = MagicMock()
+    store.samples.send_gaps.side_effect = fault
+    portal = Portal()
+    try:
+        with capture_logs() as logs:
+            sender = GapSender(portal, store, 0, 1.0)
+            for step in (1, 2):
+                sender.begin(step, [], torch.zeros(0), 1)
+                sender.close()
+    finally:
+        portal.close()
+    assert [(entry["step"], entry["log_level"]) for entry in logs] == [(1, level), (2, level)]

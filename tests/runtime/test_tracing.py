@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from benchmarks.observing import black_hole
 from services.config import ConfigError
@@ -71,13 +72,18 @@ def test_a_collector_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: py
         assert made.counts["sent"] == 0
 
 
-async def test_spans_that_a_collector_refuses_are_counted(tmp_path: Path) -> None:
-    with collecting() as collector:
+async def test_spans_that_a_collector_refuses_are_counted_and_the_reason_is_logged_once(tmp_path: Path) -> None:
+    with collecting() as collector, capture_logs() as logs:
         wrong = collector.url.replace("127.0.0.1", "127.0.0.2")  # nobody listens there
         made = OtlpTracing(small_config(tmp_path, None, f"tracing.endpoint={wrong}"), "trainer", "trainer-0")
-        made.record("train", made.begin(), 0.0)
-        await wait_until(lambda: made.counts["failed"] == 1, 120)
+        for count in (1, 2):
+            made.record("train", made.begin(), 0.0)
+            await wait_until(lambda count=count: made.counts["failed"] == count, 120)
         made.close()
+    assert (made.counts["sent"], made.counts["dropped"]) == (0, 0)
+    (warning,) = (entry for entry in logs if "losing spans" in entry["event"])
+    assert warning["log_level"] == "warning"
+    assert warning["error"]
 
 
 def test_a_missing_package_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,16 +174,15 @@ class OtlpTracing(TraceRecorder):
         failing = False
         while batch := self._batch():
             try:
-                sent = exporter.export(batch) is SpanExportResult.SUCCESS
+                why = "" if exporter.export(batch) is SpanExportResult.SUCCESS else "see the log of the OpenTelemetry package"
             except Exception as error:  # errors of the collector or the package must not end the thread
-                log.debug("failed to send spans", error=str(error))
-                sent = False
-            self.counts["sent" if sent else "failed"] += len(batch)
-            if sent == failing:
-                failing = not sent
-                log.warning(
-                    "losing spans: the collector does not accept them" if failing else "the collector accepts spans again"
-                )
+                why = f"{type(error).__name__}: {error}"
+            self.counts["failed" if why else "sent"] += len(batch)
+            if why and not failing:
+                log.warning("losing spans: the collector does not accept them", error=why)
+            elif failing and not why:
+                log.info("the collector accepts spans again")
+            failing = bool(why)
         exporter.shutdown()
 
     def _batch(self) -> list[ReadableSpan]:
