@@ -181,7 +181,7 @@ class GroupRunner:
         begun, failures, losses = bool(data), 0, 0
         while failures < self._config.generator.max_attempts and losses < MAX_LOSSES:
             await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-            live = self._restored(group, environment, manner, turns, sample, restarts, records, row) if records else None
+            live = self._restored(group, environment, manner, turns, sample, restarts, records) if records else None
             if live is not None:
                 self._metrics.continued.inc()
             else:
@@ -190,7 +190,7 @@ class GroupRunner:
                     if not await turns.restart(sample, restarts):
                         raise LeaseLost
                     self._metrics.restarts.inc()
-                live = self._live(group, environment, manner, turns, sample, restarts, [], row)
+                live = self._live(group, environment, manner, turns, sample, restarts, [])
             begun, records = True, []
             try:
                 async with self._pools[environment.name].process() as process:
@@ -202,7 +202,10 @@ class GroupRunner:
                     records = list(live.records)
                 blameless = isinstance(error, ProcessLost) and not error.suspected
                 losses, failures = losses + blameless, failures + (not blameless)
-                log.warning("rollout failed", ticket=group.ticket.id, sample=sample, failures=failures, error=str(error))
+                log.warning(
+                    "rollout failed", ticket=group.ticket.id, sample=sample, failures=failures, error=str(error),
+                    exc_info=isinstance(error, ValueError | TypeError),
+                )  # fmt: skip
                 group.failed[sample] = str(error)
             finally:
                 self._fleet.forget(live.place.name)
@@ -210,13 +213,13 @@ class GroupRunner:
 
     def _restored(
         self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
-        records: list[Record], row: Row,
+        records: list[Record],
     ) -> LiveRollout | None:  # fmt: skip
         """Return a rollout continued from its records; None: it cannot be, or they are not what a rollout records."""
         if not restorable(records):
             return None
         try:
-            return self._live(group, environment, manner, turns, sample, restarts, records, row)
+            return self._live(group, environment, manner, turns, sample, restarts, records)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # whatever damaged records lead to
             log.warning(
                 "a rollout's turns cannot be read: it starts again", ticket=group.ticket.id, sample=sample, error=repr(error)
@@ -232,13 +235,11 @@ class GroupRunner:
 
     def _live(
         self, group: HeldGroup, environment: EnvironmentConfig, manner: Manner, turns: TurnLog, sample: int, restarts: int,
-        records: list[Record], row: Row,
+        records: list[Record],
     ) -> LiveRollout:  # fmt: skip
         place = RolloutPlace(group.ticket, environment.name, sample, restarts, f"{group.claim.payload}.{sample}.{restarts}")
 
         async def commit(at: int, record: bytes) -> bool:
             return await turns.commit(sample, restarts, at, record)
 
-        return LiveRollout(
-            place, manner, self._chat, row.messages, self._fleet, list(records), environment.max_turns, commit, self._tracing
-        )
+        return LiveRollout(place, manner, self._chat, self._fleet, list(records), environment.max_turns, commit, self._tracing)

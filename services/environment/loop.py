@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 import structlog
 
@@ -103,14 +102,6 @@ class EnvironmentLoop(TicketHolder[HeldGroup]):
     def unfit(self, ticket: Ticket) -> str:
         """Return why the rollouts of a ticket cannot be run, or ""."""
         return self._groups.unfit(ticket)
-
-    async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back, or move it to the dead letters after too many failures."""
-        return await self.store.tickets.fail(self.name, claim, reason, max_attempts)
-
-    async def extend(self, claims: Sequence[Claim]) -> set[str]:
-        """Renew leases and return the entries that are lost."""
-        return await self.store.tickets.renew(self.name, claims)
 
     async def submit(self, rollout: HeldGroup) -> bool:
         """Run the rollouts of a ticket, score them and submit the group."""

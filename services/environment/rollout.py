@@ -95,17 +95,15 @@ class LiveRollout:
     """A rollout that is running: what it has recorded, and how it asks the policy."""
 
     def __init__(
-        self, place: RolloutPlace, manner: Manner, chat: ChatFormat, prompt: list[dict[str, Any]], fleet: GeneratorFleet,
-        records: list[Record], max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]], tracing: TraceRecorder,
+        self, place: RolloutPlace, manner: Manner, chat: ChatFormat, fleet: GeneratorFleet, records: list[Record],
+        max_turns: int, commit: Callable[[int, bytes], Awaitable[bool]], tracing: TraceRecorder,
     ) -> None:  # fmt: skip
         """`commit` appends a record at a place and returns False if another pod holds the ticket."""
         self.place, self._fleet, self._commit, self._max_turns = place, fleet, commit, max_turns
         self._records = records
         self.chat, self.sampling = chat, manner.sampling
         self._context, self._version = manner.context, manner.version
-        self.recorder = Recorder.restored(
-            chat, place.ticket.prompt, prompt, [record for record in records if isinstance(record, Turn)]
-        )
+        self.recorder = Recorder.restored(chat, place.ticket.prompt, [record for record in records if isinstance(record, Turn)])
         self.asked = AskedTurns()
         self._began, self._read = time.monotonic(), 0  # tokens that the policy has read
         self.truncated = False

@@ -31,7 +31,6 @@ from services.rollouts.holding import MAX_EXPIRIES
 from services.rollouts.records import make_header, pack_partial, pack_payload, unpack_partial
 from services.runtime.loops import Loop
 from services.runtime.service import Service
-from services.store import Claim
 from services.verifiers.scoring import Scoring
 
 log = structlog.get_logger()
@@ -188,14 +187,6 @@ class RolloutLoop(RolloutWorker):
     async def generate(self, request_id: str, prompt: list[int], seed: int, prefix: Generated | None) -> Generated:
         """Generate one completion, across changes of weights."""
         return await self.in_flight.generate(request_id, prompt, seed, self.sampling, prefix)
-
-    async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back, or move it to the dead letters after too many failures."""
-        return await self.store.tickets.fail(self.name, claim, reason, max_attempts)
-
-    async def extend(self, claims: Sequence[Claim]) -> set[str]:
-        """Renew leases and return the entries that are lost."""
-        return await self.store.tickets.renew(self.name, claims)
 
     async def submit(self, rollout: Rollout) -> bool:
         """Generate, score and submit a ticket, continuing from the tokens that an earlier holder saved."""

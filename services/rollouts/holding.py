@@ -60,7 +60,10 @@ Held = TypeVar("Held", bound=HeldTicket)
 
 
 class TicketHolder(Generic[Held]):
-    """Takes claimed tickets to their end. A subclass claims them, works on them and submits the results."""
+    """Takes claimed tickets to their end. A subclass claims them, works on them and submits the results.
+
+    One for the tickets of evaluations also reports and renews otherwise.
+    """
 
     room = "room"
     """Notification topic of this process: a ticket has ended, so another may be claimed."""
@@ -85,12 +88,12 @@ class TicketHolder(Generic[Held]):
         raise NotImplementedError
 
     async def report(self, claim: Claim, reason: str, max_attempts: int) -> bool:
-        """Hand a ticket back after a failure; return True if it reached `max_attempts` and is not retried."""
-        raise NotImplementedError
+        """Hand a ticket back after a failure; return True if it reached `max_attempts` and is moved to the dead letters."""
+        return await self.store.tickets.fail(self.name, claim, reason, max_attempts)
 
     async def extend(self, claims: Sequence[Claim]) -> set[str]:
         """Renew leases and return the entries that are lost."""
-        raise NotImplementedError
+        return await self.store.tickets.renew(self.name, claims)
 
     async def keep_tokens(self, rollout: Held) -> None:
         """Keep the tokens of a failed ticket that are worth it, so that they need not be sampled again."""

@@ -128,7 +128,7 @@ class Program:
         system = [{"role": "system", "content": "Be brief."}] if self.family.system and self.rng.random() < 0.5 else []
         self.start: list[dict[str, Any]] = [*system, {"role": "user", "content": self.policy.words()}]
         self.prompt = self.chat.encode(self.chat.render(self.start, self.tools))
-        self.recorder = Recorder(self.chat, self.prompt, self.start)
+        self.recorder = Recorder(self.chat, self.prompt)
         self.messages = list(self.start)
         self.past: list[list[dict[str, Any]]] = []
 

@@ -43,7 +43,7 @@ class ScriptedRollout:
 
     def __post_init__(self) -> None:
         self.policy = ScriptedPolicy(self.family, random.Random(self.seed), self.said)
-        self.recorder = Recorder(self.chat, [], [])
+        self.recorder = Recorder(self.chat, [])
         self.asked = AskedTurns()
         self.answers.set()
         self.overrides: list[Overrides] = []

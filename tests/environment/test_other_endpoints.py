@@ -83,7 +83,7 @@ def test_a_completion_continues_the_tokens_of_the_one_before(client: Any, rollou
     assert rollout.policy.asked[1].given == [*chat.encode_plain("Once"), *sampled, *chat.encode_plain(" user")]
     assert len(recorder.segments()) == 1
     assert exact_turns([], recorder.segments(), recorder.turns, rollout.policy.asked) == 2
-    restored = Recorder.restored(chat, [], [], recorder.turns)
+    restored = Recorder.restored(chat, [], recorder.turns)
     assert restored.plan_text("Once more") == recorder.plan_text("Once more")
     assert restored.plan_text(longer) == recorder.plan_text(longer)
 

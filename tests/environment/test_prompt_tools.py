@@ -52,7 +52,7 @@ async def test_the_first_context_of_a_rollout_is_the_prompt_of_its_group(family:
     for number in range(2):
         prompt = source.prompt(number)
         messages = msgspec.json.decode(prompt.row, type=Row).messages
-        call = Recorder(chat, prompt.tokens, messages).plan(messages, tools)
+        call = Recorder(chat, prompt.tokens).plan(messages, tools)
         assert call.tokens == prompt.tokens
         assert ("only this object knows" in chat.decode(prompt.tokens)) == ("tools" in family.template)
 

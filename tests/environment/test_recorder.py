@@ -30,9 +30,8 @@ def test_trained_ids_are_sampled_ids(family: Family):
         exact += exact_turns(program.prompt, recorder.segments(), recorder.turns, program.policy.asked)
         turns += len(recorder.turns)
         extended += len(recorder.turns) - len(recorder.segments())
-        restored = Recorder.restored(
-            program.chat, program.prompt, program.start, [codec.decode(codec.encode(turn), Turn) for turn in recorder.turns]
-        )
+        turns_again = [codec.decode(codec.encode(turn), Turn) for turn in recorder.turns]
+        restored = Recorder.restored(program.chat, program.prompt, turns_again)
         assert restored.plan(program.messages, program.tools) == recorder.plan(program.messages, program.tools)
         assert codec.encode(restored.turns) == codec.encode(recorder.turns)
     assert exact == turns == TURNS
@@ -55,7 +54,7 @@ def said(family: Family, text: str, finish: str = "stop", version: int = 0) -> G
 
 def recorder_of(family: Family, prompt: list[dict[str, Any]]) -> Recorder:
     chat = chat_of(family)
-    return Recorder(chat, chat.encode(chat.render(prompt)), prompt)
+    return Recorder(chat, chat.encode(chat.render(prompt)))
 
 
 def test_a_first_call_with_the_prompt_of_the_group_has_no_context_of_its_own():

@@ -47,7 +47,7 @@ class Policy:
 
 
 def rollout(
-    policy: Policy, prompt: list[dict[str, Any]], records: list[bytes], max_turns: int, tracing: TraceRecorder | None = None
+    policy: Policy, records: list[bytes], max_turns: int, tracing: TraceRecorder | None = None
 ) -> tuple[LiveRollout, list[bytes]]:
     """Return a rollout that goes on from records, and the list that its commits extend."""
     committed = list(records)
@@ -62,9 +62,8 @@ def rollout(
     place = RolloutPlace(given, "echo", 0, 0, "0-0.0.0")
     begun: list[Record] = unpack_records(records)
     live = LiveRollout(
-        place, Manner(SamplingParameters(16), 4096), policy.chat, prompt, cast(Any, policy), begun, max_turns, commit,
-        tracing,
-    )  # fmt: skip
+        place, Manner(SamplingParameters(16), 4096), policy.chat, cast(Any, policy), begun, max_turns, commit, tracing
+    )
     return live, committed
 
 
@@ -83,12 +82,12 @@ async def test_a_rollout_that_is_taken_over_ends_as_it_would_have(cut: int, max_
     chat, prompt = chat_of(FAMILIES[0]), [{"role": "user", "content": "say 0"}]
     echo = PythonEnvironment(name="echo", kind="python", function=f"{PROGRAMS}:Echo", options={"turns": TURNS})
     async with process(echo) as program:
-        whole, records = rollout(Policy(chat, cut), prompt, [], max_turns)
+        whole, records = rollout(Policy(chat, cut), [], max_turns)
         expected = compared(await converse(whole, program, prompt))
         assert expected[3] == truncated
         for kept in range(1, len(records) + 1):
             policy = Policy(chat, cut)
-            taken, committed = rollout(policy, prompt, records[:kept], max_turns)
+            taken, committed = rollout(policy, records[:kept], max_turns)
             assert restorable(unpack_records(records[:kept]))
             already = len(taken.recorder.turns)
             assert compared(await converse(taken, program, prompt)) == expected
@@ -103,7 +102,7 @@ async def test_a_rollout_is_traced_by_the_conventions_for_generative_ai(tmp_path
         config = small_config(tmp_path, None, f"tracing.endpoint={collector.url}")
         tracing = OtlpTracing(config, "environment", "environment-0")
         async with process(echo) as program:
-            live, _ = rollout(Policy(chat), prompt, [], 10, tracing)
+            live, _ = rollout(Policy(chat), [], 10, tracing)
             done = await converse(live, program, prompt)
         await wait_until(lambda: any(span.name == "rollout" for span in collector.spans), 60)
         tracing.close()

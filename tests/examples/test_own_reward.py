@@ -42,6 +42,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_the_data_are_sums_with_their_answers_and_steps() -> None:
+    assert rows()
     for row in rows():
         asked = re.fullmatch(r"Calculate ([\d +-]+)\.", row["prompt"])
         assert asked is not None

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from services.operations.inspection.deadletters import RequeueAnswer
     from services.runtime.http.client import Client
 
-LONGEST_WRITE_S = 3600.0  # to wait for a checkpoint, whose time limit is the trainer's
-
 
 @dataclass(frozen=True)
 class Target:

@@ -63,8 +63,6 @@ class Wait:
     why: Literal["groups", "older_ticket", "min_size", "rate_limiter"]
     """`groups`: too few groups are ready; `older_ticket`: enough are ready, but a ticket older than one of them is still
     generating; `min_size`: the table is too small; `rate_limiter`: replay.samples_per_insert requires more inserts first."""
-    deadline_s: float | None = None
-    """`older_ticket`: seconds until the wait ends."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def decide(swept: SweptTable, progress: Progress, rules: Rules, waited_s: float)
     if not behind:
         return step
     if waited_s < rules.overtake_deadline_s:
-        return Wait("older_ticket", rules.overtake_deadline_s - waited_s)
+        return Wait("older_ticket")
     return step if isinstance(step, PassOver) else Prepare(step.groups, step.gaps_until, overtook=True)
 
 

@@ -8,7 +8,7 @@ the reasoning, and white space around what the assistant wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -66,11 +66,6 @@ def argument_object(text: object) -> object:
         return json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         return text
-
-
-def names_of(tools: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of normalised tools."""
-    return [tool["function"]["name"] for tool in tools]
 
 
 def _part(where: str, part: object) -> str:

@@ -67,12 +67,11 @@ class _Mark:
 
 
 class Recorder:
-    """The turns of one rollout, whose group's prompt is `prompt_messages`, tokenised as `prompt_ids`."""
+    """The turns of one rollout, whose group's prompt has the tokens `prompt_ids`."""
 
-    def __init__(self, chat: ChatFormat, prompt_ids: list[int], prompt_messages: list[dict[str, Any]]) -> None:
+    def __init__(self, chat: ChatFormat, prompt_ids: list[int]) -> None:
         self._chat = chat
         self._prompt = list(prompt_ids)
-        self.prompt_messages = prompt_messages
         self.turns: list[Turn] = []
         """All turns, in the order in which they were recorded."""
         self._marks: list[_Mark] = []
@@ -82,11 +81,9 @@ class Recorder:
         self._by_chain: dict[bytes, list[int]] = {}  # digest of messages and reply -> turns
 
     @classmethod
-    def restored(
-        cls, chat: ChatFormat, prompt_ids: list[int], prompt_messages: list[dict[str, Any]], turns: Iterable[Turn]
-    ) -> Recorder:
+    def restored(cls, chat: ChatFormat, prompt_ids: list[int], turns: Iterable[Turn]) -> Recorder:
         """Return the recorder that recorded these turns."""
-        recorder = cls(chat, prompt_ids, prompt_messages)
+        recorder = cls(chat, prompt_ids)
         for turn in turns:
             new: list[dict[str, Any]] = json.loads(turn.messages)
             if turn.base < 0:

@@ -20,19 +20,6 @@ def spans_of(turn: Turn) -> list[Span]:
     return [Span(int(version), int(start), int(end)) for version, start, end in turn.spans]
 
 
-def generated_of(turn: Turn) -> Generated:
-    """Return what the policy sampled in a turn."""
-    return Generated(turn.tokens, turn.logprobs, spans_of(turn), "length" if turn.finish == "length" else "stop")
-
-
-def ids_of(prompt: Sequence[int], turns: Sequence[Turn]) -> list[int]:
-    """Return all tokens of a segment with these turns."""
-    ids = turns[0].context.tolist() or list(prompt)
-    for number, turn in enumerate(turns):
-        ids += (turn.context.tolist() if number else []) + turn.tokens.tolist()
-    return ids
-
-
 def segment_of(turns: Sequence[Turn]) -> Segment:
     """Return the segment of these turns. What was read between two turns counts to the version that sampled after it."""
     tokens: list[np.ndarray] = []

@@ -22,9 +22,9 @@ MAGIC = b"grpo bundle 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
 LENGTH_BYTES = 8
 COPY_BYTES = 1 << 20
-MODEL, STATE, TENSORS = "model", "state", "tensors"
-"""Folders of a bundle: the model that the run began with, the weights and optimizer before its steps, logprobs by token."""
-_INSIDE = re.compile(r"(model|state|tensors)/[A-Za-z0-9_][\w.-]*\.(json|safetensors|txt|model|jinja)")
+MODEL, STATE = "model", "state"
+"""Folders of a bundle: the model that the run began with, and the weights and optimizer before its steps."""
+_INSIDE = re.compile(r"(model|state)/[A-Za-z0-9_][\w.-]*\.(json|safetensors|txt|model|jinja)")
 """Names of files in a bundle: plain data of kinds that hold no code, in one of its folders."""
 
 
