@@ -104,7 +104,7 @@ class Program:
 
 
 async def test_what_a_limit_has_stopped_is_no_reward_if_its_process_is_lost() -> None:
-    live, _ = rollout(Policy(chat_of(FAMILIES[0])), PROMPT, [], 1)
+    live, _ = rollout(Policy(chat_of(FAMILIES[0])), [], 1)
     await live.complete(PROMPT, [])
     live.truncated = True
 
@@ -121,7 +121,7 @@ async def test_what_a_limit_has_stopped_is_no_reward_if_its_process_is_lost() ->
 
 async def test_an_agent_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.environment.agent.WATCH_S", 0.02)
-    live, _ = rollout(Policy(chat_of(FAMILIES[0])), PROMPT, [], 9)
+    live, _ = rollout(Policy(chat_of(FAMILIES[0])), [], 9)
     program = Program(asyncio.Event().wait)
     with pytest.raises(ProgramFailed, match=r"longer than timeout_s = 0\.1, without the policy's turns"):
         await run_agent(live, cast(Any, program), Door("m"), 0.1)
@@ -132,7 +132,7 @@ async def test_an_agent_that_takes_too_long_is_stopped(monkeypatch: pytest.Monke
 
 
 async def test_nothing_is_sampled_for_an_agent_that_has_ended() -> None:
-    live, _ = rollout(Policy(chat_of(FAMILIES[0])), PROMPT, [], 9)
+    live, _ = rollout(Policy(chat_of(FAMILIES[0])), [], 9)
     await live.complete(PROMPT, [])
     never = asyncio.Event()
 
@@ -149,7 +149,7 @@ async def test_nothing_is_sampled_for_an_agent_that_has_ended() -> None:
 
 def test_a_conversation_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of(FAMILIES[0])
-    live, _ = rollout(Policy(chat), PROMPT, [], 9)
+    live, _ = rollout(Policy(chat), [], 9)
     monkeypatch.setattr(chat, "_encoded", lambda *_: pytest.fail("it was tokenised"))
     for ask in (live.complete([{"role": "user", "content": "x" * 10_000_000}], []), live.complete_text("x" * 10_000_000)):
         with pytest.raises(ContextFull, match="characters, which are more than 4096 tokens"):
