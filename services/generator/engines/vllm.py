@@ -157,7 +157,8 @@ class VllmEngine:
         sync = self._config.sync
         clear = sync.kv == "recompute" or sync.in_flight != "keep"
         async with self._limit(sync.join_deadline_s, "pause"):
-            await self._llm.pause_generation(mode="keep", clear_cache=clear)
+            # Not by `pause_generation`, which then sleeps for 20 ms: outputs may come later, the core has attached their versions.
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
 
     async def resume(self) -> None:
         """Resume sampling."""
