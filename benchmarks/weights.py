@@ -10,7 +10,7 @@ The first `WARM` steps are not counted: Adam's first steps are larger. Parts:
 `encoding`: `delta_share`, bytes of a delta over those of the weights (goal 0.03); `changed_share`; `encode_share`, seconds of
 encoding over those of the training step of `--tokens` (goal 0.05); `send_share`, those of the whole `send`, with fsync.
 `late`: `late_join_ratio`, seconds of an empty receiver to an anchor and `STEPS` deltas over those of reading the same files, both
-from the disk, whose cache is dropped (goal 1.5).
+from the disk, whose cache is dropped, and in a process of its own (goal 1.5).
 `versions`: `versions_identical`, the share of the versions that a receiver takes, out of `VERSIONS` of 1 MB, after which blake2b
 of what it holds equals that of the trainer's weights; it misses some and catches up. Others: `versions_compared`, `versions_s`.
 `sampled`: `versions_sampled`, the share of 1,000 versions of 1.6 MB, applied by a real vLLM, whose completions have the logprobs
@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import os
 import statistics
 import sys
 import time
@@ -41,8 +40,9 @@ if __name__ == "__main__":  # `python benchmarks/weights.py` from the repository
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from safetensors.torch import save_file
 
-from benchmarks import weights_adapters, weights_engine
+from benchmarks import weights_adapters, weights_engine, weights_late
 from benchmarks.common import arguments, report, run
 from services.config.load import validate
 from services.trainer.weight_sender import make_sender
@@ -51,7 +51,7 @@ from services.weights.versions.mirror import WeightMirror
 from services.weights.versions.reader import VersionReader
 from services.weights.versions.sender import StoreWeightSender
 
-FENCE, WARM, STEPS, RATE, VERSIONS, RANK = 1, 2, 4, 1e-6, 1500, 8
+FENCE, WARM, STEPS, RATE, VERSIONS, RANK, LATE = 1, 2, 4, 1e-6, 1500, 8, 7
 PARTS = ("encoding", "late", "versions", "sampled", "lora", "adapters", "pause", "link", "kv")
 
 
@@ -157,30 +157,12 @@ def late(model: Trained, samples: dict[str, list[float]]) -> None:
                 for weight in weights_engine.distinct(model.published):
                     weight.mul_(torch.where(torch.rand(weight.shape) < 0.02, 1.01, 1.0).to(weight.dtype))
         model.send()
-    for _ in range(5):
-        mirror = WeightMirror()
-        read_s = fetch_s = 0.0
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        drop_cache(files)
-        began = time.perf_counter()
-        for path in files:
-            path.read_bytes()
-        read_s = time.perf_counter() - began
-        drop_cache(files)
-        began = time.perf_counter()
-        held = VersionReader(str(folder), mirror).take(Deadline(600), model.version)
-        fetch_s = time.perf_counter() - began
-        expected = dict(model.published.named_parameters())
-        assert all(torch.equal(expected[name], tensor) for name, tensor in held if name in expected)
-        samples.setdefault("late_join_ratio", []).append(fetch_s / read_s)
-        samples.setdefault("late_join_s", []).append(fetch_s)
-
-
-def drop_cache(files: list[Path]) -> None:
-    """Have the next read come from the disk; the files were synced."""
-    for path in files:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    expected = model.folder / "expected.safetensors"
+    save_file({name: weight.detach().clone() for name, weight in model.published.named_parameters()}, expected)
+    for _ in range(LATE):
+        read_s, join_s = (weights_late.seconds(side, folder, model.version, expected) for side in ("read", "join"))
+        samples.setdefault("late_join_ratio", []).append(join_s / read_s)
+        samples.setdefault("late_join_s", []).append(join_s)
 
 
 def versions(folder: Path, samples: dict[str, list[float]]) -> None:
