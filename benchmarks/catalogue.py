@@ -306,8 +306,8 @@ SUITE = (
             Figure("pause_s_per_gb", "vLLM's pause, s per GB of weights", 0.25, "lower", ratio=False),
         ),
         ("--sequences", "8"),
-        gap="A reload of vLLM repacks all weights for oneDNN in the pause, on one thread; a second copy of the model, or writing only "
-        "what changed, would not. A late joiner decodes deltas after it has read the anchor; to do both at once would hide the one.",
+        gap="A reload of vLLM repacks all weights for oneDNN in the pause, on one thread; a second copy of the model, or writing "
+        "only what changed, would not. A late joiner decodes deltas after it has read the anchor, and could do both at once.",
     ),
     Benchmark(
         "sync_1gb",
