@@ -157,7 +157,7 @@ class VllmEngine:
         sync = self._config.sync
         clear = sync.kv == "recompute" or sync.in_flight != "keep"
         async with self._limit(sync.join_deadline_s, "pause"):
-            # Not `pause_generation`, which then sleeps for 20 ms: outputs may come later, as the core has attached their versions.
+            # Not `pause_generation`, which then sleeps for 20 ms: outputs may come later, since the core stamps them.
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
 
     async def resume(self) -> None:
